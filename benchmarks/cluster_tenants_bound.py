@@ -61,7 +61,7 @@ LATENCY = RooflineLatency(load_hardware_profile("a100-80gb"), load_model_shape("
 def step_s(requests: int, kv_tokens: float) -> float:
     """Seconds of a decode step."""
     kv = int(kv_tokens)
-    return LATENCY.step_s(StepWork(requests, requests, 0, kv, 0, kv, requests))
+    return LATENCY.step_s(StepWork(requests, requests, kv, kv, requests))
 
 
 def prefill_s(found: int, prompt: int) -> float:
@@ -70,7 +70,7 @@ def prefill_s(found: int, prompt: int) -> float:
     while found < prompt:
         new = min(prompt - found, CHUNK_TOKENS)
         pairs = new * found + new * (new + 1) // 2
-        total_s += LATENCY.step_s(StepWork(1, new, new, pairs, pairs, found + new, 1))
+        total_s += LATENCY.step_s(StepWork(1, new, pairs, found + new, 1))
         found += new
     return total_s
 

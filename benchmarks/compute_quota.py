@@ -154,9 +154,7 @@ class PrefillEngine:
         work = StepWork(
             requests=len(rows),
             tokens=tokens,
-            prefill_tokens=tokens,
             attention_pairs=pairs,
-            prefill_attention_pairs=pairs,
             kv_tokens_read=sum(cached + new for cached, new in rows),
             sampled=len(finished),
         )
@@ -245,10 +243,10 @@ def play(way: Way, loads: Sequence[Load], latency: LatencyModel, costs: StepCost
 
 def costs_of(latency: LatencyModel) -> StepCosts:
     """Return the attention costs of a latency model that is linear in attention pairs and in KV reads."""
-    nothing = StepWork(1, 1, 1, 0, 0, 0, 0)
+    nothing = StepWork(1, 1, 0, 0, 0)
     many = 10**9
     base_s = latency.step_s(nothing)
-    pairs_s = latency.step_s(nothing._replace(attention_pairs=many, prefill_attention_pairs=many))
+    pairs_s = latency.step_s(nothing._replace(attention_pairs=many))
     read_s = latency.step_s(nothing._replace(kv_tokens_read=many))
     return StepCosts(base_s, 0.0, (pairs_s - base_s) / many, (read_s - base_s) / many, 0.0)
 

@@ -34,7 +34,7 @@ from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import trace_name
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.run_cache import RunCache
-from sojourn_server.simulator.simulation_run import RunSpec, uses_cpu_ratio
+from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.simulator_policies import find_policy
 from sojourn_server.simulator.workloads.arrival_processes import load_programs
 
@@ -142,7 +142,7 @@ def specs_of(point: Point, policies: Sequence[str], rate_per_s: float | None, se
             burst=point.load.burst, cpu_ratio=point.host, until_s=CLOSED_S if rate_per_s is None else None,
             seed=seed,
         )  # fmt: skip
-        specs.append(spec if uses_cpu_ratio(find_policy(name)) else replace(spec, cpu_ratio=1.0))
+        specs.append(spec if find_policy(name).uses_cpu_ratio else replace(spec, cpu_ratio=1.0))
     return specs
 
 

@@ -78,10 +78,10 @@ class MeanStep:
         """Seconds of a step with ``decoding`` requests at the mean context, and ``computed`` prompt tokens.
         Prompts are computed in whole chunks after half of the context."""
         read = decoding * self.context
-        decode_s = latency.step_s(StepWork(*map(round, (decoding, decoding, 0, read, 0, read, decoding))))
+        decode_s = latency.step_s(StepWork(*map(round, (decoding, decoding, read, read, decoding))))
         before = self.context / 2
         pairs = CHUNK_TOKENS * (before + CHUNK_TOKENS / 2)
-        chunk = (1, CHUNK_TOKENS, CHUNK_TOKENS, pairs, pairs, before + CHUNK_TOKENS, 0)
+        chunk = (1, CHUNK_TOKENS, pairs, before + CHUNK_TOKENS, 0)
         return decode_s + computed * latency.step_s(StepWork(*map(round, chunk))) / CHUNK_TOKENS
 
     def ceiling(self, latency: RooflineLatency, decoding: float) -> float:

@@ -50,8 +50,8 @@ def test_costs_are_those_of_the_latency_model(script: ModuleType) -> None:
     latency, _ = load_latency_model("h200", "llama-3.1-8b")
     costs = script.costs_of(latency)
     small, large = (
-        StepWork(3, 900, 900, 10**6, 10**6, 5_000, 0),
-        StepWork(3, 900, 900, 10**8, 10**8, 90_000, 0),
+        StepWork(3, 900, 10**6, 5_000, 0),
+        StepWork(3, 900, 10**8, 90_000, 0),
     )
     found_s = latency.step_s(large) - latency.step_s(small)
     assert costs.pair_s * (10**8 - 10**6) + costs.kv_token_s * 85_000 == pytest.approx(found_s)

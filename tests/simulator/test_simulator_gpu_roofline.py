@@ -13,7 +13,7 @@ import pytest
 from script_modules import load_script
 from sojourn_server.simulator.latency.latency_profiles import load_hardware_profile, load_model_shape
 from sojourn_server.simulator.latency.latency_protocol import StepWork
-from sojourn_server.simulator.latency.latency_selection import DeviceOptions, load_latency_model
+from sojourn_server.simulator.latency.latency_selection import load_latency_model
 
 pytest.importorskip("torch")
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "roofline.py"
@@ -42,9 +42,8 @@ def test_a_smoke_run_writes_a_profile_that_a_simulation_takes(tmp_path: Path) ->
     assert sources["expert_efficiency"] == dict(load_hardware_profile("h100").sources)["expert_efficiency"]
     assert "expert_efficiency" in hardware.estimates
     assert "linear_efficiency" not in hardware.estimates
-    options = DeviceOptions(kv_pool_tokens=10_000, max_model_len=8000)
-    latency, _ = load_latency_model(str(profile), "llama-3.1-8b", 1, options)
-    assert latency.step_s(StepWork(1, 1, 0, 1, 0, 1, 1)) > 0
+    latency, _ = load_latency_model(str(profile), "llama-3.1-8b", kv_pool_tokens=10_000, max_model_len=8000)
+    assert latency.step_s(StepWork(1, 1, 1, 1, 1)) > 0
     document = json.loads(curves.read_text())
     assert [row["tokens"] for row in document["layer"]] == [1, 8, 64]
     assert all(row["attention_s"] > 0 for row in document["decode_attention"])

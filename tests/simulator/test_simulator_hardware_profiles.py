@@ -171,10 +171,9 @@ def test_a_model_that_does_not_fit_is_told_how_far_off_and_what_would_do() -> No
     ("options", "reason"),
     [
         ({"tp": 3}, "tp is 3; llama-3.1-8b has 32 heads and 8 KV heads: expected one of 1, 2, 4, 8, 16, 32"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
         ({"cpu_ratio": -1.0}, "cpu_ratio is -1.0"),
         ({"max_model_len": 131_073}, "max_model_len is 131,073; llama-3.1-8b takes at most 131,072"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, float], reason: str) -> None:

@@ -34,7 +34,7 @@ LLAMA_2_7B = ModelShape(
 def layer_ms(roofline: RooflineLatency, tokens: int) -> float:
     """One layer without attention: the step without its pairs, reads, head and fixed share."""
     hardware, layers = roofline.hardware, roofline.model.layers
-    step_s = roofline.step_s(StepWork(0, tokens, 0, 0, 0, 0, 0)) - hardware.step_overhead_s
+    step_s = roofline.step_s(StepWork(0, tokens, 0, 0, 0)) - hardware.step_overhead_s
     return step_s / layers * 1e3
 
 
@@ -92,7 +92,7 @@ def test_one_request_decodes_as_fast_as_nvidia_says() -> None:
     gh200 = dataclasses.replace(load_hardware_profile("h100"), memory_bandwidth_bytes_per_s=4.0e12)
     context = 1500
     step_s = RooflineLatency(gh200, load_model_shape("llama-3.1-8b")).step_s(
-        StepWork(1, 1, 0, context, 0, context, 1)
+        StepWork(1, 1, context, context, 1)
     )
     assert 1 / step_s == pytest.approx(165.8, rel=0.1)
 
@@ -105,6 +105,6 @@ def test_a_short_prompt_takes_no_longer_than_a_server_with_it() -> None:
     """
     pairs = 500 * 501 // 2
     step_s = RooflineLatency(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-8b")).step_s(
-        StepWork(1, 500, 500, pairs, pairs, 500, 1)
+        StepWork(1, 500, pairs, 500, 1)
     )
     assert 0.65 * 48.3e-3 < step_s < 48.3e-3

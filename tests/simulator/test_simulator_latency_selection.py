@@ -15,7 +15,7 @@ from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.latency.fitted_latency import FittedLatency
 from sojourn_server.simulator.latency.latency_profiles import SHIPPED_PROFILES, LatencyProfileError
 from sojourn_server.simulator.latency.latency_protocol import StepWork
-from sojourn_server.simulator.latency.latency_selection import DeviceOptions, load_latency_model
+from sojourn_server.simulator.latency.latency_selection import load_latency_model
 from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
 
 PROFILE = EngineProfile(
@@ -50,7 +50,7 @@ def without(**limits: Any) -> EngineProfile:
 
 
 def test_names_give_a_roofline() -> None:
-    latency, device = load_latency_model("h100", "llama-3.1-70b", 4, DeviceOptions(cpu_ratio=1.0))
+    latency, device = load_latency_model("h100", "llama-3.1-70b", 4, cpu_ratio=1.0)
     assert isinstance(latency, RooflineLatency)
     assert (device.hardware, device.model, device.max_num_batched_tokens) == (
         "4x h100",
@@ -68,32 +68,22 @@ def test_files_of_ones_own_give_a_roofline(tmp_path: Path) -> None:
 
 
 def test_options_override_what_vllm_would_choose() -> None:
-    options = DeviceOptions(
-        kv_pool_tokens=50_005,
-        max_model_len=40_000,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        block_size=32,
-        cpu_ratio=0.5,
-    )
-    _, device = load_latency_model("a100-80gb", "llama-3.1-8b", 1, options)
-    assert device[3:] == (49_984, 40_000, 8, 512, 32, 24_992)
-    smaller = load_latency_model("a100-80gb", "llama-3.1-8b", 1, DeviceOptions(gpu_memory_utilization=0.5))[1]
-    assert smaller.kv_pool_tokens < load_latency_model("a100-80gb", "llama-3.1-8b")[1].kv_pool_tokens / 2
+    device = load_latency_model(
+        "a100-80gb", "llama-3.1-8b", kv_pool_tokens=50_005, max_model_len=40_000, cpu_ratio=0.5
+    )[1]
+    assert device[3:] == (50_000, 40_000, 256, 2048, 16, 25_000 // 16 * 16)
     with pytest.raises(LatencyProfileError, match="one request would not fit"):
-        load_latency_model(
-            "a100-80gb", "llama-3.1-8b", 1, DeviceOptions(kv_pool_tokens=1000, max_model_len=2000)
-        )
+        load_latency_model("a100-80gb", "llama-3.1-8b", kv_pool_tokens=1000, max_model_len=2000)
 
 
 def test_an_engine_profile_brings_its_own_model_and_limits(tmp_path: Path) -> None:
-    latency, device = load_latency_model(written(tmp_path, PROFILE), options=DeviceOptions(cpu_ratio=2.0))
+    latency, device = load_latency_model(written(tmp_path, PROFILE), cpu_ratio=2.0)
     assert latency == FittedLatency(PROFILE.steps or StepCosts(*[0.0] * 6), 2e9, 4e9)
     assert device == ("2 cores", "tiny", 1024, 10_000, 8000, 16, 2048, 16, 20_000)
     assert latency.copy_s(4_000_000_000, to_host=True) == 2.0
     assert latency.copy_s(4_000_000_000, to_host=False) == 1.0
-    _, device = load_latency_model(written(tmp_path, PROFILE), options=DeviceOptions(max_num_seqs=4))
-    assert (device.max_num_seqs, device.host_kv_tokens) == (4, 0)
+    _, device = load_latency_model(written(tmp_path, PROFILE), kv_pool_tokens=4005)
+    assert (device.kv_pool_tokens, device.max_context_tokens, device.host_kv_tokens) == (4000, 4000, 0)
 
 
 def test_a_model_tells_the_size_of_kv_where_the_server_did_not(tmp_path: Path) -> None:
@@ -101,7 +91,7 @@ def test_a_model_tells_the_size_of_kv_where_the_server_did_not(tmp_path: Path) -
     assert load_latency_model(file)[1].kv_bytes_per_token == 0
     assert load_latency_model(file, "qwen2.5-7b")[1].kv_bytes_per_token == 57_344
     with pytest.raises(LatencyProfileError, match=r"kv_bytes_per_token is missing.*name the model"):
-        load_latency_model(file, options=DeviceOptions(cpu_ratio=1.0))
+        load_latency_model(file, cpu_ratio=1.0)
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
@@ -118,7 +108,7 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
     with pytest.raises(LatencyProfileError, match="no copy bandwidth"):
         latency.copy_s(1, to_host=True)
     with pytest.raises(LatencyProfileError, match="no copy bandwidth"):
-        load_latency_model(written(tmp_path, no_copies), options=DeviceOptions(cpu_ratio=1.0))
+        load_latency_model(written(tmp_path, no_copies), cpu_ratio=1.0)
     broken = tmp_path / "broken.toml"
     broken.write_text(PROFILE.to_toml().replace("token_s = 0.0001", "token_s = -1"))
     with pytest.raises(LatencyProfileError, match=r"broken\.toml: engine profile: steps\.token_s is -1"):
@@ -127,26 +117,24 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
 
 def test_a_profile_of_version_one_does_if_it_measured_decodes(tmp_path: Path) -> None:
     old = tmp_path / "old.toml"
-    version_one = dataclasses.replace(PROFILE, steps=None, limits=EngineLimits())
+    limits = EngineLimits(max_num_seqs=4, max_num_batched_tokens=2048)
+    version_one = dataclasses.replace(PROFILE, steps=None, limits=limits)
     old.write_text(version_one.to_toml().replace("version = 2", "version = 1"))
-    options = DeviceOptions(
-        kv_pool_tokens=10_000, max_model_len=8000, max_num_seqs=4, max_num_batched_tokens=2048
-    )
-    latency, _ = load_latency_model(str(old), options=options)
+    latency, _ = load_latency_model(str(old), kv_pool_tokens=10_000, max_model_len=8000)
     # The two decode points lie on a line, the curve's quadratic part is pairs.
-    assert latency.step_s(StepWork(1, 1, 0, 0, 0, 1000, 1)) == pytest.approx(0.012 + 1e-4, rel=1e-6)
+    assert latency.step_s(StepWork(1, 1, 0, 1000, 1)) == pytest.approx(0.012 + 1e-4, rel=1e-6)
     pairs = 8000 * 8001 // 2
-    prefill = StepWork(1, 8000, 8000, pairs, pairs, 0, 1)
+    prefill = StepWork(1, 8000, pairs, 0, 1)
     assert isinstance(latency, FittedLatency)
     assert latency.step_s(prefill) + latency.call_s == pytest.approx(PROFILE.prefill.seconds(8000), rel=0.01)
     old.write_text(dataclasses.replace(version_one, decode_points=()).to_toml())
     with pytest.raises(LatencyProfileError, match="no decode measurement"):
-        load_latency_model(str(old), options=options)
+        load_latency_model(str(old), kv_pool_tokens=10_000, max_model_len=8000)
 
 
 @given(
     st.tuples(*[st.floats(0, 1)] * 6),
-    st.tuples(*[st.integers(0, 10**6)] * 7),
+    st.tuples(*[st.integers(0, 10**6)] * 5),
     st.sampled_from(StepWork._fields),
     st.integers(1, 10**6),
 )

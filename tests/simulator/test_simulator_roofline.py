@@ -28,13 +28,10 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 8192), st.integers(0, 131_072)), mi
 
 def work_of(requests: list[tuple[int, int]]) -> StepWork:
     """(new tokens, context) of each request."""
-    pairs = [n * c + n * (n + 1) // 2 for n, c in requests]
     return StepWork(
         requests=len(requests),
         tokens=sum(n for n, _ in requests),
-        prefill_tokens=sum(n for n, _ in requests if n > 1),
-        attention_pairs=sum(pairs),
-        prefill_attention_pairs=sum(p for p, (n, _) in zip(pairs, requests, strict=True) if n > 1),
+        attention_pairs=sum(n * c + n * (n + 1) // 2 for n, c in requests),
         kv_tokens_read=sum(n + c for n, c in requests),
         sampled=len(requests),
     )
@@ -66,7 +63,7 @@ def test_copies_grow_with_their_bytes(roofline: RooflineLatency, few: int, more:
 
 def test_an_empty_step_still_costs_what_lies_between_steps() -> None:
     for roofline in ROOFLINES:
-        empty = roofline.step_s(StepWork(0, 0, 0, 0, 0, 0, 0))
+        empty = roofline.step_s(StepWork(0, 0, 0, 0, 0))
         assert empty == roofline.hardware.step_overhead_s < roofline.step_s(work_of([(1, 0)]))
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .simulation_run import (
-    DISK_POLICIES_HINT,
-    RunSpec,
-    device_for_run,
-    engine_policy,
-    uses_cpu_ratio,
-    uses_disk_ratio,
-)
+from sojourn_server.policies.preset_store import did_you_mean
+
+from .simulation_run import DISK_POLICIES_HINT, RunSpec, device_for_run, engine_policy
 
 HOST_MEMORY_POLICIES_HINT = "host memory, such as lru-offload or continuum+host"
 """Part of an error message: which policies use host memory."""
@@ -97,8 +91,8 @@ class ParameterSweep:
 
     def _affects(self, spec: RunSpec) -> bool:
         if self.field == HOST_MEMORY:
-            return uses_cpu_ratio(engine_policy(spec))
-        return self.field != DISK or uses_disk_ratio(engine_policy(spec))
+            return engine_policy(spec).uses_cpu_ratio
+        return self.field != DISK or engine_policy(spec).own_tiers
 
 
 def read_sweep(text: str) -> ParameterSweep:
@@ -107,8 +101,7 @@ def read_sweep(text: str) -> ParameterSweep:
     name = name.strip()
     field = SWEEP_PARAMETERS.get(name)
     if field is None:
-        near = difflib.get_close_matches(name, SWEEP_PARAMETERS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, SWEEP_PARAMETERS)
         raise SweepError(
             f"{text}: cannot sweep {name!r}; expected one of {', '.join(SWEEP_PARAMETERS)}{hint}"
         )

@@ -74,17 +74,7 @@ def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = Tr
     """Seconds of a step of one request that adds ``new`` tokens to a context of ``context`` tokens.
     ``samples`` says whether the step also samples an output token."""
     pairs = new * context + new * (new + 1) // 2
-    return latency.step_s(
-        StepWork(
-            requests=1,
-            tokens=new,
-            prefill_tokens=new if new > 1 else 0,
-            attention_pairs=pairs,
-            prefill_attention_pairs=pairs if new > 1 else 0,
-            kv_tokens_read=context + new,
-            sampled=int(samples),
-        )
-    )
+    return latency.step_s(StepWork(1, new, pairs, kv_tokens_read=context + new, sampled=int(samples)))
 
 
 DEFAULT_TENANT = "lab"

@@ -211,7 +211,7 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
             spec,
             policy="with tiers" if policy.needs_host_memory else "",
             cpu_ratio=_cpu_ratio(spec, policy),
-            disk_ratio=spec.disk_ratio if uses_disk_ratio(policy) else 0.0,
+            disk_ratio=spec.disk_ratio if policy.own_tiers else 0.0,
             replicas=None,
             programs=0,
             rate_per_s=None,
@@ -279,38 +279,30 @@ def _program_planner(spec: RunSpec, options: PlaybackOptions) -> ProgramPlanner:
 def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShape]:
     """Latency model and shape of a run's device; ``cpu_ratio`` as in ``RunSpec``. Raises
     ``LatencyProfileError``."""
-    from .latency.latency_selection import DeviceOptions, is_engine_profile, load_latency_model
+    from .latency.latency_selection import is_engine_profile, load_latency_model
 
-    options = DeviceOptions(
+    model = spec.model
+    if model is None and not is_engine_profile(spec.hardware):
+        model = DEFAULT_MODEL
+    return load_latency_model(
+        spec.hardware,
+        model,
+        spec.tp,
         cpu_ratio=cpu_ratio,
         kv_pool_tokens=spec.pool_tokens,
         max_model_len=spec.max_model_len,
     )
-    model = spec.model
-    if model is None and not is_engine_profile(spec.hardware):
-        model = DEFAULT_MODEL
-    return load_latency_model(spec.hardware, model, spec.tp, options)
-
-
-def uses_cpu_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether the policy has host memory of limited size, so that ``RunSpec.cpu_ratio`` has an effect."""
-    return policy.host_cache and policy.bound is not Bound.FREE_IO
-
-
-def uses_disk_ratio(policy: SimulatorPolicy) -> bool:
-    """Whether the policy has sojourn's tiers, so that ``RunSpec.disk_ratio`` has an effect."""
-    return policy.own_tiers
 
 
 def _cpu_ratio(spec: RunSpec, policy: SimulatorPolicy) -> float:
     """``cpu_ratio`` of the specification, or 0 if the policy does not use it. With 0, an engine profile needs
     no bandwidths of host memory."""
-    return spec.cpu_ratio if uses_cpu_ratio(policy) else 0.0
+    return spec.cpu_ratio if policy.uses_cpu_ratio else 0.0
 
 
 def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
     asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
-    if asked and not any(uses_disk_ratio(engine_policy(spec)) for spec in specs):
+    if asked and not any(engine_policy(spec).own_tiers for spec in specs):
         named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
         raise SimulatorError(
             f"disk_ratio is {asked:g}, but none of {named} has a disk; "
@@ -334,12 +326,12 @@ def _check_history(spec: RunSpec) -> None:
 def _lacks_host_memory(policy: SimulatorPolicy, shape: DeviceShape) -> bool:
     """Whether the policy needs host memory, but there is none. If so, a real engine starts only with
     ``allow_missing_tiers``."""
-    return uses_cpu_ratio(policy) and shape.host_kv_tokens < shape.block_size and policy.needs_host_memory
+    return policy.uses_cpu_ratio and shape.host_kv_tokens < shape.block_size and policy.needs_host_memory
 
 
 def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
     """Number of KV blocks on the disk. Raises ``SimulatorError`` for a disk that the engine would reject."""
-    if not uses_disk_ratio(policy) or not spec.disk_ratio:
+    if not policy.own_tiers or not spec.disk_ratio:
         return 0
     if not 0 <= spec.disk_ratio < float("inf"):
         raise SimulatorError(f"disk_ratio is {spec.disk_ratio}; expected a number ≥ 0")

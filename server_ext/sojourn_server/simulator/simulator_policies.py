@@ -8,7 +8,6 @@ program ends. Compare a policy with ``known-ends`` to see what the policy gains 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
 from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
 from sojourn_server.policies.preset import Preset, load_preset, preset_names, read_preset
-from sojourn_server.policies.preset_store import PresetError
+from sojourn_server.policies.preset_store import PresetError, did_you_mean
 
 from .request_router import UNLIMITED_S, ClusterRouter, PassThroughRouter, RequestRouter
 from .thunderagent_router import ThunderAgentRouter
@@ -158,7 +157,8 @@ class SimulatorPolicy:
     host_cache: bool = False
     """Whether the engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
-    """Whether host memory and disk are those of sojourn's connector, not of vLLM's."""
+    """Whether host memory and disk are those of sojourn's connector, not of vLLM's. Only then does
+    ``RunSpec.disk_ratio`` have an effect."""
     oracle: bool = False
     """Whether the policy knows the length of each output."""
     knows_work: bool = False
@@ -179,6 +179,11 @@ class SimulatorPolicy:
         if self.preset_file is not None:
             return {"policy_file": self.preset_file, **more}
         return None if self.preset is None else {"policy": self.preset, **more}
+
+    @property
+    def uses_cpu_ratio(self) -> bool:
+        """Whether the host memory has a limited size, so that ``RunSpec.cpu_ratio`` has an effect."""
+        return self.host_cache and self.bound is not Bound.FREE_IO
 
     @property
     def eviction_order(self) -> str | None:
@@ -287,8 +292,7 @@ def find_policy(name: str) -> SimulatorPolicy:
             f"{name} is a cluster's policy: it routes requests to several engines; expected --replicas with "
             "it, or an engine's policy, such as stock"
         )
-    near = difflib.get_close_matches(name, policy_names(), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, policy_names())
     raise PolicyError(f"unknown policy {name!r}; expected one of {', '.join(policy_names())}{hint}")
 
 
@@ -391,6 +395,4 @@ def _cluster_policy(routing: str, engine: SimulatorPolicy) -> ClusterPolicy:
 
 
 def _expected_text(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"expected ROUTING/ENGINE or one of {', '.join(dict.fromkeys(known))}{hint}"
+    return f"expected ROUTING/ENGINE or one of {', '.join(dict.fromkeys(known))}{did_you_mean(name, known)}"

@@ -51,7 +51,7 @@ class TokenAccounting:
     """Computed, cached and lost tokens of one engine. ``elsewhere``: hashes of all blocks that any engine of
     the cluster has computed. All engines share this set and add to it. It is ``None`` for a single engine."""
 
-    def __init__(self, block_size: int, elsewhere: set[bytes] | None = None) -> None:
+    def __init__(self, block_size: int, elsewhere: set[bytes] | None) -> None:
         self._block_size = block_size
         self._computed: set[bytes] = set()
         """Hashes of all blocks that were ever computed, as an unlimited cache would hold them."""
@@ -72,7 +72,7 @@ class TokenAccounting:
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if request_id in cached.resumed_req_ids:
                     self._admitted(requests[request_id], computed, now)
-        prefill = pairs = prefill_pairs = read = 0
+        pairs = read = 0
         sampled: dict[str, InFlightTurn] = {}
         live = self.live
         for request_id, new_tokens in planned.num_scheduled_tokens.items():
@@ -88,17 +88,12 @@ class TokenAccounting:
                 if before < turn.prefill_until:
                     turn.log.computed_tokens += 1
             else:
-                mine = new_tokens * before + new_tokens * (new_tokens + 1) // 2
-                pairs += mine
-                prefill_pairs += mine
-                prefill += new_tokens
+                pairs += new_tokens * before + new_tokens * (new_tokens + 1) // 2
                 turn.log.computed_tokens += new_tokens
         work = StepWork(
             requests=len(planned.num_scheduled_tokens),
             tokens=planned.total_num_scheduled_tokens,
-            prefill_tokens=prefill,
             attention_pairs=pairs,
-            prefill_attention_pairs=prefill_pairs,
             kv_tokens_read=read,
             sampled=len(sampled),
         )

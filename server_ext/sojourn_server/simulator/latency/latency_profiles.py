@@ -20,6 +20,7 @@ from typing import Any
 
 from sojourn.errors import InputError
 
+from ...policies.preset_store import did_you_mean
 from ...policies.toml_document import TomlError, load_toml
 
 SHIPPED_PROFILES = Path(__file__).parent / "profiles"
@@ -72,11 +73,10 @@ def read_profile_toml(path: Path) -> dict[str, Any]:
 
 
 def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]) -> None:
-    """Raise ``LatencyProfileError`` for unknown fields. A misspelt field would silently keep its default."""
+    """Raise ``LatencyProfileError`` for unknown fields, because a misspelt one would keep its default."""
     for key in found:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; expected {', '.join(known)}"
+            hint = did_you_mean(key, known) or f"; expected {', '.join(known)}"
             raise LatencyProfileError(f"{path}: unknown field {key!r}{hint}")
 
 
@@ -89,7 +89,7 @@ def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most
     return float(value)
 
 
-def parse_integer(path: Path, where: str, value: Any, *, least: int = 1) -> int:
+def parse_integer(path: Path, where: str, value: Any, *, least: int) -> int:
     """Return ``value`` if it is an integer ≥ ``least``. ``where`` names the field in errors."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a whole number ≥ {least}")
@@ -308,6 +308,12 @@ class ModelShape:
         heads = self.kv_heads_per_device(tp) * tp
         return round(2 * self.layers * heads * self.head_size * self.kv_element_bytes)
 
+    def splits(self, tp: int) -> bool:
+        """Whether vLLM can split the heads over ``tp`` devices: ``tp`` divides the number of query heads, and
+        divides the number of KV heads or is a multiple of it. With a multiple, several devices have a copy of
+        the same KV head."""
+        return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
+
     def check_tp(self, tp: int) -> None:
         """Raise ``LatencyProfileError`` if vLLM cannot split the model over ``tp`` devices."""
         if not self.splits(tp):
@@ -323,12 +329,6 @@ class ModelShape:
             raise LatencyProfileError(
                 f"max_model_len is {max_model_len:,}; {self.name} takes at most {self.max_context_tokens:,}"
             )
-
-    def splits(self, tp: int) -> bool:
-        """Whether vLLM can split the heads over ``tp`` devices. ``tp`` must divide the number of query heads.
-        ``tp`` must also divide the number of KV heads, or be a multiple of that number. With a multiple,
-        several devices have a copy of the same KV head."""
-        return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
 
 def load_model_shape(name: str) -> ModelShape:

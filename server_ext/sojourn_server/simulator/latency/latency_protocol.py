@@ -6,19 +6,15 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """Work of one step. Each request of the step adds n new tokens to c tokens that already have KV. Σ is the
-    sum over these requests."""
+    """Work of one step. Each request of the step computes n new tokens after c tokens that already have KV.
+    Σ is the sum over these requests."""
 
     requests: int
     """Requests in the step."""
     tokens: int
     """Σ n: tokens that the step computes."""
-    prefill_tokens: int
-    """Tokens of requests that add more than one token. They are part of ``tokens``."""
     attention_pairs: int
     """Σ (n·c + n·(n+1)/2): query-key pairs."""
-    prefill_attention_pairs: int
-    """Pairs of requests that add more than one token. They are part of ``attention_pairs``."""
     kv_tokens_read: int
     """Σ (c + n): tokens whose KV is read."""
     sampled: int
@@ -30,7 +26,7 @@ class LatencyModel(Protocol):
 
     @property
     def call_s(self) -> float:
-        """Seconds that a request spends outside all steps, between client and scheduler: HTTP, tokenising."""
+        """Seconds of a request between client and scheduler (HTTP, tokenising), which are part of no step."""
         ...
 
     def step_s(self, work: StepWork) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ GPU_MEMORY_UTILIZATION = 0.92
 """Default of vLLM 0.32 for the share of device memory that an engine uses (config/cache.py)."""
 RUNTIME_BYTES = 1.0 * 2**30
 """Estimated device bytes of CUDA context, NCCL and captured graphs. vLLM's start-up logs show 0.5–1.5 GiB."""
+BLOCK_SIZE = 16
+"""Tokens of a KV block on hardware without an engine profile: vLLM's default."""
 MAX_TP = 64
 
 
@@ -50,103 +51,76 @@ def device_shape(
     tp: int = 1,
     *,
     cpu_ratio: float = 0.0,
-    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
+    kv_pool_tokens: int | None = None,
     max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-    block_size: int = 16,
 ) -> DeviceShape:
-    """Shape of an engine on ``tp`` devices. By default ``max_model_len`` is the model's limit, and
-    ``max_num_seqs`` and ``max_num_batched_tokens`` are vLLM's defaults on this device.
+    """Shape of an engine on ``tp`` devices.
 
-    ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. Raises
-    ``LatencyProfileError`` if a value is out of range or the model does not fit. For a model that does not
-    fit, the message has the missing bytes and the smallest sufficient ``tp``.
+    ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. ``kv_pool_tokens`` replaces
+    the computed size of the KV pool. By default, ``max_model_len`` is the model's limit or, if that is less,
+    the size of a given pool. Raises ``LatencyProfileError`` if a value is out of range or the model does not
+    fit. For a model that does not fit, the message has the missing bytes and the smallest sufficient ``tp``.
     """
     model.check_tp(tp)
-    if not 0 < gpu_memory_utilization <= 1:
-        raise LatencyProfileError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected 0 to 1")
-    if not 0 <= cpu_ratio < float("inf"):
-        raise LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
+    if max_model_len is not None and max_model_len < 1:
+        raise LatencyProfileError(f"max_model_len is {max_model_len}; expected at least 1")
+    model.check_context(max_model_len)
     context = model.max_context_tokens if max_model_len is None else max_model_len
-    seqs = int(hardware.max_num_seqs) if max_num_seqs is None else max_num_seqs
-    batched = (
-        int(hardware.max_num_batched_tokens) if max_num_batched_tokens is None else max_num_batched_tokens
+    if kv_pool_tokens is None:
+        kv_pool_tokens = _pool_tokens(hardware, model, tp, context)
+    elif max_model_len is None:
+        context = min(context, kv_pool_tokens // BLOCK_SIZE * BLOCK_SIZE)
+    return _rounded_device_shape(
+        DeviceShape(
+            hardware=hardware.name if tp == 1 else f"{tp}x {hardware.name}",
+            model=model.name,
+            kv_bytes_per_token=model.kv_bytes_per_token(tp),
+            kv_pool_tokens=kv_pool_tokens,
+            max_context_tokens=context,
+            max_num_seqs=int(hardware.max_num_seqs),
+            max_num_batched_tokens=int(hardware.max_num_batched_tokens),
+            block_size=BLOCK_SIZE,
+        ),
+        cpu_ratio,
     )
-    for name, value in (
-        ("max_model_len", context),
-        ("max_num_seqs", seqs),
-        ("max_num_batched_tokens", batched),
-        ("block_size", block_size),
-    ):
-        if value < 1:
-            raise LatencyProfileError(f"{name} is {value}; expected at least 1")
-    model.check_context(context)
+
+
+def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context: int) -> int:
+    """KV tokens that fit beside the weights on ``tp`` devices, in whole blocks. Raises
+    ``LatencyProfileError`` if they are fewer than ``context``."""
+    seqs, batched = int(hardware.max_num_seqs), int(hardware.max_num_batched_tokens)
 
     def kv_capacity_bytes(devices: int) -> float:
         """Bytes for KV on each device; negative if the weights do not fit."""
         taken = (
             model.weights_bytes / devices + activation_bytes(model, devices, batched, seqs) + RUNTIME_BYTES
         )
-        return hardware.memory_bytes * gpu_memory_utilization - taken
+        return hardware.memory_bytes * GPU_MEMORY_UTILIZATION - taken
 
     def pool_tokens(devices: int) -> int:
         per_device = model.kv_bytes_per_token(devices) / devices
-        return int(max(0.0, kv_capacity_bytes(devices)) / per_device) // block_size * block_size
+        return int(max(0.0, kv_capacity_bytes(devices)) / per_device) // BLOCK_SIZE * BLOCK_SIZE
 
     tokens = pool_tokens(tp)
-    if tokens < context:
-        # vLLM refuses to start if one request of the longest context does not fit.
-        needed = context * model.kv_bytes_per_token(tp) / tp
-        missing = needed - kv_capacity_bytes(tp)
-        enough = next(
-            (n for n in _valid_tensor_parallel_sizes(model) if n > tp and pool_tokens(n) >= context), None
-        )
-        advice = (
-            f"use tp {enough}"
-            if enough
-            else "no tp is enough"
-            if kv_capacity_bytes(tp) <= 0
-            else f"use a max_model_len of at most {tokens}"
-        )
-        if enough and tokens > 0:
-            advice += f", or a max_model_len of at most {tokens}"
-        raise LatencyProfileError(
-            f"{model.name} with a context of {context:,} tokens does not fit on {tp} × {hardware.name}: "
-            f"{missing / 2**30:.1f} GiB a device are missing; {advice}"
-        )
-    return DeviceShape(
-        hardware=hardware.name if tp == 1 else f"{tp}x {hardware.name}",
-        model=model.name,
-        kv_bytes_per_token=model.kv_bytes_per_token(tp),
-        kv_pool_tokens=tokens,
-        max_context_tokens=context,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=batched,
-        block_size=block_size,
-        host_kv_tokens=int(tokens * cpu_ratio) // block_size * block_size,
+    if tokens >= context:
+        return tokens
+    # vLLM refuses to start if one request of the longest context does not fit.
+    missing = context * model.kv_bytes_per_token(tp) / tp - kv_capacity_bytes(tp)
+    larger = (n for n in range(tp + 1, MAX_TP + 1) if model.splits(n))
+    enough = next((n for n in larger if pool_tokens(n) >= context), None)
+    advice = (
+        f"use tp {enough}"
+        if enough
+        else "no tp is enough"
+        if kv_capacity_bytes(tp) <= 0
+        else f"use a max_model_len of at most {tokens}"
     )
-
-
-def _valid_tensor_parallel_sizes(model: ModelShape) -> list[int]:
-    return [n for n in range(1, MAX_TP + 1) if model.splits(n)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceOptions:
-    """Options that the user may set. An option that is ``None`` has the profile's value, or vLLM's default on
-    that device."""
-
-    cpu_ratio: float = 0.0
-    """Host memory for KV as a multiple of the device's KV memory; 0 for no offload."""
-    gpu_memory_utilization: float | None = None
-    """Used only with a hardware profile, because an engine profile states the size of its KV pool."""
-    kv_pool_tokens: int | None = None
-    """Overrides the computed or measured size of the pool."""
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int | None = None
+    if enough and tokens > 0:
+        advice += f", or a max_model_len of at most {tokens}"
+    raise LatencyProfileError(
+        f"{model.name} with a context of {context:,} tokens does not fit on {tp} × {hardware.name}: "
+        f"{missing / 2**30:.1f} GiB a device are missing; {advice}"
+    )
 
 
 def is_engine_profile(hardware: str) -> bool:
@@ -164,23 +138,30 @@ def _is_engine_profile_document(document: dict[str, Any]) -> bool:
 
 
 def load_latency_model(
-    hardware: str, model: str | None = None, tp: int = 1, options: DeviceOptions | None = None
+    hardware: str,
+    model: str | None = None,
+    tp: int = 1,
+    *,
+    cpu_ratio: float = 0.0,
+    kv_pool_tokens: int | None = None,
+    max_model_len: int | None = None,
 ) -> tuple[LatencyModel, DeviceShape]:
     """The latency model and the device shape for ``hardware``.
 
     ``hardware`` is the name of a shipped hardware profile, the path of another hardware profile (TOML), or
     the path of an engine profile from ``sojourn profile``. A hardware profile needs a ``model`` (a name or a
     TOML file). An engine profile names its model; if the profile lacks the KV bytes of a token, ``model``
-    provides them. Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy.
+    provides them. The other arguments are those of ``device_shape``; with an engine profile, their defaults
+    are the engine's own limits. Raises ``LatencyProfileError`` with one line that names the file, the field
+    and a remedy.
     """
-    options = options or DeviceOptions()
     if is_profile_path(hardware):
         path = Path(hardware)
         if not path.is_file():
             raise LatencyProfileError(f"{path}: no such file")
         document = read_profile_toml(path)
         if _is_engine_profile_document(document):
-            return _measured_latency_model(path, model, tp, options)
+            return _measured_latency_model(path, model, tp, cpu_ratio, kv_pool_tokens, max_model_len)
         device = parse_hardware_profile(document, path)
     else:
         device = load_hardware_profile(hardware)
@@ -188,46 +169,19 @@ def load_latency_model(
         known = ", ".join(shipped_profile_names("models"))
         raise LatencyProfileError(f"hardware {hardware} needs a model: one of {known}, or a TOML file")
     shape = load_model_shape(model)
-    utilization = options.gpu_memory_utilization
-    if options.kv_pool_tokens is None:
-        described = device_shape(
-            device,
-            shape,
-            tp,
-            cpu_ratio=options.cpu_ratio,
-            gpu_memory_utilization=GPU_MEMORY_UTILIZATION if utilization is None else utilization,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            block_size=options.block_size or 16,
-        )
-    else:
-        shape.check_tp(tp)
-        shape.check_context(options.max_model_len)
-        batched = options.max_num_batched_tokens or int(device.max_num_batched_tokens)
-        block_size = options.block_size or 16
-        described = _rounded_device_shape(
-            DeviceShape(
-                hardware=device.name if tp == 1 else f"{tp}x {device.name}",
-                model=shape.name,
-                kv_bytes_per_token=shape.kv_bytes_per_token(tp),
-                kv_pool_tokens=options.kv_pool_tokens,
-                max_context_tokens=min(
-                    shape.max_context_tokens, options.kv_pool_tokens // block_size * block_size
-                )
-                if options.max_model_len is None
-                else options.max_model_len,
-                max_num_seqs=options.max_num_seqs or int(device.max_num_seqs),
-                max_num_batched_tokens=batched,
-                block_size=block_size,
-            ),
-            options.cpu_ratio,
-        )
+    described = device_shape(
+        device, shape, tp, cpu_ratio=cpu_ratio, kv_pool_tokens=kv_pool_tokens, max_model_len=max_model_len
+    )
     return RooflineLatency(device, shape, tp), described
 
 
 def _measured_latency_model(
-    path: Path, model: str | None, tp: int, options: DeviceOptions
+    path: Path,
+    model: str | None,
+    tp: int,
+    cpu_ratio: float,
+    kv_pool_tokens: int | None,
+    max_model_len: int | None,
 ) -> tuple[LatencyModel, DeviceShape]:
     try:
         profile = EngineProfile.from_toml(path.read_text(encoding="utf-8"))
@@ -238,14 +192,13 @@ def _measured_latency_model(
         raise LatencyProfileError(f"tp is {tp}; {path} was measured on the engine as it was: leave tp at 1")
     limits = profile.limits
     longest = limits.max_context_tokens
-    if longest and options.kv_pool_tokens:
-        block_size = options.block_size or profile.block_size
-        longest = min(longest, options.kv_pool_tokens // block_size * block_size)
+    if longest and kv_pool_tokens:
+        longest = min(longest, kv_pool_tokens // profile.block_size * profile.block_size)
     found = {
-        "kv_pool_tokens": options.kv_pool_tokens or limits.kv_pool_tokens,
-        "max_model_len": options.max_model_len or longest,
-        "max_num_seqs": options.max_num_seqs or limits.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens or limits.max_num_batched_tokens,
+        "kv_pool_tokens": kv_pool_tokens or limits.kv_pool_tokens,
+        "max_model_len": max_model_len or longest,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
     }
     missing = [name for name, value in found.items() if not value]
     if missing:
@@ -256,11 +209,12 @@ def _measured_latency_model(
     kv_bytes = limits.kv_bytes_per_token
     if kv_bytes is None and model is not None:
         kv_bytes = load_model_shape(model).kv_bytes_per_token()
-    if options.cpu_ratio > 0:
+    if cpu_ratio > 0:
         if kv_bytes is None:
             raise LatencyProfileError(
                 f"{path}: limits.kv_bytes_per_token is missing, and host memory needs it: name the model"
             )
+        # Raises an error if the profile lacks one of the two bandwidths.
         latency.copy_s(1, to_host=True)
         latency.copy_s(1, to_host=False)
     device = DeviceShape(
@@ -271,9 +225,9 @@ def _measured_latency_model(
         max_context_tokens=found["max_model_len"] or 0,
         max_num_seqs=found["max_num_seqs"] or 0,
         max_num_batched_tokens=found["max_num_batched_tokens"] or 0,
-        block_size=options.block_size or profile.block_size,
+        block_size=profile.block_size,
     )
-    return latency, _rounded_device_shape(device, options.cpu_ratio)
+    return latency, _rounded_device_shape(device, cpu_ratio)
 
 
 def _rounded_device_shape(device: DeviceShape, cpu_ratio: float) -> DeviceShape:

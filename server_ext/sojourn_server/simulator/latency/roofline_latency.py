@@ -95,7 +95,7 @@ class RooflineLatency:
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step; an empty step takes only the overhead between steps."""
-        requests, tokens, _, pairs, _, kv_tokens_read, sampled = work
+        requests, tokens, pairs, kv_tokens_read, sampled = work
         if tokens <= 0:
             return self.hardware.step_overhead_s
         read_s = self._read_s
@@ -117,7 +117,7 @@ class RooflineLatency:
 
     @property
     def call_s(self) -> float:
-        """Return 0, because the API server's share of the time to first token is not modelled."""
+        """0: this model leaves out the API server's share of the time to first token."""
         return 0.0
 
     def copy_s(self, kv_bytes: int, *, to_host: bool) -> float:

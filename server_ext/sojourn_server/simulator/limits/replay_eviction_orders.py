@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from typing import Protocol
 
 from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
 from sojourn_server.policies.policy_views import EvictionCandidateView
+from sojourn_server.policies.preset_store import did_you_mean
 
 
 class FreeRunQueue:
@@ -302,7 +302,6 @@ def eviction_order_factory(name: str) -> EvictionOrderFactory:
     known name."""
     factory = _FACTORIES.get(name)
     if factory is None:
-        near = difflib.get_close_matches(name, _FACTORIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, _FACTORIES)
         raise ValueError(f"unknown eviction order {name!r}; expected one of {', '.join(_FACTORIES)}{hint}")
     return factory
