@@ -184,7 +184,6 @@ def test_an_order_gives_up_every_free_block_once(name: str, seed: int) -> None:
 def test_a_cached_prefix_is_found_and_the_rest_computed() -> None:
     result = replay_evictions(small_log(), LruEvictionOrder())
 
-    assert result.admissions == 2
     assert result.hit_blocks == [0, 2]
     assert result.asked_tokens == (2 + 3) * 16
     assert result.hit_tokens == 2 * 16
@@ -216,7 +215,7 @@ def test_a_request_that_resumes_may_ask_for_what_it_had_generated() -> None:
     log = small_log(chains=chains, prompt_blocks=[2, 3, 4], owners=["a", "b", "c"], accesses=accesses)
     result = replay_evictions(log, LruEvictionOrder())
     assert result.hit_blocks == [0, 0, 0]
-    assert result.regenerated_by_owner == {"a": 3 * 16}
+    assert result.regenerated_by_request == [3 * 16, 0, 0]
     assert result.regenerated_tokens == 3 * 16
 
 
@@ -248,7 +247,7 @@ def test_what_two_compute_again_at_once_is_the_first_ones_loss() -> None:
     log = small_log(chains=chains, prompt_blocks=[2, 4, 2, 2], owners=list("abcd"), accesses=accesses)
     result = replay_evictions(log, LruEvictionOrder())
 
-    assert result.regenerated_by_owner == {"c": 2 * 16}
+    assert result.regenerated_by_request == [0, 0, 2 * 16, 0]
     assert result.duplicated_tokens == 2 * 16
 
 
@@ -271,7 +270,7 @@ def test_what_was_found_but_does_not_fit_is_given_back_from_the_tail() -> None:
 
     assert result.given_back_tokens == 2 * 16
     assert result.hit_blocks == [0, 3, 0, 3]
-    assert result.regenerated_by_owner == {"b": 2 * 16}
+    assert result.regenerated_by_request == [0, 2 * 16, 0, 0]
     assert result.asked_tokens == 12 * 16
     assert result.overflow_blocks == 0
 

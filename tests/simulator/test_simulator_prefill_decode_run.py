@@ -205,7 +205,7 @@ def test_the_page_explains_every_column_and_figure() -> None:
 
 
 def test_a_nic_reads_in_turn_and_counts_by_window() -> None:
-    nic = StorageNic(0, rate_blocks_per_s=2.0)
+    nic = StorageNic(rate_blocks_per_s=2.0)
     assert nic.read(10, 3.0) == 8.0
     assert nic.read(20, 4.0) == 18.0
     assert nic.blocks_in == [10 + 2 * (WINDOW_S - 8.0), 2 * (18.0 - WINDOW_S)]

@@ -16,6 +16,7 @@ from sojourn_server.simulator.report.comparison_plots import pareto_frontier
 from sojourn_server.simulator.report.plot_files import PlotError, binned_samples, write_plots
 from sojourn_server.simulator.report.plot_styles import cause_colours, place_labels, styles_by_policy
 from sojourn_server.simulator.report.run_metrics import bound_row, summarize_run
+from sojourn_server.simulator.run_log import RunLog
 
 RUNS = [synthetic_run_log(name, 4, virtual_s=600.0) for name in ("stock", "mori")]
 NAMES = [
@@ -25,10 +26,14 @@ NAMES = [
 ]
 
 
+def draw(runs: list[RunLog], folder: Path) -> list[Path]:
+    return write_plots(runs, [summarize_run(run) for run in runs], folder)
+
+
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plots")
-    write_plots(RUNS, folder / "deep" / "er")
+    draw(RUNS, folder / "deep" / "er")
     return folder / "deep" / "er"
 
 
@@ -41,7 +46,7 @@ def test_the_files_have_stable_names_and_are_what_they_are_called(drawn: Path) -
 
 
 def test_the_same_runs_give_the_same_bytes(drawn: Path, tmp_path: Path) -> None:
-    again = write_plots(RUNS, tmp_path)
+    again = draw(RUNS, tmp_path)
     assert [path.name for path in again] == NAMES
     for path in again:
         assert path.read_bytes() == (drawn / path.name).read_bytes(), path.name
@@ -56,7 +61,7 @@ def test_every_policy_is_named_in_every_plot(drawn: Path) -> None:
 def test_loads_share_plots_and_traces_have_folders(tmp_path: Path) -> None:
     runs = [synthetic_run_log("stock", n, virtual_s=300.0) for n in (2, 4)]
     runs.append(synthetic_run_log("stock", 2, virtual_s=300.0, trace="dir/other one.jsonl.gz"))
-    paths = [str(path.relative_to(tmp_path)) for path in write_plots(runs, tmp_path)]
+    paths = [str(path.relative_to(tmp_path)) for path in draw(runs, tmp_path)]
     trae, other = (
         "isobench_trae-a100-80gb-llama-3.1-8b-closed-seed1",
         "other-one-a100-80gb-llama-3.1-8b-closed-seed1",
@@ -70,10 +75,10 @@ def test_loads_share_plots_and_traces_have_folders(tmp_path: Path) -> None:
 def test_rows_alone_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
     rows = [summarize_run(run) for run in RUNS]
     rows.append(bound_row(rows[0], "belady", regenerated_tokens=10))
-    names = {path.stem for path in write_plots([], tmp_path, rows=rows)}
+    names = {path.stem for path in write_plots([], rows, tmp_path)}
     assert names == {"load", "regenerated", "pareto"}
     assert "belady" in (tmp_path / "regenerated.svg").read_text()
-    only_limit = write_plots([], tmp_path / "limit", rows=rows[-1:])
+    only_limit = write_plots([], rows[-1:], tmp_path / "limit")
     assert {path.stem for path in only_limit} == {"regenerated"}
 
 
@@ -81,7 +86,7 @@ def test_a_run_in_which_nothing_happened_is_drawn_without_warning(tmp_path: Path
     runs = [synthetic_run_log(name, 2, virtual_s=1.0) for name in ("stock", "admit")]
     for run in runs:
         run.programs, run.occupancy, run.preemption_steps = [], [], []
-    names = {path.stem for path in write_plots(runs, tmp_path)}
+    names = {path.stem for path in draw(runs, tmp_path)}
     assert names == {"completion_cdf", "load", "regenerated"}
 
 
@@ -91,13 +96,13 @@ def test_an_open_loop_cut_off_is_drawn_without_warning(tmp_path: Path) -> None:
         for name in ("stock", "admit")
         for rate in (0.02, 0.2)
     ]
-    names = {path.stem for path in write_plots(runs, tmp_path)}
+    names = {path.stem for path in draw(runs, tmp_path)}
     assert {"occupancy-0.02", "occupancy-0.2", "pareto"} <= names
 
 
 def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no runs to draw"):
-        write_plots([], tmp_path / "out")
+        write_plots([], [], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -109,7 +114,7 @@ def test_a_plot_that_fails_leaves_the_old_ones_alone(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("sojourn_server.simulator.report.plot_files.plot_pareto", fail)
     with pytest.raises(RuntimeError, match="no ink"):
-        write_plots(RUNS, tmp_path)
+        draw(RUNS, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["load.png"]
     assert (tmp_path / "load.png").read_bytes() == b"old"
 
@@ -124,7 +129,7 @@ def test_a_missing_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(PlotError, match=r"pip install '\.\[demo\]'"):
-        write_plots(RUNS, tmp_path / "out")
+        draw(RUNS, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -133,7 +138,7 @@ def test_the_callers_own_settings_neither_matter_nor_change(drawn: Path, tmp_pat
 
     with matplotlib.rc_context({"font.size": 30.0, "axes.grid": False}):
         before = dict(matplotlib.rcParams)
-        write_plots(RUNS, tmp_path)
+        draw(RUNS, tmp_path)
         assert dict(matplotlib.rcParams) == before
     assert "matplotlib.pyplot" not in sys.modules or matplotlib.get_backend()
     assert (tmp_path / "pareto.png").read_bytes() == (drawn / "pareto.png").read_bytes()

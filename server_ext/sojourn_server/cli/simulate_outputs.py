@@ -87,7 +87,7 @@ class SimulateOutputs:
             written.append(self.save)
         if self.plot is not None:
             if swept is None:
-                written += write_plots(result.logs, self.plot, rows=result.rows)
+                written += write_plots(result.logs, result.rows, self.plot)
             else:
                 written += write_sweep_plot(swept, result.rows, self.plot)
         return written

@@ -14,8 +14,8 @@ class VirtualClock:
 
     __slots__ = ("now_s",)
 
-    def __init__(self, now_s: float = 0.0) -> None:
-        self.now_s = now_s
+    def __init__(self) -> None:
+        self.now_s = 0.0
 
     def __call__(self) -> float:
         return self.now_s
@@ -29,7 +29,7 @@ class VirtualClock:
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
 """A scheduled callback: (due time in virtual seconds, sequence number, callback, arguments of the callback,
-FIFO that holds the event or ``None``, whether the event is a background event)"""
+the FIFO that contains the event or ``None``, whether it is a background event)"""
 
 
 class EventQueue:

@@ -31,6 +31,9 @@ from sojourn_server.recording.record_format import DECISION_FIELDS
 
 from .recording_player import RecordingPlayer
 
+RECENT_RECORDS = 4000
+"""Number of records before a difference among which ``ParityDifference.before`` is searched."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParityDifference:
@@ -63,84 +66,6 @@ class ParityDifference:
             text += f"\n  raised: {self.raised}"
         text += f"\n  recorded: {self.record}"
         return text + "".join(f"\n  before:   {line}" for line in self.before)
-
-
-def first_difference(
-    wanted: RecordedCall, made: bytes, before: Sequence[RecordedCall], raised: Exception | None
-) -> ParityDifference:
-    """Describe the first difference between a recorded call, ``wanted``, and the replayed one, ``made``.
-
-    ``before`` are earlier records of the same program. ``raised`` is the exception of the replay, if any."""
-    parts = msgspec.json.decode(made)
-    parts += [None] * (6 - len(parts))
-    op, now, facts, answer, decisions, orders = parts
-    shape = RECORD_SHAPES[wanted.op]
-    where, recorded, replayed = "record", wanted.raw.decode(), made.decode()
-    for name, old, new in (
-        ("op", wanted.op, op),
-        ("now", wanted.now, now),
-        ("facts", _with_field_names(wanted.facts, shape.facts), _with_field_names(facts or [], shape.facts)),
-        ("decisions", _decisions(wanted.decisions), _decisions(decisions or [])),
-        ("orders", wanted.orders, orders or []),
-        ("answer", _with_field_names(wanted.answer, shape.answer), _with_field_names(answer, shape.answer)),
-    ):
-        found = _first_differing_leaf(name, old, new)
-        if found is not None:
-            where, recorded, replayed = found
-            break
-    return ParityDifference(
-        line=wanted.line,
-        at_s=wanted.now,
-        op=wanted.op,
-        meaning=shape.meaning,
-        where=where,
-        recorded=recorded,
-        replayed=replayed,
-        record=_record_text(wanted),
-        before=tuple(_record_text(record) for record in before),
-        raised=None if raised is None else f"{type(raised).__name__}: {raised}",
-    )
-
-
-def _record_text(record: RecordedCall) -> str:
-    text = record.raw.decode()
-    return f"{record.line}: {text if len(text) <= 400 else text[:400] + '…'}"
-
-
-def _with_field_names(values: Any, names: Sequence[str]) -> Any:
-    """Turn the list ``values`` into a dict with ``names`` as keys. Returns ``values`` unchanged if it is no
-    list or is longer than ``names``, or if there are fewer than two names."""
-    if isinstance(values, list) and len(names) > 1 and len(values) <= len(names):
-        return dict(zip(names, values, strict=False))
-    return values
-
-
-def _decisions(decisions: Sequence[Any]) -> list[Any]:
-    return [_with_field_names(decision, DECISION_FIELDS) for decision in decisions]
-
-
-def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
-    """First place where two JSON values differ: (place, old, new); ``None`` if they are equal. 1 and 1.0
-    differ, and so do 0.0 and -0.0."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            found = _first_differing_leaf(f"{where}.{key}", old.get(key), new.get(key))
-            if found is not None:
-                return found
-        return None
-    if isinstance(old, list) and isinstance(new, list):
-        for index, (one, other) in enumerate(zip(old, new, strict=False)):
-            found = _first_differing_leaf(f"{where}.{index}", one, other)
-            if found is not None:
-                return found
-        return None if len(old) == len(new) else (f"{where}.length", len(old), len(new))
-    return None if repr(old) == repr(new) else (where, old, new)
-
-
-__all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
-
-RECENT_RECORDS = 4000
-"""Number of records before a difference among which ``ParityDifference.before`` is searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,14 +223,12 @@ class _ParityReplay:
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
     def run(self) -> ParityDifference | None:
-        """Replay all records in order, up to the first difference."""
-        for record in self._reader.records():
-            found = self._one(record)
-            if found is not None:
-                return found
-        return None
+        """Replay all records in order, up to the first difference, which is returned."""
+        differences = (self._one(record) for record in self._reader.records())
+        return next((found for found in differences if found is not None), None)
 
     def _one(self, record: RecordedCall) -> ParityDifference | None:
+        """Replay one record. Returns the difference, if any."""
         where = f"{self._reader.path}, line {record.line}"
         self._sink.expected.append(record)
         self.records += 1
@@ -324,7 +247,7 @@ class _ParityReplay:
             raise RecordingError(f"{where}: {self._sink.failure!r:.200}") from self._sink.failure
         if self._sink.found is not None:
             wanted, made = self._sink.found
-            return first_difference(wanted, made, self._before(wanted), raised)
+            return _first_difference(wanted, made, self._before(wanted), raised)
         self._recent.append(record)
         self._count(record)
         return None
@@ -348,3 +271,76 @@ class _ParityReplay:
             self.ended = record.facts[0]
         elif RECORD_SHAPES[record.op].answer:
             self.answers[record.op] += 1
+
+
+def _first_difference(
+    wanted: RecordedCall, made: bytes, before: Sequence[RecordedCall], raised: Exception | None
+) -> ParityDifference:
+    """Describe the first difference between a recorded call and the replayed one.
+
+    ``wanted`` is the recorded call, ``made`` the replayed one as a line of a recording. ``before`` are
+    earlier records of the same program. ``raised`` is the exception of the replay, if any."""
+    parts = msgspec.json.decode(made)
+    parts += [None] * (6 - len(parts))
+    op, now, facts, answer, decisions, orders = parts
+    shape = RECORD_SHAPES[wanted.op]
+    where, recorded, replayed = "record", wanted.raw.decode(), made.decode()
+    for name, old, new in (
+        ("op", wanted.op, op),
+        ("now", wanted.now, now),
+        ("facts", _with_field_names(wanted.facts, shape.facts), _with_field_names(facts or [], shape.facts)),
+        ("decisions", _decisions(wanted.decisions), _decisions(decisions or [])),
+        ("orders", wanted.orders, orders or []),
+        ("answer", _with_field_names(wanted.answer, shape.answer), _with_field_names(answer, shape.answer)),
+    ):
+        found = _first_differing_leaf(name, old, new)
+        if found is not None:
+            where, recorded, replayed = found
+            break
+    return ParityDifference(
+        line=wanted.line,
+        at_s=wanted.now,
+        op=wanted.op,
+        meaning=shape.meaning,
+        where=where,
+        recorded=recorded,
+        replayed=replayed,
+        record=_record_text(wanted),
+        before=tuple(_record_text(record) for record in before),
+        raised=None if raised is None else f"{type(raised).__name__}: {raised}",
+    )
+
+
+def _record_text(record: RecordedCall) -> str:
+    text = record.raw.decode()
+    return f"{record.line}: {text if len(text) <= 400 else text[:400] + '…'}"
+
+
+def _with_field_names(values: Any, names: Sequence[str]) -> Any:
+    """Turn the list ``values`` into a dict with ``names`` as keys. Returns ``values`` unchanged if it is no
+    list or is longer than ``names``, or if there are fewer than two names."""
+    if isinstance(values, list) and len(names) > 1 and len(values) <= len(names):
+        return dict(zip(names, values, strict=False))
+    return values
+
+
+def _decisions(decisions: Sequence[Any]) -> list[Any]:
+    return [_with_field_names(decision, DECISION_FIELDS) for decision in decisions]
+
+
+def _first_differing_leaf(where: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
+    """First place where two JSON values differ: (place, old value, new value); ``None`` if they are equal.
+    1 and 1.0 differ, and so do 0.0 and -0.0. ``where`` is the place of ``old`` and ``new`` in the record."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            found = _first_differing_leaf(f"{where}.{key}", old.get(key), new.get(key))
+            if found is not None:
+                return found
+        return None
+    if isinstance(old, list) and isinstance(new, list):
+        for index, (one, other) in enumerate(zip(old, new, strict=False)):
+            found = _first_differing_leaf(f"{where}.{index}", one, other)
+            if found is not None:
+                return found
+        return None if len(old) == len(new) else (f"{where}.length", len(old), len(new))
+    return None if repr(old) == repr(new) else (where, old, new)

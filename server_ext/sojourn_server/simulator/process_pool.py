@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 Task = TypeVar("Task")
 ReportCallback = Callable[[Any], None]
@@ -49,11 +49,6 @@ class _RemoteTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-class _RunningProcess(NamedTuple):
-    number: int
-    process: BaseProcess
-
-
 def run_in_processes(
     work: Callable[[Task, ReportCallback], Any],
     tasks: Sequence[Task],
@@ -81,14 +76,15 @@ def run_in_processes(
     context = _process_context(preload)
     answers: list[Any] = [None] * len(tasks)
     waiting = deque(enumerate(tasks))
-    running: dict[Connection, _RunningProcess] = {}
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    """Connection to a process → (number of its task, the process)."""
     try:
         while waiting or running:
             while waiting and len(running) < max(1, processes):
                 number, task = waiting.popleft()
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_run_task, args=(work, task, theirs), daemon=True)
-                running[ours] = _RunningProcess(number, process)
+                running[ours] = number, process
                 with _deferred_sigint(), _worker_environment():
                     process.start()
                 theirs.close()  # else the parent would not see the end of the worker as EOF

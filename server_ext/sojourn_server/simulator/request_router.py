@@ -1,5 +1,4 @@
-"""Interface of routers in front of simulated engines, and the views that routers get. A router selects the
-waiting requests that enter an engine now."""
+"""Interface of routers in front of simulated engines, and the views that routers get."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 UNLIMITED_S = 1e9
-"""Value, in seconds, of limits that a simulation must set but never reaches. Baselines have no such
-limits."""
+"""Value, in seconds, of time limits that must be set but have no effect in simulations."""
 
 
 class RoutableRequest(NamedTuple):
@@ -21,7 +19,7 @@ class RoutableRequest(NamedTuple):
     since_s: float
     """Time at which the request arrived at the router."""
     turn: int
-    """Number of the turn, from 0."""
+    """Number of the turn, counted from 0."""
 
 
 class RoutedProgramView(NamedTuple):
@@ -49,7 +47,6 @@ class RequestRouterView:
     programs: tuple[RoutedProgramView, ...]
     capacity_tokens: int
     """Tokens of the device's KV pool."""
-    host_capacity_tokens: int = 0
 
 
 class RequestRouter(Protocol):

@@ -1,4 +1,4 @@
-"""Simulated clients, which run programs and tools, send client events, and query the router.
+"""Simulated clients: they run programs and tools, send client events, and query the router.
 
 Only clients know the future of a program. A server receives what a real client would send, at the times at
 which the client would send it.
@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from sojourn_server.traces.trace_schema import TraceToolRun
 
 from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
 from .event_queue import EventQueue
@@ -25,7 +27,7 @@ GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
 
 ACCEPTED_OUTCOMES = ("applied", "deferred")
-"""Outcomes of a client event that show no defect. ``deferred``: a ``tool_start`` arrived before its request,
+"""Outcomes of a client event that are no defect. ``deferred``: a ``tool_start`` arrived before its request,
 as may happen on a network."""
 
 
@@ -55,7 +57,7 @@ class RequestInTransit(NamedTuple):
     log: TurnLog
     prompt: list[int]
     known: list[Any]
-    """Block hashes of the start of the prompt, which are known from the program's previous turn."""
+    """Hashes of the prompt's leading blocks, known from the program's previous turn."""
     events: list[dict[str, Any]]
     """Client events that the request carries."""
     context: dict[str, Any] | None
@@ -73,15 +75,15 @@ class SimulatedClients:
         request_router: RequestRouter,
         log: RunLog,
         *,
-        standalone: bool = False,
-        expected_s: Callable[[ProgramPlan], float] | None = None,
-        call_s: float = 0.0,
-        with_hints: bool = False,
+        standalone: bool,
+        expected_s: Callable[[ProgramPlan], float] | None,
+        call_s: float,
+        with_hints: bool,
     ) -> None:
         """``standalone``: whether there is a single engine outside a cluster; logs then do not name the
         engine. ``expected_s``: computes a program's completion time alone on an engine, for the program's
-        log. If ``expected_s`` is ``None``, this time is not logged. ``call_s``: virtual seconds that requests
-        and events take to reach an engine. ``with_hints``: whether clients send hints and events."""
+        log; with ``None``, this time is not logged. ``call_s``: virtual seconds that requests and events take
+        to reach an engine. ``with_hints``: whether clients send hints and events."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router
@@ -223,7 +225,7 @@ class SimulatedClients:
         self._after_call_delay(lambda: self._arrive(request_id, attempt, replica))
 
     def _target_replica(self, request_id: str) -> str:
-        """The engine for a request that the router has just admitted."""
+        """Name of the engine for a request that the router has just admitted."""
         if self._standalone:
             return self._names[0]
         number: int = self._request_router.replica_of(self._submitted[request_id].log.program_id)
@@ -288,7 +290,7 @@ class SimulatedClients:
         return self._attempts.get(request_id) != attempt
 
     def first_token(self, turn: InFlightTurn) -> None:
-        """Handle the first token of an answer. Does nothing here; subclasses may override it."""
+        """Handle the first token of an answer. Only clients of a gateway override this."""
 
     def answered(self, turn: InFlightTurn) -> None:
         """Handle a finished turn: start its tools, or end its program."""
@@ -306,13 +308,14 @@ class SimulatedClients:
             )
         active.turn += 1
         if active.turn >= len(active.plan.plans):
-            self._finish_program(active)
+            active.log.finished_s = now
+            self._end_program(active)
             return
         gap_s = active.plan.gap_s(number)
         turn.log.gap_s = gap_s
         active.state, active.since_s = "acting", now
         if active.hints is not None:
-            self._send_tool_events(active, number, gap_s)
+            self._send_tool_events(active.hints, active.plan.tool_runs(number), number, gap_s)
         self._event_queue.schedule_at(now + gap_s, lambda: self._submit(active))
         self._query_router()
 
@@ -320,10 +323,11 @@ class SimulatedClients:
         (parent.root or parent).family -= 1  # the child has counted since its parent began
         self._begin(child, parent)
 
-    def _send_tool_events(self, active: ActiveProgram, number: int, gap_s: float) -> None:
-        hints = active.hints
-        assert hints is not None
-        runs = active.plan.tool_runs(number)
+    def _send_tool_events(
+        self, hints: ClientHints, runs: Sequence[TraceToolRun], number: int, gap_s: float
+    ) -> None:
+        """Send a ``tool_start`` event for each of ``runs``, the tools after turn ``number``, and schedule
+        their ``tool_stop`` events. A tool without a known duration lasts for the whole gap."""
         self._queue_events(hints, *(hints.tool_start(f"{number}.{i}", run) for i, run in enumerate(runs)))
         for i, run in enumerate(runs):
             took_s = gap_s if run.s is None else min(run.s, gap_s)
@@ -334,10 +338,6 @@ class SimulatedClients:
                     hints, hints.tool_stop(call_id, took_s)
                 ),
             )
-
-    def _finish_program(self, active: ActiveProgram) -> None:
-        active.log.finished_s = self._event_queue.now_s
-        self._end_program(active)
 
     def _end_program(self, active: ActiveProgram) -> None:
         """End a program that has finished, or whose request was rejected."""
@@ -391,7 +391,7 @@ class SimulatedClients:
                 self._log.refused_hints += 1
 
     def _release(self, program_id: str, replica: str) -> None:
-        """Notify a program's former engine that the program will not reuse its KV on this engine."""
+        """Notify a program's former engine that the program will not reuse its KV there."""
         if not self._with_hints:
             return
         self._gateway_event_seq += 1
@@ -441,7 +441,6 @@ class SimulatedClients:
                 for p in active
             ),
             capacity_tokens=(engine.pool.num_gpu_blocks - 1) * engine.options.block_size,
-            host_capacity_tokens=engine.options.host_blocks * engine.options.block_size,
         )
 
 

@@ -44,8 +44,6 @@ DUMMY_TOKEN = 7
 STOP_TOKEN = 2
 """Token that ends an output, whatever the ``max_tokens`` of the request."""
 
-TokenSource = Callable[[Request], int]
-"""Returns the next output token of a request."""
 
 _LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,7 +62,8 @@ _LLAMA_8B = {
     "rope_theta": 500000.0,
     "hidden_act": "silu",
 }
-"""Shape of Llama-3.1-8B, since vLLM's configuration needs a model. The context limit is raised if needed."""
+"""Configuration of Llama-3.1-8B, because vLLM's configuration needs a model. The context limit is raised if
+an engine needs more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,15 +102,10 @@ class EngineStepResult:
 class SimulatedEngine:
     """One vLLM scheduler without a model. Sojourn's adapter reads the time from ``clock``."""
 
-    def __init__(
-        self,
-        options: SimulatedEngineOptions,
-        clock: Callable[[], float],
-        *,
-        tokens: TokenSource = lambda request: DUMMY_TOKEN,
-    ) -> None:
+    def __init__(self, options: SimulatedEngineOptions, clock: Callable[[], float]) -> None:
         self.options = options
-        self.tokens = tokens
+        self.tokens: Callable[[Request], int] = lambda request: DUMMY_TOKEN
+        """Function that returns the next output token of a request."""
         self._known_hashes: dict[str, Sequence[BlockHash]] = {}
         spec = FullAttentionSpec(
             block_size=options.block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
@@ -133,6 +127,8 @@ class SimulatedEngine:
             log_stats=False,
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.adapter: Any = getattr(self.scheduler, "sojourn", None)
+        """Sojourn's adapter; ``None`` in vLLM's own scheduler class."""
 
     def add(
         self,
@@ -185,15 +181,15 @@ class SimulatedEngine:
         the requests then count the tokens of the next step as computed.
         """
         ids = list(planned.num_scheduled_tokens)
-        requests = self.scheduler.requests
         tokens = []
         for request_id in ids:
-            request = requests.get(request_id)
-            if sampled is None:
-                through = request is not None and request.num_computed_tokens >= request.num_tokens
-            else:
-                through = request is not None and request_id in sampled
-            tokens.append([self.tokens(request)] if through else [])
+            request = self.scheduler.requests.get(request_id)
+            gets_token = request is not None and (
+                request.num_computed_tokens >= request.num_tokens
+                if sampled is None
+                else request_id in sampled
+            )
+            tokens.append([self.tokens(request)] if gets_token else [])
         outputs = self.scheduler.update_from_output(
             planned,
             ModelRunnerOutput(
@@ -229,12 +225,12 @@ class SimulatedEngine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def tell(self, *events: dict[str, Any], emitter: str = "test") -> list[dict[str, Any]]:
-        """Send client events to sojourn; returns their outcomes."""
+        """Send client events to sojourn; returns the outcome of each."""
         batch = json.dumps({"v": 1, "emitter": emitter, "events": list(events)})
         return list(json.loads(self.scheduler.sojourn_call("events", batch))["outcomes"])
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """Call one of sojourn's operations; returns the decoded answer."""
+        """Call one of sojourn's operations, such as ``yield``; returns the decoded answer."""
         return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:

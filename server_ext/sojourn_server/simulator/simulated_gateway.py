@@ -93,8 +93,8 @@ class SimulatedGateway:
     """The gateway's routing core, used in place of a ``RequestRouter``.
 
     The core gets each event as it occurs, while a ``RequestRouter`` gets a view of the whole state. The
-    core's limits are so high that no request is rejected for lack of capacity or after a long wait, because
-    baselines reject no request either.
+    core's limits are so high that it rejects no request for lack of capacity or after a long wait, since
+    baselines reject no requests either.
     """
 
     is_open = False
@@ -114,12 +114,6 @@ class SimulatedGateway:
         )
         self.tick_s = TICK_INTERVAL_S if needs_time else float("inf")
         self.reads_prefixes = preset.routing.reads_prefixes
-
-    def take(
-        self, event: routing_events.AnyRoutingEvent, now: float
-    ) -> list[routing_events.AnyRoutingAction]:
-        """Pass an event to the routing core, and return the core's actions."""
-        return self.core.take(event, now)
 
     def observe_program(
         self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
@@ -149,13 +143,14 @@ class GatewayClients(SimulatedClients):
         gateway: SimulatedGateway,
         log: RunLog,
         *,
-        oracle: bool = False,
+        oracle: bool,
         **options: Any,
     ) -> None:
         super().__init__(sim_replicas, event_queue, loop, gateway, log, **options)  # type: ignore[arg-type]
         self._gateway = gateway
         self._oracle = oracle
-        self._bound: dict[str, str] = {}
+        self._target_of: dict[str, str] = {}
+        """Request → name of the engine that the routing core chose."""
 
     def begin(self) -> None:
         for sim_replica in self._sim_replicas.values():
@@ -171,7 +166,7 @@ class GatewayClients(SimulatedClients):
                 )
             )
         super().begin()
-        if any(one.adapter is not None for one in self._sim_replicas.values()):
+        if any(one.engine.adapter is not None for one in self._sim_replicas.values()):
             self._schedule_residency_poll()
 
     def _schedule_residency_poll(self) -> None:
@@ -182,7 +177,7 @@ class GatewayClients(SimulatedClients):
     def _poll_residency(self) -> None:
         """Report to the routing core the programs whose KV is in no tier of their engine."""
         for name, sim_replica in self._sim_replicas.items():
-            adapter = sim_replica.adapter
+            adapter = sim_replica.engine.adapter
             for program_id in list(adapter.program_scheduler.dropped_programs()) if adapter else ():
                 active = self.active.get(program_id)
                 tenant = (active.plan.tenant if active is not None else None) or DEFAULT_TENANT
@@ -197,12 +192,12 @@ class GatewayClients(SimulatedClients):
     def answered(self, turn: InFlightTurn) -> None:
         # The core gets the event first, so that the client's next request finds the freed capacity.
         log = turn.log
-        replica = self._bound.pop(log.request_id)
+        replica = self._target_of.pop(log.request_id)
         self._take(routing_events.RequestFinished(log.request_id, log.output_tokens, replica))
         super().answered(turn)
 
     def _target_replica(self, request_id: str) -> str:
-        return self._bound[request_id]
+        return self._target_of[request_id]
 
     def _route_request(self, request: RoutableRequest) -> None:
         active = self._submitted[request.request_id].active
@@ -239,9 +234,9 @@ class GatewayClients(SimulatedClients):
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass an event to the routing core, and execute its actions."""
-        for action in self._gateway.take(event, self._event_queue.now_s):
+        for action in self._gateway.core.take(event, self._event_queue.now_s):
             if isinstance(action, SendRequest):
-                self._bound[action.request_id] = action.replica_id
+                self._target_of[action.request_id] = action.replica_id
                 self._send_to_engine(action.request_id)
             elif isinstance(action, RejectRequest):
                 self._end_rejected(action)
@@ -252,9 +247,7 @@ class GatewayClients(SimulatedClients):
             elif isinstance(action, YieldPrograms):
                 self._order_yield(action)
             else:
-                raise AssertionError(
-                    f"{action}: expected none of a failed engine: engines do not fail in a simulation"
-                )
+                raise AssertionError(f"{action}: unexpected, because engines do not fail in a simulation")
 
     def _order_yield(self, order: YieldPrograms) -> None:
         """Order an engine to make some of its running requests yield, and send the engine's answer to the
@@ -271,7 +264,7 @@ class GatewayClients(SimulatedClients):
             outcomes = zip(order.programs, told["outcomes"], strict=True)
             report([key for key, one in outcomes if one["outcome"] == Outcome.APPLIED.value], True)
 
-        if sim_replica.adapter is None:
+        if sim_replica.engine.adapter is None:
             report((), False)  # stock vLLM does not know programs
         else:
             self._after_call_delay(lambda: self._post(order.replica_id, tell))

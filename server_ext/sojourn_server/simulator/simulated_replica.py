@@ -72,17 +72,16 @@ class SimulatedReplica:
         latency: LatencyModel,
         clock: VirtualClock,
         *,
-        on_first_token: Callable[[SimulatedReplica, InFlightTurn], None],
-        on_finished: Callable[[SimulatedReplica, InFlightTurn], None],
-        recorder: AccessRecorder | None = None,
+        on_first_token: Callable[[InFlightTurn], None],
+        on_finished: Callable[[InFlightTurn, SimulatedEngine], None],
+        recorder: AccessRecorder | None,
     ) -> None:
+        self.replica = replica
         self.engine = engine
         self.account = account
+        self.host = host
         self._recorder = recorder
         self._inbox: deque[Callable[[], None]] = deque()
-        self.replica = replica
-        self.host = host
-        self.adapter: Any = getattr(engine.scheduler, "sojourn", None)
         self.counts = ReplicaStepCounts()
         self.due_s = NEVER_S
         self._latency = latency
@@ -127,7 +126,7 @@ class SimulatedReplica:
         self._abort_recalled()
         self.deliver()
         if not self._steps:
-            if not self.engine.scheduler.has_requests() and not self._copying():
+            if not self.engine.scheduler.has_requests() and not (self.host and self.host.is_busy):
                 self.counts.blocked_since_s = None
                 self.due_s = NEVER_S
                 return
@@ -145,7 +144,7 @@ class SimulatedReplica:
             # After the first token of one request, the gateway may withdraw another request of the same step.
             if turn.log.first_token_s is None and turn.request.request_id in self.account.live:
                 turn.log.first_token_s = now
-                self._on_first_token(self, turn)
+                self._on_first_token(turn)
         self._abort_recalled()
         self._take_in(step, now)
         if self._steps:
@@ -154,6 +153,7 @@ class SimulatedReplica:
                 self.end_step()
 
     def _take_in(self, step: _Step, now: float) -> None:
+        """Give the results of ``step`` and of finished copies to the scheduler."""
         copies = self.host.get_finished(now) if self.host is not None else None
         if not step.is_computing and copies is None:
             if step.is_ahead:
@@ -170,10 +170,10 @@ class SimulatedReplica:
             turn = self.account.finished(request_id, now)
             if self._recorder is not None:
                 self._recorder.finished(turn.request)
-            self._on_finished(self, turn)
+            self._on_finished(turn, self.engine)
 
     def _plan(self, begins_s: float) -> None:
-        """Plan a step that begins at ``begins_s``."""
+        """Plan a step that begins at ``begins_s``, or later if it has to wait for copies."""
         counts, now = self.counts, self._clock.now_s
         entered = time.perf_counter()
         planned = self.engine.plan()
@@ -193,10 +193,11 @@ class SimulatedReplica:
             took_s = self._latency.step_s(work)
             counts.steps += 1
             counts.busy_s += took_s
-            over_s = self.host.step_end_s(over_s, took_s) if self.host is not None else over_s + took_s
+            over_s += took_s
         self._steps.append(_Step(planned, sampled, bool(work.tokens), over_s, is_ahead=bool(self._steps)))
 
     def _mark_blocked(self) -> None:
+        """Record that the engine has requests but can run none, and set the time of the next attempt."""
         now = self._clock.now_s
         if self.counts.blocked_since_s is None:
             self.counts.blocked_since_s = now
@@ -207,6 +208,3 @@ class SimulatedReplica:
         withdrawn, self._recalled_ids = self._recalled_ids, []
         for request_id in withdrawn:
             self.engine.abort(request_id)
-
-    def _copying(self) -> bool:
-        return self.host is not None and (self.host.next_done_s() != NEVER_S or self.host.has_unsubmitted)

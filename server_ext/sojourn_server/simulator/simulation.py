@@ -80,7 +80,7 @@ class Simulation:
         front: SimulatedGateway | RequestRouter,
         standalone: bool = False,
         recorder: AccessRecorder | None = None,
-        with_hints: bool = False,
+        with_hints: bool,
         on_progress: Callable[[RunLog, float], None] = lambda log, now: None,
     ) -> None:
         assert not standalone or len(engines) == 1
@@ -100,7 +100,7 @@ class Simulation:
                 host,
                 latency,
                 clock,
-                on_first_token=self._first_token,
+                on_first_token=lambda turn: self._clients.first_token(turn),
                 on_finished=self._finished,
                 recorder=recorder,
             )
@@ -136,7 +136,7 @@ class Simulation:
             turns_s = partial(isolated_turns_s, latency=latency, max_batched_tokens=batched)
             work = ProgramWork(self._clients.active, turns_s)
             for sim_replica in self._sim_replicas:
-                sim_replica.adapter.program_scheduler.placement = OraclePlacement(work=work)
+                sim_replica.engine.adapter.program_scheduler.placement = OraclePlacement(work=work)
 
     def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
         """Let clients and gateway learn from ``programs``, as if each of them had run alone before this run.
@@ -261,13 +261,10 @@ class Simulation:
 
     # -- callbacks of engines -------------------------------------------------------
 
-    def _first_token(self, sim_replica: SimulatedReplica, turn: InFlightTurn) -> None:
-        self._clients.first_token(turn)
-
-    def _finished(self, sim_replica: SimulatedReplica, turn: InFlightTurn) -> None:
+    def _finished(self, turn: InFlightTurn, engine: SimulatedEngine) -> None:
         self._clients.outputs.forget(turn.request.output_token_ids)
-        if sim_replica.adapter is not None:
-            annotate_from_scheduler(turn.log, sim_replica.adapter.program_scheduler)
+        if engine.adapter is not None:
+            annotate_from_scheduler(turn.log, engine.adapter.program_scheduler)
         self._clients.answered(turn)
 
     # -- occupancy ------------------------------------------------------------------
@@ -328,8 +325,8 @@ class Simulation:
                 log.copied_to_device_bytes += host.to_device_bytes
                 log.copied_to_disk_bytes += host.to_disk_bytes
                 log.copied_from_disk_bytes += host.from_disk_bytes
-            if sim_replica.adapter is not None:
-                log.hook_failures += sim_replica.adapter.failures
+            if sim_replica.engine.adapter is not None:
+                log.hook_failures += sim_replica.engine.adapter.failures
             sim_replica.account.cut_off(self._clock.now_s)
         log.wall_s = time.perf_counter() - started
         return log
@@ -355,7 +352,7 @@ def install_scripted_outputs(
         return account.live[request_id].log.output_tokens
 
     engine.tokens = next_token
-    adapter = getattr(engine.scheduler, "sojourn", None)
+    adapter = engine.adapter
     if adapter is None:
         return
     if options.outputs_contain_tool_calls:
@@ -381,8 +378,7 @@ def sample_occupancy(
     pool = engine.pool
     total = pool.num_gpu_blocks - 1
     unused = pool.get_num_free_blocks()
-    adapter = getattr(engine.scheduler, "sojourn", None)
-    leased = 0 if adapter is None else adapter.leased_blocks()
+    leased = 0 if engine.adapter is None else engine.adapter.leased_blocks()
     cached = sum(1 for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None)
     idle = sum(_count_cached_blocks(engine, hashes) for hashes in contexts)
     idle = min(idle, cached + leased)

@@ -443,11 +443,10 @@ def _host_transfers(
         host = TierTransfers(latency, block_bytes)
     else:
         host = VllmOffloadTransfers(latency, block_bytes)
-    adapter = getattr(engine.scheduler, "sojourn", None)
-    if adapter is not None:
+    if engine.adapter is not None:
         # Seconds per token loaded from host memory, which a live engine reads from its profile.
         per_block_s = latency.copy_s(block_bytes, to_host=False)
-        adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
+        engine.adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
     return host
 
 

@@ -134,7 +134,6 @@ def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
             turns[request].optimum_tokens = tokens
     for order in orders.values():
         order.hit_blocks = []
-        order.regenerated_by_owner = {}
     return RunOutcome(
         log=log, orders=orders, sent_s=[turns[request].submitted_s for request in accesses.requests]
     )

@@ -159,8 +159,12 @@ class ThunderAgentRouter:
             known.paused = False
 
     def _resume(self, capacity_tokens: int) -> list[str]:
-        remaining_of = {backend: self._remaining(capacity_tokens, backend) for backend in self._backends}
-        remaining_of = {backend: tokens for backend, tokens in remaining_of.items() if tokens > BUFFER_TOKENS}
+        """Resume programs while they fit. Returns their ids in the order of placement."""
+        remaining_of = {
+            backend: tokens
+            for backend in self._backends
+            if (tokens := self._remaining(capacity_tokens, backend)) > BUFFER_TOKENS
+        }
         remaining = sum(remaining_of.values())
         candidates = sorted(
             (known for known in self._programs.values() if known.paused),
@@ -173,7 +177,7 @@ class ThunderAgentRouter:
                 chosen.append(known)
         resumed = []
         for known in sorted(chosen, key=lambda known: -known.tokens):
-            backend = max(remaining_of, key=lambda backend: remaining_of[backend])
+            backend = max(remaining_of, key=remaining_of.__getitem__)
             if known.needs_tokens > remaining_of[backend]:
                 continue
             remaining_of[backend] -= known.needs_tokens
@@ -183,20 +187,17 @@ class ThunderAgentRouter:
 
     def _pause(self, capacity_tokens: int) -> None:
         for backend in self._backends:
-            self._pause_on(backend, capacity_tokens)
-
-    def _pause_on(self, backend: int, capacity_tokens: int) -> None:
-        over = -self._remaining(capacity_tokens, backend)
-        over -= sum(known.needs_tokens for known in self._active(backend) if known.marked)
-        smallest_first = sorted(self._active(backend), key=lambda known: known.tokens)
-        for known in smallest_first:
-            if over > 0 and not known.reasoning:
-                known.paused = True
-                over -= known.needs_tokens
-        for known in smallest_first:
-            if over > 0 and known.reasoning and not known.marked:
-                known.marked = True
-                over -= known.needs_tokens
+            over = -self._remaining(capacity_tokens, backend)
+            over -= sum(known.needs_tokens for known in self._active(backend) if known.marked)
+            smallest_first = sorted(self._active(backend), key=lambda known: known.tokens)
+            for known in smallest_first:
+                if over > 0 and not known.reasoning:
+                    known.paused = True
+                    over -= known.needs_tokens
+            for known in smallest_first:
+                if over > 0 and known.reasoning and not known.marked:
+                    known.marked = True
+                    over -= known.needs_tokens
 
     def _force_resume(self, waiting: Sequence[RoutableRequest], now: float) -> list[str]:
         forced = []

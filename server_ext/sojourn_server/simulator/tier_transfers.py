@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .latency.latency_protocol import LatencyModel
 
 _DISK_BLOCKS = "lab_disk_blocks"
-"""Setting of ``SimulatedTierConnector``: number of blocks on the disk."""
+"""Key in the connector's settings, read by ``SimulatedTierConnector``: number of blocks on the disk."""
 
 
 class _FileTransfer(NamedTuple):
@@ -119,10 +119,6 @@ class TierTransfers:
         self._from_disk.begin(jobs.stages, begins_s)
         return begins_s
 
-    def step_end_s(self, began_s: float, took_s: float) -> float:
-        """End of a step that computes for ``took_s`` seconds. Loads do not delay the step."""
-        return began_s + took_s
-
     def get_finished(self, now: float) -> KVConnectorOutput | None:
         """The report of a worker on the transfers that have ended by ``now``, each reported once. ``None`` if
         there is nothing to report."""
@@ -167,9 +163,9 @@ class TierTransfers:
         return self._from_disk.moved_bytes
 
     @property
-    def has_unsubmitted(self) -> bool:
-        """Always false, because all transfers that a step orders are queued when the step begins."""
-        return False
+    def is_busy(self) -> bool:
+        """Whether a transfer is running or queued."""
+        return self.next_done_s() != float("inf")
 
     def _copy_s(self, blocks: int, *, to_host: bool) -> float:
         size = blocks * self._block_bytes
@@ -193,7 +189,7 @@ class SimulatedTierConnector(SojournConnector):
         self.planner = OffloadPlanner(replace(self.settings.limits(), disk_blocks=disk_blocks))
 
 
-def tier_transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int = 0) -> KVTransferConfig:
+def tier_transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int) -> KVTransferConfig:
     """vLLM's configuration for sojourn's connector with ``host_blocks`` blocks of host memory and
     ``disk_blocks`` of disk (0 for no disk)."""
     settings: dict[str, Any] = {"host_bytes": host_blocks * page_bytes}

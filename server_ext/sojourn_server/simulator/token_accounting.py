@@ -6,14 +6,18 @@ a loss comes from sojourn's adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from sojourn.ids import ProgramId
 
 from .latency.latency_protocol import StepWork
 from .run_log import TurnLog
 
 if TYPE_CHECKING:
+    from ..core.program_scheduler import ProgramScheduler
+    from ..metrics.turn_ledger import TurnRecord
     from ..vllm.compat import Request, SchedulerOutput
 
 
@@ -114,7 +118,7 @@ class TokenAccounting:
             lost = max(0, turn.full_block_tokens_before_preemption - computed)
             if lost:
                 _add_loss(log, "preempted", lost)
-            self._reduce_losses(log, min(computed, log.known_tokens) - turn.reached)
+            _reduce_losses(log, min(computed, log.known_tokens) - turn.reached)
         else:
             turn.admitted = True
             log.admitted_s = now
@@ -176,10 +180,7 @@ class TokenAccounting:
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._mark_computed(turn.request.block_hashes[: turn.computed // self._block_size])
-        log = turn.log
-        self._reduce_losses(log, log.known_tokens - max(turn.reached, turn.computed))
-        if turn.computed:
-            _subtract_loss(log, "preempted", turn.full_block_tokens_before_preemption - turn.computed)
+        _drop_uncomputed_losses(turn)
         return turn
 
     def cut_off(self, now: float) -> None:
@@ -188,29 +189,17 @@ class TokenAccounting:
         for turn in self.live.values():
             _end_preemption(turn, now)
             turn.log.generated_tokens = turn.request.num_output_tokens
-            self._reduce_losses(turn.log, turn.log.known_tokens - max(turn.reached, turn.computed))
-            if turn.computed:
-                _subtract_loss(
-                    turn.log, "preempted", turn.full_block_tokens_before_preemption - turn.computed
-                )
+            _drop_uncomputed_losses(turn)
 
-    def _mark_computed(self, hashes: Iterable[bytes]) -> None:
+    def _mark_computed(self, hashes: Sequence[bytes]) -> None:
         """Record that blocks were computed."""
-        hashes = list(hashes)
         self._computed.update(hashes)
         if self._elsewhere is not None:
             self._elsewhere.update(hashes)
 
-    @staticmethod
-    def _reduce_losses(log: TurnLog, tokens: int) -> None:
-        """Subtract ``tokens``, which the turn did not recompute after all, from its losses: first from
-        ``moved``, then from ``evicted``."""
-        moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
-        _subtract_loss(log, MOVED_CAUSE, moved)
-        _subtract_loss(log, "evicted", tokens - moved)
-
 
 def _end_preemption(turn: InFlightTurn, now: float) -> None:
+    """Log the seconds since the turn's preemption, if the turn waits to resume."""
     if turn.preempted_s is None:
         return
     waited_s, turn.preempted_s = now - turn.preempted_s, None
@@ -224,6 +213,21 @@ def _add_loss(log: TurnLog, cause: str, tokens: int) -> None:
     log.regenerated[cause] = log.regenerated.get(cause, 0) + tokens
 
 
+def _drop_uncomputed_losses(turn: InFlightTurn) -> None:
+    """Subtract from the losses of an unfinished turn the tokens that it has not recomputed yet."""
+    _reduce_losses(turn.log, turn.log.known_tokens - max(turn.reached, turn.computed))
+    if turn.computed:
+        _subtract_loss(turn.log, "preempted", turn.full_block_tokens_before_preemption - turn.computed)
+
+
+def _reduce_losses(log: TurnLog, tokens: int) -> None:
+    """Subtract ``tokens``, which the turn did not recompute after all, from its losses: first from ``moved``,
+    then from ``evicted``."""
+    moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
+    _subtract_loss(log, MOVED_CAUSE, moved)
+    _subtract_loss(log, "evicted", tokens - moved)
+
+
 def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
     counted = log.regenerated.get(cause, 0)
     if counted and tokens > 0:
@@ -232,29 +236,28 @@ def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
             del log.regenerated[cause]
 
 
-def annotate_from_scheduler(log: TurnLog, program_scheduler: Any) -> None:
+def annotate_from_scheduler(log: TurnLog, program_scheduler: ProgramScheduler) -> None:
     """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and the
     causes of losses."""
-    log.goes_on = program_scheduler.continuation_probability(log.program_id)
+    program_id = ProgramId(log.program_id)
+    log.goes_on = program_scheduler.continuation_probability(program_id)
     if log.regenerated.get("evicted"):
-        records = program_scheduler.turns_of(log.program_id)
+        records = program_scheduler.turns_of(program_id)
         if records:
             _split_losses_by_cause(log, records[-1])
 
 
-def _split_losses_by_cause(log: TurnLog, record: Any) -> None:
+def _split_losses_by_cause(log: TurnLog, record: TurnRecord) -> None:
     """Move a turn's ``evicted`` tokens to the causes in ``record``, the turn's entry in sojourn's ledger.
     Tokens without a cause in ``record`` stay ``evicted``. Also copy the evicting program and score."""
-    log.evictor = getattr(record, "evictor", None)
-    score = getattr(record, "evicted_score", None)
+    log.evictor = record.evictor
+    score = record.evicted_score
     log.evicted_score = None if score is None else tuple(map(float, score))
     evicted = log.regenerated.pop("evicted", 0)
-    lost = getattr(getattr(record, "tokens", None), "lost", None) or {}
-    for cause, tokens in lost.items():
+    for cause, tokens in (record.tokens.lost if record.tokens is not None else {}).items():
         mine = min(evicted, tokens)
         if mine > 0:
-            name = str(cause.value)
-            log.regenerated[name] = log.regenerated.get(name, 0) + mine
+            _add_loss(log, str(cause.value), mine)
             evicted -= mine
     if evicted:
-        log.regenerated["evicted"] = log.regenerated.get("evicted", 0) + evicted
+        _add_loss(log, "evicted", evicted)

@@ -43,6 +43,7 @@ class VllmOffloadTransfers:
         self._stores: deque[_Transfer] = deque()
         self._loads: deque[_Transfer] = deque()
         self._to_submit: dict[int, TransferJob] = {}
+        """Stores that begin with the next step, by job id."""
         self._store_lane_free_s = 0.0
         self._load_lane_free_s = 0.0
         self.to_host_bytes = 0
@@ -53,21 +54,17 @@ class VllmOffloadTransfers:
         """(request id, number of blocks) of each load that this step starts."""
         return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
 
-    def step_end_s(self, began_s: float, took_s: float) -> float:
-        """End of a step that computes for ``took_s`` seconds. Loads do not delay the step."""
-        return began_s + took_s
-
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
         """Start the transfers of a step. Returns the time at which the step may begin, which is after all
-        stores of blocks that the step or a load overwrites."""
-        for job_id in metadata.jobs_to_flush or ():
+        stores of blocks that the step or a load overwrites. Loads do not delay the step."""
+        waits_for = metadata.jobs_to_flush or ()
+        for job_id in waits_for:
             job = metadata.store_jobs.pop(job_id, None)
             if job is not None:
                 self._to_submit[job_id] = job
         for job_id, job in self._to_submit.items():
             self._store(job_id, job, now)
         self._to_submit.clear()
-        waits_for = metadata.jobs_to_flush or ()
         begins_s = max([now, *(copy.done_s for copy in self._stores if copy.job_id in waits_for)])
         for job_id, job in metadata.load_jobs.items():
             size = len(job.dst_spec.block_ids) * self._block_bytes
@@ -104,9 +101,9 @@ class VllmOffloadTransfers:
         return min((lane[0].done_s for lane in (self._stores, self._loads) if lane), default=float("inf"))
 
     @property
-    def has_unsubmitted(self) -> bool:
-        """Whether there are stores that will begin only with the next step."""
-        return bool(self._to_submit)
+    def is_busy(self) -> bool:
+        """Whether a transfer is running, or will begin with the next step."""
+        return bool(self._stores or self._loads or self._to_submit)
 
     @staticmethod
     def _take_done(lane: deque[_Transfer], now: float) -> Iterable[_Transfer]:

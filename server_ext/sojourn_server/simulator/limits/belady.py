@@ -74,7 +74,7 @@ def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
     for index, entry in enumerate(sequence.entries):
         game.take_in(entry, next_uses[index])
         next_uses[index] = None  # not needed again
-    return game.tally.result(OPTIMAL_ORDER, sequence.block_size, sequence.owners, sequence.owner_of)
+    return game.tally.result(OPTIMAL_ORDER, sequence.block_size)
 
 
 def _touched_blocks(entry: SequenceEntry) -> int:

@@ -94,29 +94,24 @@ class AccessRecorder:
         if request.request_id in self._held:
             self._free(request.request_id)
         full = (request.num_tokens - 1) // self._size
-        self.log.chains[number] = [
-            int.from_bytes(h, "little", signed=True) for h in request.block_hashes[:full]
-        ]
+        self.log.chains[number] = _block_ids(request, full)
         del self._index[request.request_id]
         self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
         """Return the log. The chain of an unfinished request ends with the later of two blocks: its last
         computed block, and the last full block of its prompt."""
-        for request_id in list(self._index):
+        for request_id in self._index:
             request = requests.get(request_id)
             if request is not None:
                 full = min(len(request.block_hashes), self._reached.get(request_id, 0))
-                known = max(full, self.log.prompt_blocks[self._index[request_id]])
-                chain = request.block_hashes[:known]
-                self.log.chains[self._index[request_id]] = [
-                    int.from_bytes(h, "little", signed=True) for h in chain
-                ]
+                number = self._index[request_id]
+                known = max(full, self.log.prompt_blocks[number])
+                self.log.chains[number] = _block_ids(request, known)
         return self.log
 
     def _free(self, request_id: str) -> None:
-        blocks, computed = self._held.pop(request_id)
-        del blocks
+        _, computed = self._held.pop(request_id)
         self.log.accesses.append(
             BlockAccess(BlockAccessKind.FREE, self._index[request_id], 0, computed // self._size)
         )
@@ -130,6 +125,11 @@ class AccessRecorder:
             self.log.owners.append(request.request_id.rpartition("/")[0])
             self.log.requests.append(request.request_id)
         return number
+
+
+def _block_ids(request: Request, count: int) -> list[int]:
+    """Ids of the request's first ``count`` full blocks: their hashes as numbers."""
+    return [int.from_bytes(h, "little", signed=True) for h in request.block_hashes[:count]]
 
 
 class AccessLogError(ValueError):

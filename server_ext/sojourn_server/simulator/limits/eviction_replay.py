@@ -34,7 +34,6 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     blocks covered by lookups."""
 
     order: str
-    admissions: int = 0
     asked_tokens: int = 0
     """Tokens looked up at admissions, without those that the request never reached before it freed its
     blocks."""
@@ -47,8 +46,6 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     duplicated_tokens: int = 0
     """Computed tokens of blocks that another request had cached since this request's admission, or was
     computing at the same time. Always 0 for the offline optimum."""
-    regenerated_by_owner: dict[str, int] = msgspec.field(default_factory=dict)
-    """Recomputed tokens by program; programs without any are left out."""
     regenerated_by_request: list[int] = msgspec.field(default_factory=list)
     """Recomputed tokens of each request of the log."""
     hit_blocks: list[int] = msgspec.field(default_factory=list)
@@ -85,24 +82,15 @@ class EvictionReplayCounters:
         self.by_request = [0] * requests
         self.hits: list[int] = []
 
-    def result(
-        self, order: str, block_size: int, owners: list[str], owner_of: list[int]
-    ) -> EvictionReplayResult:
-        """Convert the counts into tokens. ``owner_of`` has, for each request, its program's index in
-        ``owners``."""
-        by_owner: dict[str, int] = {}
-        for owner, lost in zip(owner_of, self.by_request, strict=True):
-            if lost:
-                by_owner[owners[owner]] = by_owner.get(owners[owner], 0) + lost * block_size
+    def result(self, order: str, block_size: int) -> EvictionReplayResult:
+        """Convert the counts into tokens."""
         return EvictionReplayResult(
             order=order,
-            admissions=len(self.hits),
             asked_tokens=self.asked * block_size,
             hit_tokens=(self.asked - self.computed) * block_size,
             computed_tokens=self.computed * block_size,
             regenerated_tokens=self.regenerated * block_size,
             duplicated_tokens=self.duplicated * block_size,
-            regenerated_by_owner=by_owner,
             regenerated_by_request=[lost * block_size for lost in self.by_request],
             hit_blocks=self.hits,
             given_back_tokens=self.given_back * block_size,
@@ -119,9 +107,7 @@ def replay_evictions(
     pool = _ReplayPool(sequence, order)
     for now, entry in enumerate(sequence.entries):
         pool.take_in(now, entry)
-    return pool.tally.result(
-        name or type(order).__name__, sequence.block_size, sequence.owners, sequence.owner_of
-    )
+    return pool.tally.result(name or type(order).__name__, sequence.block_size)
 
 
 class _ReplayPool:

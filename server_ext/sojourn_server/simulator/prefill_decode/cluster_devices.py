@@ -18,21 +18,19 @@ if TYPE_CHECKING:
 
 
 class AgentState:
-    """State of one agent and its current turn. A field that the current turn has not set yet is unset, or has
-    the previous turn's value. Times are virtual seconds."""
+    """State of one agent and its current turn. Until the current turn sets a field, the field is missing or
+    has the previous turn's value. Times are virtual seconds."""
 
     __slots__ = (
-        "agent", "cached", "cached_before", "decode", "decode_blocks", "decoded_from_s", "first_token_s",
-        "output_tokens", "parts", "prefill_blocks", "request", "second_token_s", "submitted_s", "todo",
-        "trajectory", "turn", "worker",
+        "agent", "cached", "decode", "decode_blocks", "decoded_from_s", "first_token_s", "output_tokens",
+        "parts", "prefill_blocks", "request", "second_token_s", "submitted_s", "todo", "trajectory", "turn",
+        "worker",
     )  # fmt: skip
 
     request: PdRequest
     output_tokens: int
     cached: int
     """Prompt tokens that have KV now."""
-    cached_before: int
-    """Prompt tokens that had KV at the start of the turn."""
     todo: int
     """Prompt tokens that are not computed yet."""
     submitted_s: float
@@ -42,16 +40,13 @@ class AgentState:
     worker: int
     """Index of the prefill device that computes the turn."""
     decode: int
+    """Index of the decode device that decodes the turn."""
     prefill_blocks: int
     """Number of Full Blocks (64 tokens each) that the prefill device's node reads from storage."""
     decode_blocks: int
+    """Number of Full Blocks that the decode device's node reads from storage."""
     parts: int
     """Number of unfinished reads from storage."""
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of the turn's context at its end: prompt and output."""
-        return self.request.tokens + self.output_tokens
 
     def __init__(self, agent: int, trajectory: Trajectory) -> None:
         self.agent = agent
@@ -65,23 +60,14 @@ WINDOW_S = 10.0
 
 
 class StorageNic:
-    """A node's storage NIC: a FIFO of reads. Writes use the other direction and are only counted."""
+    """A node's storage NIC: a FIFO of reads. Writes use the other direction and are not simulated."""
 
     __slots__ = (
-        "_window",
-        "_window_from_s",
-        "_window_to_s",
-        "blocks",
-        "blocks_in",
-        "busy_until_s",
-        "node",
-        "queue",
+        "_window", "_window_from_s", "_window_to_s", "blocks", "blocks_in", "busy_until_s", "queue",
         "rate_blocks_per_s",
-        "written_tokens",
     )  # fmt: skip
 
-    def __init__(self, node: int, rate_blocks_per_s: float) -> None:
-        self.node = node
+    def __init__(self, rate_blocks_per_s: float) -> None:
         self.rate_blocks_per_s = rate_blocks_per_s
         self.busy_until_s = 0.0
         self.blocks = 0
@@ -89,16 +75,14 @@ class StorageNic:
         self.blocks_in: list[float] = [0.0]
         """Number of blocks read in each window of ``WINDOW_S``. A read that spans windows is split between
         them."""
-        self.written_tokens = 0
+
         self.queue: deque[Event] = deque()
         """Completion events of queued reads."""
         self._window, self._window_from_s, self._window_to_s = 0, 0.0, WINDOW_S
 
     def read(self, blocks: int, now: float) -> float:
         """Queue a read of ``blocks`` Full Blocks. Returns the virtual time at which it ends."""
-        begin = self.busy_until_s
-        if begin < now:
-            begin = now
+        begin = max(self.busy_until_s, now)
         end = begin + blocks / self.rate_blocks_per_s
         self.busy_until_s = end
         self.blocks += blocks
@@ -126,8 +110,8 @@ Item = TypeVar("Item")
 
 
 class FcfsMemoryPool(Generic[Item]):
-    """Memory that requests get in order of arrival. A request that does not fit waits. A request larger than
-    the pool waits until the whole pool is free."""
+    """Memory that requests get in order of arrival. A request that does not fit waits, and so do all later
+    ones. A request larger than the pool waits until the whole pool is free, and then gets it."""
 
     __slots__ = ("free", "queue", "size", "waiting")
 
@@ -163,11 +147,13 @@ class PrefillStepCost(NamedTuple):
     """Costs of a prefill step and its copies."""
 
     fixed_s: float
+    """Seconds of a step without work."""
     spread_token_s: float
     """Seconds of one new token in all experts on one device. A group of n devices takes 1/n of this time."""
     block_copy_s: float
     """Seconds that a Full Block occupies a device's compute NIC, one way."""
     token_copy_s: float
+    """Seconds that a new token's KV occupies a device's compute NIC."""
     layers: int
     collective_s_per_copy_s: float
     """Seconds that each second of copying adds to a concurrent step; 0 if KV and the model's collectives do
@@ -177,10 +163,9 @@ class PrefillStepCost(NamedTuple):
 class PrefillDevice:
     """A prefill device, with its queue of requests that are ready to be computed."""
 
-    __slots__ = ("node", "number", "states", "todo")
+    __slots__ = ("node", "states", "todo")
 
-    def __init__(self, number: int, node: int) -> None:
-        self.number = number
+    def __init__(self, node: int) -> None:
         self.node = node
         self.states: deque[AgentState] = deque()
         self.todo: deque[PrefillCandidate] = deque()
@@ -305,33 +290,19 @@ class DecodeDevice:
     """
 
     __slots__ = (
-        "base_s",
-        "due_s",
-        "ends",
-        "free_kv_tokens",
-        "kv_tokens",
-        "node",
-        "number",
-        "progress",
-        "queue",
-        "request_s",
-        "requests",
-        "since_s",
-        "step_s",
-        "token_s",
-        "tokens",
+        "base_s", "due_s", "ends", "free_kv_tokens", "kv_tokens", "node", "progress", "queue", "request_s",
+        "requests", "since_s", "step_s", "token_s", "tokens",
     )  # fmt: skip
 
-    def __init__(
-        self, number: int, node: int, kv_tokens: int, base_s: float, request_s: float, token_s: float
-    ) -> None:
-        self.number = number
+    def __init__(self, node: int, kv_tokens: int, base_s: float, request_s: float, token_s: float) -> None:
+        """The duration of a step is ``base_s`` + ``request_s`` × requests + ``token_s`` × context tokens."""
         self.node = node
         self.kv_tokens = self.free_kv_tokens = kv_tokens
         self.base_s = base_s
         self.request_s = request_s
         self.token_s = token_s
         self.tokens = 0.0
+        """Context tokens of all current requests, each counted with its mean length."""
         self.requests = 0
         self.progress = 0.0
         """Number of steps so far."""

@@ -48,11 +48,6 @@ class PdModel:
         pairs = new_tokens * (context_tokens + (new_tokens + 1) / 2)
         return (self.local_token_flops + self.spread_token_flops) * new_tokens + self.pair_flops * pairs
 
-    def gb_per_pflop(self, context_tokens: float, new_tokens: float) -> float:
-        """Cache-compute ratio of a turn, as in the paper: GB of cached KV per PFLOP."""
-        read = context_tokens * self.kv_bytes_per_token
-        return read / 1e9 / (self.turn_flops(context_tokens, new_tokens) / 1e15)
-
 
 def _mla(layers: int, heads: int, index_heads: int, index_size: int, picked: int) -> tuple[int, float, float]:
     """Costs of DeepSeek's sparse attention (MLA): KV bytes per token, FLOPs per new token, FLOPs per pair.
@@ -179,7 +174,8 @@ class PdMachine:
     """Share of the device's memory for the engine, vLLM's default."""
     activation_bytes: float = 5e9
     collective_share: float = 0.3
-    """Share of a step in which devices exchange tokens over the compute network; a chosen value."""
+    """Share of a step in which devices exchange tokens over the compute network. The value is an
+    assumption."""
 
     def __post_init__(self) -> None:
         for constant in fields(self):

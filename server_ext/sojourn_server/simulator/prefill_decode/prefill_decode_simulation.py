@@ -18,7 +18,7 @@ The model:
   prefill) queue at their device.
 - Decode devices do not wait for one another. The scheduler takes no time, nor does the storage behind the
   NICs.
-- Writes use the other direction of the storage NICs and are only counted.
+- Writes use the other direction of the storage NICs and are not simulated.
 """
 
 from __future__ import annotations
@@ -89,13 +89,15 @@ class PdSimulation:
         """End times of agents, earliest first."""
         self.prompt_tokens = self.output_tokens = 0
         """Prompt tokens and output tokens of all finished turns."""
-        self.submitted = 0
         self.attention_in: list[list[float]] = []
         """For each window of ``WINDOW_S``, [maximum, mean] of the devices' attention seconds, both summed
         over the window's prefill steps."""
         self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
         self._build(cluster, system, agents)
-        self._schedule_arrivals(arrivals_s or [0.0] * len(agents))
+        arrivals: deque[Event] = deque()
+        times_s = arrivals_s or [0.0] * len(agents)
+        for agent in sorted(range(len(agents)), key=times_s.__getitem__):
+            self._queue.schedule_in_fifo(arrivals, times_s[agent], self._arrive, self._states[agent])
 
     # -- setup -------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class PdSimulation:
             PairScheduler(limits, system.side()) if system.scheduled else RoundRobinPairs(system.side())
         )
         nodes = cluster.prefill_nodes + cluster.decode_nodes
-        self.nics = [StorageNic(node, blocks_per_s) for node in range(nodes)]
+        self.nics = [StorageNic(blocks_per_s) for _ in range(nodes)]
         self.prefill_devices: list[PrefillDevice] = []
         self.decode_devices: list[DecodeDevice] = []
         for node in range(nodes):
@@ -154,7 +156,7 @@ class PdSimulation:
         for node in range(cluster.prefill_nodes):
             for _ in range(machine.devices):
                 number = len(self.prefill_devices)
-                self.prefill_devices.append(PrefillDevice(number, node))
+                self.prefill_devices.append(PrefillDevice(node))
                 self.pairs.add_prefill(number, node)
         memory = machine.decode_kv_tokens(model)
         in_transit = machine.buffer_tokens(model) // machine.devices
@@ -163,7 +165,6 @@ class PdSimulation:
                 number = len(self.decode_devices)
                 self.decode_devices.append(
                     DecodeDevice(
-                        number,
                         node,
                         memory,
                         model.decode_step_s,
@@ -218,11 +219,6 @@ class PdSimulation:
         """Virtual time of the latest event."""
         return self._queue.now_s
 
-    def _schedule_arrivals(self, arrivals_s: Sequence[float]) -> None:
-        arrivals: deque[Event] = deque()
-        for agent in sorted(range(len(arrivals_s)), key=arrivals_s.__getitem__):
-            self._queue.schedule_in_fifo(arrivals, arrivals_s[agent], self._arrive, self._states[agent])
-
     # -- steps of a turn -----------------------------------------------------------------
 
     def _arrive(self, state: AgentState) -> None:
@@ -238,13 +234,13 @@ class PdSimulation:
             state.agent, prompt_tokens, 0 if self._free_io else hit_blocks, most_tokens
         )
         state.output_tokens = output_tokens
-        state.cached = state.cached_before = cached = hit_blocks * FULL_BLOCK_TOKENS
+        state.cached = cached = hit_blocks * FULL_BLOCK_TOKENS
         state.todo = prompt_tokens - cached
         state.submitted_s = self._queue.now_s
-        self.submitted += 1
         self.pairs.submit(request)
 
     def _dispatch(self, *, between_steps: bool = False) -> None:
+        """Start the turns for which the scheduler finds devices now."""
         if self._fetches and not between_steps and all(group.busy for group in self.groups):
             return
         states = self._states
@@ -265,29 +261,26 @@ class PdSimulation:
             self._hit_in_dram(state)
             return
         if other:
-            nic = self.nics[self.decode_devices[state.decode].node]
-            self._queue.schedule_in_fifo(
-                nic.queue, nic.read(other, self._queue.now_s), self._decode_read_done, state
-            )
+            self._read(self.decode_devices[state.decode].node, other, self._read_done, state)
         if own:
             node = self.prefill_devices[state.worker].node
             if self._buffers[node].take(own, state):
-                nic = self.nics[node]
-                self._queue.schedule_in_fifo(
-                    nic.queue, nic.read(own, self._queue.now_s), self._prefill_read_done, state
-                )
+                self._read(node, own, self._prefill_read_done, state)
 
-    def _decode_read_done(self, state: AgentState) -> None:
-        """Handle the end of the read by the decode node's storage NIC."""
+    def _read(self, node: int, blocks: int, done: Callable[[AgentState], None], state: AgentState) -> None:
+        """Queue a read at the storage NIC of ``node``. Calls ``done(state)`` at its end."""
+        nic = self.nics[node]
+        self._queue.schedule_in_fifo(nic.queue, nic.read(blocks, self._queue.now_s), done, state)
+
+    def _read_done(self, state: AgentState) -> None:
+        """Handle the end of a read by one of the request's two nodes."""
         state.parts -= 1
         if not state.parts:
             self._hit_in_dram(state)
 
     def _prefill_read_done(self, state: AgentState) -> None:
-        """Handle the end of the read by the prefill node's storage NIC."""
-        state.parts -= 1
-        if not state.parts:
-            self._hit_in_dram(state)
+        """Handle the end of the read by the prefill node's storage NIC. Report how long its queue is."""
+        self._read_done(state)
         node = self.prefill_devices[state.worker].node
         waiting = self._buffers[node].waiting
         if waiting:
@@ -316,6 +309,7 @@ class PdSimulation:
             self._begin(group)
 
     def _begin(self, group: PrefillGroup) -> None:
+        """Begin a step of ``group`` if it has work."""
         step_s = group.begin()
         if step_s:
             self._queue.schedule_at(self._queue.now_s + step_s, self._prefill_step_done, group)
@@ -350,11 +344,9 @@ class PdSimulation:
             self._dispatch()
 
     def _leave_buffer(self, node: int, blocks: int) -> None:
+        """Free buffer memory of a prefill node, and start the reads that waited for it."""
         for other in self._buffers[node].release_memory(blocks):
-            nic = self.nics[node]
-            self._queue.schedule_in_fifo(
-                nic.queue, nic.read(other.prefill_blocks, self._queue.now_s), self._prefill_read_done, other
-            )
+            self._read(node, other.prefill_blocks, self._prefill_read_done, other)
 
     def _kv_left_prefill(self, state: AgentState) -> None:
         """Free the device memory of a request whose KV has left the prefill device. Start the reads of
@@ -367,7 +359,6 @@ class PdSimulation:
         """Begin to decode a request whose KV is in the decode node's DRAM. A request whose KV does not fit on
         the device waits. A request with only one output token ends at once."""
         device = self.decode_devices[state.decode]
-        self.nics[device.node].written_tokens += state.context_tokens - state.cached_before
         if state.output_tokens < 2:
             self._end([state])
             return

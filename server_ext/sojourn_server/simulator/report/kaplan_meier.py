@@ -44,9 +44,9 @@ def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> Su
     observe all ends, the remaining programs count in the mean with the longest observed time. Both values are
     lower bounds, and ``at_least`` names them.
     """
-    points = finished_share(exact, cut_off)
     if not exact and not cut_off:
         return NO_STATISTICS
+    points = finished_share(exact, cut_off)
     longest_s = max([*exact, *cut_off])
     at_least = []
     mean, before_s, unfinished = 0.0, 0.0, 1.0
@@ -63,7 +63,4 @@ def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> Su
         if seconds_reached is None:
             at_least.append(f"p{percent}")
         found[f"p{percent}"] = longest_s if seconds_reached is None else seconds_reached
-    return SummaryStatistics(
-        mean=mean, p50=found["p50"], p90=found["p90"], p95=found["p95"], p99=found["p99"],
-        count=len(exact) + len(cut_off), at_least=tuple(at_least),
-    )  # fmt: skip
+    return SummaryStatistics(mean=mean, **found, count=len(exact) + len(cut_off), at_least=tuple(at_least))

@@ -34,7 +34,7 @@ from .comparison_plots import (
 )
 from .plot_styles import PlotStyle, styles_by_policy
 from .results_table import workloads
-from .run_metrics import summarize_run, trace_name
+from .run_metrics import trace_name
 from .run_row import RunRow
 from .sweep_results import SweepRuns
 
@@ -58,28 +58,20 @@ class PlotError(RuntimeError):
     """Plots cannot be drawn; the message says what to do."""
 
 
-def write_plots(
-    runs: Sequence[RunLog],
-    folder: str | Path,
-    *,
-    rows: Sequence[RunRow] | None = None,
-    since_s: float = 0.0,
-) -> list[Path]:
-    """Draw ``runs`` into ``folder`` and return the paths of the files, in a fixed order.
+def write_plots(runs: Sequence[RunLog], rows: Sequence[RunRow], folder: str | Path) -> list[Path]:
+    """Draw ``runs`` and their metrics, ``rows``, into ``folder``. Return the paths of the files, in a fixed
+    order.
 
     Each combination of trace, hardware, model, loop and seed has these plots: ``completion_cdf``, ``load``
     (throughput, TTFT and completion against load; bars for a single load), ``regenerated`` (by cause),
     ``pareto`` (throughput against P95 completion), and an ``occupancy-LOAD`` for each load. With several
     combinations, each has its own folder in ``folder``.
 
-    ``rows`` are the metrics of the runs; by default ``summarize_run`` computes them with ``since_s``. Rows of
-    bounds that were computed without a run have no log in ``runs``. A combination without logs lacks the
-    plots that need logs. All plots are drawn before the first file is written.
+    Rows of bounds that were computed without a run have no log in ``runs``. A combination without logs lacks
+    the plots that need logs. All plots are drawn before the first file is written.
 
     Raises ``PlotError`` without matplotlib, ``ValueError`` without rows.
     """
-    if rows is None:
-        rows = [summarize_run(run, since_s=since_s) for run in runs]
     if not rows:
         raise ValueError("no runs to draw")
     drawn = _draw(runs, rows)
@@ -312,7 +304,7 @@ def _place_values(axis: Any, swept: SweepRuns) -> None:
 
 
 def _heading(rows: Sequence[RunRow]) -> str:
-    """Title of a sweep plot: the workload, and the load unless it was swept."""
+    """Title of a sweep plot: the properties that all rows share, of workload and load."""
     properties: tuple[set[str], ...] = (
         {row.trace for row in rows},
         {row.hardware for row in rows},

@@ -92,10 +92,9 @@ _TEXT_COLOUR = "#222222"
 """Colour of all labels. Half of the points' colours would be too pale for text."""
 
 
-def place_labels(
-    figure: Any, panels: Sequence[tuple[Any, Sequence[tuple[float, float, str, str]]]], size: float = 7.5
-) -> None:
-    """Write labels beside points so that they overlap little. A point is ``(x, y, label, colour)``.
+def place_labels(figure: Any, panels: Sequence[tuple[Any, Sequence[tuple[float, float, str, str]]]]) -> None:
+    """Write labels beside points so that they overlap little. ``panels`` are pairs of an axis and its points,
+    each ``(x, y, label, colour)``.
 
     Lays out the figure first and freezes the layout, because the size of a text is known only in pixels. A
     thin line of the point's ``colour`` joins a point and its label if they are far apart.
@@ -124,7 +123,7 @@ def place_labels(
                 (x, y),
                 xytext=(0, 0),
                 textcoords="offset points",
-                fontsize=size,
+                fontsize=7.5,
                 color=_TEXT_COLOUR,
                 va="bottom",
             )

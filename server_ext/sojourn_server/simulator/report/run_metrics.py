@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
+import msgspec
+
 from sojourn_server.metrics.preemption_cascades import CASCADE_STEPS
 from sojourn_server.metrics.summary_statistics import PERCENTILES, summarise
 
@@ -90,7 +92,7 @@ def summarize_run(
     for turn in admitted:
         causes.update(turn.regenerated)
     window_s = run.virtual_s - since_s
-    row = RunRow(
+    return RunRow(
         policy=run.policy,
         programs=run.programs_wanted,
         hardware=run.hardware,
@@ -148,7 +150,6 @@ def summarize_run(
         routes=dict(run.routes),
         notes=tuple(dict.fromkeys([*run.notes, *_notes(run, since_s, unfinished=bool(elapsed))])),
     )
-    return row
 
 
 def bound_row(
@@ -156,7 +157,6 @@ def bound_row(
     policy: str,
     *,
     regenerated_tokens: int,
-    wall_s: float = 0.0,
     regenerated_over_belady: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunRow:
@@ -182,7 +182,7 @@ def bound_row(
         preemptions=0,
         cascades=0,
         scheduler_ms_per_step=None,
-        wall_s=wall_s,
+        wall_s=0.0,
         limit=True,
         regenerated_by={"evicted": regenerated_tokens} if regenerated_tokens else {},
         notes=tuple(notes),
@@ -215,10 +215,7 @@ def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -
         # The upper of the two neighbours between which ``percentile`` interpolates.
         if first_bound <= math.ceil((len(ordered) - 1) * percent / 100.0):
             at_least.append(f"p{percent}")
-    return SummaryStatistics(
-        mean=made.mean, p50=made.p50, p90=made.p90, p95=made.p95, p99=made.p99,
-        count=made.count, at_least=tuple(at_least),
-    )  # fmt: skip
+    return msgspec.structs.replace(made, at_least=tuple(at_least))
 
 
 def trace_name(workload: str) -> str:
