@@ -41,7 +41,9 @@ from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_row import OVERALL
 from sojourn_server.simulator.simulated_gateway import SLO_FACTOR, isolated_completion_s
-from sojourn_server.simulator.workloads.arrival_processes import make_arrival_process
+from sojourn_server.simulator.workloads.arrival_processes import OpenLoop
+from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
+from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_programs
 
 NAME = "cluster_tenants_bound"
 REPLICAS = 3
@@ -183,11 +185,11 @@ class Replica:
 
 def load_programs(count: int, seed: int) -> list[Program]:
     """The programs of a simulator run, with arrival times at a rate of one program per second."""
-    arrivals = make_arrival_process(
-        "synthetic:saga-ten-tenants", programs=count, rate_per_s=1.0, seed=seed, max_context_tokens=131_072
-    ).initial()
+    planner = ProgramPlanner(
+        synthetic_programs("saga-ten-tenants", seed=seed), PlaybackOptions(max_context_tokens=131_072)
+    )
     programs = []
-    for at, plan in arrivals:
+    for at, plan in OpenLoop(planner, 1.0, count, seed).initial():
         turns = []
         for number, lengths in enumerate(plan.plans):
             prompt, output = lengths.prompt_tokens, lengths.output_tokens

@@ -14,7 +14,6 @@ from sojourn_server.simulator.workloads.arrival_processes import (
     FiniteClosedLoop,
     OpenLoop,
     load_programs,
-    make_arrival_process,
 )
 from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTurn
@@ -125,14 +124,9 @@ def test_a_workload_is_a_file_or_a_name(tmp_path: Path) -> None:
     path.write_text(f'{{"program_id":"p","turns":[{turn},{turn}]}}\n')
     assert [p.program_id for p in load_programs(str(path))] == ["p"]
     assert load_programs("synthetic:continuum-bfcl", seed=3)[0].source == "synthetic:continuum-bfcl"
-    closed = make_arrival_process("synthetic:continuum-bfcl", programs=4, max_context_tokens=131_072)
-    assert isinstance(closed, ClosedLoop)
-    opened = make_arrival_process(str(path), programs=4, rate_per_s=1.0)
-    assert isinstance(opened, OpenLoop)
-    assert len(list(opened.initial())) == 4
-    assert opened.notes == ["no gap takes any time: the trace has no timing, or the options took it away"]
+    assert len(list(OpenLoop(ProgramPlanner(load_programs(str(path))), 1.0, 4, seed=0).initial())) == 4
     with pytest.raises(TraceError, match="No such file"):
-        make_arrival_process(str(tmp_path / "none"), programs=1)
+        load_programs(str(tmp_path / "none"))
 
 
 def test_a_finite_loop_plays_each_program_once_and_in_order() -> None:

@@ -8,8 +8,8 @@ from statistics import fmean
 
 import pytest
 from sojourn_server.policies.forecasting.output_length_prediction import NoLengthPrediction, OutputLengthView
+from sojourn_server.simulator.oracle_policies import NoisyPredictor, OraclePredictor
 from sojourn_server.simulator.report.run_metrics import cascades, summarize_run
-from sojourn_server.simulator.simulated_outputs import NoisyPredictor, OraclePredictor
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 from sojourn_server.simulator.simulator_policies import PolicyError, find_policy
 

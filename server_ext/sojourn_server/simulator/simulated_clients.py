@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sojourn_server.programs.tool_call_parsers import ParsedToolCall
 from sojourn_server.traces.trace_schema import TraceToolRun
 
 from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
 from .event_queue import EventQueue
 from .request_router import RequestRouter, RequestRouterView, RoutableRequest, RoutedProgramView
 from .run_log import ProgramLog, RunLog, TurnLog
-from .simulated_outputs import SimulatedOutputs
 from .simulated_replica import SimulatedReplica
 from .token_accounting import InFlightTurn
 from .workloads.arrival_processes import ArrivalProcess
@@ -29,6 +29,28 @@ GATEWAY_EMITTER = "gateway"
 ACCEPTED_OUTCOMES = ("applied", "deferred")
 """Outcomes of a client event that are no defect. ``deferred``: a ``tool_start`` arrived before its request,
 as may happen on a network."""
+
+
+class SimulatedOutputs:
+    """Tool calls of simulated outputs, without the tools' durations. Replaces the adapter's
+    ``ToolCallReader``, because simulated tokens cannot be decoded to text."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
+        """``id()`` of a request's list of output tokens → tool calls of the output. The list lives as long as
+        the request."""
+
+    def set_calls(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
+        """Set the tool calls of an output."""
+        self._calls[id(token_ids)] = tuple(ParsedToolCall(run.name, run.cmd) for run in runs)
+
+    def forget(self, token_ids: Sequence[int]) -> None:
+        """Remove the tool calls of an output whose request has left the engine."""
+        self._calls.pop(id(token_ids), None)
+
+    def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
+        """The tool calls of an output."""
+        return self._calls.get(id(token_ids), ())
 
 
 @dataclass(slots=True)

@@ -17,13 +17,12 @@ from typing import Any
 from .event_queue import EventQueue, VirtualClock
 from .latency.latency_protocol import LatencyModel
 from .limits.block_accesses import AccessRecorder
-from .oracle_placement import OraclePlacement, ProgramWork
+from .oracle_policies import NoisyPredictor, OraclePlacement, OraclePredictor, ProgramWork
 from .request_router import RequestRouter
 from .run_log import REPLICA_STEP_OFFSET, OccupancySample, ReplicaLog, RunLog
-from .simulated_clients import SimulatedClients
+from .simulated_clients import SimulatedClients, SimulatedOutputs
 from .simulated_engine import STOP_TOKEN, SimulatedEngine
 from .simulated_gateway import GatewayClients, SimulatedGateway, isolated_completion_s, isolated_turns_s
-from .simulated_outputs import NoisyPredictor, OraclePredictor, SimulatedOutputs
 from .simulated_replica import NEVER_S, SimulatedReplica
 from .token_accounting import InFlightTurn, TokenAccounting, annotate_from_scheduler
 from .workloads.arrival_processes import ArrivalProcess
@@ -51,7 +50,7 @@ class SimulationOptions:
     """If true, the policy knows the length of each output, and a gateway knows how long tenants' programs
     take."""
     knows_work: bool = False
-    """Whether placement knows the work that each program has left (``oracle_placement``)."""
+    """Whether placement knows the work that each program has left (``OraclePlacement``)."""
     prediction_error: float | None = None
     """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|. If
     it is ``None``, the policy makes its own predictions."""

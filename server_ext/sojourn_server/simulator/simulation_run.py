@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sojourn_server.traces.trace_schema import TraceError
 
@@ -19,11 +19,11 @@ from .token_accounting import MOVED_CAUSE
 if TYPE_CHECKING:
     from .simulated_engine import SimulatedEngine
     from .workloads.arrival_processes import ArrivalProcess
-    from .workloads.program_plans import PlaybackOptions, ProgramPlanner
+    from .workloads.program_plans import ProgramPlanner
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
-"""Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. If it fills up, the log
-gets a note."""
+"""Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. The log has a note if it
+fills up."""
 
 HISTORY_SEED = 1_000_003
 """Difference between the seed of the ``RunSpec.history_programs`` programs and the run's seed."""
@@ -38,9 +38,6 @@ DEFAULT_MODEL = "llama-3.1-8b"
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
 """Part of an error message: which policies have a disk."""
-
-OnProgress = Callable[[str, float, int], None]
-"""Callback for progress: gets (label of the run, virtual seconds so far, number of finished programs)."""
 
 
 class SimulatorError(ValueError):
@@ -99,30 +96,29 @@ class RunSpec:
     def label(self) -> str:
         """Name in progress bars and tables."""
         load = f"{self.rate_per_s:g}/s" if self.rate_per_s is not None else str(self.programs)
-        return (
-            f"{self.policy} @ {load}"
-            if self.replicas is None
-            else f"{self.policy} @ {load} on {self.replicas}"
-        )
+        cluster = "" if self.replicas is None else f" on {self.replicas}"
+        return f"{self.policy} @ {load}{cluster}"
 
 
-@dataclass(slots=True)
-class RunResult:
+class RunResult(NamedTuple):
     """Result of one run."""
 
-    spec: RunSpec
     log: RunLog
-    accesses: AccessLog | None = None
+    accesses: AccessLog | None
+    """Block accesses of the run, if they were recorded."""
 
 
 def run_simulation(
     spec: RunSpec,
-    on_progress: OnProgress = lambda label, now, finished: None,
+    on_progress: Callable[[float, int], None] = lambda now, finished: None,
     *,
     arrivals: ArrivalProcess | None = None,
 ) -> RunResult:
-    """Run one specification. ``arrivals`` replaces the programs and arrivals of ``spec.workload``. Raises
-    ``SimulatorError``, ``PolicyError``, ``TraceError`` or ``LatencyProfileError`` before the run starts."""
+    """Run one specification.
+
+    ``on_progress`` gets the virtual seconds so far and the number of finished programs. ``arrivals`` replaces
+    the programs and arrivals of ``spec.workload``. Raises ``SimulatorError``, ``PolicyError``, ``TraceError``
+    or ``LatencyProfileError`` before the run starts."""
     policy = engine_policy(spec)
     latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
     shape = _context_fitting_pool(shape)
@@ -139,8 +135,7 @@ def run_simulation(
         recorder = AccessRecorder(engines[0].options.blocks - 1, shape.block_size)
 
     def report_progress(log: RunLog, now: float) -> None:
-        finished = sum(1 for program in log.programs if program.finished_s is not None)
-        on_progress(spec.label, now, finished)
+        on_progress(now, sum(program.finished_s is not None for program in log.programs))
 
     # A sample visits every block of every engine, so clusters take fewer samples.
     samples = max(UNBOUNDED_OCCUPANCY_SAMPLES, OCCUPANCY_SAMPLES // (replicas or 1))
@@ -172,7 +167,7 @@ def run_simulation(
     simulation.run()
     _note_full_host_memory(log, policy)
     accesses = recorder.close(engines[0].scheduler.requests) if recorder is not None else None
-    return RunResult(spec, log, accesses)
+    return RunResult(log, accesses)
 
 
 def engine_policy(spec: RunSpec) -> SimulatorPolicy:
@@ -182,7 +177,7 @@ def engine_policy(spec: RunSpec) -> SimulatorPolicy:
     return find_cluster_policy(spec.policy).engine
 
 
-def policy_name(spec: RunSpec) -> str:
+def _policy_name(spec: RunSpec) -> str:
     """The policy's name in logs and tables. Raises ``PolicyError``."""
     if spec.replicas is None:
         return find_policy(spec.policy).name
@@ -191,8 +186,6 @@ def policy_name(spec: RunSpec) -> str:
 
 def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
     """Check ``specs`` without running them. Returns notes for the user. Raises like ``run_simulation``."""
-    from .workloads.program_plans import PlaybackOptions
-
     notes: dict[str, None] = {}
     seen = set()
     sources: dict[str, str] = {}
@@ -201,7 +194,7 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
         if spec.replicas is not None and spec.replicas < 1:
             raise SimulatorError(f"replicas is {spec.replicas}; expected at least 1")
         _check_history(spec)
-        policy, name = engine_policy(spec), policy_name(spec)
+        policy, name = engine_policy(spec), _policy_name(spec)
         if sources.setdefault(name, spec.policy) != spec.policy:
             instead = "files of different names" if spec.replicas is None else "one of them"
             raise SimulatorError(
@@ -223,17 +216,12 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
         seen.add(key)
         _, shape = device_for_run(spec, _cpu_ratio(spec, policy))
         _disk_blocks(spec, policy, shape)
-        if _lacks_host_memory(policy, shape):
+        if policy.uses_cpu_ratio and policy.needs_host_memory and shape.host_kv_tokens < shape.block_size:
             notes[
                 f"{name} has no host memory to place programs in: an engine starts only with "
                 "allow_missing_tiers=true"
             ] = None
-        options = PlaybackOptions(
-            max_context_tokens=_longest_turn(spec, _context_fitting_pool(shape)),
-            max_gap_s=spec.max_gap_s,
-            human_gaps=spec.human_gaps,
-        )
-        notes.update(dict.fromkeys(_program_planner(spec, options).notes))
+        notes.update(dict.fromkeys(_program_planner(spec, _context_fitting_pool(shape)).notes))
     return list(notes)
 
 
@@ -257,14 +245,21 @@ def first_program_ids(spec: RunSpec) -> list[str]:
     return list(found)
 
 
-def _program_planner(spec: RunSpec, options: PlaybackOptions) -> ProgramPlanner:
+def _program_planner(spec: RunSpec, shape: DeviceShape) -> ProgramPlanner:
+    """The planner of the workload's programs. Raises ``TraceError``, which names the workload."""
     from sojourn_server.traces.trace_file import line_of
 
     from .workloads.arrival_processes import load_programs
-    from .workloads.program_plans import NoProgramFitsError, ProgramPlanner
+    from .workloads.program_plans import NoProgramFitsError, PlaybackOptions, ProgramPlanner
     from .workloads.synthetic_workloads import SYNTHETIC_PREFIX
 
     programs = load_programs(spec.workload, spec.seed)
+    options = PlaybackOptions(
+        # The context limit is the same for every policy.
+        max_context_tokens=min(shape.max_context_tokens, spec.max_context_tokens or shape.max_context_tokens),
+        max_gap_s=spec.max_gap_s,
+        human_gaps=spec.human_gaps,
+    )
     try:
         return ProgramPlanner(programs, options)
     except NoProgramFitsError as error:
@@ -323,12 +318,6 @@ def _check_history(spec: RunSpec) -> None:
         )
 
 
-def _lacks_host_memory(policy: SimulatorPolicy, shape: DeviceShape) -> bool:
-    """Whether the policy needs host memory, but there is none. If so, a real engine starts only with
-    ``allow_missing_tiers``."""
-    return policy.uses_cpu_ratio and shape.host_kv_tokens < shape.block_size and policy.needs_host_memory
-
-
 def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
     """Number of KV blocks on the disk. Raises ``SimulatorError`` for a disk that the engine would reject."""
     if not policy.own_tiers or not spec.disk_ratio:
@@ -359,25 +348,13 @@ def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
     return shape._replace(max_context_tokens=min(shape.max_context_tokens, usable))
 
 
-def _longest_turn(spec: RunSpec, shape: DeviceShape) -> int:
-    """Context limit of programs in tokens. It is the same for every policy."""
-    return min(shape.max_context_tokens, spec.max_context_tokens or shape.max_context_tokens)
-
-
 def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
-    from .workloads.arrival_processes import make_arrival_process
+    from .workloads.arrival_processes import STAGGER_S, ClosedLoop, OpenLoop
 
-    return make_arrival_process(
-        spec.workload,
-        programs=spec.programs,
-        rate_per_s=spec.rate_per_s,
-        burst=spec.burst,
-        seed=spec.seed,
-        max_context_tokens=_longest_turn(spec, shape),
-        max_gap_s=spec.max_gap_s,
-        human_gaps=spec.human_gaps,
-        replicas=spec.replicas or 1,
-    )
+    planner = _program_planner(spec, shape)
+    if spec.rate_per_s is None:
+        return ClosedLoop(planner, spec.programs, spec.seed, stagger_s=STAGGER_S / (spec.replicas or 1))
+    return OpenLoop(planner, spec.rate_per_s, spec.programs, spec.seed, burst=spec.burst)
 
 
 def _build_engine(
@@ -411,7 +388,7 @@ def _build_engine(
 
 def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> RunLog:
     return RunLog(
-        policy=policy_name(spec),
+        policy=_policy_name(spec),
         programs_wanted=spec.programs,
         hardware=shape.hardware,
         model=shape.model,
@@ -451,6 +428,7 @@ def _host_transfers(
 
 
 def _note_full_host_memory(log: RunLog, policy: SimulatorPolicy) -> None:
+    """Note in the log of a bound that its memory filled up, if it did: tokens were then recomputed."""
     if policy.bound is None:
         return
     again = sum(

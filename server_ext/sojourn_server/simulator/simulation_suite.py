@@ -31,10 +31,12 @@ OnProgress = Callable[[int, float, int], None]
 
 @dataclass(slots=True)
 class SuiteResult:
-    """Rows in the order of the specifications, and the logs of the rows that were simulated."""
+    """Metrics and logs of a suite."""
 
     rows: list[RunRow] = field(default_factory=list)
+    """One row for each specification, in their order."""
     logs: list[RunLog] = field(default_factory=list)
+    """Logs of the rows that were simulated, in the order of the rows."""
     orders: list[dict[str, int]] = field(default_factory=list)
     """For each row, eviction order → tokens that it recomputes on the accesses of the ``stock`` run under the
     row's load. Empty if no accesses were recorded."""
@@ -115,12 +117,14 @@ def run_suite(
 
 
 def _run_in_process(spec: RunSpec, report: ReportCallback) -> bytes:
+    """Run ``spec``. Returns the ``RunOutcome`` as msgpack."""
     import_module(PRELOAD_MODULES[0])  # needed where processes are not forked
-    result = run_simulation(spec, lambda label, now, finished: report((now, finished)))
-    return msgspec.msgpack.encode(_run_outcome(result.log, result.accesses))
+    log, accesses = run_simulation(spec, lambda now, finished: report((now, finished)))
+    return msgspec.msgpack.encode(_run_outcome(log, accesses))
 
 
 def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
+    """The outcome of a run. If accesses were recorded, also replays them under other eviction orders."""
     if accesses is None:
         return RunOutcome(log=log)
     # Other orders are compared on the accesses of ``stock`` only.
@@ -139,11 +143,7 @@ def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
     )
 
 
-def _rows(
-    specs: Sequence[RunSpec],
-    outcomes: dict[RunSpec, RunOutcome],
-    since_s: float,
-) -> SuiteResult:
+def _rows(specs: Sequence[RunSpec], outcomes: dict[RunSpec, RunOutcome], since_s: float) -> SuiteResult:
     result = SuiteResult()
     for spec in specs:
         policy = engine_policy(spec)

@@ -27,104 +27,6 @@ if TYPE_CHECKING:
     from .simulated_gateway import SimulatedGateway
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """Definition of one baseline."""
-
-    name: str
-    paper: str
-    """Paper or source, with sections."""
-    leaves_out: str
-    preset: str | None = None
-    """Sojourn's preset; ``None`` for vLLM's own scheduler class."""
-    request_router: type[RequestRouter] | None = None
-    """Router in front of the engine, if any."""
-    host_cache: bool = False
-    """Whether vLLM's offloading connector writes all blocks to host memory (LRU)."""
-
-
-_ALL = (
-    Baseline(
-        name="stock",
-        paper="vLLM 0.32: requests first come, first served; prefix caching; blocks LRU",
-        leaves_out="nothing: it is the engine's own class",
-    ),
-    Baseline(
-        name="lru-offload",
-        host_cache=True,
-        paper="vLLM 0.32 with its OffloadingConnector to host memory (LRU), outputs offloaded as well as "
-        "prompts (offload_prompt_only: false)",
-        leaves_out="nothing but the copies themselves, which are modelled",
-    ),
-    Baseline(
-        name="admit",
-        preset="admit",
-        paper="no paper: whole programs are admitted in order of arrival while they fit, and held to the end",
-        leaves_out="where contexts outgrow the pool the latest program gives way; an engine that stood idle "
-        "for 30 s with waiting requests overrides the reservation",
-    ),
-    Baseline(
-        name="autellix",
-        preset="autellix",
-        paper="Autellix (arXiv 2502.13965) §4.2, Algorithm 1: program-level attained service in K queues, "
-        "quanta, promotion by β",
-        leaves_out="waiting calls do not preempt running ones (vLLM preempts only for KV); recompute, not "
-        "its swap kernel; the load balancer of §4.3. K, quanta and β are not printed: those of a "
-        "re-implementation",
-    ),
-    Baseline(
-        name="infercept",
-        preset="infercept",
-        host_cache=True,
-        paper="InferCept (arXiv 2402.01869) §3.2, §4.1–4.4: preserve, swap or discard by least waste, with "
-        "T̂ = time since the call",
-        leaves_out="the swap budget of a step and swapping in parts: vLLM's connector writes through, so a "
-        "context that is no longer preserved is both discarded and swapped",
-    ),
-    Baseline(
-        name="thunderagent",
-        request_router=ThunderAgentRouter,
-        paper="ThunderAgent's public router (a7eef77; arXiv 2602.13692): pauses and resumes, 5 s tick",
-        leaves_out="tokens guessed from characters, and what programs share; output counted while generated",
-    ),
-    Baseline(
-        name="thunderagent-offload",
-        request_router=ThunderAgentRouter,
-        host_cache=True,
-        paper="MORI §5, TA+O: ThunderAgent's router before an engine with a host cache of its own, "
-        "neither aware of the other",
-        leaves_out="as thunderagent; vLLM's connector stands in for HiCache",
-    ),
-    Baseline(
-        name="continuum",
-        preset="continuum",
-        paper="Continuum §4–5 and our admission rule (docs/mechanisms.md)",
-        leaves_out="host memory",
-    ),
-    Baseline(
-        name="continuum-paper",
-        preset="continuum-paper",
-        paper="Continuum §4–5 as printed: admission is the engine's",
-        leaves_out="host memory",
-    ),
-    Baseline(
-        name="program-fcfs",
-        preset="program-fcfs",
-        paper="Continuum Figure 15: the queue in order of the programs' arrival, nothing kept",
-        leaves_out="nothing",
-    ),
-    Baseline(
-        name="static-ttl",
-        preset="static-ttl",
-        paper="Continuum Figure 15: program order, and the cold start's T_default (§4.2) for ever",
-        leaves_out="nothing",
-    ),
-)
-
-BASELINES: dict[str, Baseline] = {baseline.name: baseline for baseline in _ALL}
-"""Baselines by name, in the order of tables."""
-
-
 class Bound(str, Enum):
     """Lower bounds on recomputed tokens, and so upper bounds on what policies can gain.
 
@@ -154,6 +56,7 @@ class SimulatorPolicy:
     preset_file: str | None = None
     """Path of a preset file, instead of ``preset``."""
     request_router: type[RequestRouter] = PassThroughRouter
+    """Router in front of a single engine."""
     host_cache: bool = False
     """Whether the engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
@@ -169,7 +72,9 @@ class SimulatorPolicy:
     bound: Bound | None = None
     """The bound that runs show; ``None`` if this is no bound but a policy."""
     paper: str = ""
+    """Paper or source, with sections."""
     leaves_out: str = ""
+    """What the paper's system has and this policy lacks."""
 
     @property
     def settings(self) -> dict[str, Any] | None:
@@ -206,6 +111,88 @@ class SimulatorPolicy:
         if self.preset_file is not None:
             return read_preset(Path(self.preset_file))
         return None if self.preset is None else load_preset(self.preset)
+
+
+_BASELINES = (
+    SimulatorPolicy(
+        name="stock",
+        paper="vLLM 0.32: requests first come, first served; prefix caching; blocks LRU",
+        leaves_out="nothing: it is the engine's own class",
+    ),
+    SimulatorPolicy(
+        name="lru-offload",
+        host_cache=True,
+        paper="vLLM 0.32 with its OffloadingConnector to host memory (LRU), outputs offloaded as well as "
+        "prompts (offload_prompt_only: false)",
+        leaves_out="nothing but the copies themselves, which are modelled",
+    ),
+    SimulatorPolicy(
+        name="admit",
+        preset="admit",
+        paper="no paper: whole programs are admitted in order of arrival while they fit, and held to the end",
+        leaves_out="where contexts outgrow the pool the latest program gives way; an engine that stood idle "
+        "for 30 s with waiting requests overrides the reservation",
+    ),
+    SimulatorPolicy(
+        name="autellix",
+        preset="autellix",
+        paper="Autellix (arXiv 2502.13965) §4.2, Algorithm 1: program-level attained service in K queues, "
+        "quanta, promotion by β",
+        leaves_out="waiting calls do not preempt running ones (vLLM preempts only for KV); recompute, not "
+        "its swap kernel; the load balancer of §4.3. K, quanta and β are not printed: those of a "
+        "re-implementation",
+    ),
+    SimulatorPolicy(
+        name="infercept",
+        preset="infercept",
+        host_cache=True,
+        paper="InferCept (arXiv 2402.01869) §3.2, §4.1–4.4: preserve, swap or discard by least waste, with "
+        "T̂ = time since the call",
+        leaves_out="the swap budget of a step and swapping in parts: vLLM's connector writes through, so a "
+        "context that is no longer preserved is both discarded and swapped",
+    ),
+    SimulatorPolicy(
+        name="thunderagent",
+        request_router=ThunderAgentRouter,
+        paper="ThunderAgent's public router (a7eef77; arXiv 2602.13692): pauses and resumes, 5 s tick",
+        leaves_out="tokens guessed from characters, and what programs share; output counted while generated",
+    ),
+    SimulatorPolicy(
+        name="thunderagent-offload",
+        request_router=ThunderAgentRouter,
+        host_cache=True,
+        paper="MORI §5, TA+O: ThunderAgent's router before an engine with a host cache of its own, "
+        "neither aware of the other",
+        leaves_out="as thunderagent; vLLM's connector stands in for HiCache",
+    ),
+    SimulatorPolicy(
+        name="continuum",
+        preset="continuum",
+        paper="Continuum §4–5 and our admission rule (docs/mechanisms.md)",
+        leaves_out="host memory",
+    ),
+    SimulatorPolicy(
+        name="continuum-paper",
+        preset="continuum-paper",
+        paper="Continuum §4–5 as printed: admission is the engine's",
+        leaves_out="host memory",
+    ),
+    SimulatorPolicy(
+        name="program-fcfs",
+        preset="program-fcfs",
+        paper="Continuum Figure 15: the queue in order of the programs' arrival, nothing kept",
+        leaves_out="nothing",
+    ),
+    SimulatorPolicy(
+        name="static-ttl",
+        preset="static-ttl",
+        paper="Continuum Figure 15: program order, and the cold start's T_default (§4.2) for ever",
+        leaves_out="nothing",
+    ),
+)
+
+BASELINES: dict[str, SimulatorPolicy] = {baseline.name: baseline for baseline in _BASELINES}
+"""Baselines by name, in the order of tables."""
 
 
 BOUNDS = {
@@ -260,15 +247,7 @@ def find_policy(name: str) -> SimulatorPolicy:
     if name.endswith(".toml"):
         return _policy_from_file(name)
     if name in BASELINES:
-        known = BASELINES[name]
-        return SimulatorPolicy(
-            name=name,
-            preset=known.preset,
-            request_router=known.request_router or PassThroughRouter,
-            host_cache=known.host_cache,
-            paper=known.paper,
-            leaves_out=known.leaves_out,
-        )
+        return BASELINES[name]
     if name == WORK_ORACLE:
         return replace(find_policy("sojourn"), name=name, knows_work=True)
     if name in preset_names():

@@ -15,7 +15,7 @@ from typing import Protocol
 from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, check_parents
 
-from .program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
+from .program_plans import ProgramPlan, ProgramPlanner
 from .synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
 
 Arrival = tuple[float, ProgramPlan]
@@ -24,9 +24,6 @@ Arrival = tuple[float, ProgramPlan]
 
 class ArrivalProcess(Protocol):
     """Source of programs and their arrival times."""
-
-    notes: list[str]
-    """Notes on the workload for the reader of results."""
 
     def initial(self) -> Iterator[Arrival]:
         """Yield the arrivals that do not depend on finished programs, in order of time. Call this once."""
@@ -53,7 +50,6 @@ class ClosedLoop:
             raise ValueError(f"the number of programs at once is {n}; expected at least 1")
         if not stagger_s >= 0:
             raise ValueError(f"stagger_s is {stagger_s}; expected ≥ 0")
-        self.notes = programs.notes
         self._n = n
         self._stagger_s = stagger_s
         self._plans = _endless_shuffle(programs, seed)
@@ -96,7 +92,6 @@ class OpenLoop:
             raise ValueError(f"the number of programs in a burst is {burst}; expected at least 1")
         self.count = len(programs) if count is None else count
         """Total number of arrivals."""
-        self.notes = programs.notes
         self._rate_per_s = rate_per_s
         self._burst = burst
         self._times = random.Random(f"arrivals/{seed}")
@@ -137,32 +132,3 @@ def load_programs(workload: str, seed: int = 0) -> list[TraceProgram]:
     except TraceError as error:
         raise TraceError(f"{workload}: {error}") from None
     return programs
-
-
-def make_arrival_process(
-    workload: str,
-    *,
-    programs: int,
-    rate_per_s: float | None = None,
-    burst: int = 1,
-    seed: int = 0,
-    max_context_tokens: int | None = None,
-    max_gap_s: float | None = None,
-    human_gaps: bool = True,
-    replicas: int = 1,
-) -> ArrivalProcess:
-    """Make an arrival process: a closed loop of ``programs`` concurrent programs or, with ``rate_per_s``, an
-    open loop of ``programs`` arrivals. The first programs of a closed loop arrive ``STAGGER_S`` /
-    ``replicas`` seconds apart.
-
-    Raises ``TraceError`` for an unreadable or unplayable workload, ``ValueError`` for an invalid number.
-    """
-    options = PlaybackOptions(
-        max_context_tokens=max_context_tokens,
-        max_gap_s=max_gap_s,
-        human_gaps=human_gaps,
-    )
-    planner = ProgramPlanner(load_programs(workload, seed), options)
-    if rate_per_s is None:
-        return ClosedLoop(planner, programs, seed, stagger_s=STAGGER_S / replicas)
-    return OpenLoop(planner, rate_per_s, programs, seed, burst=burst)
