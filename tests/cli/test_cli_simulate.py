@@ -470,10 +470,10 @@ def test_kept_runs_are_shown_again(
     assert result.exit_code == 0, result.exception
     rows = read_results(later).runs
     assert [(row.policy, row.since_s) for row in rows] == [("stock", 10.0), ("continuum", 10.0)]
-    exceeding_programs = runner.invoke(build_app(), ["simulate", "--load", kept, "--warm-up-s", "9000"])
-    assert isinstance(exceeding_programs.exception, CliError)
-    assert "--warm-up-s 9000" in exceeding_programs.exception.message
-    assert "leave out less" in exceeding_programs.exception.next_step
+    failed = runner.invoke(build_app(), ["simulate", "--load", kept, "--warm-up-s", "9000"])
+    assert isinstance(failed.exception, CliError)
+    assert "--warm-up-s 9000" in failed.exception.message
+    assert "leave out less" in failed.exception.next_step
     for option, value in (("--hardware", "h100"), ("--policy", "stock"), ("--pool-tokens", "5000")):
         unused = runner.invoke(build_app(), ["simulate", "--load", kept, option, value])
         assert isinstance(unused.exception, CliError)

@@ -370,9 +370,9 @@ def test_each_failure_says_what_to_do_next(tmp_path: Path) -> None:
             "sojourn serve"
             in failure(trace, "--url", server.url, "--api-key", "k", "--dialect", "sojourn").next_step
         )
-        exceeding_programs = failure(trace, "--url", server.url, "--api-key", "k")
-        assert exceeding_programs.exit_code == 1
-        assert "--max-context" in exceeding_programs.next_step
+        failed = failure(trace, "--url", server.url, "--api-key", "k")
+        assert failed.exit_code == 1
+        assert "--max-context" in failed.next_step
         gone = server.url
     assert "sojourn serve" in failure(trace, "--url", gone).next_step
     assert "auto" in failure(trace, "--url", gone, "--dialect", "klingon").next_step

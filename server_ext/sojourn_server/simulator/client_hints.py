@@ -1,6 +1,6 @@
-"""Hints of a simulated client: the context of each request, and client events.
+"""Hints of a simulated client: the fields of ``agentic_context`` in each request, and client events.
 
-The server receives no other data about a program. No hint reveals the program's recorded future. The expected
+The server receives no other data about a program. No hint reveals the program's recorded future; the expected
 number of turns left is estimated from finished programs.
 """
 
@@ -20,8 +20,8 @@ AGENT_NODE = "agent"
 
 
 class ClientHistory:
-    """Learns how many turns finished programs had, with the SDK's estimator. All clients of a run share one
-    history."""
+    """Estimates the turns that a program has left from the turns of finished programs, with the SDK's
+    estimator. All clients of a run share one history."""
 
     def __init__(self) -> None:
         self._transitions = Transitions()
@@ -44,10 +44,11 @@ class ClientHistory:
 
 
 BATCH_LINGER_S = 0.005
-"""Seconds that the event sender waits for further events (``linger_s`` of ``sojourn.event_sender``)."""
+"""Seconds that the SDK's event sender waits for further events (default of ``linger_s`` in
+``sojourn.config``)."""
 EVENT_SEND_DELAY_S = POLL_EVERY_S / 2 + BATCH_LINGER_S
-"""Mean delay before an event is sent: half of the event sender's poll interval, plus the linger time. If the
-program sends a request sooner, the request carries the event."""
+"""Mean delay in seconds before an event is sent: half of the event sender's poll interval, plus
+``BATCH_LINGER_S``. A request that the program sends sooner carries the event."""
 
 
 class ClientHints:
@@ -70,18 +71,18 @@ class ClientHints:
         self._step = 0
 
     def context(self) -> dict[str, Any]:
-        """Return the hint fields of the next request's ``agentic_context``. Call this once per request,
-        because each call increments ``step_id``."""
+        """Return the hints in the next request's ``agentic_context``. Call this once per request, because
+        each call increments ``step_id``."""
         self._step += 1
         context: dict[str, Any] = {"step_id": str(self._step)}
         if self._parent_id is not None:
             context["parent_program_id"] = self._parent_id
         if self._agent_type is not None:
-            ours: dict[str, Any] = {"agent_type": self._agent_type, "node": AGENT_NODE}
+            fields: dict[str, Any] = {"agent_type": self._agent_type, "node": AGENT_NODE}
             left = None if self._history is None else self._history.steps_left(self._agent_type, self._step)
             if left is not None:
-                ours["expected_steps_left"] = round(left, 3)
-            context["sojourn"] = ours
+                fields["expected_steps_left"] = round(left, 3)
+            context["sojourn"] = fields
         return context
 
     def queue_events(self, events: Iterable[dict[str, Any]], now: float) -> bool:

@@ -82,12 +82,12 @@ def run_in_processes(
         while waiting or running:
             while waiting and len(running) < max(1, processes):
                 number, task = waiting.popleft()
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_run_task, args=(work, task, theirs), daemon=True)
-                running[ours] = number, process
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_run_task, args=(work, task, sender), daemon=True)
+                running[receiver] = number, process
                 with _deferred_sigint(), _worker_environment():
                     process.start()
-                theirs.close()  # else the parent would not see the end of the worker as EOF
+                sender.close()  # else the parent would not see the end of the worker as EOF
                 on_start(number, task)
             for connection in wait(list(running)):
                 assert isinstance(connection, Connection)
@@ -152,14 +152,16 @@ def _deferred_sigint() -> Iterator[None]:
     pending: list[int] = []
     # The new process inherits the mask. The mask covers this thread only. Another thread, such as that of a
     # progress bar, would still receive the signal and run the handler here.
-    mine = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number)) if mine else None
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = None
+    if in_main_thread:
+        handler = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if mine:
+        if in_main_thread:
             signal.signal(signal.SIGINT, handler)
         if pending:
             signal.raise_signal(signal.SIGINT)

@@ -260,8 +260,8 @@ class GatewayClients(SimulatedClients):
             self._event_queue.schedule_at(self._event_queue.now_s + self._call_s, self._take, answer)
 
         def tell() -> None:
-            told = sim_replica.engine.ask("yield", to=order.to_program_id, programs=programs)
-            outcomes = zip(order.programs, told["outcomes"], strict=True)
+            answer = sim_replica.engine.ask("yield", to=order.to_program_id, programs=programs)
+            outcomes = zip(order.programs, answer["outcomes"], strict=True)
             report([key for key, one in outcomes if one["outcome"] == Outcome.APPLIED.value], True)
 
         if sim_replica.engine.adapter is None:

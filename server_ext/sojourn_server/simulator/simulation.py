@@ -282,12 +282,12 @@ class Simulation:
         held = 0
         samples = []
         for sim_replica in self._sim_replicas:
-            mine = [
+            contexts = [
                 p.hashes for p in acting if self._standalone or p.log.turns[-1].replica == sim_replica.replica
             ]
             running = {request.request_id for request in sim_replica.engine.scheduler.running}
             held += sum(1 for request_id in running if request_id in sim_replica.account.live)
-            samples.append(sample_occupancy(sim_replica.engine, mine, self._clock.now_s))
+            samples.append(sample_occupancy(sim_replica.engine, contexts, self._clock.now_s))
         means = {
             field: round(sum(getattr(sample, field) for sample in samples) / len(samples))
             for field in ("running", "idle", "other", "free", "host")

@@ -357,15 +357,14 @@ def find_cluster_policy(name: str) -> ClusterPolicy:
             raise
         known = [*routing_names(), *(one for one in policy_names() if one != Bound.BELADY.value)]
         raise PolicyError(f"unknown policy {name!r}; {_expected_text(name, known)}") from None
-    brings = next((known for known, made in ROUTERS.items() if made is alone.request_router), DEFAULT_ROUTING)
-    return _cluster_policy(brings, alone)
+    own_router = (known for known, router in ROUTERS.items() if router is alone.request_router)
+    return _cluster_policy(next(own_router, DEFAULT_ROUTING), alone)
 
 
 def _cluster_policy(routing: str, engine: SimulatorPolicy) -> ClusterPolicy:
     if engine.bound is Bound.BELADY:
         raise PolicyError("belady is found on the accesses of one engine; expected another with --replicas")
-    brings = engine.request_router not in (PassThroughRouter, ROUTERS.get(routing))
-    if brings:
+    if engine.request_router not in (PassThroughRouter, ROUTERS.get(routing)):
         raise PolicyError(
             f"{engine.name} has its own router; expected no other routing with it, or an engine policy "
             f"without a router behind {routing}, such as stock or lru-offload"

@@ -255,9 +255,9 @@ def _split_losses_by_cause(log: TurnLog, record: TurnRecord) -> None:
     log.evicted_score = None if score is None else tuple(map(float, score))
     evicted = log.regenerated.pop("evicted", 0)
     for cause, tokens in (record.tokens.lost if record.tokens is not None else {}).items():
-        mine = min(evicted, tokens)
-        if mine > 0:
-            _add_loss(log, str(cause.value), mine)
-            evicted -= mine
+        explained = min(evicted, tokens)
+        if explained > 0:
+            _add_loss(log, str(cause.value), explained)
+            evicted -= explained
     if evicted:
         _add_loss(log, "evicted", evicted)

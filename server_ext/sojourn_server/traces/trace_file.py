@@ -21,25 +21,24 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 _decoder = msgspec.json.Decoder(TraceProgram)
 
 
-def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceProgram]:
-    """Yield the programs of a ``.jsonl`` or ``.jsonl.gz`` file in order, at most ``limit``.
+def read_trace(path: str | Path) -> Iterator[TraceProgram]:
+    """Yield the programs of a ``.jsonl`` or ``.jsonl.gz`` file in order.
 
     Lines are decoded lazily. Empty lines and a UTF-8 byte order mark are skipped. Raises ``TraceError``,
     which names file and line, for an invalid line, a duplicate id or a file without programs.
     """
-    for _, program in read_numbered(path, limit):
-        yield program
+    return (program for _, program in _numbered_programs(Path(path)))
 
 
 def line_of(path: str | Path, program_id: str) -> int | None:
     """Return the line number of a program in a trace, from 1; ``None`` if the program is missing. Raises
     ``TraceError``."""
-    return next((number for number, program in read_numbered(path) if program.program_id == program_id), None)
+    numbered = _numbered_programs(Path(path))
+    return next((number for number, program in numbered if program.program_id == program_id), None)
 
 
-def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[int, TraceProgram]]:
+def _numbered_programs(path: Path) -> Iterator[tuple[int, TraceProgram]]:
     """Yield (line number from 1, program) for the programs of a trace. Raises ``TraceError``."""
-    path = Path(path)
     seen: dict[str, int] = {}
     number = 0
     try:
@@ -55,8 +54,6 @@ def read_numbered(path: str | Path, limit: int | None = None) -> Iterator[tuple[
                     )
                 if not line.strip():
                     continue
-                if limit is not None and len(seen) >= limit:
-                    return
                 program = _program(line, f"{path}, line {number}")
                 if program.program_id in seen:
                     raise TraceError(
@@ -94,9 +91,7 @@ def _program(line: bytes, where: str) -> TraceProgram:
     try:
         program = _decoder.decode(line)
         check_program(program)
-    except TraceError as error:
-        raise TraceError(f"{where}: {error}") from error
-    except msgspec.ValidationError as error:
+    except (TraceError, msgspec.ValidationError) as error:
         raise TraceError(f"{where}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # A complete line with incomplete JSON is probably part of a document that spans several lines.

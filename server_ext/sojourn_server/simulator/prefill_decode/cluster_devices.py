@@ -224,8 +224,8 @@ class PrefillGroup:
             if not device.todo:
                 continue
             plan = self.quota.plan(device.todo, tokens_at_most=self.tokens_at_most)
-            mine = sum(plan.chunks)
-            tokens += mine
+            device_tokens = sum(plan.chunks)
+            tokens += device_tokens
             total += plan.attention_s
             if plan.attention_s > longest:
                 longest = plan.attention_s
@@ -240,7 +240,7 @@ class PrefillGroup:
                         own += state.prefill_blocks
                         other += state.decode_blocks
                 reads, writes = 2 * own, own + other
-                seconds = max(reads, writes) * cost.block_copy_s + mine * cost.token_copy_s
+                seconds = max(reads, writes) * cost.block_copy_s + device_tokens * cost.token_copy_s
                 if seconds > copy:
                     copy = seconds
         if not planned:

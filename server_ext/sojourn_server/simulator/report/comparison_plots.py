@@ -41,30 +41,30 @@ def load_value(run: RunLog | RunRow) -> float:
     return float(run.programs_wanted if isinstance(run, RunLog) else run.programs)
 
 
-def plot_completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
+def plot_completion_cdf(runs: Sequence[RunLog], styles: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
     """Plot the Kaplan-Meier share of finished programs over completion time, up to the longest observed time.
     Programs count if they arrived at ``since_s`` or later, as in ``summarize_run``."""
     loads = sorted({load_value(run) for run in runs})
     figure, axes = _panels(len(loads))
     for axis, load in zip(axes, loads, strict=True):
-        mine = [run for run in runs if load_value(run) == load]
+        at_load = [run for run in runs if load_value(run) == load]
         longest_s = 0.0
-        for run in mine:
+        for run in at_load:
             arrived = [program for program in run.programs if program.arrived_s >= since_s]
             exact = [seconds for program in arrived if (seconds := program.completion_s) is not None]
             cut_off = [run.virtual_s - program.arrived_s for program in arrived if program.finished_s is None]
             points = finished_share(exact, cut_off)
             longest_seen_s = max([*exact, *cut_off], default=0.0)
             longest_s = max(longest_s, longest_seen_s)
-            look = looks[run.policy]
+            style = styles[run.policy]
             counts = f" ({len(exact)} of {len(arrived)})" if len(loads) == 1 else ""
             axis.step(
                 [0.0, *(seconds for seconds, _ in points), longest_seen_s],
                 [0.0, *(share for _, share in points), points[-1][1] if points else 0.0],
-                where="post", color=look.colour, linestyle=look.dash, linewidth=look.width,
+                where="post", color=style.colour, linestyle=style.dash, linewidth=style.width,
                 label=run.policy + counts,
             )  # fmt: skip
-        axis.set_title(load_text(mine[0]))
+        axis.set_title(load_text(at_load[0]))
         axis.set_xlim(0, 1.02 * longest_s or 1.0)
         axis.set_ylim(0, 1.01)
         axis.set_xlabel("program completion, virtual s")
@@ -74,19 +74,19 @@ def plot_completion_cdf(runs: Sequence[RunLog], looks: Mapping[str, PlotStyle], 
     return figure
 
 
-def plot_load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+def plot_load(rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
     """Plot throughput, finished programs, TTFT and completion against load; bars for a single load."""
     timed = [row for row in rows if row.output_tok_per_s is not None]
     loads = sorted({load_value(row) for row in timed})
     if len(loads) == 1:
-        return _bars(timed, looks)
+        return _bars(timed, styles)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 7.0), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True).flat
     placed = [(load_value(row), row) for row in timed]
     for axis, metric in zip(axes, _METRICS, strict=True):
-        draw_metric(axis, metric, placed, looks)
+        draw_metric(axis, metric, placed, styles)
         if loads[0] > 0 and loads[-1] / loads[0] > 8:
             axis.set_xscale("log")
         axis.set_xticks(loads, [f"{load:g}" for load in loads])
@@ -103,7 +103,7 @@ def plot_load(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
 
 
 def draw_metric(
-    axis: Any, metric: PlotMetric, placed: Sequence[tuple[float, RunRow]], looks: Mapping[str, PlotStyle]
+    axis: Any, metric: PlotMetric, placed: Sequence[tuple[float, RunRow]], styles: Mapping[str, PlotStyle]
 ) -> None:
     """Draw the title of ``metric`` and one line per policy. ``placed`` has an (x, row) pair for each point.
 
@@ -113,19 +113,19 @@ def draw_metric(
     for name in dict.fromkeys(row.policy for _, row in placed):
         points = [(x, value) for x, row in placed
                   if row.policy == name and (value := metric_value(row, metric)) is not None]  # fmt: skip
-        look = looks[name]
+        style = styles[name]
         axis.plot(
             [x for x, _ in sorted(points)], [y for _, y in sorted(points)],
-            color=look.colour, linestyle=look.dash, linewidth=look.width, label=name,
-            marker=look.marker, markersize=5,
+            color=style.colour, linestyle=style.dash, linewidth=style.width, label=name,
+            marker=style.marker, markersize=5,
         )  # fmt: skip
         bounds = [
             (x, row.completion_estimate_s.p95)
             for x, row in placed
             if row.policy == name and metric is P95 and "p95" in row.completion_estimate_s.at_least
         ]
-        axis.plot([x for x, _ in bounds], [y for _, y in bounds], marker=look.marker, markersize=5,
-                  color=look.colour, markerfacecolor="white", linestyle="none")  # fmt: skip
+        axis.plot([x for x, _ in bounds], [y for _, y in bounds], marker=style.marker, markersize=5,
+                  color=style.colour, markerfacecolor="white", linestyle="none")  # fmt: skip
     axis.set_title(metric.title + (" (hollow: at least)" if metric is P95 else ""))
 
 
@@ -137,18 +137,18 @@ def plot_regenerated(rows: Sequence[RunRow]) -> Any:
         {cause for row in rows for cause in row.regenerated_by},
         key=lambda cause: (-sum(row.regenerated_by.get(cause, 0) for row in rows), cause),
     )
-    looks = cause_colours(causes)
+    colours = cause_colours(causes)
     loads = sorted({load_value(row) for row in rows})
     bars = max(sum(load_value(row) == load for row in rows) for load in loads)
     figure, axes = _panels(len(loads), height=1.2 + 0.27 * bars)
     most = max((_percent(row, row.regenerated_tokens) for row in rows), default=0.0) or 1.0
     for axis, load in zip(axes, loads, strict=True):
-        mine = [row for row in rows if load_value(row) == load]
-        for place, row in enumerate(mine):
+        at_load = [row for row in rows if load_value(row) == load]
+        for place, row in enumerate(at_load):
             left = 0.0
             for cause in causes:
                 width = _percent(row, row.regenerated_by.get(cause, 0))
-                colour, hatch = looks[cause]
+                colour, hatch = colours[cause]
                 if width:
                     axis.barh(place, width, left=left, height=0.7,
                               color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)  # fmt: skip
@@ -156,22 +156,22 @@ def plot_regenerated(rows: Sequence[RunRow]) -> Any:
             axis.text(
                 left + most * 0.015, place, _short_count(row.regenerated_tokens), va="center", fontsize=7
             )
-        axis.set_yticks(range(len(mine)), [row.policy for row in mine])
+        axis.set_yticks(range(len(at_load)), [row.policy for row in at_load])
         axis.invert_yaxis()
         axis.set_xlim(0, most * 1.17)
         axis.grid(axis="y", visible=False)
-        axis.set_title(load_text(mine[0]))
+        axis.set_title(load_text(at_load[0]))
         axis.set_xlabel("tokens computed again, % of prompt tokens")
     if causes:
         handles = [
-            Patch(facecolor=looks[c][0], hatch=looks[c][1], edgecolor="white", label=c) for c in causes
+            Patch(facecolor=colours[c][0], hatch=colours[c][1], edgecolor="white", label=c) for c in causes
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(causes)))
     figure.suptitle(workload_text(rows[0]))
     return figure
 
 
-def plot_pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+def plot_pareto(rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
     """Plot output throughput against P95 completion; hollow points are lower bounds. If all values are exact,
     a line joins the Pareto-optimal policies."""
     timed = [
@@ -181,24 +181,24 @@ def plot_pareto(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
     figure, axes = _panels(len(loads), height=4.2, width=6.5 if len(loads) == 1 else 4.8)
     labelled = []
     for axis, load in zip(axes, loads, strict=True):
-        mine = [row for row in timed if load_value(row) == load]
+        at_load = [row for row in timed if load_value(row) == load]
         points = []
-        for row in mine:
+        for row in at_load:
             x, y = row.completion_estimate_s.p95 or 0.0, row.output_tok_per_s or 0.0
-            look = looks[row.policy]
+            style = styles[row.policy]
             bound = "p95" in row.completion_estimate_s.at_least
-            axis.plot([x], [y], marker=look.marker, markersize=8, color=look.colour, linestyle="none",
-                      markerfacecolor="none" if bound else look.colour)  # fmt: skip
-            points.append((x, y, f"≥ {row.policy}" if bound else row.policy, look.colour))
-        exact = all("p95" not in row.completion_estimate_s.at_least for row in mine)
+            axis.plot([x], [y], marker=style.marker, markersize=8, color=style.colour, linestyle="none",
+                      markerfacecolor="none" if bound else style.colour)  # fmt: skip
+            points.append((x, y, f"≥ {row.policy}" if bound else row.policy, style.colour))
+        exact = all("p95" not in row.completion_estimate_s.at_least for row in at_load)
         # With a lower bound among the P95 values the Pareto frontier is unknown.
         front = pareto_frontier(
-            [(x, y) for row, (x, y, *_) in zip(mine, points, strict=True) if exact and not row.limit]
+            [(x, y) for row, (x, y, *_) in zip(at_load, points, strict=True) if exact and not row.limit]
         )
         axis.plot([x for x, _ in front], [y for _, y in front], color="#8A8A8A", linewidth=1, zorder=0)
         axis.set_xlim(*_padded_limits([x for x, *_ in points]))
         axis.set_ylim(*_padded_limits([y for _, y, *_ in points]))
-        axis.set_title(load_text(mine[0]))
+        axis.set_title(load_text(at_load[0]))
         axis.set_xlabel("program completion, P95, est. of all, virtual s")
         axis.text(0.01, 0.99, "↖ better", transform=axis.transAxes, va="top", color="#555555")
         labelled.append((axis, points))
@@ -218,7 +218,7 @@ def pareto_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, 
     return best
 
 
-def _bars(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+def _bars(rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 1.6 + 0.46 * len(rows)), layout="constrained")
@@ -227,7 +227,7 @@ def _bars(rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
         values = [metric_value(row, metric) or 0.0 for row in rows]
         most = max(values) or 1.0
         for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-            axis.barh(place, value, height=0.7, color=looks[row.policy].colour)
+            axis.barh(place, value, height=0.7, color=styles[row.policy].colour)
             bound = metric is P95 and "p95" in row.completion_estimate_s.at_least
             axis.text(
                 value + most * 0.01,

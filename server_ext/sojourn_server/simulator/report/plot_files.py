@@ -87,7 +87,7 @@ def write_sweep_plot(swept: SweepRuns, rows: Sequence[RunRow], folder: str | Pat
     time.
     """
     with plot_settings():
-        figure = plot_sweep(swept, rows, _looks(rows))
+        figure = plot_sweep(swept, rows, _styles(rows))
         files = {Path(folder) / f"sweep.{form}": _bytes(figure, form) for form in FORMATS}
     write_atomically(files)
     return list(files)
@@ -97,13 +97,13 @@ def _draw(runs: Sequence[RunLog], rows: Sequence[RunRow]) -> dict[str, bytes]:
     scenarios: dict[tuple[object, ...], list[RunRow]] = {}
     for group in workloads(rows):
         scenarios.setdefault(_scenario(group[0]), []).extend(group)
-    looks = _looks(rows)
+    styles = _styles(rows)
     drawn: dict[str, bytes] = {}
     with plot_settings():
-        for key, mine in scenarios.items():
+        for key, same in scenarios.items():
             place = f"{_slug('-'.join(str(part) for part in key))}/" if len(scenarios) > 1 else ""
             logs = [run for run in runs if _scenario(run) == key]
-            for name, figure in _figures(logs, mine, looks):
+            for name, figure in _figures(logs, same, styles):
                 for form in FORMATS:
                     drawn[f"{place}{name}.{form}"] = _bytes(figure, form)
     return drawn
@@ -124,22 +124,22 @@ def plot_settings() -> Iterator[None]:
         yield
 
 
-def _looks(rows: Sequence[RunRow]) -> dict[str, PlotStyle]:
+def _styles(rows: Sequence[RunRow]) -> dict[str, PlotStyle]:
     limits = {row.policy for row in rows if row.limit}
     return styles_by_policy((row.policy for row in [*(r for r in rows if not r.limit), *rows]), limits)
 
 
 def _figures(
-    logs: Sequence[RunLog], rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]
+    logs: Sequence[RunLog], rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]
 ) -> Iterator[tuple[str, Any]]:
     """Name and figure of every plot that has data."""
     if logs:
-        yield "completion_cdf", plot_completion_cdf(logs, looks, rows[0].since_s)
+        yield "completion_cdf", plot_completion_cdf(logs, styles, rows[0].since_s)
     if any(row.output_tok_per_s is not None for row in rows):
-        yield "load", plot_load(rows, looks)
+        yield "load", plot_load(rows, styles)
     yield "regenerated", plot_regenerated(rows)
     if any(row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None for row in rows):
-        yield "pareto", plot_pareto(rows, looks)
+        yield "pareto", plot_pareto(rows, styles)
     sampled = [run for run in logs if run.occupancy]
     for at in sorted({load_value(run) for run in sampled}):
         yield f"occupancy-{at:g}", plot_occupancy([run for run in sampled if load_value(run) == at])
@@ -257,7 +257,7 @@ _WIDE = 8
 """An axis is logarithmic if its largest value exceeds its smallest one by more than this factor."""
 
 
-def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, PlotStyle]) -> Any:
+def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
     """Plot throughput and P95 completion against the swept value. Returns a figure, with one line per policy.
 
     The line of a policy is level if the swept field has no effect on the policy. Rows without times, which
@@ -276,7 +276,7 @@ def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], looks: Mapping[str, Plo
     figure = Figure(figsize=(11.5, 4.6), layout="constrained")
     axes = list(figure.subplots(1, 2))
     for axis, metric in zip(axes, (THROUGHPUT, P95), strict=True):
-        draw_metric(axis, metric, placed, looks)
+        draw_metric(axis, metric, placed, styles)
         _place_values(axis, swept)
         found = [number for _, row in placed if (number := metric_value(row, metric))]
         if metric.log and found and max(found) / min(found) > _WIDE:

@@ -126,7 +126,7 @@ def explain_program(run: RunLog, program_id: str) -> RenderableType:
     if program is None:
         raise UnknownProgramError(program_id, run)
     parts: list[RenderableType] = [Text(_heading(run, program), style="bold"), _table(run, program)]
-    parts += [Text(f"{CAUSES[c]}", style="dim") for c in _causes(program) if c in CAUSES]
+    parts += [Text(CAUSES[c], style="dim") for c in _causes(program) if c in CAUSES]
     parts.append(Text(verdict(run, program)))
     return Group(*parts)
 

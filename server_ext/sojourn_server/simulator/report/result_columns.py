@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
-BASELINES = ("stock", "prefix-affinity/stock")
+REFERENCES = ("stock", "prefix-affinity/stock")
 """Policies relative to which factors such as ``2.14×`` are computed: for one engine, and for a cluster."""
 _MOST_DECIMALS = 3
 
@@ -59,6 +59,8 @@ class TableCell(NamedTuple):
 def _plain(
     read: Callable[[RunRow], float | None], scale: float = 1.0
 ) -> Callable[[RunRow], ColumnValue | None]:
+    """Return a function that reads a number from a row and multiplies it by ``scale``."""
+
     def value(row: RunRow) -> ColumnValue | None:
         number = read(row)
         return None if number is None else ColumnValue(number * scale)
@@ -69,6 +71,9 @@ def _plain(
 def _figure(
     read: Callable[[RunRow], SummaryStatistics], name: str, scale: float = 1.0
 ) -> Callable[[RunRow], ColumnValue | None]:
+    """Return a function that reads the statistic ``name``, such as ``p95``, and multiplies it by
+    ``scale``."""
+
     def value(row: RunRow) -> ColumnValue | None:
         figures = read(row)
         number: float | None = getattr(figures, name)
@@ -96,13 +101,8 @@ def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
 
 
 def _run_only(read: Callable[[RunRow], float | None]) -> Callable[[RunRow], ColumnValue | None]:
-    """Return a function like ``read`` that returns ``None`` for the row of a bound that was not simulated."""
-
-    def value(row: RunRow) -> ColumnValue | None:
-        number = None if row.limit and row.output_tok_per_s is None else read(row)
-        return None if number is None else ColumnValue(number)
-
-    return value
+    """Return a function like ``_plain(read)``, but ``None`` for the row of a bound that was not simulated."""
+    return _plain(lambda row: None if row.limit and row.output_tok_per_s is None else read(row))
 
 
 def _has_unfinished(row: RunRow) -> bool:
@@ -186,21 +186,15 @@ def cells(rows: Sequence[RunRow], column: ResultColumn) -> list[TableCell]:
     # Values that are printed alike count as equal.
     rounded = [value and value._replace(number=round(value.number, decimals)) for value in values]
     best = _best(rows, rounded, column.better)
-    stock = next((value for row, value in zip(rows, values, strict=True) if row.policy in BASELINES), None)
+    stock = next((value for row, value in zip(rows, values, strict=True) if row.policy in REFERENCES), None)
     made = []
     for row, value, printed in zip(rows, values, rounded, strict=True):
         if value is None or printed is None:
             made.append(TableCell("–"))
             continue
         text = f"{'≥' if value.at_least else ''}{value.number:,.{decimals}f}"
-        factor = ""
-        if (
-            column.compare_to_stock
-            and column.better is not None
-            and row.policy not in BASELINES
-            and stock is not None
-        ):
-            factor = _factor(value, stock, column.better)
+        compared = column.compare_to_stock and row.policy not in REFERENCES
+        factor = _factor(value, stock, column.better) if compared and stock and column.better else ""
         made.append(TableCell(text, factor, printed.number == best and not value.at_least and not row.limit))
     return made
 

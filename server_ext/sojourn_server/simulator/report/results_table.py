@@ -9,23 +9,29 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from .result_columns import BASELINES, ENGINE, SERVICE, ResultColumn, TableCell, cells, columns_to_show
+from .result_columns import (
+    ENGINE,
+    REFERENCES,
+    SERVICE,
+    ResultColumn,
+    TableCell,
+    cells,
+    columns_to_show,
+)
 from .run_row import RunRow
-
-_LEGEND = ("* best of the policies", "≥ at least, ≤ at most")
 
 
 def legend(rows: Sequence[RunRow]) -> str:
     """Legend of a table of ``rows``."""
     compared = _baseline_note(rows)
-    best, bounds = _LEGEND
-    return "; ".join([best, *([f"N× {compared}"] if compared else []), bounds])
+    factors = f"; N× {compared}" if compared else ""
+    return f"* best of the policies{factors}; ≥ at least, ≤ at most"
 
 
 def _baseline_note(rows: Sequence[RunRow]) -> str:
     """Note that names the baseline of the factors; empty if no baseline was run."""
     ran = {row.policy for row in rows}
-    names = [name for name in BASELINES if name in ran and ran != {name}]
+    names = [name for name in REFERENCES if name in ran and ran != {name}]
     return f"times better than {' or '.join(names)}" if names else ""
 
 
@@ -35,7 +41,7 @@ def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
     for row in rows:
         groups.setdefault(row.workload, []).append(row)
     ordered = sorted(groups.values(), key=lambda group: group[0].workload)
-    return [sorted(group, key=lambda row: (row.limit, row.policy not in BASELINES)) for group in ordered]
+    return [sorted(group, key=lambda row: (row.limit, row.policy not in REFERENCES)) for group in ordered]
 
 
 def title(rows: Sequence[RunRow]) -> str:
@@ -126,8 +132,8 @@ def notes(rows: Sequence[RunRow]) -> list[str]:
     all_policies = {row.policy for row in rows if not row.limit}
     made = []
     for note, names in owners.items():
-        mine = all_policies <= set(names) or note.startswith(tuple(f"{name}:" for name in names))
-        made.append(note if mine else f"{', '.join(names)}: {note}")
+        of_all = all_policies <= set(names) or note.startswith(tuple(f"{name}:" for name in names))
+        made.append(note if of_all else f"{', '.join(names)}: {note}")
     return made
 
 

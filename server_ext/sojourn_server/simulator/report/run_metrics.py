@@ -370,16 +370,16 @@ def per_replica(run: RunLog) -> tuple[ReplicaRow, ...]:
                 )
     rows = []
     for replica in run.replicas:
-        mine = turns.get(replica.replica, [])
+        computed_here = turns.get(replica.replica, [])
         rows.append(
             ReplicaRow(
                 replica=replica.replica,
                 steps=replica.steps,
                 busy_s=replica.busy_s,
-                turns=len(mine),
-                output_tokens=sum(made for made, _, _ in mine),
-                computed_tokens=sum(computed for _, computed, _ in mine),
-                regenerated_tokens=sum(again for _, _, again in mine),
+                turns=len(computed_here),
+                output_tokens=sum(made for made, _, _ in computed_here),
+                computed_tokens=sum(computed for _, computed, _ in computed_here),
+                regenerated_tokens=sum(again for _, _, again in computed_here),
             )
         )
     return tuple(rows)
