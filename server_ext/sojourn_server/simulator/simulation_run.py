@@ -33,8 +33,6 @@ OCCUPANCY_SAMPLES = 200
 UNBOUNDED_OCCUPANCY_SAMPLES = 20
 """Occupancy samples of a run with millions of blocks; also the minimum for clusters."""
 
-DEFAULT_MODEL = "llama-3.1-8b"
-"""Model if neither the user nor the hardware profile names one."""
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
 """Part of an error message: which policies have a disk."""
@@ -55,8 +53,8 @@ class RunSpec:
     hardware: str = "a100-80gb"
     """Name of a hardware profile, or a file."""
     model: str | None = None
-    """Name of a model, or a file. If ``model`` is ``None``, an engine profile names the model; with other
-    hardware, it is ``DEFAULT_MODEL``."""
+    """Name of a model, or a file. With ``None``, it is the model that an engine profile names, or
+    ``DEFAULT_MODEL`` on other hardware."""
     tp: int = 1
     async_scheduling: bool = False
     """Whether the engine plans each step before it has the previous step's results, as on CUDA."""
@@ -274,14 +272,11 @@ def _program_planner(spec: RunSpec, shape: DeviceShape) -> ProgramPlanner:
 def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShape]:
     """Latency model and shape of a run's device; ``cpu_ratio`` as in ``RunSpec``. Raises
     ``LatencyProfileError``."""
-    from .latency.latency_selection import is_engine_profile, load_latency_model
+    from .latency.latency_selection import load_latency_model
 
-    model = spec.model
-    if model is None and not is_engine_profile(spec.hardware):
-        model = DEFAULT_MODEL
     return load_latency_model(
         spec.hardware,
-        model,
+        spec.model,
         spec.tp,
         cpu_ratio=cpu_ratio,
         kv_pool_tokens=spec.pool_tokens,

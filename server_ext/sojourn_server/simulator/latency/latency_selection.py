@@ -17,7 +17,6 @@ from .latency_profiles import (
     load_model_shape,
     parse_hardware_profile,
     read_profile_toml,
-    shipped_profile_names,
 )
 from .latency_protocol import DeviceShape, LatencyModel
 from .roofline_latency import RooflineLatency
@@ -29,6 +28,8 @@ RUNTIME_BYTES = 1.0 * 2**30
 BLOCK_SIZE = 16
 """Tokens of a KV block on hardware without an engine profile: vLLM's default."""
 MAX_TP = 64
+DEFAULT_MODEL = "llama-3.1-8b"
+"""Model if neither the user nor an engine profile names one."""
 
 
 def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
@@ -149,11 +150,11 @@ def load_latency_model(
     """The latency model and the device shape for ``hardware``.
 
     ``hardware`` is the name of a shipped hardware profile, the path of another hardware profile (TOML), or
-    the path of an engine profile from ``sojourn profile``. A hardware profile needs a ``model`` (a name or a
-    TOML file). An engine profile names its model; if the profile lacks the KV bytes of a token, ``model``
-    provides them. The other arguments are those of ``device_shape``; with an engine profile, their defaults
-    are the engine's own limits. Raises ``LatencyProfileError`` with one line that names the file, the field
-    and a remedy.
+    the path of an engine profile from ``sojourn profile``. ``model`` is a name or a TOML file; on a hardware
+    profile, its default is ``DEFAULT_MODEL``. An engine profile names its model; if the profile lacks the KV
+    bytes of a token, ``model`` provides them. The other arguments are those of ``device_shape``; with an
+    engine profile, their defaults are the engine's own limits. Raises ``LatencyProfileError`` with one line
+    that names the file, the field and a remedy.
     """
     if is_profile_path(hardware):
         path = Path(hardware)
@@ -165,10 +166,7 @@ def load_latency_model(
         device = parse_hardware_profile(document, path)
     else:
         device = load_hardware_profile(hardware)
-    if model is None:
-        known = ", ".join(shipped_profile_names("models"))
-        raise LatencyProfileError(f"hardware {hardware} needs a model: one of {known}, or a TOML file")
-    shape = load_model_shape(model)
+    shape = load_model_shape(DEFAULT_MODEL if model is None else model)
     described = device_shape(
         device, shape, tp, cpu_ratio=cpu_ratio, kv_pool_tokens=kv_pool_tokens, max_model_len=max_model_len
     )
