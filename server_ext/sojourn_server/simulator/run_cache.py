@@ -50,8 +50,12 @@ class RunOutcome(msgspec.Struct, kw_only=True):
 
 
 class _CachedRun(msgspec.Struct, kw_only=True):
+    """Content of a file of the cache."""
+
     spec: dict[str, str | int | float | bool | None]
+    """Fields of the ``RunSpec``."""
     made_of: str
+    """Digest of the code and the files that the run depends on."""
     outcome: RunOutcome
 
 
@@ -172,7 +176,7 @@ def _unused_policy_files(here: Path, preset: str) -> set[Path]:
 
 
 def _imported_words(path: Path) -> set[str]:
-    """All words of the first lines of a module's imports."""
+    """Words in a module's import statements; of a statement with several lines, those of the first line."""
     lines = re.findall(r"^\s*(?:from|import) ([^\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {word for line in lines for word in re.findall(r"\w+", line)}
 

@@ -1,7 +1,7 @@
 """Counts the cached, computed and recomputed tokens of each request from scheduler outputs.
 
-The rule needs only scheduler outputs, so it is the same for every policy and for ``stock``. Only the cause of
-a loss comes from sojourn's adapter.
+The counts are comparable between all policies, because they need only scheduler outputs. Only the cause of a
+loss comes from sojourn's adapter. A *loss* is a number of tokens that a request recomputes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InFlightTurn:
     reached: int = 0
     """Largest value of ``computed`` so far. A preemption resets ``computed`` to 0, but not ``reached``."""
     preempted_s: float | None = None
-    """Time of the preemption while the request waits to resume; else ``None``."""
+    """Time of the last preemption if the request waits to resume; else ``None``."""
     loading_tokens: int = 0
     """Tokens that are being loaded from host memory, or were loaded since the last admission."""
     hashes: list[bytes] = field(default_factory=list)
@@ -52,15 +52,17 @@ class InFlightTurn:
 
 
 class TokenAccounting:
-    """Computed, cached and lost tokens of one engine. ``elsewhere``: hashes of all blocks that any engine of
-    the cluster has computed. All engines share this set and add to it. It is ``None`` for a single engine."""
+    """Computed, cached and lost tokens of the requests of one engine."""
 
-    def __init__(self, block_size: int, elsewhere: set[bytes] | None) -> None:
+    def __init__(self, block_size: int, cluster_computed: set[bytes] | None) -> None:
+        """``cluster_computed``: hashes of all blocks that any engine of the cluster has computed. All engines
+        share this set and add to it. ``None`` for a single engine."""
         self._block_size = block_size
         self._computed: set[bytes] = set()
-        """Hashes of all blocks that were ever computed, as an unlimited cache would hold them."""
-        self._elsewhere = elsewhere
+        """Hashes of all blocks that this engine has computed, as an unlimited cache would hold them."""
+        self._cluster_computed = cluster_computed
         self.live: dict[str, InFlightTurn] = {}
+        """Requests in the engine, by their id there."""
 
     def step(
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
@@ -127,8 +129,8 @@ class TokenAccounting:
             log.device_tokens = computed - from_host
             if here > computed:
                 _add_loss(log, "evicted", here - computed)
-            if self._elsewhere is not None:
-                log.known_tokens = self._leading_computed_blocks(request, self._elsewhere) * size
+            if self._cluster_computed is not None:
+                log.known_tokens = self._leading_computed_blocks(request, self._cluster_computed) * size
                 if log.known_tokens > max(here, computed):
                     _add_loss(log, MOVED_CAUSE, log.known_tokens - max(here, computed))
         turn.reached = max(turn.reached, computed)
@@ -194,8 +196,8 @@ class TokenAccounting:
     def _mark_computed(self, hashes: Sequence[bytes]) -> None:
         """Record that blocks were computed."""
         self._computed.update(hashes)
-        if self._elsewhere is not None:
-            self._elsewhere.update(hashes)
+        if self._cluster_computed is not None:
+            self._cluster_computed.update(hashes)
 
 
 def _end_preemption(turn: InFlightTurn, now: float) -> None:

@@ -68,7 +68,7 @@ def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
     Takes O(B + (E + R) log R) for B touched blocks, E entries, and R runs, which are blocks that are freed
     together and have the same next use; about 1 µs per block. Raises ``AccessLogError``.
     """
-    sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
+    sequence = prepare_access_sequence(log)
     next_uses = _next_uses(sequence)
     game = _OptimalEviction(sequence)
     for index, entry in enumerate(sequence.entries):
@@ -240,7 +240,7 @@ def compare_eviction_orders(
     wanted = dict.fromkeys(eviction_order_names() if orders is None else orders)
     wanted.pop(OPTIMAL_ORDER, None)
     factories = {name: eviction_order_factory(name) for name in wanted}
-    sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
+    sequence = prepare_access_sequence(log)
     optimum = replay_belady(sequence)
     results = {OPTIMAL_ORDER: _with_competitive_ratio(optimum, optimum)}
     for name, factory in factories.items():

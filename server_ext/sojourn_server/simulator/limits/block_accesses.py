@@ -168,14 +168,17 @@ class AccessSequence:
     """Index of each owner's last entry."""
 
 
-def prepare_access_sequence(log: AccessLog) -> AccessSequence:
-    """Check a log and prepare it for replays. O(blocks of all chains + entries).
+def prepare_access_sequence(log: AccessLog | AccessSequence) -> AccessSequence:
+    """Check a log and prepare it for replays, in O(blocks of all chains + entries). A prepared sequence is
+    returned unchanged.
 
     The lookup of a resumed request covers all full blocks that the request had before its preemption, also
     those of generated tokens. vLLM looks up all tokens but the last (``get_computed_blocks``).
 
     Raises ``AccessLogError``.
     """
+    if isinstance(log, AccessSequence):
+        return log
     _check_log_shape(log)
     chains, blocks = _dense_block_ids(log.chains)
     entries = _sequence_entries(log)
@@ -217,6 +220,8 @@ def _check_log_shape(log: AccessLog) -> None:
 
 
 def _dense_block_ids(chains: list[list[int]]) -> tuple[list[array[int]], int]:
+    """Return the chains with block ids 0, 1, 2… in order of first appearance, and the number of ids. Raises
+    ``AccessLogError`` if equal ids follow different blocks."""
     ids: dict[int, int] = {}
     parents: list[int] = []
     dense = []
@@ -241,6 +246,7 @@ def _dense_block_ids(chains: list[list[int]]) -> tuple[list[array[int]], int]:
 
 
 def _sequence_entries(log: AccessLog) -> list[SequenceEntry]:
+    """Return the accesses with their derived values. Raises ``AccessLogError``."""
     count = len(log.chains)
     asked = list(log.prompt_blocks)
     held_now = [-1] * count

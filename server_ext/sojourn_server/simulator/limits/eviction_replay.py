@@ -103,7 +103,7 @@ def replay_evictions(
 ) -> EvictionReplayResult:
     """Replay the sequence with ``order``, a new object that no other replay has used. Raises
     ``AccessLogError``."""
-    sequence = prepare_access_sequence(log) if isinstance(log, AccessLog) else log
+    sequence = prepare_access_sequence(log)
     pool = _ReplayPool(sequence, order)
     for now, entry in enumerate(sequence.entries):
         pool.take_in(now, entry)

@@ -64,6 +64,7 @@ class LruEvictionOrder:
     """
 
     def __init__(self, owners: list[str] | None = None) -> None:
+        """``owners`` is part of the interface of factories, and has no effect."""
         self._run_of: dict[int, int] = {}
         self._queue = FreeRunQueue(self._run_of)
         self._frees = 0
