@@ -25,8 +25,7 @@ def parity(
 ) -> None:
     """Replay ``recording`` and print a report. Exits with code 1 if a decision or answer differs from the
     recording, or if the recording holds no decisions."""
-    from sojourn_server.recording import RecordingError
-    from sojourn_server.simulator.parity_replay import replay_recording
+    from sojourn_server.simulator.parity_replay import RecordingError, replay_recording
 
     try:
         report = replay_recording(recording, allow_unfinished=allow_unfinished)

@@ -31,6 +31,8 @@ from sojourn_server.recording.record_format import DECISION_FIELDS
 
 from .recording_player import RecordingPlayer
 
+__all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
+
 RECENT_RECORDS = 4000
 """Number of records before a difference among which ``ParityDifference.before`` is searched."""
 
