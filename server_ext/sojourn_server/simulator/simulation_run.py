@@ -423,7 +423,7 @@ def _host_transfers(
 
 
 def _note_full_host_memory(log: RunLog, policy: SimulatorPolicy) -> None:
-    """Note in the log of a bound that its memory filled up, if it did: tokens were then recomputed."""
+    """Add a note to the log of a bound that recomputed tokens because its memory filled up."""
     if policy.bound is None:
         return
     again = sum(
