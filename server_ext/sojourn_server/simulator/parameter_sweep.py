@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from sojourn_server.policies.preset_store import did_you_mean
+from sojourn_server.policies.custom_policies import did_you_mean
 
 from .simulation_run import DISK_POLICIES_HINT, RunSpec, device_for_run, engine_policy
 

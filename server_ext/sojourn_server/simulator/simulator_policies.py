@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
+from sojourn_server.policies.custom_policies import did_you_mean
 from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
 from sojourn_server.policies.preset import Preset, load_preset, preset_names, read_preset
-from sojourn_server.policies.preset_store import PresetError, did_you_mean
+from sojourn_server.policies.preset_store import PresetError
 
 from .request_router import UNLIMITED_S, ClusterRouter, PassThroughRouter, RequestRouter
 from .thunderagent_router import ThunderAgentRouter

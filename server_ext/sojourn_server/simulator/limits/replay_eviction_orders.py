@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from sojourn_server.policies.custom_policies import did_you_mean
 from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
 from sojourn_server.policies.policy_views import EvictionCandidateView
-from sojourn_server.policies.preset_store import did_you_mean
 
 
 class FreeRunQueue:
