@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from fake_engine import FakeEngine, running
 from gateway_harness import World, until, world
-from sojourn.wire_events import ProgramStart
+from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.gateway.http.engine_monitor import EngineMonitorProtocol
 from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.program_id_mapper import FOREIGN_PROGRAM_ID
@@ -89,6 +89,27 @@ async def test_an_explanation_has_the_tenants_ids_also_in_its_text() -> None:
         assert (whole["program_id"], whole["engine"]["turns"]) == ("x/explain", 1), "an id may end so"
         await fake.kill()
         assert "does not answer" in (await explained(it, "key-a", 503))["error"]["message"]
+
+
+async def test_an_ended_program_is_explained_by_the_engine_that_remembers_most_of_it() -> None:
+    """The gateway forgets a program when it ends; the engines remember it."""
+    first, second = VirtualFakeEngine(), VirtualFakeEngine()
+    async with gateway(first, second) as it:
+        for fake, turns in ((first, 1), (second, 3)):
+            for _ in range(turns):
+                fake.virtual.turn("a/p", prompt(40))
+            fake.virtual.send(ProgramEnd(program_id="a/p", seq=-1, status="ok"))
+        found = await explained(it, "key-a")
+        assert (found["program_id"], found["turn"], found["replica"]) == ("p", 3, second.name)
+        assert "a/" not in str(found["decisions"])
+        assert (await explained(it, "key-a", more="?turn=2"))["turn"] == 2
+        assert "no longer known" in (await explained(it, "key-a", 404, more="?turn=7"))["error"]["message"]
+        await explained(it, "key-a", 400, more="?turn=0")
+        await explained(it, "key-b", 404)
+        await explained(it, "key-a", 404, program="unknown")
+        first.virtual.turn("a/x/explain", prompt(8, seed=1))
+        first.virtual.send(ProgramEnd(program_id="a/x/explain", seq=-1, status="ok"))
+        assert (await explained(it, "key-a", program="x"))["program_id"] == "x/explain", "an id may end so"
 
 
 async def test_an_answer_that_is_no_explanation_is_the_engines_fault() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 from msgspec import UNSET
@@ -206,12 +207,8 @@ class StatusRoutes:
         raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
     async def _ended_program(self, request: Request, program_id: str) -> dict[str, Any] | None:
-        """What the engines remember of an ended program; ``None``: they remember nothing.
-
-        With the admin key, the program is found only if there is a single tenant. If there are several, the
-        program's tenant is unknown."""
-        names = self._names
-        tenant = request.state.tenant if request.state.tenant is not None else names.only_tenant
+        """What the engines remember of an ended program; ``None``: they remember nothing."""
+        names, tenant = self._names, self._tenant_of_ended(request)
         if tenant is None:
             return None
         path = self._engine_path(tenant, program_id)
@@ -223,17 +220,21 @@ class StatusRoutes:
         engine = names.answer(tenant, engine, shows_all=request.state.tenant is None)
         return {**msgspec.to_builtins(place), "engine": engine}
 
+    def _tenant_of_ended(self, request: Request) -> str | None:
+        """The tenant whose ended programs a request may name. ``None``: the request has the admin key, and
+        there are several tenants, so the tenant of an ended program is unknown."""
+        own: str | None = request.state.tenant
+        return own if own is not None else self._names.only_tenant
+
     async def _explanation(self, request: Request) -> Response:
         """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""
         program_id = request.path_params["program_id"]
+        turn = f"?turn={_number(request, 'turn', 1, 1, 2**31)}" if "turn" in request.query_params else ""
         place = await self._place(request, program_id)
         if place is None:
-            request.path_params["program_id"] = f"{program_id}/explain"  # an id may itself end in /explain
-            return await self._program(request)
+            return await self._ended_explanation(request, program_id, turn)
         replica_id = self._replica_of(place)
-        path = f"{self._engine_path(place.tenant, program_id)}/explain"
-        if "turn" in request.query_params:
-            path += f"?turn={_number(request, 'turn', 1, 1, 2**31)}"
+        path = f"{self._engine_path(place.tenant, program_id)}/explain{turn}"
         answer = await self._queries.one(replica_id, path, engine_authorization(request))
         if answer is None:
             raise unavailable_error("the program's engine does not answer")
@@ -249,6 +250,27 @@ class StatusRoutes:
             ) from None
         shows_all = request.state.tenant is None
         return json_response(self._names.explanation(place.tenant, found, replica_id, shows_all=shows_all))
+
+    async def _ended_explanation(self, request: Request, program_id: str, turn: str) -> Response:
+        """Explain a turn of a program that only the engines remember. If several remember it, the answer is
+        of the one with the most turns. ``turn``: the query string, or empty."""
+        longer_id = f"{program_id}/explain"  # an id may itself end in /explain
+        tenant = self._tenant_of_ended(request)
+        if tenant is not None and await self._place(request, longer_id) is None:
+            path = f"{self._engine_path(tenant, program_id)}/explain{turn}"
+            replies = await self._queries.ask(path, engine_authorization(request))
+            explained: list[tuple[Explanation, str]] = []
+            for url, document in replies.documents.items():
+                with contextlib.suppress(msgspec.ValidationError):  # the engine took it for the longer id
+                    explained.append((msgspec.convert(document, Explanation), url))
+            if explained:
+                found, url = max(explained, key=lambda one: one[0].turn)
+                replica_id, shows_all = urlsplit(url).netloc, request.state.tenant is None
+                return json_response(self._names.explanation(tenant, found, replica_id, shows_all=shows_all))
+            if turn and await self._ended_program(request, program_id) is not None:
+                raise ApiError(404, "the turn is no longer known", "leave turn out for the newest one")
+        request.path_params["program_id"] = longer_id
+        return await self._program(request)
 
     def _replica_of(self, place: ProgramRouteStatus) -> str | None:
         """Id of the replica that knows a program: its home, or the engine of its last answer. ``None``: there
