@@ -49,8 +49,8 @@ class WatchedPaths(PathsConnector):
             worker.layerwise = asked["layerwise"]
         return {
             "links": {
-                name: {"moved_bytes": link.moved_bytes, "queued_bytes": link.queued_bytes}
-                for name, link in traffic.links().items()
+                name: {"moved_bytes": link["moved_bytes"], "queued_bytes": link["queued_bytes"]}
+                for name, link in traffic.stats()["links"].items()
             },
             "times": asdict(worker.times),
             "open": worker.open_operations,
