@@ -14,7 +14,9 @@ import pytest
 from script_modules import benchmark
 from simulator_run_logs import synthetic_run_log
 from sojourn_server.cli.console import write_json
+from sojourn_server.policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
+from sojourn_server.policies.policy_views import ProgramGrowthView
 from sojourn_server.policies.preset import load_preset, preset_names, read_preset
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
@@ -185,6 +187,18 @@ def test_each_constant_of_the_policy_can_be_halved_and_doubled(judge: ModuleType
                     assert policy == "sojourn"
                     assert constant.value == value
         assert constant.value == usual
+
+
+@pytest.mark.parametrize("name", ["PRIOR_TURNS", "PRIOR_GROWTH"])
+def test_a_changed_prior_changes_the_expected_growth(judge: ModuleType, tmp_path: Path, name: str) -> None:
+    from importlib import import_module
+
+    constants = import_module("policy_constants")
+    program = ProgramGrowthView(turns=1, first_prompt_tokens=1000, context_tokens=1000)
+    usual = expected_growth_tokens(program, GrowthStatistics(), 1_000_000)
+    variant = constants.Variant("", constants.LOADS["bfcl, host memory 1"], name, 2.0)
+    with constants.changed(variant.change, tmp_path, name):
+        assert expected_growth_tokens(program, GrowthStatistics(), 1_000_000) > 1.5 * usual
 
 
 def test_each_part_of_the_policy_can_be_left_out(judge: ModuleType, tmp_path: Path) -> None:
