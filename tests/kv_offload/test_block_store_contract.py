@@ -152,9 +152,7 @@ def test_a_folder_in_the_files_place_is_no_block(open_store: Callable[..., Any],
 
 
 @every_store
-def test_a_disk_that_cannot_be_read_fails_and_is_counted(
-    open_store: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_disk_that_cannot_be_read_fails(open_store: Callable[..., Any], tmp_path: Path) -> None:
     files = FaultyFiles()
     store = open_store(tmp_path, files=files)
     put(store, KEYS[0])
