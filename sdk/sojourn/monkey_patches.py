@@ -157,7 +157,9 @@ def _value(owner: Any, name: str, *default: Any) -> Any:
 def _is_beneath(ours: Any, current: Any) -> bool:
     """Return whether ``current`` is our function ``ours`` or wraps it, by the chain of ``__wrapped__``. An
     attribute on our function would prove nothing, since ``functools.wraps`` copies it to the wrappers."""
+    ours = getattr(ours, "__func__", ours)  # a class hands out a static method's function, which others wrap
     for _ in range(100):
+        current = getattr(current, "__func__", current)
         if current is None or current is ours:
             break
         current = getattr(current, "__wrapped__", None)
