@@ -13,6 +13,7 @@ from live_frames import frame, row
 from rich.console import Console
 from sojourn_server.cli import build_app
 from sojourn_server.cli import explain as command
+from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top_view import turn_table
@@ -121,6 +122,18 @@ def test_a_program_with_a_request_is_the_newest_and_many_others_are_cut(serve: A
     assert result.stdout.startswith("newest of 9 programs named fix; others: p7 (93s ago), p6 (94s ago), ")
     assert result.stdout.splitlines()[0].endswith("p3 (97s ago), …")
     assert "\nbusy: Turn 2" in result.stdout
+
+
+def test_an_unknown_name_is_said_with_the_names_that_are_known(serve: Any) -> None:
+    serve(Server(row("p-1", name="first-agent"), row("p-2", name="first-agent"), row("p-3")))
+    error = CliRunner().invoke(build_app(), ["explain", "first-agnt"]).exception
+    assert isinstance(error, CliError)
+    assert error.message == "no program with the id or name 'first-agnt'; did you mean 'first-agent'?"
+    assert error.next_step == "sojourn top shows the programs; known: first-agent, p-3"
+    serve(Server())
+    error = CliRunner().invoke(build_app(), ["explain", "x"]).exception
+    assert isinstance(error, CliError)
+    assert error.next_step.endswith("known: none")
 
 
 def test_the_json_of_the_newest_program_stays_json(serve: Any) -> None:

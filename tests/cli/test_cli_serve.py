@@ -129,6 +129,7 @@ def test_a_policy_among_the_settings_is_checked(way, nothing_starts, tmp_path, m
     for unknown in ("stokc", ""):
         error = failure("tiny", *as_settings(policy=unknown)[way])
         assert f"unknown policy {unknown!r}" in error.message
+        assert ("did you mean 'stock'?" in error.message) is (unknown == "stokc")
     assert "--kv-host-gib" in failure("tiny", *as_settings(policy="mori")[way], "--dry-run").message
     assert "is 5; expected a string" in failure("tiny", *as_settings(policy=5)[way]).message
     assert "--scheduler-cls" not in dry_run("tiny", *as_settings(policy="stock")[way])

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..metrics.live_frame import LiveFrame, ProgramRow
 from ..metrics.turn_explanation import POLICY_OFF, Explanation, grants_no_leases, tool_name
+from ..policies.custom_policies import did_you_mean
 from .cli_error import KEY_VARIABLES, CliError
 from .console import console, json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
@@ -95,7 +96,11 @@ def find_explanation(
             if row.program_id.startswith(program) or row.program_id.endswith(program)
         ] or [row.program_id for row in rows if _is_label(program, row)]
         if not named and not ids:
-            raise
+            known = [*dict.fromkeys(row.name or row.program_id for row in rows)]
+            raise CliError(
+                f"no program with the id or name {program!r}{did_you_mean(program, known)}",
+                f"sojourn top shows the programs; known: {_listed(known) or 'none'}",
+            ) from None
     if named:
         newest, *others = sorted(named, key=lambda row: age_s(row, frame))
         if others and note is not None:

@@ -189,7 +189,9 @@ def gateway(
         _, app = build_gateway(every, preset, known, options, limits=limits, state=state)
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     check_free_port(host, port, "choose another --port")
-    print_line(f"{served} behind http://{host}:{port}")
+    reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+    print_line(f"{served} behind {url}; run an agent with: sojourn run --url {url} -- python agent.py")
     from sojourn_server.gateway.http.client_connection import log_accept_errors_rarely, raise_open_file_limit
 
     raise_open_file_limit(max_waiting)

@@ -237,12 +237,14 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
 
 def _check_policy(policy: str, policy_file: Path | None) -> None:
     from sojourn_server.launch.serve_command import STOCK_POLICY
+    from sojourn_server.policies.custom_policies import did_you_mean
     from sojourn_server.policies.preset import preset_names
 
     known = (STOCK_POLICY, *preset_names())
     if policy_file is None and policy not in known:
         raise CliError(
-            f"unknown policy {policy!r}", f"choose one of {', '.join(known)}, or give --policy-file"
+            f"unknown policy {policy!r}{did_you_mean(policy, known)}",
+            f"choose one of {', '.join(known)}, or give --policy-file",
         )
 
 
