@@ -245,6 +245,13 @@ def _zmq_endpoint(text: str | None) -> str | None:
     raise ConfigError(f"tool_events is {text!r}; expected e.g. 'tcp://127.0.0.1:20390'")
 
 
+def local_url(host: str | None, port: int, scheme: str = "http") -> str:
+    """URL at which this machine reaches a server that listens on ``host``, also if that is all interfaces."""
+    if not host or host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d+(/.*)?")
 
 

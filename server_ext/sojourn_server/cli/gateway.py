@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from sojourn.config import local_url
 from sojourn.errors import install_command
 
 from .console import CliError, check_free_port, is_given, print_line, print_note
@@ -189,8 +190,7 @@ def gateway(
         _, app = build_gateway(every, preset, known, options, limits=limits, state=state)
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     check_free_port(host, port, "choose another --port")
-    reached = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+    url = local_url(host, port)
     print_line(f"{served} behind {url}; run an agent with: sojourn run --url {url} -- python agent.py")
     from sojourn_server.gateway.http.client_connection import log_accept_errors_rarely, raise_open_file_limit
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from sojourn.config import local_url
 
 from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.engine_rpc import (
@@ -91,11 +92,8 @@ def server_url(args: Namespace) -> str | None:
     port = getattr(args, "port", None)
     if port is None or getattr(args, "uds", None):
         return None
-    host = getattr(args, "host", None)
-    if host in (None, "", "0.0.0.0", "::"):
-        host = "127.0.0.1"
     scheme = "https" if getattr(args, "ssl_certfile", None) else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return local_url(getattr(args, "host", None), port, scheme)
 
 
 async def _announce(url: str, state: Any) -> None:
