@@ -336,8 +336,8 @@ def test_the_last_bit_of_a_lease_is_compared(continuum_recording, monkeypatch):
     path, _ = continuum_recording
     ttl = ContinuumRetention.ttl
 
-    def a_bit_more(self: Any, **given: Any) -> RetentionDecision:
-        choice = ttl(self, **given)
+    def a_bit_more(self: Any, turn: Any) -> RetentionDecision:
+        choice = ttl(self, turn)
         more = choice.reason is DecisionReason.THIS_TOOL and choice.ttl_s
         return RetentionDecision(choice.ttl_s * (1 + 2**-52), choice.reason) if more else choice
 
