@@ -39,6 +39,9 @@ class OpenProgram(Protocol):
     def end(self, status: str = "ok") -> None:
         """Report the program's end. Never raises."""
 
+    def end_after_requests(self, status: str) -> None:
+        """Report the program's end once its requests in progress have ended."""
+
 
 class _LastBeat:
     """When a heartbeat of an open program was last due, in monotonic seconds; before the first heartbeat, the

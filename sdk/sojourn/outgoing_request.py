@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from . import listener_registry, runtime, wire_names
-from .program import current_context, find_context, process_program, resolvers
+from .process_program import process_program
+from .program import current_context, find_context, resolvers
 from .request import Parts, RequestContext, body_additions
 from .request_tracker import LogicalRequest
 from .request_warnings import warn_outside_program

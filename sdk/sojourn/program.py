@@ -20,14 +20,11 @@ from weakref import ref
 
 from . import runtime, shared_ends
 from .aeg import Aeg
-from .config import claim
 from .ids import ProgramId
 from .listener_registry import notify_listeners
 from .request_warnings import warn_empty_program
-from .sdk_logger import logger
 from .user_hints import NO_HINTS, StepContext, UserHints
 from .wire_events import AegReport, ProgramEnd, ProgramStart
-from .wire_names import new_program_id, process_name
 
 if TYPE_CHECKING:
     from .learning.run_trace import RunTrace
@@ -158,7 +155,7 @@ class Program:
         if not self.of_process:
             session.has_programs = True
             if session.counts_as_one_run:
-                _leave_own_program(session)
+                session.leave_own_program()
         if self.heartbeat:
             # Before the event, since the event wakes the sender, which then asks when the first beat is due.
             session.heartbeats.opened(self, runtime.clock())
@@ -293,68 +290,6 @@ def _remote_program(id: ProgramId, fields: dict[str, Any]) -> Program:
         setattr(found, name, value)
     found._state = "open"
     return found
-
-
-def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
-    """Return the process's own program, to which requests outside of any other program belong.
-
-    It has the id in ``SOJOURN_PROGRAM_ID`` if that is set, else a fresh id. The program is implicit if the
-    variable is not set and the process does not count as one run (``session.counts_as_one_run``). ``asks``:
-    True for a new LLM request. If ``asks`` is True and another request still waits for its answer, the
-    process stops counting as one run.
-
-    Child processes inherit ``SOJOURN_PROGRAM_ID``, so several processes may share one program. Only the first
-    process that uses the id reports the program's end.
-    """
-    found = session.program
-    if isinstance(found, Program):
-        if not (asks and session.counts_as_one_run and _awaits_answer(found)):
-            return found
-        stop_counting_as_one_run(session)
-    with session.exclusive():  # so that the start event precedes the program's other events
-        found = session.program
-        if isinstance(found, Program):
-            return found
-        given = session.config.program_id if session.config else None
-        own = session.counts_as_one_run
-        fresh = Program(
-            ProgramId(given) if given else new_program_id(),
-            name=process_name() if own else None,
-            heartbeat=given is not None or own,
-            implicit=given is None and not own,
-            of_process=True,
-            ends=given is None or claim(given),
-        )
-        session.program = fresh.start()
-    return fresh
-
-
-def _awaits_answer(program: Program) -> bool:
-    """Return whether a request of ``program`` still waits for the first byte of its answer."""
-    return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
-
-
-def stop_counting_as_one_run(session: runtime.Session) -> None:
-    """Stop counting the process as one run, with a warning the first time."""
-    if _leave_own_program(session):
-        logger.warning(
-            "requests of this process overlap, so the process no longer counts as one agent run; "
-            "open a program for each run, with sojourn.program()"
-        )
-
-
-def _leave_own_program(session: runtime.Session) -> bool:
-    """End the process's own program, if there is one, once its requests in progress have ended. Later
-    requests outside ``program()`` belong to an implicit program. Returns False if this was done before."""
-    with session.exclusive():  # else a thread that makes the program just now would bring it back
-        if not session.counts_as_one_run:
-            return False
-        session.counts_as_one_run = False
-        found, session.program = session.program, None
-        session.left_program = found
-    if isinstance(found, Program):
-        found.end_after_requests("cancelled")  # so that no run length is learned from an incomplete run
-    return True
 
 
 # ---- the code's context

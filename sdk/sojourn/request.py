@@ -16,14 +16,8 @@ from . import runtime, wire_names
 from .hint_encoder import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
-from .program import (
-    ExecutionContext,
-    Program,
-    current_context,
-    find_context,
-    process_program,
-    resolvers,
-)
+from .process_program import process_program
+from .program import ExecutionContext, Program, current_context, find_context, resolvers
 from .user_hints import NO_HINTS, StepContext
 from .wire_codec import MAX_CONTEXT_BYTES, encode
 from .wire_names import SHORT, name_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from . import listener_registry, runtime
 from .errors import status_of
 from .listener_registry import notify_listeners
-from .program import stop_counting_as_one_run
+from .process_program import stop_counting_as_one_run
 
 if TYPE_CHECKING:
     from .program import Program

@@ -173,6 +173,20 @@ class Session:
         moment, could take them in the wrong order and deadlock."""
         return nullcontext() if self.event_sender is None else self.event_sender.lock
 
+    def leave_own_program(self) -> bool:
+        """End the process's own program, if there is one, once its requests in progress have ended. Later
+        requests outside ``program()`` belong to an implicit program. Returns False if this was done
+        before."""
+        with self.exclusive():  # else a thread that makes the program just now would bring it back
+            if not self.counts_as_one_run:
+                return False
+            self.counts_as_one_run = False
+            found, self.program = self.program, None
+            self.left_program = found
+        if found is not None:
+            found.end_after_requests("cancelled")  # so that no run length is learned from an incomplete run
+        return True
+
     def emit(self, program: OpenProgram, kind: type[Event], **fields: Any) -> None:
         """Queue an event of ``program``: an instance of ``kind`` with ``fields``. Never blocks or raises."""
         if self.event_sender is not None:

@@ -12,6 +12,7 @@ from . import listener_registry, runtime
 from .errors import tool_status_of
 from .ids import CallId
 from .listener_registry import notify_listeners
+from .process_program import process_program
 from .program import (
     ExecutionContext,
     Program,
@@ -19,7 +20,6 @@ from .program import (
     find_context,
     live_context,
     new_tuple,
-    process_program,
     reset_context,
     resolvers,
 )

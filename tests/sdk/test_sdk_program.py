@@ -467,7 +467,7 @@ def test_a_program_opened_while_the_processs_own_begins_ends_it(server, monkeypa
         opened.start()
         opened.join(0.2)  # it waits until the own program is complete
 
-    monkeypatch.setattr(sys.modules["sojourn.program"], "process_name", name)
+    monkeypatch.setattr(sys.modules["sojourn.process_program"], "process_name", name)
     assert not asked().sojourn.implicit
     opened.join()
     assert asked().sojourn.implicit, "the program of the process is over"

@@ -9,7 +9,8 @@ import sojourn
 from sojourn import runtime
 from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
-from sojourn.program import Program, process_program
+from sojourn.process_program import process_program
+from sojourn.program import Program
 from sojourn.wire_events import ProgramEnd, ProgramStart
 
 
