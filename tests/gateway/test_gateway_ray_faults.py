@@ -13,7 +13,6 @@ from gateway_harness import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.engine_reports import registration_event
-from sojourn_server.gateway.http.rate_limited_log import LOG_INTERVAL_S, RateLimitedLog
 from sojourn_server.gateway.ray import coordinated_routing_backend as deciders
 from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinated_routing_backend import (
@@ -23,6 +22,7 @@ from sojourn_server.gateway.ray.coordinated_routing_backend import (
 from sojourn_server.gateway.ray.coordinator_checkpoint import CheckpointWriter, CoordinatorCheckpoint
 from sojourn_server.gateway.ray.engine_registry import EngineRegistry
 from sojourn_server.gateway.ray.engine_supervisor import EngineSupervisor
+from sojourn_server.metrics.rate_limited_log import LOG_INTERVAL_S, RateLimitedLog
 from sojourn_server.policies.cluster_preset import ClusterPreset, parse_cluster_preset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_from_preset import build_routing_core

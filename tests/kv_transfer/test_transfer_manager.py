@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -176,6 +177,41 @@ def test_blocks_are_stored_and_it_is_said_outside_the_lock(tmp_path: Path) -> No
         assert own.parent_of(CONTEXT[1]) == CONTEXT[0][:16]
         assert_clean(made)
         assert made.close()
+
+
+def failures_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in map(logging.LogRecord.getMessage, caplog.records) if "failed, so" in line]
+
+
+def test_why_a_load_failed_is_logged_but_not_for_each_load(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(what: str, key: bytes) -> None:
+        raise OSError("the disk is gone")
+
+    store.before = fails
+    with manager(store, "p") as made:
+        for name in ("a", "b", "c"):
+            load = made.load(name, CONTEXT)
+            assert load.wait(PATIENCE_S) is not None
+            load.end()
+    reason = "the KV load of a failed, so missing blocks are computed: OSError: the disk is gone"
+    assert failures_logged(caplog) == [f"p: {reason}"]
+
+
+def test_a_push_that_its_engine_gives_up_is_no_failure_to_log(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(store, "p") as here:
+        prompt = there.expect("t")
+        push = here.offer("t", there.addresses[0], CONTEXT)
+        eventually(lambda: there.stats()["leases"] == 1)
+        push.abort()
+        outcome = prompt.wait(PATIENCE_S)
+        assert outcome is not None
+        assert not outcome.complete
+        prompt.end()
+    assert failures_logged(caplog) == []
 
 
 def test_a_store_that_raises_anything_at_all_is_answered(store: MemoryStore) -> None:

@@ -54,6 +54,10 @@ class WriteBlock(NamedTuple):
 TransferAction = DialPeer | SendMessage | CloseConnection | ReadBlock | WriteBlock
 
 
+GIVEN_UP = "the engine has given it up"
+"""Reason of a transfer that ended since its engine needs it no more, for example for an aborted request."""
+
+
 class LayerLoaded(NamedTuple):
     """One layer has arrived for all blocks that the load will get. Layers are reported in order."""
 

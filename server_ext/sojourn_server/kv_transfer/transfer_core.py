@@ -20,6 +20,7 @@ from .load_table import LoadTable, ReadingPeer
 from .peer_table import HANDSHAKE_MESSAGES, PeerTable
 from .push_table import PushTable
 from .transfer_actions import (
+    GIVEN_UP,
     BlockStoreEnded,
     CloseConnection,
     DialPeer,
@@ -110,7 +111,7 @@ class TransferCore:
         return wanted
 
     def abort_push(self, transfer: str, now: float) -> None:
-        self.pushes.abort(transfer, "the engine has given it up", now)
+        self.pushes.abort(transfer, GIVEN_UP, now)
         self._advance_transfers(now)
 
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..kv_offload.block_store import BlockStore
+from ..metrics.rate_limited_log import RateLimitedLog
 from .load_table import ReadingPeer
 from .peer_transport import (
     ByteStream,
@@ -29,6 +30,7 @@ from .peer_transport import (
 )
 from .store_threads import StoreThreads
 from .transfer_actions import (
+    GIVEN_UP,
     BlockStoreEnded,
     CloseConnection,
     DialPeer,
@@ -96,6 +98,7 @@ class TransferManager:
         self._transports = dict(builtin_transports() if transports is None else transports)
         self._handles: dict[tuple[str, str], TransferHandle[Any]] = {}
         self._refusals_logged: set[str] = set()
+        self._rate_limited_log = RateLimitedLog(logger)
         self._actions: deque[SendMessage | DialPeer | CloseConnection] = deque()
         self._woken = False
         self._closing = False
@@ -248,6 +251,7 @@ class TransferManager:
                 continue
             handle = self._handles.get(_event_target(event))
             if handle is not None:
+                self._log_failure(event)
                 handle.on_event(event)
                 if isinstance(event, PushEnded):
                     del self._handles[_event_target(event)]
@@ -266,6 +270,14 @@ class TransferManager:
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 self._loop.call_soon_threadsafe(self._carry_out)
         return stored
+
+    def _log_failure(self, event: TransferEvent) -> None:
+        """Log why a transfer ended before all of its blocks arrived, unless an engine ended it itself."""
+        why = "" if isinstance(event, (LayerLoaded, BlockStoreEnded)) else event.why
+        if why and not self._closing and GIVEN_UP not in why:  # a peer's abort quotes the peer's reason
+            kind, name = _event_target(event)
+            message = "%s: the KV %s of %s failed, so missing blocks are computed: %s"
+            self._rate_limited_log.log(logging.WARNING, message, self.name, kind, name, why)
 
     def _log_refusals(self) -> None:
         for peer, why in self.core.peers.refusals.items():

@@ -21,7 +21,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from .rate_limited_log import LOG_INTERVAL_S
+from ...metrics.rate_limited_log import LOG_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
+from ...metrics.rate_limited_log import RateLimitedLog
 from .cancel_scope import CancelScope
 from .engine_connection import EngineConnectError, EngineConnection, EngineResponse, GatewayConnectError
 from .proxy_headers import RawHeaders
-from .rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from ...api.body_reader import read_body
 from ...api.live_stream import LiveHub
 from ...api.openapi import PREFIX, openapi_document
 from ...api.web_page import page_routes
+from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .client_access import ClientAccess, engine_authorization, tenant_name
@@ -47,7 +48,6 @@ from .live_engines import GatewayLiveSource
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
 from .proxy_context import ProxyContext
-from .rate_limited_log import RateLimitedLog
 from .replica_addresses import ReplicaAddresses
 from .request_bodies import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyBudget
 from .routing_backend import ControlAction, RoutingBackend

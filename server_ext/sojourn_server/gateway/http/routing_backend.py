@@ -11,12 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import AbortStream, RecallRequest, RejectRequest, SendRequest
 from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .cancel_scope import CancelScope
-from .rate_limited_log import PolicyFailureLog, RateLimitedLog
+from .policy_failure_log import PolicyFailureLog
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing.affinity_core import AffinityCore
 from ...routing.routing_snapshot import RoutingState
-from .rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 

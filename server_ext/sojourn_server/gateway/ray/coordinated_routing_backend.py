@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
+from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.routing_events import SendRequestToPair
 from ...routing.routing_status import ProgramRouteStatus, ReplicaStatus
-from ..http.rate_limited_log import RateLimitedLog
 from ..http.replica_addresses import ReplicaAddresses
 from ..http.routing_backend import ControlAction, RequestDecisionQueue
 from .coordinator_cache import OnAffinityChange, ProgramAffinityCache, ReplicaCache

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from ...metrics.rate_limited_log import RateLimitedLog
 from ...policies.cluster_preset import ClusterPreset
 from ...routing import routing_events
 from ...routing.pair_core import PairCore
@@ -19,7 +20,7 @@ from ...routing.routing_from_preset import RoutingRules, build_core
 from ...routing.routing_limits import RoutingLimits
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus
 from ..http.engine_reports import registration_event
-from ..http.rate_limited_log import PolicyFailureLog, RateLimitedLog
+from ..http.policy_failure_log import PolicyFailureLog
 from ..http.routing_backend import TICK_S, take_event, with_links
 from .autoscale import Autoscaler
 from .coordinator_checkpoint import (

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing.routing_snapshot import RoutingState
-from ..http.rate_limited_log import RateLimitedLog
 from .autoscale import AutoscaleLimits
 from .coordinator_messages import ReplicaInfo
 

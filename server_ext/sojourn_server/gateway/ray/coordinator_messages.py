@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.home_change_log import HomeChanges
 from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from ..http.engine_reports import EngineDescription, PairCapabilities
-from ..http.rate_limited_log import RateLimitedLog
 
 Message = TypeVar("Message")
 Answered = TypeVar("Answered")

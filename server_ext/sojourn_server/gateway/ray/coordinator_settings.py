@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 
-from ..http.rate_limited_log import RateLimitedLog
+from ...metrics.rate_limited_log import RateLimitedLog
 from .ray_config import RayConfig
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import contextlib
 import logging
 import time
 
+from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing.routing_status import LinkStats
 from ..http.engine_reports import EngineDescription, PairEngineDescription
-from ..http.rate_limited_log import RateLimitedLog
 from .coordinator_messages import (
     CoordinatorClient,
     CoordinatorUnavailable,
