@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.report.results_file import read_results
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
 from sojourn_server.simulator.simulation_run import RunSpec, first_program_ids, validate_specs
+from sojourn_server.simulator.simulation_suite import SuiteResult, run_suite
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
@@ -540,8 +542,9 @@ def test_a_policy_of_ones_own_that_fails_is_no_result(tmp_path: Path, trace: Pat
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for children in /proc")
 @pytest.mark.timeout(300)
-def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path) -> None:
-    """Ctrl-C reaches all processes of the terminal at once."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C reaches all processes of the terminal at once, and ``timeout`` sends SIGTERM to one."""
     command = (
         "simulate synthetic:continuum-swe-bench --hours 999 --policy stock,admit --save runs.json --plot p"
     )
@@ -560,7 +563,7 @@ def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path) -> None
             )
             assert process.poll() is None
             born = _descendants(process.pid)
-            os.killpg(process.pid, signal.SIGINT)
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
             _, said = process.communicate(timeout=120)
         except BaseException:
             process.kill()  # else leaving the block would wait for it
@@ -570,6 +573,40 @@ def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path) -> None
     assert "Traceback" not in said
     assert list(tmp_path.iterdir()) == []
     wait_until(lambda: not any(map(_alive, born)))
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_an_interrupt_keeps_the_runs_that_have_finished(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, sweep: bool
+) -> None:
+    def interrupted(*arguments: Any, on_done: Callable[[int], None], **options: Any) -> SuiteResult:
+        def done(number: int) -> None:
+            on_done(number)
+            if number == 2:
+                raise KeyboardInterrupt
+
+        return run_suite(*arguments, on_done=done, **options)
+
+    monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", interrupted)
+    out = tmp_path / "out.json"
+    options = "--policy stock,admit --sweep programs=1,2" if sweep else "--policy stock,admit,continuum,mori"
+    command = f"simulate {trace} --hours 0.01 --programs 1 --jobs 1 --json {out} {options}"
+    if sweep:
+        command = command.replace("--programs 1 ", "")
+    result = typer.testing.CliRunner().invoke(build_app(), command.split())
+    assert isinstance(result.exception, CliError), (result.output, result.exception)
+    written = read_results(out)
+    if sweep:
+        assert str(result.exception) == "interrupted after 2 of 4 runs", "of 2 programs one policy"
+        assert [row.policy for row in written.runs] == ["stock", "admit"]
+        assert written.sweep is not None
+        assert [value.value for value in written.sweep.values] == [1]
+        assert written.missing_runs == 2
+    else:
+        assert str(result.exception) == "interrupted after 3 of 4 runs"
+        assert [row.policy for row in written.runs] == ["stock", "admit", "continuum"]
+        assert written.missing_runs == 1
+    assert result.exception.exit_code == 130
 
 
 def _descendants(process: int) -> list[int]:

@@ -11,6 +11,7 @@ import typer
 
 from .cli_error import KEY_VARIABLES, PASS_KEY
 from .console import CliError, complete_url, console, json_option, print_line, print_note, write_json
+from .simulate import next_step_for
 
 if TYPE_CHECKING:
     from sojourn_server.replay.replay_driver import ReplayOptions
@@ -66,7 +67,6 @@ def replay(
     from sojourn_server.replay.completions_client import ServerError
     from sojourn_server.replay.replay_driver import ReplayOptions, first_programs
     from sojourn_server.simulator.workloads.arrival_processes import load_programs
-    from sojourn_server.simulator.workloads.synthetic_workloads import SYNTHETIC_PREFIX
     from sojourn_server.traces.trace_schema import TraceError
 
     if dialect not in ("auto", "sojourn", "vllm"):
@@ -88,10 +88,7 @@ def replay(
     try:
         chosen = first_programs(load_programs(trace), programs)
     except TraceError as error:
-        step = "check the file; a trace has one program per line, a JSON object"
-        if trace.startswith(SYNTHETIC_PREFIX):
-            step = "docs/traces.md lists the synthetic workloads"
-        raise CliError(str(error), step) from None
+        raise CliError(str(error), next_step_for(trace)) from None
     # With logging set up, httpx logs every request at INFO: thousands of lines.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     key = api_key or None

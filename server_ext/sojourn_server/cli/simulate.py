@@ -15,7 +15,7 @@ from sojourn.errors import install_command
 
 from .console import CliError, is_given, json_option, print_note
 from .simulate_outputs import SimulateOutputs
-from .sweep_options import expand_specs, group_by_value, parse_sweep, sweep_policies
+from .sweep_options import expand_specs, group_by_value, parse_sweep, sweep_policies, whole_values
 
 if TYPE_CHECKING:
     from sojourn_server.simulator.parameter_sweep import ParameterSweep
@@ -34,7 +34,17 @@ _RUN_OPTIONS = (
     "max_context", "sweep", "jobs",
 )  # fmt: skip
 """Options that define the runs. With ``--load`` they have no effect."""
-NEXT_TRACE = "check the file; docs/traces.md has the format of traces"
+
+
+def next_step_for(workload: str) -> str:
+    """What to do about an error in the workload that the user named."""
+    from sojourn_server.simulator.workloads.synthetic_workloads import SYNTHETIC_PREFIX
+
+    if workload.startswith(SYNTHETIC_PREFIX):
+        return "name one of these; docs/traces.md describes them"
+    if not Path(workload).exists():
+        return "name a trace file, or a synthetic workload: synthetic:NAME"
+    return "check the file; docs/traces.md has the format of traces"
 
 
 def register(app: typer.Typer) -> None:
@@ -119,6 +129,7 @@ def simulate(
     outputs = SimulateOutputs(json=json, plot=plot, save=save, explain=explain)
     outputs.check()
     swept: SweepRuns | None = None
+    missing_runs = 0
     if load is not None:
         if workload is not None:
             raise CliError(f"--load shows saved runs, and {workload} would be run", "leave out one of them")
@@ -151,13 +162,21 @@ def simulate(
             _check_program(explain, specs)
         if (explain is not None or save is not None) and replicas is None:
             specs = [replace(spec, record_accesses=True) for spec in specs]  # for the comparison with Bélády
-        try:
-            result, made = _run_simulations(specs, jobs, warm_up_s, sweeping)
-        except KeyboardInterrupt:
-            raise CliError("interrupted", "nothing was written; run it again", exit_code=130) from None
+        finished, result, made = _run_simulations(specs, jobs, warm_up_s, sweeping)
         if sweeping is not None:
-            swept = group_by_value(sweeping, specs, result.rows)
-    outputs.show(result, made, swept)
+            sweeping, finished, result.rows = whole_values(sweeping, specs, finished, result.rows)
+        if not finished:
+            raise CliError("interrupted", "nothing was written; run it again", exit_code=130)
+        missing_runs = len(specs) - len(finished)
+        if sweeping is not None:
+            swept = group_by_value(sweeping, finished, result.rows)
+    outputs.show(result, made, swept, missing_runs)
+    if missing_runs:
+        raise CliError(
+            f"interrupted after {len(finished)} of {len(specs)} runs",
+            "the table and the files have these; run it again for the others",
+            exit_code=130,
+        )
 
 
 def _is_gpu(hardware: str) -> bool:
@@ -237,7 +256,7 @@ def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
     try:
         known = workload_program_ids(specs[0])
     except (SimulatorError, TraceError) as error:
-        raise CliError(str(error), NEXT_TRACE) from None
+        raise CliError(str(error), next_step_for(specs[0].workload)) from None
     wanted, at, copy = name.rpartition("@")
     if name in known or not (at and copy.isdecimal()):
         wanted = name
@@ -272,7 +291,9 @@ def _certain_programs(specs: Sequence[RunSpec]) -> list[str]:
 
 def _run_simulations(
     specs: list[RunSpec], jobs: int | None, warm_up_s: float, sweep: ParameterSweep | None
-) -> tuple[SuiteResult, Provenance]:
+) -> tuple[list[RunSpec], SuiteResult, Provenance]:
+    """Run ``specs``. Returns those that have finished, all of them unless the user interrupts the runs, and
+    their result."""
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
@@ -282,7 +303,7 @@ def _run_simulations(
     from sojourn_server.simulator.process_pool import WorkerDiedError
     from sojourn_server.simulator.report.results_file import made_with
     from sojourn_server.simulator.simulation_run import validate_specs
-    from sojourn_server.simulator.simulation_suite import planned_runs
+    from sojourn_server.simulator.simulation_suite import SuiteInterrupted, SuiteResult, planned_runs
 
     from .suite_progress import run_with_progress
 
@@ -296,7 +317,7 @@ def _run_simulations(
                 )
         notes = validate_specs(specs)
     except ValueError as error:
-        raise CliError(str(error), _next_step(error)) from None
+        raise CliError(str(error), _next_step(error, specs[0].workload)) from None
     for note in notes:
         print_note(note)
     try:
@@ -307,13 +328,17 @@ def _run_simulations(
             name=sweep.label if sweep is not None else lambda spec: spec.label,
         )
     except ValueError as error:
-        raise CliError(str(error), _next_step(error)) from None
+        raise CliError(str(error), _next_step(error, specs[0].workload)) from None
     except WorkerDiedError as error:
         raise CliError(str(error), "nothing was written; try --jobs 1", exit_code=1) from None
-    return result, made_with(sys.argv)
+    except SuiteInterrupted as interrupt:
+        return interrupt.specs, interrupt.result, made_with(sys.argv)
+    except KeyboardInterrupt:
+        return [], SuiteResult(), made_with(sys.argv)
+    return specs, result, made_with(sys.argv)
 
 
-def _next_step(error: ValueError) -> str:
+def _next_step(error: ValueError, workload: str) -> str:
     from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
     from sojourn_server.simulator.simulator_policies import PolicyError
     from sojourn_server.simulator.workloads.program_plans import NoProgramFitsError
@@ -324,7 +349,7 @@ def _next_step(error: ValueError) -> str:
             NoProgramFitsError,
             "allow more: --max-context, --max-model-len, --pool-tokens, or larger --hardware",
         ),
-        (TraceError, NEXT_TRACE),
+        (TraceError, next_step_for(workload)),
         (PolicyError, "docs/simulator.md lists the policies"),
         (LatencyProfileError, "set --hardware, --model, --tp, --max-model-len or --pool-tokens"),
     )

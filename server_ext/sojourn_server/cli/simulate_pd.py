@@ -23,7 +23,7 @@ from .console import (
     print_note,
     write_json,
 )
-from .simulate import NEXT_TRACE
+from .simulate import next_step_for
 
 if TYPE_CHECKING:
     from sojourn_server.simulator.prefill_decode.prefill_decode_outcome import PdOutcome
@@ -158,7 +158,7 @@ def simulate_pd(
                 "cut contexts with --max-context, or give more --device-memory-gb",
             )
     except TraceError as error:
-        raise CliError(str(error), NEXT_TRACE) from None
+        raise CliError(str(error), next_step_for(workload)) from None
     except ValueError as error:
         raise CliError(str(error), _next_step(str(error), names, model)) from None
     outcomes = _run(specs, jobs)

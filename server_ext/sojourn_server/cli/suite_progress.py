@@ -3,8 +3,11 @@ Elsewhere, an occasional line is printed."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .console import console
@@ -27,7 +30,8 @@ def run_with_progress(
     name: Callable[[RunSpec], str] = lambda spec: spec.label,
 ) -> SuiteResult:
     """Call ``simulation_suite.run_suite`` with these arguments, show its progress meanwhile, and return its
-    result. ``name`` returns the label of a run. Raises the errors of ``run_suite``."""
+    result. ``name`` returns the label of a run. SIGTERM, which ``timeout`` and supervisors send, interrupts
+    the runs as Ctrl-C does. Raises the errors of ``run_suite``."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from sojourn_server.simulator.simulation_suite import planned_runs, run_suite
@@ -40,7 +44,8 @@ def run_with_progress(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with _sigterm_interrupts(), bar as progress:
         whole = progress.add_task("all runs", total=len(planned), finished=0)
         bars: dict[int, Any] = {}
         parts: dict[int, float] = {}
@@ -83,3 +88,16 @@ def run_with_progress(
             on_progress=move,
             on_done=end,
         )
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Context in which SIGTERM raises ``KeyboardInterrupt`` in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -42,6 +42,17 @@ class SuiteResult:
     row's load. Empty if no accesses were recorded."""
 
 
+class SuiteInterrupted(KeyboardInterrupt):
+    """The user ended a suite before its end. Some of its runs may have finished."""
+
+    def __init__(self, specs: list[RunSpec], result: SuiteResult) -> None:
+        super().__init__()
+        self.specs = specs
+        """Specifications whose runs had finished, in their order."""
+        self.result = result
+        """Result of ``specs``."""
+
+
 PRELOAD_MODULES = (
     "sojourn_server.simulator.quiet_vllm_logging",
     "sojourn_server.simulator.simulated_engine",
@@ -83,8 +94,8 @@ def run_suite(
     index in ``planned_runs(specs)``.
 
     Runs found in the ``cache`` are not repeated; new runs are stored in it. ``name`` gives the name of a run
-    in errors. Raises like ``run_simulation``, and ``WorkerDiedError`` if a process dies. Any error aborts the
-    other runs.
+    in errors. Raises like ``run_simulation``, ``WorkerDiedError`` if a process dies, and ``SuiteInterrupted``
+    on Ctrl-C. Any error aborts the other runs.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}
@@ -103,16 +114,20 @@ def run_suite(
             cache.put(spec, outcome)
         on_done(numbers[place])
 
-    run_in_processes(
-        _run_in_process,
-        [planned[number] for number in numbers],
-        processes or os.cpu_count() or 1,
-        name=name,
-        on_start=lambda place, spec: on_start(numbers[place], spec),
-        on_report=lambda place, what: on_progress(numbers[place], *what),
-        on_done=end,
-        preload=PRELOAD_MODULES,
-    )
+    try:
+        run_in_processes(
+            _run_in_process,
+            [planned[number] for number in numbers],
+            processes or os.cpu_count() or 1,
+            name=name,
+            on_start=lambda place, spec: on_start(numbers[place], spec),
+            on_report=lambda place, what: on_progress(numbers[place], *what),
+            on_done=end,
+            preload=PRELOAD_MODULES,
+        )
+    except KeyboardInterrupt:
+        finished = [spec for spec in specs if _outcome_of(spec, outcomes) is not None]
+        raise SuiteInterrupted(finished, _rows(finished, outcomes, since_s)) from None
     return _rows(specs, outcomes, since_s)
 
 
@@ -143,12 +158,22 @@ def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
     )
 
 
+def _outcome_of(spec: RunSpec, outcomes: dict[RunSpec, RunOutcome]) -> RunOutcome | None:
+    """The outcome of the run that ``spec`` needs; ``None`` if that run has not finished."""
+    policy = engine_policy(spec)
+    recorded = outcomes.get(replace(spec, policy="stock", record_accesses=True))
+    if policy.bound is Bound.BELADY or (policy.name == "stock" and recorded is not None):
+        return recorded
+    return outcomes.get(spec)
+
+
 def _rows(specs: Sequence[RunSpec], outcomes: dict[RunSpec, RunOutcome], since_s: float) -> SuiteResult:
     result = SuiteResult()
     for spec in specs:
         policy = engine_policy(spec)
-        stock = replace(spec, policy="stock", record_accesses=True)
-        recorded = outcomes.get(stock)
+        outcome = _outcome_of(spec, outcomes)
+        assert outcome is not None
+        recorded = outcomes.get(replace(spec, policy="stock", record_accesses=True))
         lost: dict[str, int] = {}
         if recorded is not None:
             lost = {
@@ -157,24 +182,22 @@ def _rows(specs: Sequence[RunSpec], outcomes: dict[RunSpec, RunOutcome], since_s
             }
         result.orders.append(lost)
         if policy.bound is Bound.BELADY:
-            assert recorded is not None
             result.rows.append(
                 bound_row(
-                    summarize_run(recorded.log, since_s=since_s),
+                    summarize_run(outcome.log, since_s=since_s),
                     policy.name,
                     regenerated_tokens=lost[Bound.BELADY.value],
                     regenerated_over_belady=1.0,
-                    notes=_eviction_order_notes(recorded.orders, lost),
+                    notes=_eviction_order_notes(outcome.orders, lost),
                 )
             )
             continue
-        log = recorded.log if policy.name == "stock" and recorded is not None else outcomes[spec].log
         order = policy.eviction_order
         ratio = competitive_ratio(lost[order], lost[Bound.BELADY.value]) if order and order in lost else None
-        result.logs.append(log)
+        result.logs.append(outcome.log)
         result.rows.append(
             summarize_run(
-                log,
+                outcome.log,
                 since_s=since_s,
                 regenerated_over_belady=ratio,
                 limit=policy.bound is not None,

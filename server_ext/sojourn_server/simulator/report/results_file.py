@@ -46,6 +46,8 @@ class SimulationResults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
     runs: list[RunRow]
     sweep: SweepRuns | None = None
     """The sweep over ``runs``, if any."""
+    missing_runs: int = 0
+    """Number of runs that an interrupt left out."""
 
 
 def made_with(arguments: Sequence[str]) -> Provenance:
@@ -67,9 +69,13 @@ def made_with(arguments: Sequence[str]) -> Provenance:
     return Provenance(command=command, versions=versions, machine=machine)
 
 
-def document(rows: Iterable[RunRow], made: Provenance, sweep: SweepRuns | None = None) -> dict[str, Any]:
+def document(
+    rows: Iterable[RunRow], made: Provenance, sweep: SweepRuns | None = None, missing_runs: int = 0
+) -> dict[str, Any]:
     """The results as plain data, for ``cli.console.write_json``."""
-    whole = SimulationResults(version=RESULTS_VERSION, made_with=made, runs=list(rows), sweep=sweep)
+    whole = SimulationResults(
+        version=RESULTS_VERSION, made_with=made, runs=list(rows), sweep=sweep, missing_runs=missing_runs
+    )
     plain: dict[str, Any] = msgspec.to_builtins(whole)
     return plain
 
