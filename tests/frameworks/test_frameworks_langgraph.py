@@ -25,6 +25,7 @@ from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speak
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_names import process_name
 from sojourn_integrations import langchain, langgraph
 from sojourn_integrations.langchain import (
     callback_handler,
@@ -379,9 +380,26 @@ def test_the_functional_api(server: FakeServer) -> None:
 
     assert work.invoke("hi") == "onetwo"
     (program,) = recorded(server).values()
-    assert program.start.name in ("work", "LangGraph")
+    assert program.start.name in ("work", process_name())
     assert len(program.nodes) == 2
     assert len(set(program.nodes)) == 1
+
+
+def test_agents_without_a_name_are_told_apart_by_their_script(server: FakeServer) -> None:
+    """The server learns sizes and tools per agent type, and LangGraph names all of them alike."""
+    init(server, "one", "two", "three")
+    model = model_at(server.base_url, "m")
+    create_agent(model, []).invoke(ASK)
+    create_agent(model, [], name="reviewer").invoke(ASK)
+    create_agent(model, []).invoke(ASK, {"run_name": "ticket 7"})
+    starts = [program.start for program in recorded(server).values()]
+    script = process_name()
+    assert script != "LangGraph"
+    assert [(start.name, start.agent_type) for start in starts] == [
+        (script, script),
+        ("reviewer", "reviewer"),
+        ("ticket 7", script),
+    ]
 
 
 def test_node_paths() -> None:

@@ -40,7 +40,7 @@ from sojourn.program import (
     process_programs,
 )
 from sojourn.tools import ToolCall
-from sojourn.wire_names import SHORT, call_id_of, name_of, new_program_id
+from sojourn.wire_names import SHORT, call_id_of, name_of, new_program_id, process_name
 
 from .interrupted_programs import InterruptedPrograms
 from .run_outcomes import interrupts_of
@@ -56,6 +56,8 @@ requests in these nodes and chains do not find their run by this variable."""
 
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
+_DEFAULT_GRAPH_NAME = "LangGraph"
+"""Name that LangGraph gives to each graph compiled without ``name``, and LangChain to agents without one."""
 
 
 class GraphStart:
@@ -345,8 +347,8 @@ class RunTree:
         if program is None:
             program = Program(
                 ProgramId(known) if known else new_program_id(),
-                name=None if run.name is None else name_of(run.name),
-                agent_type=None if agent_type is None else name_of(agent_type),
+                name=_program_name(run.name, parent),
+                agent_type=_program_name(agent_type, parent),
                 parent=parent,
                 call_id=call_id,
                 tenant=parent.tenant if parent is not None else None,
@@ -449,6 +451,14 @@ def node_path(ns: str, prefix: str = "") -> str | None:
         return name if 0 < len(name) <= SHORT and name.isascii() else name_of(name)
     names = [part.partition(":")[0] for part in ns.split("|") if ":" in part]
     return name_of(":".join(names)) if names else None
+
+
+def _program_name(name: str | None, parent: Program | None) -> str | None:
+    """Return ``name`` as a program's name or agent type. An outermost graph with LangGraph's default name
+    gets the name of the script, since a server learns sizes and tools per agent type."""
+    if name == _DEFAULT_GRAPH_NAME and parent is None:
+        return process_name() or name
+    return None if name is None else name_of(name)
 
 
 def _is_named(kind: str | None, name: str | None) -> bool:
