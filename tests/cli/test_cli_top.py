@@ -275,9 +275,10 @@ def test_explain_takes_a_name_or_a_part_of_an_id_that_means_one_program() -> Non
     with pytest.raises(CliError, match="2 programs match '0f'") as several:
         find_explanation(client(handle), "0f")
     assert "0f3a, 0f77" in several.value.next_step
-    for program, turn in (("nobody", None), ("0f3a", 9)):
-        with pytest.raises(CliError, match="404 no such program or turn"):
-            find_explanation(client(handle), program, turn)
+    with pytest.raises(CliError, match="no program with the id or name 'nobody'"):
+        find_explanation(client(handle), "nobody")
+    with pytest.raises(CliError, match="404 no such program or turn"):
+        find_explanation(client(handle), "0f3a", 9)
 
 
 def test_a_programs_turns_are_a_table() -> None:
