@@ -77,6 +77,12 @@ def process_name() -> str | None:
     return name_of(name) if name and not name.startswith("-") else None
 
 
+def agent_type_of(name: object, default: object) -> str:
+    """Return ``name`` as the name and type of an outermost agent. If ``name`` is its framework's ``default``,
+    which tells no agents apart, returns the name of the script."""
+    return (process_name() if name == default else None) or name_of(name)
+
+
 def _encodable(text: object) -> str:
     value = text if isinstance(text, str) else str(text)
     # Lone surrogates are legal in Python but not in UTF-8.

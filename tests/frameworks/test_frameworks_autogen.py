@@ -45,6 +45,7 @@ from sojourn.aeg import END, START
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_names import process_name
 from sojourn_integrations import autogen
 from sojourn_integrations.autogen import run_scopes as autogen_runs
 from sojourn_integrations.autogen.team_graph import graph_of
@@ -280,7 +281,10 @@ async def test_each_run_is_a_program_unless_one_is_open(server: FakeServer) -> N
     await team.run(task="hi")
     await team.reset()
     await team.run(task="hi")
-    assert len(recorded(server, ProgramStart)) == len(recorded(server, ProgramEnd)) == 2
+    assert len(recorded(server, ProgramEnd)) == 2
+    script = process_name()
+    assert script != team.DEFAULT_NAME
+    assert [start.agent_type for start in recorded(server, ProgramStart)] == [script, script]
     server.forget()
     with sojourn.program("conversation") as program:
         await team.run(task="hi")

@@ -36,6 +36,7 @@ from sojourn.program import (
 from sojourn.runtime import session
 from sojourn.tools import ToolCall
 from sojourn.user_hints import StepContext
+from sojourn.wire_names import agent_type_of
 
 from sojourn_integrations.autogen.team_graph import node_name
 from sojourn_integrations.safe_scope import count_error
@@ -242,12 +243,14 @@ def _run(
     ``frame`` and ``inside_tool`` are the result of ``_enclosing_context``."""
     if frame is not None:
         return frame.run, None, here
-    name = str(runner.name)
     program = here.program
     if program is not None and program.is_open and not inside_tool:
         run = TeamRun(program, owned=False)
         _report_graph(program, graph(runner))
         return run, run, here
+    name = str(runner.name)
+    if program is None:
+        name = agent_type_of(name, getattr(runner, "DEFAULT_NAME", None))  # the default of a team's class
     program = sojourn.program(name, agent_type=name, aeg=graph(runner)).make().start()
     run = TeamRun(program, owned=True)
     return run, run, ExecutionContext(program)

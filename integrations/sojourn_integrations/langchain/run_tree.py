@@ -40,7 +40,7 @@ from sojourn.program import (
     process_programs,
 )
 from sojourn.tools import ToolCall
-from sojourn.wire_names import SHORT, call_id_of, name_of, new_program_id, process_name
+from sojourn.wire_names import SHORT, agent_type_of, call_id_of, name_of, new_program_id
 
 from .interrupted_programs import InterruptedPrograms
 from .run_outcomes import interrupts_of
@@ -454,11 +454,10 @@ def node_path(ns: str, prefix: str = "") -> str | None:
 
 
 def _program_name(name: str | None, parent: Program | None) -> str | None:
-    """Return ``name`` as a program's name or agent type. An outermost graph with LangGraph's default name
-    gets the name of the script, since a server learns sizes and tools per agent type."""
-    if name == _DEFAULT_GRAPH_NAME and parent is None:
-        return process_name() or name
-    return None if name is None else name_of(name)
+    """Return ``name`` as the name or agent type of a program whose parent is ``parent``."""
+    if name is None:
+        return None
+    return agent_type_of(name, _DEFAULT_GRAPH_NAME) if parent is None else name_of(name)
 
 
 def _is_named(kind: str | None, name: str | None) -> bool:
