@@ -148,7 +148,7 @@ OFF = {"seq": 7, "at_s": 0.9, "kind": "keep", "reason": "policy_off", "ttl_s": 0
 
 
 def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve: Any) -> None:
-    server = Server(row("a"), decisions=[PLACED, OFF])
+    server = Server(row("a"), decisions=[{**PLACED, "worth": 1.0}, OFF])
     turns = [
         {"turn": 1, "tokens": {"prompt": 40, "device": 0, "host": 0}},
         {"turn": 2, "tokens": {"prompt": 60, "device": 30, "host": 15}},
@@ -160,6 +160,8 @@ def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve
     assert "lease" not in text
     assert "policy_off" not in text
     assert "decision 3: to_device (free_capacity) need_blocks=3" in text
+    assert "\nterms: worth = what the program's progress counts" in text
+    assert "price" not in text, "only the terms that occur"
     assert "place: host (its KV is in host memory)" in text
     assert "reused: turn 1: 0 of 40; turn 2: 45 of 60 (75%)\n" in text
 

@@ -36,6 +36,12 @@ _PLACES = {
     "disk": "its KV is on disk",
     "waiting": "it waits for memory, and its KV is in no tier",
 }
+_TERMS = {
+    "worth": "what the program's progress counts, 1 as that of a new program of its type",
+    "hold_value": "loss per block and second if its KV leaves",
+    "price": "gain per block of the program that enters",
+}
+"""Terms of the policy ``sojourn`` (docs/policy.md) → meaning."""
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
@@ -186,13 +192,15 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
     place = engine_detail(program).get("placed") if program is not None else None
     if not leases and place is not None:
         lines.append(f"place: {place}" + (f" ({_PLACES[place]})" if place in _PLACES else ""))
-    for decision in found.decisions:
-        if decision["reason"] == POLICY_OFF:
-            continue  # no decision about this turn: the policy never grants a lease
+    # One with the reason POLICY_OFF is not about this turn: the policy never grants a lease.
+    decisions = [decision for decision in found.decisions if decision["reason"] != POLICY_OFF]
+    for decision in decisions:
         terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)
         # A decision of a retention policy with a TTL of 0 grants no lease.
         what = "no lease" if decision["kind"] == "keep" and not decision.get("ttl_s", 1) else decision["kind"]
         lines.append(f"decision {decision['seq']}: {what} ({decision['reason']}) {terms}")
+    if meanings := [f"{name} = {_TERMS[name]}" for name in _TERMS if any(name in one for one in decisions)]:
+        lines.append(f"terms: {'; '.join(meanings)}")
     for one in found.advice:
         saves = f" Saves about {one.saves_s:.2f} s (estimate)." if one.saves_s else ""
         lines.append(f"{f'hint {one.hint}' if one.hint else 'advice'}: {one.text}{saves}")
