@@ -160,7 +160,7 @@ def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve
     assert "lease" not in text
     assert "policy_off" not in text
     assert "decision 3: to_device (free_capacity) need_blocks=3" in text
-    assert "\nterms: worth = what the program's progress counts" in text
+    assert "\nterms: worth = weight of the program's progress" in text
     assert "price" not in text, "only the terms that occur"
     assert "place: host (its KV is in host memory)" in text
     assert "reused: turn 1: 0 of 40; turn 2: 45 of 60 (75%)\n" in text

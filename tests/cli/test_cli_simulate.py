@@ -21,7 +21,7 @@ from sojourn_server.cli import build_app, suite_progress
 from sojourn_server.cli.console import CliError, check_output_file
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
-from sojourn_server.simulator.report.results_file import read_results
+from sojourn_server.simulator.report.results_file import load_runs, read_results
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
 from sojourn_server.simulator.simulation_run import RunSpec, first_program_ids, validate_specs
 from sojourn_server.simulator.simulation_suite import SuiteResult, run_suite
@@ -103,6 +103,9 @@ def test_files_that_are_no_traces(tmp_path: Path, trace: Path) -> None:
     packed = gzip.compress(trace.read_bytes())
     (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     assert "the gzip data is cut off or damaged" in refused(str(tmp_path / "cut.jsonl.gz")).message
+    for name in ("none.jsonl", "x" * 300):
+        error = refused(str(tmp_path / name), "--explain", "p0")
+        assert error.next_step == "name a trace file, or a synthetic workload: synthetic:NAME"
     assert "No such file" in refused(str(tmp_path / "none.jsonl")).message
     assert "Is a directory" in refused(str(tmp_path)).message
     assert "no workload" in refused().message
@@ -544,7 +547,7 @@ def test_a_policy_of_ones_own_that_fails_is_no_result(tmp_path: Path, trace: Pat
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C reaches all processes of the terminal at once, and ``timeout`` sends SIGTERM to one."""
+    """Ctrl-C reaches all processes of the terminal at once, and a supervisor's SIGTERM one of them."""
     command = (
         "simulate synthetic:continuum-swe-bench --hours 999 --policy stock,admit --save runs.json --plot p"
     )
@@ -589,24 +592,42 @@ def test_an_interrupt_keeps_the_runs_that_have_finished(
 
     monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", interrupted)
     out = tmp_path / "out.json"
-    options = "--policy stock,admit --sweep programs=1,2" if sweep else "--policy stock,admit,continuum,mori"
-    command = f"simulate {trace} --hours 0.01 --programs 1 --jobs 1 --json {out} {options}"
-    if sweep:
-        command = command.replace("--programs 1 ", "")
+    saved = tmp_path / "out.msgpack"
+    options = (
+        "--policy stock,admit --sweep programs=1,2"
+        if sweep
+        else f"--policy stock,admit,continuum,mori --programs 1 --explain p0 --save {saved}"
+    )
+    command = f"simulate {trace} --hours 0.01 --jobs 1 --json {out} {options}"
     result = typer.testing.CliRunner().invoke(build_app(), command.split())
     assert isinstance(result.exception, CliError), (result.output, result.exception)
     written = read_results(out)
     if sweep:
-        assert str(result.exception) == "interrupted after 2 of 4 runs", "of 2 programs one policy"
+        assert "have 2 of 4 runs" in str(result.exception), "of 2 programs one policy has finished"
         assert [row.policy for row in written.runs] == ["stock", "admit"]
         assert written.sweep is not None
         assert [value.value for value in written.sweep.values] == [1]
         assert written.missing_runs == 2
     else:
-        assert str(result.exception) == "interrupted after 3 of 4 runs"
+        assert "have 3 of 4 runs" in str(result.exception)
         assert [row.policy for row in written.runs] == ["stock", "admit", "continuum"]
-        assert written.missing_runs == 1
+        assert written.missing_runs == load_runs(saved).missing_runs == 1
     assert result.exception.exit_code == 130
+
+
+def test_an_interrupt_is_told_though_the_program_to_explain_is_in_no_finished_run(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any, on_done: Callable[[int], None], **options: Any) -> SuiteResult:
+        def done(number: int) -> None:
+            raise KeyboardInterrupt
+
+        return run_suite(*arguments, on_done=done, **options)
+
+    monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", interrupted)
+    command = f"simulate {trace} --policy stock --jobs 1 --rate 1 --programs 1,4 --explain p3"
+    result = typer.testing.CliRunner().invoke(build_app(), command.split())
+    assert "have 1 of 2 runs" in str(result.exception), (result.output, result.exception)
 
 
 def _descendants(process: int) -> list[int]:

@@ -180,7 +180,7 @@ def test_blocks_are_stored_and_it_is_said_outside_the_lock(tmp_path: Path) -> No
 
 
 def failures_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [line for line in map(logging.LogRecord.getMessage, caplog.records) if "failed, so" in line]
+    return [line for line in map(logging.LogRecord.getMessage, caplog.records) if ") failed, so" in line]
 
 
 def test_why_a_load_failed_is_logged_but_not_for_each_load(
@@ -195,23 +195,54 @@ def test_why_a_load_failed_is_logged_but_not_for_each_load(
             load = made.load(name, CONTEXT)
             assert load.wait(PATIENCE_S) is not None
             load.end()
-    reason = "the KV load of a failed, so missing blocks are computed: OSError: the disk is gone"
+    reason = "a load of KV (a) failed, so missing blocks are computed: OSError: the disk is gone"
     assert failures_logged(caplog) == [f"p: {reason}"]
 
 
-def test_a_push_that_its_engine_gives_up_is_no_failure_to_log(
+def test_a_prompt_for_an_earlier_run_of_the_engine_is_logged(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager(store, "d") as made:
+        assert made.discard("s", epoch="another"), "no request waits for it"
+        assert failures_logged(caplog) == []
+        made.expect("t", epoch="another")
+    (line,) = failures_logged(caplog)
+    assert line.startswith("d: the arrival of a prompt's KV (t) failed")
+    assert "this engine has restarted" in line
+
+
+@pytest.mark.parametrize("by", ["prefill", "decode"])
+def test_a_push_that_an_engine_gives_up_is_no_failure_to_log(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture, by: str
 ) -> None:
     with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(store, "p") as here:
         prompt = there.expect("t")
         push = here.offer("t", there.addresses[0], CONTEXT)
         eventually(lambda: there.stats()["leases"] == 1)
-        push.abort()
-        outcome = prompt.wait(PATIENCE_S)
+        if by == "prefill":
+            push.abort()
+            outcome = prompt.wait(PATIENCE_S)
+        else:
+            prompt.end()
+            outcome = push.wait(PATIENCE_S)
         assert outcome is not None
         assert not outcome.complete
         prompt.end()
     assert failures_logged(caplog) == []
+
+
+def test_a_prompt_that_no_request_will_ask_for_is_discarded_unless_one_waits(store: MemoryStore) -> None:
+    with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(store, "p") as here:
+        push = here.offer("t", there.addresses[0], CONTEXT)
+        eventually(lambda: there.stats()["leases"] == 1)
+        assert there.discard("t")
+        outcome = push.wait(PATIENCE_S)
+        assert outcome is not None
+        assert not outcome.complete
+        prompt = there.expect("u")
+        assert not there.discard("u")
+        prompt.end()
+        assert_clean(there)
 
 
 def test_a_store_that_raises_anything_at_all_is_answered(store: MemoryStore) -> None:
@@ -473,4 +504,5 @@ def test_that_a_peer_refuses_is_logged_once(store: MemoryStore, caplog: pytest.L
         record.getMessage() for record in caplog.records if "no KV goes to or from" in record.getMessage()
     ]
     assert sorted(line.split(":")[0] for line in lines) == ["d", "p"]
+    assert failures_logged(caplog) == [], "the refusal is the reason"
     assert "/weights/of/p" in next(line for line in lines if line.startswith("d:"))

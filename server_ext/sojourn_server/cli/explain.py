@@ -37,9 +37,9 @@ _PLACES = {
     "waiting": "it waits for memory, and its KV is in no tier",
 }
 _TERMS = {
-    "worth": "what the program's progress counts, 1 as that of a new program of its type",
-    "hold_value": "loss per block and second if its KV leaves",
-    "price": "gain per block of the program that enters",
+    "worth": "weight of the program's progress, 1 for a new program",
+    "hold_value": "progress lost per second and block if its KV leaves",
+    "price": "progress gained per second and block by the program that enters",
 }
 """Terms of the policy ``sojourn`` (docs/policy.md) → meaning."""
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,8 +42,8 @@ def next_step_for(workload: str) -> str:
     from sojourn_server.simulator.workloads.synthetic_workloads import SYNTHETIC_PREFIX
 
     if workload.startswith(SYNTHETIC_PREFIX):
-        return "name one of these; docs/traces.md describes them"
-    if not Path(workload).exists():
+        return "docs/traces.md lists the synthetic workloads"
+    if not os.path.exists(workload):  # pathlib would raise for a name that is too long
         return "name a trace file, or a synthetic workload: synthetic:NAME"
     return "check the file; docs/traces.md has the format of traces"
 
@@ -129,7 +130,6 @@ def simulate(
     outputs = SimulateOutputs(json=json, plot=plot, save=save, explain=explain)
     outputs.check()
     swept: SweepRuns | None = None
-    missing_runs = 0
     if load is not None:
         if workload is not None:
             raise CliError(f"--load shows saved runs, and {workload} would be run", "leave out one of them")
@@ -162,21 +162,39 @@ def simulate(
             _check_program(explain, specs)
         if (explain is not None or save is not None) and replicas is None:
             specs = [replace(spec, record_accesses=True) for spec in specs]  # for the comparison with Bélády
-        finished, result, made = _run_simulations(specs, jobs, warm_up_s, sweeping)
+        try:
+            result = _run_simulations(specs, jobs, warm_up_s, sweeping)
+        except KeyboardInterrupt as interrupt:
+            sweeping, specs, result = _finished_part(interrupt, specs, sweeping)
+        from sojourn_server.simulator.report.results_file import made_with
+
+        made = made_with(sys.argv)
         if sweeping is not None:
-            sweeping, finished, result.rows = whole_values(sweeping, specs, finished, result.rows)
-        if not finished:
-            raise CliError("interrupted", "nothing was written; run it again", exit_code=130)
-        missing_runs = len(specs) - len(finished)
-        if sweeping is not None:
-            swept = group_by_value(sweeping, finished, result.rows)
-    outputs.show(result, made, swept, missing_runs)
-    if missing_runs:
+            swept = group_by_value(sweeping, specs, result.rows)
+    outputs.show(result, made, swept)
+    if load is None and result.missing_runs:
+        whole = len(result.rows) + result.missing_runs
         raise CliError(
-            f"interrupted after {len(finished)} of {len(specs)} runs",
-            "the table and the files have these; run it again for the others",
+            f"interrupted; the table and the files have {len(result.rows)} of {whole} runs",
+            "run it again for all of them",
             exit_code=130,
         )
+
+
+def _finished_part(
+    interrupt: KeyboardInterrupt, specs: Sequence[RunSpec], sweep: ParameterSweep | None
+) -> tuple[ParameterSweep | None, list[RunSpec], SuiteResult]:
+    """Return the part of an interrupted suite that can be shown: its sweep, specifications and result. Raises
+    ``CliError`` if no run has finished."""
+    from sojourn_server.simulator.simulation_suite import SuiteInterrupted
+
+    if isinstance(interrupt, SuiteInterrupted):
+        finished = interrupt.finished
+        if sweep is not None:
+            sweep, finished = whole_values(sweep, specs, finished)
+        if finished:
+            return sweep, finished, interrupt.result(finished)
+    raise CliError("interrupted", "nothing was written; run it again", exit_code=130)
 
 
 def _is_gpu(hardware: str) -> bool:
@@ -291,9 +309,7 @@ def _certain_programs(specs: Sequence[RunSpec]) -> list[str]:
 
 def _run_simulations(
     specs: list[RunSpec], jobs: int | None, warm_up_s: float, sweep: ParameterSweep | None
-) -> tuple[list[RunSpec], SuiteResult, Provenance]:
-    """Run ``specs``. Returns those that have finished, all of them unless the user interrupts the runs, and
-    their result."""
+) -> SuiteResult:
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
@@ -301,9 +317,8 @@ def _run_simulations(
             "simulate runs vLLM's own scheduler, and vLLM is not installed here", install_command("cpu")
         )
     from sojourn_server.simulator.process_pool import WorkerDiedError
-    from sojourn_server.simulator.report.results_file import made_with
     from sojourn_server.simulator.simulation_run import validate_specs
-    from sojourn_server.simulator.simulation_suite import SuiteInterrupted, SuiteResult, planned_runs
+    from sojourn_server.simulator.simulation_suite import planned_runs
 
     from .suite_progress import run_with_progress
 
@@ -321,7 +336,7 @@ def _run_simulations(
     for note in notes:
         print_note(note)
     try:
-        result = run_with_progress(
+        return run_with_progress(
             specs,
             processes=jobs,
             since_s=warm_up_s,
@@ -331,11 +346,6 @@ def _run_simulations(
         raise CliError(str(error), _next_step(error, specs[0].workload)) from None
     except WorkerDiedError as error:
         raise CliError(str(error), "nothing was written; try --jobs 1", exit_code=1) from None
-    except SuiteInterrupted as interrupt:
-        return interrupt.specs, interrupt.result, made_with(sys.argv)
-    except KeyboardInterrupt:
-        return [], SuiteResult(), made_with(sys.argv)
-    return specs, result, made_with(sys.argv)
 
 
 def _next_step(error: ValueError, workload: str) -> str:
@@ -385,4 +395,4 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
         raise CliError(
             f"--warm-up-s {warm_up_s:g}: {error}", "leave out less than the duration of the shortest run"
         ) from None
-    return SuiteResult(rows=rows, logs=saved.runs), saved.made_with
+    return SuiteResult(rows=rows, logs=saved.runs, missing_runs=saved.missing_runs), saved.made_with

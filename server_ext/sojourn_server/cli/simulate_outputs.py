@@ -49,11 +49,8 @@ class SimulateOutputs:
             if find_spec("matplotlib") is None:
                 raise CliError("--plot needs matplotlib", install_command("demo"))
 
-    def show(
-        self, result: SuiteResult, made: Provenance, swept: SweepRuns | None, missing_runs: int = 0
-    ) -> None:
+    def show(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> None:
         """Print the table, write the files, and explain the program that ``--explain`` names.
-        ``missing_runs``: number of runs that an interrupt left out.
 
         Raises ``CliError`` if a file cannot be written or a policy failed during a run.
         """
@@ -62,7 +59,7 @@ class SimulateOutputs:
 
         console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
         try:
-            for path in self._write(result, made, swept, missing_runs):
+            for path in self._write(result, made, swept):
                 print_line(f"wrote {path}")
         except OSError as error:
             where = error.filename2 or error.filename or "the output"
@@ -76,19 +73,17 @@ class SimulateOutputs:
             _explain(result, self.explain)
         _check_figures(result)
 
-    def _write(
-        self, result: SuiteResult, made: Provenance, swept: SweepRuns | None, missing_runs: int
-    ) -> list[str | Path]:
+    def _write(self, result: SuiteResult, made: Provenance, swept: SweepRuns | None) -> list[str | Path]:
         """Write all files and return their paths."""
         from sojourn_server.simulator.report.plot_files import write_plots, write_sweep_plot
         from sojourn_server.simulator.report.results_file import document, save_runs
 
         written: list[str | Path] = []
         if self.json is not None:
-            write_json(document(result.rows, made, swept, missing_runs), self.json)
+            write_json(document(result.rows, made, swept, result.missing_runs), self.json)
             written += [self.json] if self.json != "-" else []
         if self.save is not None:
-            save_runs(self.save, result.logs, made, result.rows)
+            save_runs(self.save, result.logs, made, result.rows, result.missing_runs)
             written.append(self.save)
         if self.plot is not None:
             if swept is None:
@@ -118,7 +113,8 @@ def _explain(result: SuiteResult, program_id: str) -> None:
             shown = True
         except UnknownProgramError as error:
             unknown = error
-    if not shown and unknown is not None:
+    # Of an interrupted suite, the run with the program may be missing.
+    if not shown and unknown is not None and not result.missing_runs:
         raise CliError(str(unknown), "name one of these with --explain", exit_code=1)
 
 

@@ -75,21 +75,19 @@ def expand_specs(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpe
 
 
 def whole_values(
-    sweep: ParameterSweep, specs: Sequence[RunSpec], finished: Sequence[RunSpec], rows: Sequence[RunRow]
-) -> tuple[ParameterSweep, list[RunSpec], list[RunRow]]:
-    """Return the part of a sweep whose values have finished under every policy: the sweep, its
-    specifications and their rows. ``specs`` is the result of ``expand_specs``, and ``rows`` has one row for
-    each of ``finished``."""
-    row_of = dict(zip(finished, rows, strict=True))
+    sweep: ParameterSweep, specs: Sequence[RunSpec], finished: Sequence[RunSpec]
+) -> tuple[ParameterSweep, list[RunSpec]]:
+    """Return the values of a sweep that have finished under every policy, as a sweep and its specifications.
+    ``specs`` is the result of ``expand_specs``."""
     policies = len(specs) // len(sweep.values)
     parts = [specs[start : start + policies] for start in range(0, len(specs), policies)]
     whole = [
         (value, part)
         for value, part in zip(sweep.values, parts, strict=True)
-        if all(spec in row_of for spec in part)
+        if all(spec in finished for spec in part)
     ]
-    kept = [spec for _, part in whole for spec in part]
-    return replace(sweep, values=tuple(value for value, _ in whole)), kept, [row_of[spec] for spec in kept]
+    kept = replace(sweep, values=tuple(value for value, _ in whole))
+    return kept, [spec for _, part in whole for spec in part]
 
 
 def group_by_value(sweep: ParameterSweep, specs: Sequence[RunSpec], rows: Sequence[RunRow]) -> SweepRuns:

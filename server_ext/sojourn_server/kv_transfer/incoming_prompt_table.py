@@ -25,7 +25,7 @@ from .incoming_prompt import (
     ReadChunk,
 )
 from .staging_buffers import LeaseTooLarge
-from .transfer_actions import PromptTransferEnded, SendMessage
+from .transfer_actions import GIVEN_UP, PromptTransferEnded, SendMessage
 from .transfer_context import TransferContext
 from .transfer_link import LinkItem
 from .transfer_wire import (
@@ -112,17 +112,26 @@ class IncomingPromptTable:
 
     def forget(self, transfer: str, now: float, why: str = "") -> None:
         """Remove a prompt that was used or is not needed, and release its buffers. If it is not complete, its
-        peers get the reason ``why``. Ignores unknown transfers."""
+        peers get the reason ``why``, by default ``GIVEN_UP``. Ignores unknown transfers."""
         self._wanted.pop(transfer, None)
         prompt = self._prompts.get(transfer)
         if prompt is None:
             return
         prompt.expected = False  # the engine needs no event about it
-        prompt.fail(why or "it is not needed any more", now, notify=True)
+        prompt.fail(why or GIVEN_UP, now, notify=True)
         if prompt.claimed and prompt.offer is not None:
             for slot in prompt.offer.slots:
                 self.ctx.buffers.unpin(slot)
         self.release_buffers(prompt, now)
+
+    def discard(self, transfer: str, now: float) -> bool:
+        """Remove a prompt that no request will ask for. Returns false if the engine expects it."""
+        prompt = self._prompts.get(transfer)
+        if prompt is not None and prompt.expected:
+            return False
+        self._gone.pop(transfer, None)
+        self.forget(transfer, now)
+        return True
 
     def end_all(self, why: str, now: float) -> None:
         for prompt in list(self._prompts.values()):

@@ -16,12 +16,10 @@ from enum import Enum
 
 from .peer_table import PeerTable
 from .staging_buffers import BufferSlot
-from .transfer_actions import CloseConnection, LayerLoaded, LoadEnded, SendMessage
+from .transfer_actions import GIVEN_UP, CloseConnection, LayerLoaded, LoadEnded, SendMessage
 from .transfer_context import StallDetector, TransferContext
 from .transfer_link import TrafficClass
 from .transfer_wire import AbortMessage, DataMessage, FailedMessage, ReadMessage
-
-NO_WAITER = "no load waits for it any more"
 
 
 class LoadState(Enum):
@@ -97,7 +95,7 @@ class PeerFetch:
     def unwanted(self, slot: BufferSlot, now: float) -> None:
         self._close(slot)
         if not self._open and not self._failing:
-            self._loads.end_fetch(self, NO_WAITER)
+            self._loads.end_fetch(self, GIVEN_UP)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
         """Copy one received layer of some blocks into their slots. Returns false if the layer is not the next
@@ -121,7 +119,7 @@ class PeerFetch:
             ctx.advance(slot, message.layer + 1, now)
         self.watch.record_progress(now)
         if not self._open:
-            self._loads.end_fetch(self, "" if self._loads.has(self.load) else NO_WAITER)
+            self._loads.end_fetch(self, "" if self._loads.has(self.load) else GIVEN_UP)
         return True
 
     def fail(self, index: int, why: str, now: float) -> None:

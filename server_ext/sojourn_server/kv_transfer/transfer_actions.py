@@ -55,7 +55,7 @@ TransferAction = DialPeer | SendMessage | CloseConnection | ReadBlock | WriteBlo
 
 
 GIVEN_UP = "the engine has given it up"
-"""Reason of a transfer that ended since its engine needs it no more, for example for an aborted request."""
+"""Reason of a transfer that its engine has cancelled, for example for an aborted request."""
 
 
 class LayerLoaded(NamedTuple):

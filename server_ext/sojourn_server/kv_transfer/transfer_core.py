@@ -122,12 +122,26 @@ class TransferCore:
         ``epoch`` is an earlier run, whose buffers the prompt was pushed to. Raises ``ValueError`` if the
         prompt is expected already.
         """
-        if epoch is not None and epoch != self.peers.epoch:
-            self.ctx.counts["stale"] += 1
+        if self._is_stale(epoch):
             return False
         self.prompts.expect(transfer, now)
         self._advance_transfers(now)
         return True
+
+    def discard(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
+        """Release a pushed prompt that no request will ask for. ``epoch`` is as in ``expect``. Returns false
+        if the engine expects the prompt."""
+        if self._is_stale(epoch):
+            return True
+        discarded = self.prompts.discard(transfer, now)
+        self._advance_transfers(now)
+        return discarded
+
+    def _is_stale(self, epoch: str | None) -> bool:
+        """Whether ``epoch`` names an earlier run of this engine. Counts it if so."""
+        stale = epoch is not None and epoch != self.peers.epoch
+        self.ctx.counts["stale"] += stale
+        return stale
 
     def want(self, transfers: Sequence[str], now: float) -> None:
         """Announce, in queue order, transfers that queued requests will ``expect``. Their complete prompts

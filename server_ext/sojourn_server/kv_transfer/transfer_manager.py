@@ -50,6 +50,12 @@ from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decod
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
+_KINDS = {
+    "load": "a load of KV",
+    "push": "the push of a prompt's KV",
+    "prompt": "the arrival of a prompt's KV",
+}
+"""Kind of a transfer handle → the kind in log messages."""
 CLOSE_GRACE_S = 1.0
 """Maximum seconds for sending the last messages when the engine closes."""
 MAX_HANDSHAKE_BYTES = 64 << 10
@@ -169,7 +175,14 @@ class TransferManager:
                 transfer, False, "this engine has restarted since the prompt was pushed"
             )
             self.forget(handle)
+            self._log_failure(handle.outcome)
         return handle
+
+    def discard(self, transfer: str, *, epoch: str | None = None) -> bool:
+        """Release a prompt that a peer has pushed and that no request will ask for. Returns false if this
+        engine expects the prompt."""
+        discarded: bool = self.do(self.core.discard, transfer, epoch=epoch)
+        return discarded
 
     def want(self, transfers: Sequence[str]) -> None:
         """Announce, in queue order, transfers that queued requests will ``expect``. Their complete prompts
@@ -207,16 +220,19 @@ class TransferManager:
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
         carry out the resulting actions, and return the method's result."""
-        stored: list[BlockStoreEnded] = []
+        events: list[TransferEvent] = []
         try:
             with self.changed:
                 try:
                     return what(*arguments, now=self._clock(), **options)
                 finally:
-                    stored = self._deliver_events()
+                    events = self._deliver_events()
         finally:
-            for each in stored:
-                self._on_stored(each)
+            for event in events:
+                if isinstance(event, BlockStoreEnded):
+                    self._on_stored(event)
+                else:
+                    self._log_failure(event)
 
     def forget(self, handle: TransferHandle[Any]) -> None:
         with self.changed:
@@ -241,18 +257,19 @@ class TransferManager:
 
         return self.do(begin)
 
-    def _deliver_events(self) -> list[BlockStoreEnded]:
+    def _deliver_events(self) -> list[TransferEvent]:
         """Deliver the core's events to handles and queue its actions. The caller holds the lock. Returns the
-        ended writes, which the caller reports after releasing the lock."""
-        stored = []
+        ended writes and failed transfers, which the caller reports after releasing the lock."""
+        reported: list[TransferEvent] = []
         for event in self.core.take_events():
             if isinstance(event, BlockStoreEnded):
-                stored.append(event)
+                reported.append(event)
                 continue
             handle = self._handles.get(_event_target(event))
             if handle is not None:
-                self._log_failure(event)
                 handle.on_event(event)
+                if not isinstance(event, LayerLoaded) and event.why and not self._is_expected(event.why):
+                    reported.append(event)
                 if isinstance(event, PushEnded):
                     del self._handles[_event_target(event)]
         for action in self.core.take_actions():
@@ -269,15 +286,20 @@ class TransferManager:
             self._woken = True
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 self._loop.call_soon_threadsafe(self._carry_out)
-        return stored
+        return reported
+
+    def _is_expected(self, why: str) -> bool:
+        """Whether transfers that end for the reason ``why`` need no log line: an engine has cancelled them or
+        is closing, or their peer was refused, which is logged once per peer."""
+        # A peer's abort quotes the peer's reason.
+        return self._closing or GIVEN_UP in why or why in self.core.peers.refusals.values()
 
     def _log_failure(self, event: TransferEvent) -> None:
-        """Log why a transfer ended before all of its blocks arrived, unless an engine ended it itself."""
-        why = "" if isinstance(event, (LayerLoaded, BlockStoreEnded)) else event.why
-        if why and not self._closing and GIVEN_UP not in why:  # a peer's abort quotes the peer's reason
-            kind, name = _event_target(event)
-            message = "%s: the KV %s of %s failed, so missing blocks are computed: %s"
-            self._rate_limited_log.log(logging.WARNING, message, self.name, kind, name, why)
+        """Log why a transfer ended before all of its blocks arrived."""
+        assert isinstance(event, (LoadEnded, PushEnded, PromptTransferEnded))
+        message = "%s: %s (%s) failed, so missing blocks are computed: %s"
+        kind, name = _event_target(event)
+        self._rate_limited_log.log(logging.WARNING, message, self.name, _KINDS[kind], name, event.why)
 
     def _log_refusals(self) -> None:
         for peer, why in self.core.peers.refusals.items():

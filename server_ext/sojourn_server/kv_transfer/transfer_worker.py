@@ -410,10 +410,8 @@ class TransferWorker:
 
     def _drop(self, drop: ExpectJob) -> None:
         self._wanted.pop(drop.context, None)
-        try:
-            self._manager.expect(drop.context, epoch=drop.epoch).end()
-        except ValueError:  # another request waits for it and ends it
-            self.counts["prompts_twice"] += 1
+        if not self._manager.discard(drop.context, epoch=drop.epoch):
+            self.counts["prompts_twice"] += 1  # another request waits for it and ends it
 
     def _end(self, ask: int) -> None:
         self._open_fetches.discard(ask)

@@ -40,17 +40,26 @@ class SuiteResult:
     orders: list[dict[str, int]] = field(default_factory=list)
     """For each row, eviction order → tokens that it recomputes on the accesses of the ``stock`` run under the
     row's load. Empty if no accesses were recorded."""
+    missing_runs: int = 0
+    """Number of runs that an interrupt left out."""
 
 
 class SuiteInterrupted(KeyboardInterrupt):
-    """The user ended a suite before its end. Some of its runs may have finished."""
+    """The user interrupted a suite. Some of its runs may have finished."""
 
-    def __init__(self, specs: list[RunSpec], result: SuiteResult) -> None:
+    def __init__(self, specs: Sequence[RunSpec], outcomes: dict[RunSpec, RunOutcome], since_s: float) -> None:
         super().__init__()
-        self.specs = specs
+        self.finished = [spec for spec in specs if _outcome_of(spec, outcomes) is not None]
         """Specifications whose runs had finished, in their order."""
-        self.result = result
-        """Result of ``specs``."""
+        self._wanted = len(specs)
+        self._outcomes = outcomes
+        self._since_s = since_s
+
+    def result(self, specs: Sequence[RunSpec]) -> SuiteResult:
+        """The result of ``specs``, which are ``finished`` or a part of them."""
+        result = _rows(specs, self._outcomes, self._since_s)
+        result.missing_runs = self._wanted - len(specs)
+        return result
 
 
 PRELOAD_MODULES = (
@@ -125,10 +134,9 @@ def run_suite(
             on_done=end,
             preload=PRELOAD_MODULES,
         )
+        return _rows(specs, outcomes, since_s)
     except KeyboardInterrupt:
-        finished = [spec for spec in specs if _outcome_of(spec, outcomes) is not None]
-        raise SuiteInterrupted(finished, _rows(finished, outcomes, since_s)) from None
-    return _rows(specs, outcomes, since_s)
+        raise SuiteInterrupted(specs, outcomes, since_s) from None
 
 
 def _run_in_process(spec: RunSpec, report: ReportCallback) -> bytes:

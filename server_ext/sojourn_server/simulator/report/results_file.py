@@ -154,10 +154,16 @@ class SavedRuns(msgspec.Struct, kw_only=True):
     runs: list[RunLog]
     rows: list[RunRow] = msgspec.field(default_factory=list)
     """Metrics of the runs, and of bounds that were not simulated and so have no log."""
+    missing_runs: int = 0
+    """Number of runs that an interrupt left out."""
 
 
 def save_runs(
-    path: str | Path, runs: Iterable[RunLog], made: Provenance, rows: Iterable[RunRow] = ()
+    path: str | Path,
+    runs: Iterable[RunLog],
+    made: Provenance,
+    rows: Iterable[RunRow] = (),
+    missing_runs: int = 0,
 ) -> None:
     """Write run logs; the file appears complete or not at all.
 
@@ -167,7 +173,13 @@ def save_runs(
     path = Path(path)
     if not path.name.endswith(SUFFIXES):
         raise ResultsError(f"{path}: the name ends in none of {', '.join(SUFFIXES)}")
-    saved = SavedRuns(version=SAVED_RUNS_VERSION, made_with=made, runs=list(runs), rows=list(rows))
+    saved = SavedRuns(
+        version=SAVED_RUNS_VERSION,
+        made_with=made,
+        runs=list(runs),
+        rows=list(rows),
+        missing_runs=missing_runs,
+    )
     packed = path.name.removesuffix(".gz").endswith(".msgpack")
     data = msgspec.msgpack.encode(saved) if packed else msgspec.json.encode(saved)
     if path.suffix == ".gz":
