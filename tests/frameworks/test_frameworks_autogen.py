@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Annotated, Any
 
@@ -45,7 +46,6 @@ from sojourn.aeg import END, START
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.wire_names import process_name
 from sojourn_integrations import autogen
 from sojourn_integrations.autogen import run_scopes as autogen_runs
 from sojourn_integrations.autogen.team_graph import graph_of
@@ -274,7 +274,10 @@ async def test_throwing_into_a_stream_reaches_the_agent(server: FakeServer) -> N
 # ---- programs
 
 
-async def test_each_run_is_a_program_unless_one_is_open(server: FakeServer) -> None:
+async def test_each_run_is_a_program_unless_one_is_open(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["agents/support.py"])
     online(server)
     client = llm(server)
     team = RoundRobinGroupChat([AssistantAgent("alice", client)], max_turns=1)
@@ -282,9 +285,7 @@ async def test_each_run_is_a_program_unless_one_is_open(server: FakeServer) -> N
     await team.reset()
     await team.run(task="hi")
     assert len(recorded(server, ProgramEnd)) == 2
-    script = process_name()
-    assert script != team.DEFAULT_NAME
-    assert [start.agent_type for start in recorded(server, ProgramStart)] == [script, script]
+    assert [start.agent_type for start in recorded(server, ProgramStart)] == ["support.py", "support.py"]
     server.forget()
     with sojourn.program("conversation") as program:
         await team.run(task="hi")
