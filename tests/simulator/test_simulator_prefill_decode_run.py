@@ -293,7 +293,7 @@ def test_help_names_every_option_in_full_at_80_columns() -> None:
         (["--hours", "2"], "--hours has no effect without --rate", "--rate 0.4 --hours 2"),
         (["--rate", "0.4", "--programs", "9"], "--programs has no effect with --rate", "leave out"),
         (["--device-memory-gb", "20"], "leaves", "--device-memory-gb"),
-        (["nowhere.jsonl"], "No such file", "docs/traces.md"),
+        (["nowhere.jsonl"], "No such file", "name a trace file"),
         (["--plot", "pd.gif"], "expected a name ending in .svg or .png", "pd.svg"),
         (["--plot", "/no/such/folder/pd.svg"], "is not a folder", "make it first"),
         (["--model", "qwen2.5-32b", "--device-memory-gb", "82"], "holds", "--max-context"),
