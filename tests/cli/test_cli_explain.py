@@ -128,7 +128,7 @@ def test_an_unknown_name_is_said_with_the_names_that_are_known(serve: Any) -> No
     serve(Server(row("p-1", name="first-agent"), row("p-2", name="first-agent"), row("p-3")))
     error = CliRunner().invoke(build_app(), ["explain", "first-agnt"]).exception
     assert isinstance(error, CliError)
-    assert error.message == "no program with the id or name 'first-agnt'; did you mean 'first-agent'?"
+    assert error.message == "no program has the id or name 'first-agnt'; did you mean 'first-agent'?"
     assert error.next_step == "sojourn top shows the programs; known: first-agent, p-3"
     serve(Server())
     error = CliRunner().invoke(build_app(), ["explain", "x"]).exception

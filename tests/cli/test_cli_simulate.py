@@ -628,6 +628,7 @@ def test_an_interrupt_is_told_though_the_program_to_explain_is_in_no_finished_ru
     command = f"simulate {trace} --policy stock --jobs 1 --rate 1 --programs 1,4 --explain p3"
     result = typer.testing.CliRunner().invoke(build_app(), command.split())
     assert "have 1 of 2 runs" in str(result.exception), (result.output, result.exception)
+    assert "it may be in a run that an interrupt left out" in " ".join(result.stderr.split())
 
 
 def _descendants(process: int) -> list[int]:

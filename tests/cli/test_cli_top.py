@@ -275,7 +275,7 @@ def test_explain_takes_a_name_or_a_part_of_an_id_that_means_one_program() -> Non
     with pytest.raises(CliError, match="2 programs match '0f'") as several:
         find_explanation(client(handle), "0f")
     assert "0f3a, 0f77" in several.value.next_step
-    with pytest.raises(CliError, match="no program with the id or name 'nobody'"):
+    with pytest.raises(CliError, match="no program has the id or name 'nobody'"):
         find_explanation(client(handle), "nobody")
     with pytest.raises(CliError, match="404 no such program or turn"):
         find_explanation(client(handle), "0f3a", 9)

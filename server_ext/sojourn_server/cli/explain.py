@@ -104,7 +104,7 @@ def find_explanation(
         if not named and not ids:
             known = [*dict.fromkeys(row.name or row.program_id for row in rows)]
             raise CliError(
-                f"no program with the id or name {program!r}{did_you_mean(program, known)}",
+                f"no program has the id or name {program!r}{did_you_mean(program, known)}",
                 f"sojourn top shows the programs; known: {_listed(known) or 'none'}",
             ) from None
     if named:

@@ -124,6 +124,8 @@ def simulate(
     explain: str | None = typer.Option(None, metavar="PROGRAM", help="Print one program turn by turn"),
 ) -> None:
     """Run the simulations, or load saved ones, and print the results."""
+    from sojourn_server.simulator.report.results_file import made_with
+
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
@@ -166,8 +168,6 @@ def simulate(
             result = _run_simulations(specs, jobs, warm_up_s, sweeping)
         except KeyboardInterrupt as interrupt:
             sweeping, specs, result = _finished_part(interrupt, specs, sweeping)
-        from sojourn_server.simulator.report.results_file import made_with
-
         made = made_with(sys.argv)
         if sweeping is not None:
             swept = group_by_value(sweeping, specs, result.rows)

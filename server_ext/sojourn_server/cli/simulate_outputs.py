@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from sojourn.errors import install_command
 
-from .console import CliError, check_output_file, check_output_folder, console, print_line, write_json
+from .console import (
+    CliError,
+    check_output_file,
+    check_output_folder,
+    console,
+    print_line,
+    print_note,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from sojourn_server.simulator.report.results_file import Provenance
@@ -113,9 +121,11 @@ def _explain(result: SuiteResult, program_id: str) -> None:
             shown = True
         except UnknownProgramError as error:
             unknown = error
-    # Of an interrupted suite, the run with the program may be missing.
-    if not shown and unknown is not None and not result.missing_runs:
+    if shown or unknown is None:
+        return
+    if not result.missing_runs:
         raise CliError(str(unknown), "name one of these with --explain", exit_code=1)
+    print_note(f"{unknown}; it may be in a run that an interrupt left out")
 
 
 def _first_instance(log: RunLog, name: str) -> str:

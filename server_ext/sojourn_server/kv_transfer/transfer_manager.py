@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import threading
 import time
@@ -17,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..kv_offload.block_store import BlockStore
-from ..metrics.rate_limited_log import RateLimitedLog
 from .load_table import ReadingPeer
 from .peer_transport import (
     ByteStream,
@@ -30,7 +28,6 @@ from .peer_transport import (
 )
 from .store_threads import StoreThreads
 from .transfer_actions import (
-    GIVEN_UP,
     BlockStoreEnded,
     CloseConnection,
     DialPeer,
@@ -44,18 +41,14 @@ from .transfer_actions import (
     WriteBlock,
 )
 from .transfer_core import TransferCore
+from .transfer_failure_log import TransferFailureLog
 from .transfer_handles import LoadHandle, PromptHandle, PushHandle, TransferHandle
 from .transfer_limits import LinkRates, TransferLimits
 from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decode_head
 
-logger = logging.getLogger(__name__)
+ReportedEvent = BlockStoreEnded | LoadEnded | PushEnded | PromptTransferEnded
+"""Events that the manager itself reports: ended writes, and transfers that failed."""
 START_TIMEOUT_S = 30.0
-_KINDS = {
-    "load": "a load of KV",
-    "push": "the push of a prompt's KV",
-    "prompt": "the arrival of a prompt's KV",
-}
-"""Kind of a transfer handle → the kind in log messages."""
 CLOSE_GRACE_S = 1.0
 """Maximum seconds for sending the last messages when the engine closes."""
 MAX_HANDSHAKE_BYTES = 64 << 10
@@ -103,8 +96,7 @@ class TransferManager:
         self._clock = clock
         self._transports = dict(builtin_transports() if transports is None else transports)
         self._handles: dict[tuple[str, str], TransferHandle[Any]] = {}
-        self._refusals_logged: set[str] = set()
-        self._rate_limited_log = RateLimitedLog(logger)
+        self._failure_log = TransferFailureLog(name, self.core.peers.refusals)
         self._actions: deque[SendMessage | DialPeer | CloseConnection] = deque()
         self._woken = False
         self._closing = False
@@ -175,7 +167,7 @@ class TransferManager:
                 transfer, False, "this engine has restarted since the prompt was pushed"
             )
             self.forget(handle)
-            self._log_failure(handle.outcome)
+            self._failure_log.log_failure(handle.outcome)
         return handle
 
     def discard(self, transfer: str, *, epoch: str | None = None) -> bool:
@@ -220,7 +212,7 @@ class TransferManager:
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
         carry out the resulting actions, and return the method's result."""
-        events: list[TransferEvent] = []
+        events: list[ReportedEvent] = []
         try:
             with self.changed:
                 try:
@@ -232,7 +224,7 @@ class TransferManager:
                 if isinstance(event, BlockStoreEnded):
                     self._on_stored(event)
                 else:
-                    self._log_failure(event)
+                    self._failure_log.log_failure(event)
 
     def forget(self, handle: TransferHandle[Any]) -> None:
         with self.changed:
@@ -257,21 +249,24 @@ class TransferManager:
 
         return self.do(begin)
 
-    def _deliver_events(self) -> list[TransferEvent]:
+    def _deliver_events(self) -> list[ReportedEvent]:
         """Deliver the core's events to handles and queue its actions. The caller holds the lock. Returns the
         ended writes and failed transfers, which the caller reports after releasing the lock."""
-        reported: list[TransferEvent] = []
+        reported: list[ReportedEvent] = []
         for event in self.core.take_events():
             if isinstance(event, BlockStoreEnded):
                 reported.append(event)
                 continue
             handle = self._handles.get(_event_target(event))
-            if handle is not None:
-                handle.on_event(event)
-                if not isinstance(event, LayerLoaded) and event.why and not self._is_expected(event.why):
-                    reported.append(event)
-                if isinstance(event, PushEnded):
-                    del self._handles[_event_target(event)]
+            if handle is None:
+                continue
+            handle.on_event(event)
+            if isinstance(event, LayerLoaded):
+                continue
+            if not self._closing and self._failure_log.takes(event.why):
+                reported.append(event)
+            if isinstance(event, PushEnded):
+                del self._handles[_event_target(event)]
         for action in self.core.take_actions():
             if isinstance(action, ReadBlock):  # directly to a store thread, not through the loop
                 self._store_threads.read(action)
@@ -279,33 +274,13 @@ class TransferManager:
                 self._store_threads.write(action)
             else:
                 self._actions.append(action)
-        if len(self.core.peers.refusals) > len(self._refusals_logged):
-            self._log_refusals()
+        self._failure_log.log_new_refusals()
         self.changed.notify_all()
         if not self._woken and self._loop is not None and not self._loop.is_closed():
             self._woken = True
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 self._loop.call_soon_threadsafe(self._carry_out)
         return reported
-
-    def _is_expected(self, why: str) -> bool:
-        """Whether transfers that end for the reason ``why`` need no log line: an engine has cancelled them or
-        is closing, or their peer was refused, which is logged once per peer."""
-        # A peer's abort quotes the peer's reason.
-        return self._closing or GIVEN_UP in why or why in self.core.peers.refusals.values()
-
-    def _log_failure(self, event: TransferEvent) -> None:
-        """Log why a transfer ended before all of its blocks arrived."""
-        assert isinstance(event, (LoadEnded, PushEnded, PromptTransferEnded))
-        message = "%s: %s (%s) failed, so missing blocks are computed: %s"
-        kind, name = _event_target(event)
-        self._rate_limited_log.log(logging.WARNING, message, self.name, _KINDS[kind], name, event.why)
-
-    def _log_refusals(self) -> None:
-        for peer, why in self.core.peers.refusals.items():
-            if peer not in self._refusals_logged:
-                self._refusals_logged.add(peer)
-                logger.warning("%s: no KV goes to or from %s: %s", self.name, peer, why)
 
     def _run(self, listen: list[str]) -> None:
         try:

@@ -1,0 +1,48 @@
+"""Logs why the KV transfers of one engine fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from ..metrics.rate_limited_log import RateLimitedLog
+from .transfer_actions import GIVEN_UP, LoadEnded, PromptTransferEnded, PushEnded
+
+logger = logging.getLogger(__name__)
+
+
+class TransferFailureLog:
+    """Logs failed transfers, at a limited rate, and refused peers, once each."""
+
+    def __init__(self, engine: str, refusals: Mapping[str, str]) -> None:
+        """``refusals``: peer → reason why it was refused. The core adds peers while the log is in use."""
+        self._engine = engine
+        self._refusals = refusals
+        self._logged_peers: set[str] = set()
+        self._rate_limited_log = RateLimitedLog(logger)
+
+    def log_new_refusals(self) -> None:
+        """Log the peers that were refused since the last call."""
+        if len(self._refusals) == len(self._logged_peers):
+            return
+        for peer, why in self._refusals.items():
+            if peer not in self._logged_peers:
+                self._logged_peers.add(peer)
+                logger.warning("%s: no KV goes to or from %s: %s", self._engine, peer, why)
+
+    def takes(self, why: str) -> bool:
+        """Whether to log a transfer that ended for the reason ``why``: an engine has not cancelled it, and no
+        refusal explains it."""
+        # A peer's abort quotes the peer's reason.
+        return bool(why) and GIVEN_UP not in why and why not in self._refusals.values()
+
+    def log_failure(self, event: LoadEnded | PushEnded | PromptTransferEnded) -> None:
+        """Log why a transfer ended before all of its blocks arrived."""
+        if isinstance(event, LoadEnded):
+            what, name = "a load of KV", event.load
+        elif isinstance(event, PushEnded):
+            what, name = "the push of a prompt's KV", event.transfer
+        else:
+            what, name = "the arrival of a prompt's KV", event.transfer
+        message = "%s: %s (%s) failed, so missing blocks are computed: %s"
+        self._rate_limited_log.log(logging.WARNING, message, self._engine, what, name, event.why)
