@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from judge_page import Cell, Figures, heat_map, page
+from judge_page import ARRIVAL_ORDER, BUSY_LOADS, Cell, Figures, heat_map, page
 from policy_comparison import chosen
 from result_pages import made_by, write_result
 from rich.console import Console
@@ -237,8 +237,8 @@ def renewed(
     kept: RunCache,
     console: Console,
 ) -> Iterator[Cell]:
-    """The cells of an earlier result, with new runs of ``OURS`` and ``ORACLE``. Arrival rates stay as they
-    were."""
+    """The cells of an earlier result, with new runs of ``OURS`` and ``ORACLE``, and of the order of arrival
+    where slowdowns are compared. Arrival rates stay as they were."""
     point_of = {point.name: point for point in points}
     for number, cell in enumerate(earlier, 1):
         point, rate = point_of.get(cell.name), cell.rows[STOCK].rate_per_s
@@ -246,7 +246,10 @@ def renewed(
             raise SystemExit(
                 f"{cell.name} is no cell of this grid; expected the traces of the earlier result"
             )
-        specs = specs_of(point, [name for name in (OURS, ORACLE) if name in cell.rows], rate, options.seed)
+        names = [name for name in (OURS, ORACLE) if name in cell.rows]
+        if cell.load in BUSY_LOADS:
+            names += [name for name in ARRIVAL_ORDER if name in cell.rows][:1]
+        specs = specs_of(point, names, rate, options.seed)
         rows = run_with_progress(specs, processes=options.jobs, cache=kept).rows
         cell = replace(cell, rows={**cell.rows, **{row.policy: Figures.of(row) for row in rows}})
         console.print(f"{number} of {len(earlier)}: {cell.summary()}", highlight=False, soft_wrap=True)

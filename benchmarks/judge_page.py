@@ -23,6 +23,8 @@ WAY_AIM = 0.5
 BUSY_LOADS = ("open 0.95", "open 1.1")
 STOCK = "stock"
 ORACLE = "sojourn-oracle"
+ARRIVAL_ORDER = ("continuum+host", "continuum")
+"""Presets that run programs first come, first served, the better one first."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +34,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     programs_finished: int
     completion_mean_s: float | None
     completion_p99_s: float | None
+    slowdown_p99: float | None = None
+    """Completion time ÷ completion time alone; ``None`` in results of earlier commits."""
     ttft_mean_s: float | None
     recomputed_share: float
     virtual_s: float
@@ -45,6 +49,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
             programs_finished=row.programs_finished,
             completion_mean_s=row.completion_s.mean,
             completion_p99_s=row.completion_s.p99,
+            slowdown_p99=row.slowdown.p99,
             ttft_mean_s=row.ttft_s.mean,
             recomputed_share=row.regenerated_tokens / row.prompt_tokens if row.prompt_tokens else 0.0,
             virtual_s=row.virtual_s,
@@ -95,6 +100,12 @@ class Cell:
         if not own or not best or not oracle or oracle < SLACK_AIM * best:
             return None
         return (1 / best - 1 / own) / (1 / best - 1 / oracle)
+
+    def slowdown_of_arrival_order(self, ours: str) -> float | None:
+        """P99 of slowdown when programs are served in the order of their arrival, over that of ``ours``."""
+        mine = self.rows[ours].slowdown_p99
+        theirs = [row.slowdown_p99 for name in ARRIVAL_ORDER if (row := self.rows.get(name)) is not None]
+        return theirs[0] / mine if mine and theirs and theirs[0] else None
 
     def document(self) -> dict[str, Any]:
         """The cell's figures by policy, for JSON."""
@@ -204,6 +215,11 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
             "open loop from 0.95: of the way from the best preset to the oracle",
             WAY_AIM,
             (c.way_to_oracle(ours, limits) for c in busy),
+        ),
+        least(
+            f"open loop from 0.95: P99 of slowdown, first come first served ({ARRIVAL_ORDER[1]}) over {ours}",
+            1.0,
+            (c.slowdown_of_arrival_order(ours) for c in busy),
         ),
         least("open loop at 0.5: over stock", 1 / SLACK_AIM, (c.ratio(ours, STOCK) for c in calm)),
         least(

@@ -37,13 +37,19 @@ def cell_of(judge: ModuleType, name: str, load: str, host: float, *rows: RunRow)
 
 
 def row(
-    policy: str, tokens: float = 0.0, mean_s: float | None = None, again: float = 0.0, ended: int = 3
+    policy: str,
+    tokens: float = 0.0,
+    mean_s: float | None = None,
+    again: float = 0.0,
+    ended: int = 3,
+    slowdown: float | None = None,
 ) -> RunRow:
     made = summarize_run(synthetic_run_log("stock", 3, virtual_s=300.0))
     return msgspec.structs.replace(
         made, policy=policy, output_tok_per_s=tokens, limit=policy in LIMITS,
         programs_finished=ended, prompt_tokens=1000, regenerated_tokens=round(1000 * again),
         completion_s=msgspec.structs.replace(made.completion_s, mean=mean_s),
+        slowdown=msgspec.structs.replace(made.slowdown, p99=slowdown),
     )  # fmt: skip
 
 
@@ -140,6 +146,21 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     assert (tmp_path / "judge.svg").read_text().count("<svg") == 1
 
 
+def test_the_slowest_programs_are_compared_with_those_of_the_order_of_arrival(judge: ModuleType) -> None:
+    ours, hosted = row("sojourn", mean_s=80.0, slowdown=5.0), row("continuum+host", mean_s=90.0, slowdown=6.0)
+    without = row("continuum", mean_s=90.0, slowdown=4.0)
+    cells = [
+        cell_of(judge, "shorter", "open 0.95", 1.0, ours, row("stock", mean_s=99.0), hosted, without),
+        cell_of(judge, "longer", "open 1.1", 0.0, ours, row("stock", mean_s=99.0), without),
+        cell_of(judge, "calm", "open 0.5", 0.0, ours, row("stock", mean_s=99.0), without),
+        cell_of(
+            judge, "early", "open 1.1", 0.0, row("sojourn", mean_s=80.0), row("stock", mean_s=99.0), without
+        ),
+    ]
+    [line] = [line for line in judge.page(cells, "", "sojourn", LIMITS).splitlines() if "slowdown" in line]
+    assert line.endswith("| ≥ 1 | 0.8 (worst) | 1 of 2 |")
+
+
 def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do_not(
     judge: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +168,7 @@ def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do
     point = next(p for p in points if p.load.name == "open 0.95" and p.host == 1)
     rated = [
         msgspec.structs.replace(row(name, mean_s=100.0), rate_per_s=0.25)
-        for name in ("sojourn", "sojourn-oracle", "stock", "mori")
+        for name in ("sojourn", "sojourn-oracle", "stock", "mori", "continuum+host")
     ]
     earlier = cell_of(judge, point.name, "open 0.95", 1.0, *rated)
     ran = []
@@ -159,9 +180,11 @@ def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do
     monkeypatch.setattr(judge, "run_with_progress", run)
     options = SimpleNamespace(seed=0, jobs=1)
     [cell] = judge.renewed([earlier], points, options, None, judge.Console(quiet=True))
-    assert ran == [("sojourn", 0.25, 1.0), ("sojourn-oracle", 0.25, 1.0)]
+    # The order of arrival too, since slowdowns are compared with it.
+    assert ran == [("sojourn", 0.25, 1.0), ("sojourn-oracle", 0.25, 1.0), ("continuum+host", 0.25, 1.0)]
     means = {name: figures.completion_mean_s for name, figures in cell.rows.items()}
-    assert means == {"sojourn": 50.0, "sojourn-oracle": 50.0, "stock": 100.0, "mori": 100.0}
+    renewed = dict.fromkeys(("sojourn", "sojourn-oracle", "continuum+host"), 50.0)
+    assert means == renewed | {"stock": 100.0, "mori": 100.0}
     with pytest.raises(SystemExit, match="expected the traces of the earlier result"):
         list(judge.renewed([earlier], [], options, None, judge.Console(quiet=True)))
 

@@ -155,6 +155,17 @@ def test_an_open_loop_counts_the_unfinished_as_a_lower_bound() -> None:
     assert row.notes == (CUT_OFF_NOTE,)
 
 
+def test_slowdowns_are_completion_times_over_those_alone() -> None:
+    run = small_run("open")
+    assert summarize_run(run).slowdown.count == 0, "logs of earlier releases have no times alone"
+    run.programs[0].expected_s, run.programs[1].expected_s = 10.0, 30.0
+    slowdown = summarize_run(run).slowdown
+    assert (slowdown.mean, slowdown.count) == (2.5, 2)
+    assert slowdown.at_least == ("mean", "p50", "p90", "p95", "p99"), "60 s so far are twice 30 s, at least"
+    run.loop = "closed"
+    assert (summarize_run(run).slowdown.mean, summarize_run(run).slowdown.count) == (3.0, 1)
+
+
 def test_a_run_in_which_all_finished_needs_no_note_and_no_bound() -> None:
     run = small_run("open")
     del run.programs[1]

@@ -89,7 +89,7 @@ class ProgramLog(msgspec.Struct, kw_only=True):
     tenant: str | None = None
     """Tenant of the program, if the workload has tenants."""
     expected_s: float | None = None
-    """Completion time alone on an empty engine, tools included; ``None`` if not computed."""
+    """Completion time alone on an empty engine, tools included; ``None`` in logs of earlier releases."""
 
     @property
     def completion_s(self) -> float | None:

@@ -98,14 +98,14 @@ class SimulatedClients:
         log: RunLog,
         *,
         standalone: bool,
-        expected_s: Callable[[ProgramPlan], float] | None,
+        expected_s: Callable[[ProgramPlan], float],
         call_s: float,
         with_hints: bool,
     ) -> None:
         """``standalone``: whether there is a single engine outside a cluster; logs then do not name the
         engine. ``expected_s``: computes a program's completion time alone on an engine, for the program's
-        log; with ``None``, this time is not logged. ``call_s``: virtual seconds that requests and events take
-        to reach an engine. ``with_hints``: whether clients send hints and events."""
+        log. ``call_s``: virtual seconds that requests and events take to reach an engine. ``with_hints``:
+        whether clients send hints and events."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router
@@ -187,8 +187,7 @@ class SimulatedClients:
         if root is not None:
             root.family += 1
         self.active[plan.instance_id] = active
-        if self._expected_s is not None:
-            log.expected_s = self._expected_s(plan)
+        log.expected_s = self._expected_s(plan)
         if hints is not None:
             self._queue_events(hints, hints.program_start())
         for child in plan.children:

@@ -120,7 +120,7 @@ class Simulation:
             front,
             log,
             standalone=standalone,
-            expected_s=None if standalone else self._expected_s,
+            expected_s=self._expected_s,
             call_s=latency.call_s,
             with_hints=with_hints,
         )

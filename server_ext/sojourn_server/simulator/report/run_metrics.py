@@ -61,6 +61,7 @@ def summarize_run(
       open loop all programs count, unfinished ones with their elapsed time. ``at_least`` names the statistics
       that are only lower bounds for this reason.
     - ``completion_estimate_s``: Kaplan-Meier estimate of completion for all programs, in both loops.
+    - ``slowdown``: the times of ``completion_s``, each ÷ the program's time alone on an empty engine.
     - ``unfinished_elapsed_s``: elapsed time of unfinished programs, in both loops.
     - ``ttft_s``: from sending to the first token, including time at a router.
     - ``queue_s``: from sending to the allocation of blocks, including loads from host memory. In ``ttft_s``
@@ -88,6 +89,7 @@ def summarize_run(
     admitted = [turn for turn in sent if turn.admitted_s is not None]
     finished = [seconds for program in programs if (seconds := program.completion_s) is not None]
     elapsed = [run.virtual_s - program.arrived_s for program in programs if program.finished_s is None]
+    counted = finished_statistics if run.loop == "closed" else censored_statistics
     causes: Counter[str] = Counter()
     for turn in admitted:
         causes.update(turn.regenerated)
@@ -101,9 +103,8 @@ def summarize_run(
         seed=run.seed,
         programs_finished=len(finished),
         programs_unfinished=len(elapsed),
-        completion_s=summary_statistics(finished)
-        if run.loop == "closed"
-        else censored_statistics(finished, elapsed),
+        completion_s=counted(finished, elapsed),
+        slowdown=counted(*slowdowns(programs, run.virtual_s)),
         ttft_s=_waits(sent, "first_token_s", run.virtual_s),
         tpot_s=summary_statistics(
             seconds for turn in sent if (seconds := _tpot_s(turn, run.virtual_s)) is not None
@@ -196,6 +197,26 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
         mean=summary["mean"], p50=summary["p50"], p90=summary["p90"], p95=summary["p95"], p99=summary["p99"],
         count=int(summary["count"] or 0),
     )  # fmt: skip
+
+
+def finished_statistics(exact: Sequence[float], _lower_bounds: Sequence[float]) -> SummaryStatistics:
+    """Mean and percentiles of ``exact`` alone."""
+    return summary_statistics(exact)
+
+
+def slowdowns(programs: Iterable[ProgramLog], run_end_s: float) -> tuple[list[float], list[float]]:
+    """Completion time ÷ completion time alone: of the finished programs, and lower bounds of the others.
+    Programs whose time alone is unknown do not count."""
+    exact: list[float] = []
+    lower_bounds: list[float] = []
+    for program in programs:
+        if not program.expected_s:
+            continue
+        if program.completion_s is not None:
+            exact.append(program.completion_s / program.expected_s)
+        else:
+            lower_bounds.append((run_end_s - program.arrived_s) / program.expected_s)
+    return exact, lower_bounds
 
 
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:

@@ -104,6 +104,8 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     completion_estimate_s: SummaryStatistics = NO_STATISTICS
     """Kaplan-Meier estimate of the completion times of all programs, unfinished ones included. Compare
     policies by this field."""
+    slowdown: SummaryStatistics = NO_STATISTICS
+    """Completion time ÷ completion time alone on an empty engine, of the programs in ``completion_s``."""
     queue_s: SummaryStatistics = NO_STATISTICS
     turns_finished: int = 0
     turns_unfinished: int = 0
