@@ -75,7 +75,8 @@ GATEWAY_ERROR_CODES = (
     GATEWAY_FULL,
     "slow_body",
 )
-"""Error codes of requests that the gateway rejects before it submits them to the routing core."""
+"""Error codes of requests that the gateway rejects before it submits them to the routing core.
+``GATEWAY_FULL`` may also come later."""
 GATEWAY_FAILED = "gateway_failed"
 GATEWAY_STOPPING = "gateway_stopping"
 REPLICA_LOST = "replica_lost"

@@ -110,8 +110,8 @@ class AnswerDeadline(asyncio.Protocol):
     _end_deadline: asyncio.TimerHandle | None = None
     """The next call of ``_check_end``."""
     _unread_end: tuple[Any, int] | None = None
-    """Cycle and waiting bytes at the last call of ``_check_end``; ``None``: no bytes waited, or more could
-    follow."""
+    """(request cycle, number of unread bytes) at the last call of ``_check_end``; ``None``: all bytes were
+    read, or more could follow."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -228,7 +228,7 @@ class PipelineLimit(asyncio.Protocol):
     It also reports a disconnect to the request that is being answered.
 
     uvicorn keeps all requests that have arrived, and reports a disconnect only to the newest of them. Its
-    protocol on h11 reads one request after the other, and needs neither."""
+    protocol on h11 reads the next request only after the answer to the last, so it has neither problem."""
 
     transport: Any
     cycle: Any

@@ -1,4 +1,4 @@
-"""Polls engines for their health, their limits, and restarts."""
+"""Polls engines, registers living ones with the routing core, and reports dead or restarted ones as gone."""
 
 from __future__ import annotations
 
@@ -56,14 +56,15 @@ class MonitoredEngine:
     probe_asked_s: float = -math.inf
     """Time at which the core requested the last probe that was begun, on the monitor's clock."""
     next_asked_s: float | None = None
-    """Time of the core's last request for another probe, which came while a probe was in progress; ``None``:
-    there is no such request."""
+    """Time at which the core last requested a probe while another was in progress; ``None``: no further probe
+    is due."""
     probing: asyncio.Task[None] | None = None
     """The last probe; ``None``: there was none."""
     places: list[ReplicaAddress] = field(default_factory=list)
     """Addresses of the engine's replicas, one per data-parallel rank; empty: the engine is not registered."""
     expected: dict[ReplicaAddress, str] = field(default_factory=dict)
-    """Replicas of a saved state, with their instances, while the engine has not been seen."""
+    """Replicas of this engine in a saved state, with their instances. Empty once the engine was found alive
+    or dead."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a poll or probe of the engine."""
 
@@ -124,7 +125,7 @@ class EngineMonitor(EngineMonitorProtocol):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``engine_key``: key sent to engines. ``poll_s``: seconds between two polls. ``read``: function that
-        builds an engine's description from its answers, for ``EngineProbe``. ``clock``: clock in seconds."""
+        builds an engine's description from its answers. ``clock``: clock in seconds."""
         self._watched = {
             url: MonitoredEngine(EngineProbe(url, session, key=engine_key, read=read)) for url in urls
         }

@@ -29,7 +29,8 @@ MAX_DROPPED_KV_PAGES = 16
 """Maximum number of pages of dropped programs that one poll reads from an engine. A page has 5,000 programs,
 and an engine knows 20,000 by default."""
 ORDER_TIMEOUT_S = 5.0
-"""Seconds for an engine's answer to a yield order; engines drop orders of that age."""
+"""Seconds to wait for an engine's answer to a yield order (``order_yield``). Engines drop orders of that
+age."""
 MAX_ORDERS_IN_FLIGHT = 64
 """Maximum number of unanswered yield orders. Further orders count as refused."""
 NEXT_ENGINE_WAIT_S = 1.0
@@ -183,11 +184,11 @@ class EngineQueries:
     def order_yield(
         self, order: YieldPrograms, names: ProgramIdMapper, answered: Callable[[YieldAnswered], None]
     ) -> None:
-        """Start to send a yield order to a replica's engine: running requests of the programs in ``order``
-        are to yield to a more urgent request.
+        """Start to send a yield order to a replica's engine: it asks the engine to preempt running requests
+        of the programs in ``order`` for a more urgent request.
 
-        ``answered`` is called with the result within ``ORDER_TIMEOUT_S``. If the order cannot be sent,
-        ``answered`` is called before this method returns.
+        ``names``: maps program ids to the engine's names. ``answered`` is called with the result within
+        ``ORDER_TIMEOUT_S``. If the order cannot be sent, ``answered`` is called before this method returns.
         """
         address = self._replicas.get(order.replica_id)
         if address is None or len(self._orders) >= MAX_ORDERS_IN_FLIGHT:

@@ -74,7 +74,7 @@ def describe_engine(
     ranks = max(len({pool.engine for pool in pools}), whole(capabilities.get("engines")) or 1, 1)
     return EngineDescription(
         ranks=ranks,
-        # Without a start time, only a loss shows that another engine runs here.
+        # Without a start time, another engine at this address is noticed only after the loss of the first.
         instance=process_start_time(metrics) or f"life {life}",
         # vLLM reserves one block.
         capacity_tokens=(blocks - 1) * block_size if blocks > 1 else DEFAULT_CAPACITY_TOKENS,
@@ -116,7 +116,7 @@ class PairCapabilities:
     epoch: str
     """Instance of the engine's KV transfer manager."""
     block_s: float
-    """Seconds that the node's storage NIC takes for one Full Block."""
+    """Seconds in which the node's storage NIC reads one Full Block."""
     block_bytes: int
     """Bytes of a Full Block."""
     block_tokens: int
@@ -229,8 +229,9 @@ class PairEngineDescription(EngineDescription):
 def describe_pair(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> PairEngineDescription:
-    """Build the description of a prefill or decode engine; arguments as in ``describe_engine``. If the engine
-    cannot be part of a pair, ``unfit`` says why."""
+    """Build the description of a prefill or decode engine from its answers to ``/capabilities``, ``/metrics``
+    and ``/v1/models``. ``life``: number of engines lost at this address before. If the engine cannot be part
+    of a pair, ``unfit`` of the result says why."""
     reported = describe_engine(capabilities, metrics, models, life)
     values = {field.name: getattr(reported, field.name) for field in dataclasses.fields(reported)}
     try:
@@ -244,13 +245,14 @@ def describe_pair(
 
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
-    """The values that an engine with these reports and its partner in a pair must have in common."""
+    """The values of an engine that must equal those of its partner in a pair. ``reported``: the engine's
+    description. ``paths``: its capabilities as a prefill or decode engine."""
     return EngineCompatibility(reported.model, paths.block_bytes, paths.block_tokens, paths.kv, paths.shape)
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Why an engine with the values ``kind`` cannot form a pair with the served engines, whose values are
-    ``ours``. Empty if the engine can form a pair. An empty ``kv`` or ``shape`` matches every other one."""
+    """Why an engine of the kind ``kind`` cannot form a pair with engines of the served kind ``ours``; empty
+    if it can. An empty ``kv`` or ``shape`` matches any other."""
     if kind.model != ours.model:
         return f"it serves {kind.model!r}; expected {ours.model!r}, as the others do"
     if kind.shape and ours.shape and kind.shape != ours.shape:

@@ -129,7 +129,7 @@ class GenerationRoutes:
             if body is None:
                 return
             read = await self._read(api, body, proxy_headers.first_value(raw, proxy_headers.SESSION), tenant)
-            del body  # replaced by ``read.body``, which has the engines' program names
+            del body  # replaced by ``read.body``, which has the engines' program ids
             held.set_size(len(read.body))
             exchange = ProxyRequest(self._shared, api, scope, send, tenant, read, held)
             del read
@@ -153,8 +153,9 @@ class GenerationRoutes:
             watch.stop()
 
     async def _read(self, api: ClientApi, body: bytes, session: str | None, tenant: str) -> ParsedRequest:
-        """Parse a body, and replace its program ids by the engines' names. ``session``: the header
-        ``X-Session-ID``. Raises ``InvalidGenerationRequest``."""
+        """Parse a body, and replace its program ids by those that engines use (``ProgramIdMapper``).
+        ``session``: value of the header ``X-Session-ID``; ``None``: no such header. Raises
+        ``InvalidGenerationRequest``."""
 
         def read() -> ParsedRequest:
             question = parse_generation_request(api, body, session)

@@ -1,9 +1,9 @@
 """Forwards clients' events to the replica that is their program's home.
 
 An engine knows a program only from the events that it has received. So the gateway keeps each program's
-start, graph and running tools. If a request goes to a replica that lacks these events, such as a new home or
-a restarted replica, the gateway sends the events first. Events that arrive before a program's first request
-are kept until that request.
+start, workflow graph and running tools. If a request goes to a replica that lacks these events, such as a new
+home or a restarted replica, the gateway sends the events first. Events that arrive before a program's first
+request are kept until that request.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class EventForwarder:
         silent_program_s: float = SILENT_PROGRAM_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: maps program ids to the engines' names; ``None``: engines use the clients' ids.
-        ``engine_key``: key sent to engines instead of the client's. ``silent_program_s``: seconds without an
-        event after which a program's events are dropped."""
+        """``names``: maps clients' program ids to the names that engines use for programs; ``None``: engines
+        use the clients' ids. ``engine_key``: key sent to engines instead of the client's.
+        ``silent_program_s``: seconds without an event after which a program's events are dropped."""
         self.names = names or ProgramIdMapper(())
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -99,7 +99,7 @@ class EventForwarder:
         self, batch: EventBatch, tenant: str, authorization: str | None
     ) -> list[EventOutcome]:
         """Record the events of a client's batch, and forward each to its program's home replica. If there is
-        no home, a ``ProgramEnd`` goes to the engine of the program's last answer; other events are not
+        no home, a ``ProgramEnd`` goes to the engine that gave the program's last answer; other events are not
         sent yet. Returns one outcome per event, in order."""
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _EngineBatch] = {}
@@ -174,8 +174,8 @@ class EventForwarder:
         return None
 
     def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
-        """Start to forward events that were removed from a request, because their programs have another home
-        than the request's replica. Does not wait for their outcomes."""
+        """Start to forward events that were removed from a request, for example because their programs have
+        another home than the request's replica. Does not wait for the outcomes."""
         task = asyncio.ensure_future(self.forward_batch(batch, tenant, authorization))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -330,8 +330,8 @@ class EventForwarder:
     def _with_full_graph(
         self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
     ) -> msgspec.Raw:
-        """The encoded event as it is sent to one engine. Clients send a full graph once, and then only its
-        hash. If the engine lacks a graph that the gateway has, the graph is added to the event."""
+        """The encoded event as it is sent to the engine of ``to``. Clients send a full graph once, and then
+        only its hash. If the engine lacks a graph that the gateway has, the graph is added to the event."""
         if not isinstance(event, AegReport):
             return raw
         if (
@@ -363,7 +363,8 @@ class EventForwarder:
         return self._renamed(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
 
     def _renamed(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
-        """An event, which the gateway can read, with its program ids replaced by the engines' names."""
+        """An encoded event with its program ids replaced by the engines' names. The event must be one that
+        ``decode_event`` accepts."""
         named = self.names.event(tenant, raw)
         assert named is not None, "it was read before"
         return named

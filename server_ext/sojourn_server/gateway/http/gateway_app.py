@@ -62,7 +62,8 @@ class GatewayOptions:
     """Options of a gateway that an operator sets."""
 
     policy: str
-    """Name of the cluster preset, for answers to clients."""
+    """Name of the cluster preset, or of the policy for pairs, as shown in ``/capabilities`` and
+    ``/replicas``."""
     engine_key: str | None = None
     """Key sent to engines instead of a client's own; ``None``: the client's key is sent."""
     admin_key: str | None = None
@@ -77,12 +78,13 @@ class GatewayOptions:
     reads_deadlines: bool = False
     """Whether the tenants' shares of capacity depend on deadlines that clients state."""
     silent_program_s: float = SILENT_PROGRAM_S
-    """Seconds without an event after which a program's events are no longer kept for a restarted engine."""
+    """The gateway drops a program's recorded events after this many seconds without a new event. Until then
+    it can send them to a restarted engine or a new home."""
     in_pairs: bool = False
     """Whether the engines are prefill and decode engines, so that a request needs one of each."""
     read_side: str | None = None
-    """Name of the policy that chooses which engine of a pair reads KV from storage; only with
-    ``in_pairs``."""
+    """Name of the policy that chooses which engine of a pair reads KV from storage, shown in ``/replicas``;
+    ``None``: not shown."""
 
     def __post_init__(self) -> None:
         for name in ("engine_key", "admin_key"):
@@ -196,7 +198,8 @@ class Gateway:
                 await self.close()
 
         generating = {api.value: GenerationEndpoint(self.generation, api) for api in ClientApi}
-        # These routes are also in the router, which answers other methods and knows its mount point.
+        # ``GatewayApplication`` answers POSTs to these paths directly. The router has the routes too, for
+        # other methods and for paths below a mount point.
         relayed = [Route(path, one, methods=["POST"]) for path, one in generating.items()]
         return GatewayApplication(
             generating,
@@ -287,7 +290,8 @@ class Gateway:
     def _report_yield_answer(
         self, order: routing_events.YieldPrograms, answer: routing_events.YieldAnswered
     ) -> None:
-        """Count an engine's answer to an order that running requests yield, and report it to the core."""
+        """Count an engine's answer to a yield order, which asks the engine to preempt running requests for a
+        more urgent one. Report the answer to the core."""
         self.metrics.yielded(len(answer.programs), len(order.programs) - len(answer.programs))
         if not answer.understood:
             self._rate_limited_log.log(

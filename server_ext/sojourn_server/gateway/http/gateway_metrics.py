@@ -36,7 +36,7 @@ class ProgramMove(msgspec.Struct, frozen=True):
     moved_from: str
     moved_to: str
     reason: str
-    """Why the new replica was chosen, as in ``SendRequest``."""
+    """Why the new replica was chosen: the ``reason`` of its ``SendRequest``."""
     kv: str
     """``shared``: the new replica finds the program's KV on the shared disk. ``recomputed``: it computes the
     KV again."""
@@ -63,7 +63,7 @@ class GatewayMetrics:
         self._clock = clock
         self._shares_address = shares_address
         self.registry = CollectorRegistry()
-        """What this gateway itself counts."""
+        """Metrics that this gateway itself counts."""
         self.replica_registry = CollectorRegistry()
         """Gauges of replicas and tenants. All gateways of one coordinator have the same values."""
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
@@ -181,7 +181,8 @@ class GatewayMetrics:
             self._recalled.inc()
 
     def yielded(self, yielding: int, refused: int) -> None:
-        """Count an engine's answer: how many running requests yield, and how many do not."""
+        """Count an engine's answer to a yield order. ``yielding``: number of running requests that it will
+        preempt for a more urgent one. ``refused``: number of those that it will not."""
         self._yields.inc(yielding)
         self._no_yields.inc(refused)
 
@@ -245,7 +246,7 @@ class GatewayMetrics:
         return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
 
     def own_exposition(self) -> bytes:
-        """What this gateway itself counts, in Prometheus' text format."""
+        """The metrics that this gateway itself counts, in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def exposition(
@@ -256,8 +257,8 @@ class GatewayMetrics:
         missing: int = 0,
         up_by_role: Mapping[str, int] | None = None,
     ) -> bytes:
-        """Update the gauges, and return them in Prometheus' text format. The result includes what this
-        gateway itself counts, unless other gateways share the address.
+        """Update the gauges, and return them in Prometheus' text format. The result includes the metrics of
+        ``own_exposition``, unless other gateways share the address.
 
         ``uses``: used capacity ÷ share, by tenant. ``missing``: number of engines that do not answer and are
         not among ``replicas``. ``up_by_role``: number of engines that are up, for each role; ``None``: the

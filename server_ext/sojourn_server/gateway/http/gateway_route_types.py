@@ -1,4 +1,5 @@
-"""Query parameters and answers of the gateway's own routes, with the types that only a gateway has."""
+"""Types of the query parameters and answers of the gateway's own routes, and a table of these routes for
+OpenAPI."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class GatewayCapabilities(Capabilities, frozen=True, kw_only=True):
 
     engines: int
     pairs: dict[str, int] | UnsetType = UNSET
-    """Number of engines by role, if they are prefill and decode engines."""
+    """Number of engines by role, ``prefill`` or ``decode``; absent if the engines have no roles."""
     gateway: Literal[True]
     stock: list[str]
     """URLs of engines that run without sojourn."""
@@ -41,7 +42,8 @@ class GatewayCapabilities(Capabilities, frozen=True, kw_only=True):
 
 
 class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
-    """The live programs of a gateway."""
+    """The live programs that the client may see: ``total`` programs, of which this answer has the ``shown``
+    most recently active."""
 
     programs: Sequence[ProgramRouteStatus]
     shown: int
@@ -57,7 +59,8 @@ class RoutedProgram(ProgramRouteStatus, frozen=True, kw_only=True):
 
 
 class GatewayGraphList(GraphList, frozen=True, kw_only=True):
-    """The graphs that the engines know."""
+    """The workflow graphs that the engines know, with the URLs of engines that run without sojourn
+    (``stock``) or did not answer (``silent``)."""
 
     stock: list[str]
     silent: list[str]
@@ -76,11 +79,11 @@ class GatewayStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MovePage(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the log of programs' moves."""
+    """A page of the log of programs' moves to other replicas."""
 
     moves: Sequence[ProgramMove]
     next: int
-    """``since`` of the next request."""
+    """Value of ``since`` with which to request the next page."""
 
 
 class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +94,10 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[str]
     """Addresses at which no engine answers. On Ray: names of deployments, each once per missing engine."""
     pairs: dict[str, int] | UnsetType = UNSET
-    """Number of engines that are up, by role, if they are prefill and decode engines."""
+    """Number of engines that are up, by role, ``prefill`` or ``decode``; absent if the engines have no
+    roles."""
     read_side: str | UnsetType = UNSET
-    """Policy that chooses which engine of a pair reads KV from storage."""
+    """Name of the policy that chooses which engine of a pair reads KV from storage; absent: unknown."""
     refused: Mapping[str, str] | UnsetType = UNSET
     """Addresses of engines that answer but get no requests, with the reasons."""
 

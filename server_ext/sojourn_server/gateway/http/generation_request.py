@@ -69,7 +69,7 @@ _decoder = msgspec.json.Decoder(_Body)
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DIGIT = re.compile(rb"[0-9]")
 _LIST_OF_LISTS = re.compile(rb"\[[ \t\n\r]*\[")
-"""The beginning of several prompts as lists of token ids, as JSON."""
+"""The beginning of a JSON list of lists: several prompts, each a list of token ids."""
 
 
 class PromptSize(NamedTuple):
@@ -78,7 +78,8 @@ class PromptSize(NamedTuple):
     json_bytes: int
     """Length of the prompt as JSON."""
     file_bytes: tuple[int, ...]
-    """Lengths as JSON of embedded files (base64 ``data:`` URLs), at most ``MAX_EMBEDDED_FILES``."""
+    """Length, in bytes of JSON, of each embedded file (base64 ``data:`` URL); at most ``MAX_EMBEDDED_FILES``
+    entries."""
     is_text: bool
     """Whether the prompt has no images, audio, video or files."""
 
@@ -111,7 +112,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Whether the request has several prompts as lists of token ids. ``prompt_tokens`` is then the sum of
     their lengths."""
     is_truncated: bool = False
-    """Whether the engine is asked to shorten the prompt to a length, such as that of its longest context."""
+    """Whether the client lets the engine truncate the prompt, for example to the longest context."""
 
     @property
     def is_exact(self) -> bool:
@@ -154,9 +155,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
 
 def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -> GenerationRequest:
-    """Parse a body. ``session``: value of the header ``X-Session-ID``. Raises ``InvalidGenerationRequest``.
+    """Parse a body. ``session``: value of the header ``X-Session-ID``; ``None``: no such header. Raises
+    ``InvalidGenerationRequest``.
 
-    A request may name its program in several places. The first of these places wins: the hint, the body, the
+    The program's id is the first that is given in this order: by the hint, the field ``session_id``, the
     header, ``vllm_xargs``. The last three are in the order of vLLM's ``_get_session_id``.
     """
     try:
@@ -191,8 +193,8 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest`` if a field is not valid
     JSON.
 
-    This can happen even to a body of a parsed request, because ``parse_generation_request`` skips unknown
-    fields.
+    Even the body of a parsed request may have such a field, because ``parse_generation_request`` skips
+    unknown fields.
     """
     try:
         return _members.decode(body)
@@ -218,10 +220,10 @@ def without_identity(body: bytes) -> bytes:
 def with_names(
     body: bytes, rename: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
-    """The body of a parsed request with other program names in it.
+    """The body of a parsed request with changed session ids and a changed hint.
 
-    ``rename`` maps each session id to its replacement. ``change`` is called with the fields of the hint and
-    changes them; ``None``: the hint is removed. If a field is repeated, the last one counts. Raises
+    ``rename`` maps each session id to its replacement. ``change`` gets the fields of the hint and changes
+    them in place; ``None``: the hint is removed. If a field is repeated, the last one counts. Raises
     ``InvalidGenerationRequest``."""
     document = members_of(body)
     _rename_session(document, rename)
@@ -267,7 +269,7 @@ def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
 
 
 def _is_truncated(api: ClientApi, read: _Body) -> bool:
-    """``GenerationRequest.is_truncated`` of a body."""
+    """The value of ``GenerationRequest.is_truncated`` for a body."""
     if api is ClientApi.RESPONSES:
         return read.truncation not in (None, "disabled")
     return read.truncate_prompt_tokens is not None and api is not ClientApi.MESSAGES
@@ -279,7 +281,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _count_ids(prompt: bytes) -> int | None:
     """Number of token ids in a prompt that is given as JSON; ``None``: the prompt is text."""
-    # The JSON is valid. Reading millions of numbers one by one would block other clients.
+    # The JSON is valid, so commas are counted. Parsing millions of numbers would block other clients.
     if not prompt.startswith(b"[") or b'"' in prompt:
         return None  # one or several texts
     return prompt.count(b",") + 1 if _DIGIT.search(prompt) is not None else 0
@@ -289,24 +291,24 @@ INITIAL_TOKENS_PER_BYTE = 0.25
 """Tokens per byte of JSON, assumed for a model until an engine has counted the tokens of a prompt. English
 has about four characters per token."""
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 0.05, 1.0
-"""Bounds of a learned sample of tokens per byte, wide enough for any tokenizer."""
+"""Bounds to which each learned sample of tokens per byte is clipped, wide enough for any tokenizer."""
 MEAN_WEIGHT = 0.1
 """Weight of the newest prompt in the moving mean of tokens per byte."""
 MIN_SAMPLE_BYTES = 2_000
 """Minimum size of a prompt from which tokens per byte are learned. In shorter prompts most tokens come from
 the chat template."""
 MIN_PROMPTS = 8
-"""Number of a tenant's prompts for a model after which the tenant's own tokens per byte are used."""
+"""Number of prompts of one tenant for one model from which the tenant's own tokens per byte are used."""
 MAX_MODELS = 64
-"""Maximum number of a tenant's models whose tokens per byte are remembered."""
+"""Maximum number of models for which a tenant's tokens per byte are remembered."""
 MAX_EMBEDDED_FILE_TOKENS = 1024
 """Maximum number of tokens that are counted for an embedded file. Vision models use about this many for an
 image of a megapixel."""
 MAX_EMBEDDED_FILES = 4096
 """Maximum number of embedded files that are looked for in each part of a prompt. The rest counts as text."""
 SLICE_BYTES = 1 << 20
-"""Size of the slices in which a prompt is searched. A search lets no other thread run, so the event loop
-would wait for the search of a whole body."""
+"""Size of the slices in which a prompt is searched. A search holds Python's global lock, so the search of a
+whole body would block the event loop."""
 _FILE_SIGN = b";base64,"
 _FILE_HEAD = re.compile(
     rb'"[a-z_]{0,16}(?:url|data)"[ \t\n\r]*:[ \t\n\r]*"data:[^",]{1,100};base64,\Z',
@@ -359,8 +361,8 @@ class PromptSizeEstimator:
 
     def learn(self, question: GenerationRequest, prompt_tokens: int, tenant: str = "") -> None:
         """Update the tenant's tokens per byte for the model. ``prompt_tokens``: the engine's count for this
-        request. Prompts that are short, not only text, shortened by the engine, or continue a stored
-        conversation are ignored."""
+        request. Ignored are prompts that are short, given as token ids, not only text, perhaps truncated, or
+        continuations of a stored conversation."""
         size = question.size.json_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return

@@ -1,4 +1,5 @@
-"""Gets live frames from all engines behind a gateway, and puts the clients' program ids into them."""
+"""Gets live frames (snapshots of memory and programs) from all engines behind a gateway. In them, the
+engines' names for programs are replaced by the clients' program ids."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ class GatewayLiveSource:
         self._monitor = monitor
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """Return the engines and programs (see ``LiveSource``). The gateway asks with its own key, so the
-        result has all tenants' programs."""
+        """Return the engines and the programs of all tenants, since the gateway asks with its own key.
+        ``changed_within_s``: return only programs that changed within this many seconds, or that have a
+        request or a lease; ``None``: return all programs."""
         path = PATH if changed_within_s is None else f"{PATH}&changed_within_s={changed_within_s:.3f}"
         replies = await self._queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
         engines: list[EngineRow] = []

@@ -40,9 +40,9 @@ class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
     An engine that cannot be part of a pair gets no requests, and the log says so once. All accepted engines
-    are of one kind (``EngineCompatibility``), so they have the same model and KV format. This kind is the
-    served kind. At the start, the kind with the most engines is served. Until that kind has engines of both
-    roles, another kind may replace it. Afterwards the served kind changes only when all its engines are gone.
+    are of one kind (``EngineCompatibility``): they have the same model and KV format.
+    ``dominant_compatibility`` chooses this served kind at each poll until the kind has had engines of both
+    roles. From then on, the served kind changes only when all its engines are gone.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class PairMonitor(EngineMonitor):
         engine_key: str | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        """``roles``: the configured role of the engine at each URL. Other arguments as in
-        ``EngineMonitor``."""
+        """``roles``: the configured role of the engine at each URL. ``engine_key``: key sent to engines.
+        ``poll_s``: seconds between two polls."""
         super().__init__(
             roles,
             routing_backend,
@@ -77,7 +77,7 @@ class PairMonitor(EngineMonitor):
         self._instances: dict[str, str] = {}
         """Last registered instance of each replica."""
         self._links: dict[str, dict[str, LinkStats]] = {}
-        """Last report of each engine's links, by URL."""
+        """Last report of each engine's links, by the engine's URL and the link's name."""
         self._logged_counts: tuple[int, int] | None = None
         """(prefill engines, decode engines): the numbers of accepted engines in the last log line."""
         self._running_polls = 0
@@ -124,7 +124,8 @@ class PairMonitor(EngineMonitor):
     # -- polling ------------------------------------------------------------------
 
     async def _ask_more(self, watched: MonitoredEngine) -> None:
-        """Query an engine's links and, in case they have changed, its capabilities."""
+        """Query an engine's links and capabilities. Changed capabilities lead to a new description of the
+        engine."""
         known = watched.description
         if not isinstance(known, PairEngineDescription):
             return
@@ -269,7 +270,7 @@ class PairMonitor(EngineMonitor):
 
 
 def _same_engine(known: PairCapabilities | None, described: PairCapabilities | None) -> bool:
-    """Whether two reports are equal except for the measured speed, or both missing."""
+    """Whether two reports are equal except for the measured ``block_s``, or both ``None``."""
     if known is None or described is None:
         return known is described
     return dataclasses.replace(described, block_s=known.block_s) == known

@@ -125,8 +125,8 @@ class ProgramEventRecord:
     """Earliest time at which the events are sent again, after an engine did not accept them."""
 
     def mark_unsent(self) -> None:
-        """Record that every replica lacks events of the program. The events are then sent to a replica
-        before the program's next request goes there."""
+        """Record that no replica has all events of the program. The events are then sent to a replica before
+        the program's next request goes there."""
         self.place = None
         self.missed += 1
 

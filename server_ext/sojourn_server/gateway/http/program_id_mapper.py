@@ -169,7 +169,9 @@ class ProgramIdMapper:
     def explanation(
         self, tenant: str, found: Explanation, replica: str | None, *, shows_all: bool
     ) -> Explanation:
-        """Return an engine's explanation with the tenant's ids, as in ``answer``, also in its text."""
+        """Return an engine's explanation of a turn with the engine's names replaced by the tenant's ids, in
+        the text too. Names of other tenants' programs become ``FOREIGN_PROGRAM_ID``, unless ``shows_all``.
+        ``replica``: id of the replica that explains; ``None``: unknown."""
         named = self.answer(
             tenant, {"program_id": found.program_id, "evictor": found.lost_to}, shows_all=shows_all
         )

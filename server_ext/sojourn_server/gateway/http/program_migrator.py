@@ -23,9 +23,8 @@ from .program_event_records import RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
-"""Bounds, in seconds, of the maximum time that a request waits until KV is on the shared disk. After that,
-the new replica computes the KV. The lower bound covers a few steps of the former engine. The lower bound also
-applies if that engine does not report its speed."""
+"""Bounds, in seconds, of ``worth_waiting_s``. After that time, the new replica computes the KV. The lower
+bound covers a few steps of the former engine, and applies if that engine does not report its speed."""
 RELEASE_DELAY_S = 30.0
 """Seconds after which a program's former replica may drop its KV, even if no request of the program has gone
 to the new home."""
@@ -43,7 +42,7 @@ class _StoredKv(msgspec.Struct):
     stored_tokens: int = 0
     pending_tokens: int = 0
     compute_s: float | None = None
-    """Seconds in which the engine computes the context again, by its own measure; ``None``: unknown."""
+    """Seconds that the engine needs to compute the context again, as it estimates; ``None``: unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,8 +68,8 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
 
 
 def worth_waiting_s(stored: _StoredKv) -> float:
-    """Maximum seconds that a request waits until KV is on the shared disk: the time that the engine needs to
-    compute the KV, within ``LEAST_WAIT_S`` and ``MOST_WAIT_S``."""
+    """Maximum seconds that a request waits until its program's KV is on the shared disk: the time that the
+    engine needs to compute the KV, within ``LEAST_WAIT_S`` and ``MOST_WAIT_S``."""
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, stored.compute_s or 0.0))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 RawHeaders = Collection[tuple[bytes, bytes]]
 
 SESSION = b"x-session-id"
-"""Header of a request, in lower case, that names its program if nothing else does."""
+"""Header of a request, in lower case, with the program's id. The request's hint and body take precedence."""
 RANK = b"x-data-parallel-rank"
 """Header, in lower case, that chooses a data-parallel rank of an engine."""
 REPLICA = "X-Sojourn-Replica"
@@ -73,7 +73,7 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
 
 
 def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers, with names in lower case, without those in ``dropped`` and those that the header
+    """The headers, with names in lower case. Left out are those in ``dropped``, and those that the header
     ``Connection`` lists because they concern only one connection."""
     lowered = [(name.lower(), value) for name, value in headers]
     for name, value in lowered:

@@ -55,14 +55,16 @@ class ParsedRequest(NamedTuple):
     """A client's request after parsing, as it is passed on to an engine."""
 
     body: bytes
-    """The request's body with the engines' names for programs."""
+    """The request's body, with the client's program ids replaced by those that engines use
+    (``ProgramIdMapper``)."""
     question: GenerationRequest
     """The parsed request, without its prompt."""
     prefix: tuple[int, ...]
-    """Hashes of the prompt's pieces; empty if the routing policy does not read them."""
+    """The prompt's prefix hashes (``GenerationRequest.prefix``); empty if the routing policy does not read
+    them."""
     events_fit: bool
-    """Whether the body still has the events of the client's hint. It has lost them if the engines' names made
-    the hint too long."""
+    """False if the events were removed from the hint in the body. This happens if the engines' longer program
+    ids make the hint too long."""
 
 
 class ProxyRequest:
@@ -91,7 +93,7 @@ class ProxyRequest:
         session = proxy_headers.first_value(raw, proxy_headers.SESSION)
         program_id = question.program_id
         if program_id is None and api is ClientApi.RESPONSES:
-            # An unnamed conversation is a program too, since its engine has the earlier turns.
+            # A conversation without a program id is a program too: only one engine has its earlier turns.
             known = shared.conversations.get((tenant, question.previous_response_id or ""))
             program_id = known or f"conversation-{secrets.token_hex(8)}"
         self._question = question
@@ -119,7 +121,7 @@ class ProxyRequest:
         """Whether the client reads a stream that has not ended."""
         self._sent_to: str | None = None
         """Id of the replica to which the request was last sent; ``None``: it was not sent, or a prefill
-        engine answers."""
+        engine rejected it."""
         self._prefill_attempts = 0
         """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
@@ -158,7 +160,8 @@ class ProxyRequest:
             # The server stops, and the time that it grants running requests has passed. The task ends here.
             await self._end_with_gateway()
         finally:
-            # After a newer decision, the core has the request elsewhere, and ``None`` ends it at any replica.
+            # After a newer decision, the core has assigned the request to another replica. ``None`` ends the
+            # request wherever the core has it.
             where = None if self.decisions.superseded or self.decisions.has_decision else self._sent_to
             routing_backend.tell(self._finished_event(where))
             routing_backend.close(self.decisions)
@@ -179,7 +182,8 @@ class ProxyRequest:
                 await self._to_client({"type": "http.response.body", "body": event})
 
     def _finished_event(self, where: str | None) -> routing_events.RequestFinished:
-        """The event that reports the request's end. ``where``: ``replica_id`` of the event."""
+        """The event that reports the request's end. ``where``: id of the replica at which it ended; ``None``:
+        wherever the core has it."""
         return routing_events.RequestFinished(
             self.decisions.request_id,
             self._meter.output_tokens,
@@ -266,7 +270,8 @@ class ProxyRequest:
         self, decision: routing_events.SendRequest, address: ReplicaAddress, passed: RawHeaders
     ) -> EngineAnswer:
         """Send the request to its replica or pair, and return the answer once its first byte is there.
-        ``passed``: headers for the engine. Raises ``ReplicaRequestError``."""
+        ``passed``: headers for the engine. Raises ``ReplicaRequestError``, ``GatewayConnectError``,
+        ``RequestRejected`` or ``InvalidGenerationRequest``."""
         if not isinstance(decision, SendRequestToPair):
             return await self._post(address, passed, self._body)
         if self._question.previous_response_id is not None:
@@ -283,7 +288,7 @@ class ProxyRequest:
         else:
             prefilled = await self._prefill(decision)
             if isinstance(prefilled, EngineAnswer):
-                # The first engine to see a bad request answers it; nothing is stored.
+                # The prefill engine rejected the request, so the client gets its answer.
                 self._sent_to = None
                 return prefilled
             body = await process_body(self._body, lambda: decode_body(self._body, prefilled))
@@ -295,8 +300,9 @@ class ProxyRequest:
         return answer
 
     async def _prefill(self, pair: SendRequestToPair) -> EngineAnswer | dict[str, Any]:
-        """Run the prefill stage. Returns the parameters that say where the KV is, or the engine's answer if
-        the engine rejects the request. Raises ``ReplicaRequestError`` with the prefill engine's id."""
+        """Run the prefill stage. Returns the ``kv_transfer_params`` that say where the KV is, or the engine's
+        answer if the engine rejects the request. Raises ``ReplicaRequestError`` with the prefill engine's
+        id."""
         shared, prefill_id = self._shared, pair.prefill_id
         address = shared.replicas.get(prefill_id)
         passed = proxy_headers.engine_request_headers(

@@ -69,7 +69,8 @@ def trim_memory() -> bool:
 def _trim_later(loop: asyncio.AbstractEventLoop) -> None:
     """Call ``trim_memory`` in a thread after ``TRIM_AFTER_S``, unless a call is due already.
 
-    Otherwise the allocator keeps the memory of large bodies, and the process seems to grow for hours."""
+    Without such calls, the allocator keeps the memory of large bodies, and the process seems to grow for
+    hours."""
     global _trims_in
     if _trims_in is not loop:
         _trims_in = loop
@@ -146,7 +147,7 @@ class RequestBody:
         ``None``: no such header. Raises ``RequestRejected`` if the body exceeds a limit or arrives too
         slowly."""
         if declared is not None and declared.isascii() and declared.isdigit():
-            # Reject early, for clients that send the body only later. Received bytes are counted anyway.
+            # Reject a large body before the client sends it. The bytes that arrive are counted in any case.
             self._check(int(declared[:20]))
         loop = asyncio.get_running_loop()
         began_s = loop.time()

@@ -141,7 +141,8 @@ class RoutingBackend(Protocol):
         ...
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Id of the engine of a program's last answer, for programs without a home; ``None``: unknown."""
+        """Id of the engine that gave a program's last answer, for programs without a home; ``None``:
+        unknown."""
         ...
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
@@ -167,7 +168,8 @@ class LocalRoutingBackend:
         self.on_action: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         """Function that is called with every action of the core, for metrics."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
-        """Function that returns an engine's last report of its links. The engine monitor sets it."""
+        """Function that returns the last report of an engine's links, by replica id. The engine monitor sets
+        it."""
         self._clock = clock
         self._queues: dict[str, RequestDecisionQueue] = {}
         """The queue of each open request, by request id."""
@@ -212,7 +214,8 @@ class LocalRoutingBackend:
         return self.core.home(tenant, program_id)
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Id of the engine of a program's last answer, for programs without a home; ``None``: unknown."""
+        """Id of the engine that gave a program's last answer, for programs without a home; ``None``:
+        unknown."""
         return self.core.answered_by(tenant, program_id)
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
@@ -224,7 +227,8 @@ class LocalRoutingBackend:
         return with_links(self.core.replica_statuses(), self.links_of)
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant: used fraction of the capacity ÷ share of the capacity."""
+        """By tenant: used fraction of the capacity ÷ the tenant's share of it. Empty if tenants do not share
+        capacity."""
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
@@ -247,12 +251,13 @@ class LocalRoutingBackend:
 def take_event(
     core: RoutingCore, event: routing_events.AnyRoutingEvent, now: float, log: RateLimitedLog
 ) -> Sequence[routing_events.AnyRoutingAction]:
-    """Pass an event to the core and return the core's actions. A ``RequestFinished`` ends its request even if
-    the core has meanwhile lost the request's replica, or sent the request to another one. If the core raises,
-    the error is logged, and a new or failed request is ended by the returned actions.
+    """Pass an event to the core and return the core's actions.
 
-    For ``RequestFailed`` these actions are a ``RejectRequest``, which takes effect only before the first byte
-    of the answer, and an ``AbortStream``, which takes effect only after the first byte.
+    A ``RequestFinished`` ends its request even if the core has meanwhile lost the request's replica, or
+    assigned the request to another one. If the core raises, the error is logged. The returned actions then
+    end the request of a ``RequestReceived`` or ``RequestFailed``; for other events there are none. For
+    ``RequestFailed`` they are a ``RejectRequest``, which takes effect only before the first byte of the
+    answer, and an ``AbortStream``, which takes effect only after it.
     """
     try:
         actions = core.take(event, now)
@@ -276,8 +281,8 @@ def take_event(
 def with_links(
     statuses: Sequence[ReplicaStatus], links_of: Callable[[str], Mapping[str, LinkStats]]
 ) -> list[ReplicaStatus]:
-    """Copies of the statuses, with the links of prefill and decode engines. ``links_of``: function that
-    returns an engine's last report of its links."""
+    """Copies of the statuses; those of prefill and decode engines get the state of their links to storage and
+    other engines. ``links_of``: function that returns the last report of an engine's links, by replica id."""
     return [
         msgspec.structs.replace(status, links=links_of(status.replica))
         if isinstance(status, PairEngineStatus)

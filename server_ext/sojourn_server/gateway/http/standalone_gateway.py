@@ -41,9 +41,11 @@ def build_gateway(
     poll_s: float = POLL_S,
     state: Path | None = None,
 ) -> tuple[Gateway, Starlette]:
-    """Build a gateway in front of the engines at ``urls``; return it with its ASGI application. ``poll_s``:
-    seconds between two polls of an engine. ``state``: file in which the core's state is saved, and from which
-    it is restored at the next start; ``None``: the state is not saved."""
+    """Build a gateway in front of the engines at ``urls``; return it with its ASGI application.
+
+    ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
+    an engine. ``state``: file in which the core's state is saved, and from which it is restored at the next
+    start; ``None``: the state is not saved."""
     core = build_routing_core(preset, limits)
     gateway, backend = _build(core, tenants, options, routing_reasons(preset))
     monitor = EngineMonitor(

@@ -71,8 +71,9 @@ class StatusRoutes:
         in_pairs: bool = False,
         read_side: str | None = None,
     ) -> None:
-        """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet. ``policy``,
-        ``in_pairs`` and ``read_side`` are those of ``GatewayOptions``."""
+        """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet. ``policy``: name of
+        the cluster preset. ``in_pairs``: whether the engines are prefill and decode engines. ``read_side``:
+        name of the policy that chooses which engine of a pair reads KV from storage."""
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._queries = queries
@@ -85,7 +86,7 @@ class StatusRoutes:
         self._in_pairs = in_pairs
         self._read_side = read_side
         self._listing = ProgramListing(routing_backend.programs)
-        """All programs, for cores without ``_local_programs``."""
+        """Lists all programs when ``_local_programs`` returns ``None``."""
         self._recent: asyncio.Task[Sequence[ReplicaStatus]] | None = None
         """The last query of ``_recent_states`` to the coordinator, finished or not."""
         self._recent_s = 0.0
@@ -252,8 +253,9 @@ class StatusRoutes:
         return json_response(self._names.explanation(place.tenant, found, replica_id, shows_all=shows_all))
 
     async def _ended_explanation(self, request: Request, program_id: str, turn: str) -> Response:
-        """Explain a turn of a program that only the engines remember. If several remember it, the answer is
-        of the one with the most turns. ``turn``: the query string, or empty."""
+        """Explain a turn of a program that only the engines remember. If several engines do, the explanation
+        with the highest turn number is returned. ``turn``: query string that names the turn; empty: the
+        newest turn."""
         longer_id = f"{program_id}/explain"  # an id may itself end in /explain
         tenant = self._tenant_of_ended(request)
         if tenant is not None and await self._place(request, longer_id) is None:
@@ -387,8 +389,8 @@ class StatusRoutes:
         request: Request,
         event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
     ) -> Response:
-        """Report ``event`` about the replica that the path names, and answer with the replica's status. Only
-        for the admin key. Only the drain of a present replica can start."""
+        """Report ``event`` about the replica that the path names, and answer with the replica's status. Needs
+        the admin key. A drain cannot start at a replica that is absent."""
         if self._access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:

@@ -69,13 +69,14 @@ class _Basis(enum.Enum):
     """Origin of a coordinator's wanted number of engines."""
 
     UNKNOWN = enum.auto()
-    """The minimum number, or more if the demand that is known so far needs more."""
+    """The configured minimum, or more if the demand that is known so far needs more."""
     RUNNING = enum.auto()
     """The number of running engines."""
     FORMER = enum.auto()
     """The number that an earlier coordinator wanted."""
     DEMAND = enum.auto()
-    """Demand: it has lowered the number, or raised it above the number that an earlier coordinator wanted."""
+    """Known demand: it has lowered the number, or raised it above the number that an earlier coordinator
+    wanted."""
 
 
 class Autoscaler:
@@ -93,14 +94,13 @@ class Autoscaler:
         return self._decision.engines
 
     def hold(self, former: int, running: int) -> None:
-        """Continue with the number of engines that an earlier coordinator wanted, up to the maximum.
-        Called at an engine's first registration.
+        """Keep the number of engines that an earlier coordinator wanted, or else the number that run now.
+        Called at an engine's first registration. Otherwise a new coordinator, which knows no demand yet,
+        would remove running engines. No effect once demand has changed the number.
 
-        A new coordinator knows no demand yet, and would otherwise remove running engines. No effect once
-        demand has changed the number. ``former``: the number that an earlier coordinator wanted, as this
-        engine reports it; 0: unknown. ``running``: number of running engines. It counts while no engine has
-        reported ``former``, which is the better number: it includes engines that have not started yet, and
-        excludes engines that Serve is about to stop.
+        ``former``: number that an earlier coordinator wanted, as the engine reports it; 0: unknown.
+        ``running``: number of running engines; it counts only until an engine reports ``former``. ``former``
+        includes engines that have not started yet, and excludes engines that Serve is about to stop.
         """
         if self._basis is _Basis.DEMAND or (self._basis is _Basis.FORMER and not former):
             return
@@ -112,8 +112,9 @@ class Autoscaler:
             self._basis = _Basis.FORMER
 
     def update(self, demand_tokens: Callable[[], tuple[int, int]], engines: int, now: float) -> None:
-        """Decide again if ``AUTOSCALE_S`` have passed. ``demand_tokens`` is ``RoutingCore.demand_tokens``.
-        ``engines``: number of registered engines."""
+        """Decide again if ``AUTOSCALE_S`` have passed. ``demand_tokens``: function that returns (KV tokens
+        that programs need, KV capacity of all engines in tokens). ``engines``: number of registered
+        engines."""
         if now - self._last_s < AUTOSCALE_S:
             return
         self._last_s = now

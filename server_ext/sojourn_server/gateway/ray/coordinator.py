@@ -368,7 +368,8 @@ class Coordinator:
             self._register_replicas([place for place in places if place.replica_id == probe.replica_id])
 
     def _end_liveness_votes(self, now: float) -> None:
-        """Remove the engines of replicas that gateways cannot reach, and that are silent for ``lease_s``."""
+        """End the decided votes. Remove the engine of each replica that gateways cannot reach and that has
+        been silent for ``RoutingLimits.lease_s``."""
         for replica_id, instance in self._liveness_votes.take_unreachable(self.post.gateways, now):
             lease = self.core.lease(replica_id)
             if lease is None or lease[0] != instance or now - lease[1] < self._limits.lease_s:
@@ -456,8 +457,8 @@ class Coordinator:
             self.post.wake_all()
 
     def tick(self) -> None:
-        """Process all that depends on time: the core's ``Tick``, silent gateways, liveness votes and
-        autoscaling. ``run`` calls this every ``TICK_S``."""
+        """Process all that depends on time: send the core a ``Tick``, remove silent gateways, end liveness
+        votes, and decide the number of engines. ``run`` calls this every ``TICK_S``."""
         now = self._clock()
         self._take(routing_events.Tick())
         for gateway_id, requests in self.post.remove_silent_gateways(now).items():

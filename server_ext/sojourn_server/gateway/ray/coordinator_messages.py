@@ -57,10 +57,10 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     health: str
     """``up``, ``draining`` or ``suspect``."""
     direct: bool
-    """Whether gateways may send the turns of programs whose home is this replica without asking the
-    coordinator."""
+    """Whether gateways may send a turn to this replica without asking the coordinator, if the replica is the
+    home of the turn's program."""
     takes_new: bool
-    """Whether the replica accepts programs from elsewhere."""
+    """Whether the replica accepts new programs and programs with another home."""
     paths: PairCapabilities | None = None
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""
 
@@ -84,15 +84,15 @@ class JoinRequest(msgspec.Struct, frozen=True):
     gateway_id: str
     seen_epoch: int
     requests: tuple[routing_events.RequestReceived | routing_events.RequestSent, ...] = ()
-    """All requests of the gateway in progress, sent or waiting. Their ``deadline_s`` is in seconds after the
-    time of this message."""
+    """All requests of the gateway in progress, sent or waiting. In them, ``deadline_s`` is in seconds after
+    the time of this message."""
     join: int = 0
     """Number of this join, counted by the gateway."""
 
 
 class ReportRequest(msgspec.Struct, frozen=True):
-    """A batch of events of a gateway, in order. Their ``deadline_s`` is in seconds after the time of this
-    message."""
+    """A batch of events of a gateway, in order. In the events, ``deadline_s`` is in seconds after the time of
+    this message."""
 
     gateway_id: str
     epoch: int
@@ -105,7 +105,7 @@ class ReportRequest(msgspec.Struct, frozen=True):
     places_version: int = -1
     """Version of the gateway's list of replicas; -1: it has none."""
     join: int = 0
-    """Number of the gateway's latest join. Batches of earlier joins are ignored."""
+    """Number of the gateway's latest join. A batch of an earlier join is answered with ``JOIN``."""
 
 
 class PollRequest(msgspec.Struct, frozen=True):
@@ -120,11 +120,11 @@ class PollRequest(msgspec.Struct, frozen=True):
     places_version: int
     """Version of the gateway's list of replicas; -1: it has none."""
     join: int = 0
-    """Number of the gateway's latest join, as in ``ReportRequest``."""
+    """Number of the gateway's latest join. A poll of an earlier join is answered with ``JOIN``."""
     settings: str = ""
     """``settings_digest`` of the gateway's configuration; empty: the gateway is of an earlier version."""
     checkpoint: str = ""
-    """``checkpoint_digest`` of the gateway's configuration; empty: as for ``settings``."""
+    """``checkpoint_digest`` of the gateway's configuration; empty: the gateway is of an earlier version."""
 
 
 class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -137,7 +137,7 @@ class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     mail: tuple[routing_events.AnyRoutingAction, ...] = ()
     """Actions that the gateway has not acknowledged. The gateway skips those that it already has."""
     homes: HomeChanges | None = None
-    """Changed homes; ``None``: there are none, or this is no answer to a poll."""
+    """Changed homes of programs; ``None``: none has changed, or this is not the answer to a poll."""
     places: tuple[ReplicaInfo, ...] | None = None
     """All replicas; ``None``: unchanged since the version that the gateway has."""
     places_version: int = -1
@@ -156,11 +156,11 @@ class EngineRegistration(msgspec.Struct, frozen=True):
     links: dict[str, LinkStats] = {}
     """State of a prefill or decode engine's links, by link name; empty: there is no new state."""
     wanted_engines: int = 0
-    """Number of engines that a coordinator wanted, as the engine last heard it; 0: unknown."""
+    """Number of engines that the coordinator wants, as of its last answer to the engine; 0: unknown."""
     settings: str = ""
     """``settings_digest`` of the engine's configuration; empty: its supervisor is of an earlier version."""
     checkpoint: str = ""
-    """``checkpoint_digest`` of the engine's configuration; empty: as for ``settings``."""
+    """``checkpoint_digest`` of the engine's configuration; empty: its supervisor is of an earlier version."""
 
 
 class RegistrationResponse(msgspec.Struct, frozen=True):
@@ -181,7 +181,8 @@ class EngineStopped(msgspec.Struct, frozen=True):
 
 
 class DrainRequest(msgspec.Struct, frozen=True):
-    """A supervisor's message that starts the drain of its engine. Later ones only ask for the progress."""
+    """A supervisor's message that starts the drain of its engine. Later messages only ask for the
+    progress."""
 
     engine_id: str
 

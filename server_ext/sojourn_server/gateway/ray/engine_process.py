@@ -66,7 +66,7 @@ class EngineProcess:
         role: PairRole | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment``: variables for the engine, in addition to this process's variables except Ray's.
+        """``environment``: variables that are added to this process's own, from which Ray's are removed.
         ``key``: key for queries to the engine. ``role``: role of a prefill or decode engine; ``None``: the
         engine computes both stages. With a role, the start fails if the engine cannot be part of a pair.
         ``words``: further placeholders of ``command``, with their values."""
@@ -156,8 +156,8 @@ class EngineProcess:
         return self._probe.described
 
     def _is_enough(self, answered: Collection[str]) -> bool:
-        """Whether the answered paths suffice for a first description. With a role, capabilities are
-        needed."""
+        """Whether the answered paths suffice for a first description. With a role, the answer to
+        ``/capabilities`` is needed; without one, any answer suffices."""
         return CAPABILITIES_PATH in answered if self.role is not None else bool(answered)
 
     def _read(self, *answers: Any) -> EngineDescription:

@@ -18,7 +18,7 @@ from ..http.replica_addresses import rank_addresses
 from .coordinator_messages import EngineRegistration, ReplicaInfo
 
 RUNNING_S = 3.0
-"""Seconds since an engine's last report for which it counts as running. Engines report twice a second. A
+"""An engine counts as running for this many seconds after its last report. Engines report twice a second. A
 replacement takes longer to start, so a killed engine and its replacement are not counted together."""
 SAMPLE_TURNS = 8
 """Number of sample turns by which ``routes_home_directly`` tests a policy."""
@@ -34,7 +34,7 @@ class RegistrationResult(NamedTuple):
     left: list[ReplicaInfo]
     """The engine's earlier replicas that are gone or restarted."""
     replaced: list[str]
-    """Ids of other engines that are still registered at one of this engine's addresses."""
+    """Ids of other engines that are registered at an address that this engine now has."""
 
 
 class EngineRegistry:
@@ -249,8 +249,9 @@ class LivenessQuorum:
         self._votes.pop(replica_id, None)
 
     def take_unreachable(self, gateways: Collection[str], now: float) -> list[tuple[str, str]]:
-        """End the votes that are decided. Returns (id, instance) of each replica that no gateway reached and
-        at least one failed to reach. ``gateways``: ids of the gateways that still exist."""
+        """End the votes that are decided. Returns (replica id, instance) of each replica that all voting
+        gateways failed to reach. After ``VOTE_TIMEOUT_S``, one failure is enough. ``gateways``: ids of the
+        gateways that still exist; only their votes are awaited."""
         found = []
         for replica_id, vote in list(self._votes.items()):
             still_there = vote.asked & set(gateways)

@@ -48,7 +48,7 @@ class EngineSupervisor:
         """``drain_s``: maximum seconds for running turns to end when the engine stops."""
         self.process = process
         self.wanted_engines = 0
-        """Last known number of engines that a coordinator wanted; 0: unknown."""
+        """Number of engines that the coordinator wants, as of its last answer; 0: unknown."""
         self._calls = calls
         self._drain_s = drain_s
         self._description: EngineDescription | None = None
@@ -69,7 +69,7 @@ class EngineSupervisor:
 
     def check(self) -> None:
         """Raise ``EngineFailed`` if the engine is gone."""
-        # After a failure the process is killed, and its code says nothing.
+        # A failed engine's process is killed, so the reason is in ``_failure`` and not in the exit code.
         if self._failure is not None:
             raise EngineFailed(self._failure)
         if self.process.code is not None:
@@ -196,7 +196,7 @@ class EngineSupervisor:
         end_s = time.monotonic() + self._drain_s
         drain = DrainRequest(self.process.engine_id)
         quiet = 0
-        # Ask twice, because a turn that a gateway sent without asking is reported a moment later.
+        # Ask twice, because turns that gateways send without asking the coordinator are reported later.
         while quiet < 2 and time.monotonic() < end_s and self.process.code is None:
             with contextlib.suppress(CoordinatorUnavailable):
                 drained = await call_with_timeout(self._calls.drain(drain), SUPERVISOR_CALL_TIMEOUT_S)

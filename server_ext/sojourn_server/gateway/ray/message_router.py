@@ -185,7 +185,7 @@ class MessageRouter:
 
 
 class HomeChangeTimer:
-    """Answers all running polls when a batch of changed homes is due."""
+    """Answers the running polls of all gateways when a batch of changed homes is due."""
 
     def __init__(self, core: RoutingCore, post: MessageRouter, clock: Callable[[], float]) -> None:
         self._core = core

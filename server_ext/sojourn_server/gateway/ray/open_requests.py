@@ -53,7 +53,7 @@ class OpenRequest:
 
     @property
     def state(self) -> tuple[str | None, str | None, bool]:
-        """(``sent_to``, ``prefill_id``, ``began``). If two of these differ, the request has changed."""
+        """(``sent_to``, ``prefill_id``, ``began``). Two results differ if the request changed in between."""
         return self.sent_to, self.prefill_id, self.began
 
     def is_at(self, replica_id: str) -> bool:
@@ -255,8 +255,8 @@ class UnconfirmedEvents:
 
     If only the answer to a batch was lost, the kept events are processed twice. The second time has an effect
     only if the state changed in between. A program that began again under its id, or computed KV again at the
-    replica, is then routed anew at its next turn. A drain that another gateway began or cancelled meanwhile
-    has to be repeated. No request fails.
+    replica, is then routed anew at its next turn. If another gateway began or cancelled a drain in between,
+    the operator has to do that again. No request fails.
     """
 
     def __init__(self) -> None:

@@ -155,8 +155,9 @@ class PairAdmission:
         return found
 
     def _clear_drained_mark(self, replica_id: str, instance: str) -> None:
-        """Forget that an engine drained because of its kind. Call this when the engine registers with the
-        served kind. No effect if the drain had another reason, or if the core still has the engine."""
+        """Remove the mark that an engine drained because of its kind. Call this when the engine registers
+        with the served kind. No effect if the drain had another reason, or if the core still has the
+        engine."""
         if replica_id in self._minority_replicas and replica_id not in self._core.engines:
             self._minority_replicas.discard(replica_id)
             if self._core.drained.get(replica_id) == instance:

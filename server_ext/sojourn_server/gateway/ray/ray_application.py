@@ -45,14 +45,15 @@ class StartupProgress:
     """Formats progress lines: one per change, and one after each ``REPEAT_INTERVAL_S`` without a change."""
 
     def __init__(self, engines: int, gateways: int, began_s: float) -> None:
-        """``engines``, ``gateways``: expected numbers. ``began_s``: time of the start, on the clock of
-        ``line``."""
+        """``engines``, ``gateways``: numbers of engines and gateways to wait for. ``began_s``: time at which
+        the start began, on the same clock as the ``now_s`` passed to ``line()``."""
         self._engines, self._gateways = engines, gateways
         self._began_s = self._last_line_s = began_s
         self._before = RunningReplicas(0, 0)
 
     def line(self, up: RunningReplicas, now_s: float) -> str | None:
-        """The line to report at ``now_s``; ``None``: there is nothing to report. ``up``: present numbers."""
+        """The line to report at ``now_s``; ``None``: there is nothing to report. ``up``: numbers of engines
+        and gateways that run now."""
         if up == self._before and now_s - self._last_line_s < REPEAT_INTERVAL_S:
             return None
         self._before, self._last_line_s = up, now_s

@@ -93,11 +93,13 @@ class PairsConfig:
     read_side: str = "shorter"
     """Which engine's node reads stored KV; a key of ``READ_SIDE_POLICIES``."""
     short_queue_s: float = 3.0
-    """The paper's α; see ``PrefillDecodeRules`` for this setting and the next two."""
+    """DualPath's α: the longest storage read queue, in seconds, that counts as short."""
     most_prefill_s: float = 5.0
-    """The paper's β, as seconds."""
+    """DualPath's β, as seconds: a prefill engine with more unfinished tokens than it computes in this time
+    gets no new request."""
     high_tokens_ratio: float = 1.05
-    """The paper's Z, as a multiple of a decode group's mean tokens per engine."""
+    """DualPath's Z, as a ratio: a decode engine with more than this multiple of its group's mean tokens per
+    engine counts as highly loaded."""
 
 
 class EngineGroup(NamedTuple):
@@ -157,7 +159,7 @@ class RayConfig:
     """Tenants file; ``None``: all clients are one tenant."""
     keys: KeysConfig = KeysConfig()
     max_waiting: int = 20_000
-    """Maximum number of waiting requests, as ``RoutingLimits.most_waiting``."""
+    """Maximum number of waiting requests (``RoutingLimits.most_waiting``)."""
     wait_s: float = 600.0
     """Maximum seconds that a request waits."""
     silent_program_s: float = SILENT_PROGRAM_S
