@@ -31,9 +31,10 @@ that may wait. The soft limit of a process is usually 1024."""
 
 
 def raise_open_file_limit(most_waiting: int) -> None:
-    """Raise this process's soft limit of open files, at most to the hard limit. A waiting request has one
-    connection, to its client. A sent request has a second one, to its engine. ``most_waiting``: number of
-    requests that may wait. Logs a warning if the limit stays below this number."""
+    """Raise this process's soft limit of open files to the larger of ``MAX_OPEN_FILES`` and twice
+    ``most_waiting``, at most to the hard limit. ``most_waiting``: number of requests that may wait. A waiting
+    request has a connection to its client; a sent request has a second one, to its engine. Logs a warning if
+    the limit stays below ``most_waiting``."""
     try:
         import resource
     except ImportError:  # Windows
@@ -58,8 +59,8 @@ def raise_open_file_limit(most_waiting: int) -> None:
 
 
 UNREAD_TIMEOUT_S = 60.0
-"""Seconds of a period. While a connection's buffer is full, its client must read at least ``MIN_READ_BYTES``
-in each period."""
+"""Seconds within which a client must read at least ``MIN_READ_BYTES``, while its connection's write buffer is
+full."""
 MIN_READ_BYTES = 64 << 10
 """Minimum number of bytes that a client reads in ``UNREAD_TIMEOUT_S``."""
 
@@ -236,7 +237,7 @@ class PipelineLimit(asyncio.Protocol):
     pipeline: Collection[Any]
     """Requests that wait for the answer to an earlier one."""
     _cycles: tuple[Any, ...] = ()
-    """Cycles of the requests without a complete answer, the oldest first, and the newest cycle."""
+    """Request cycles without a complete answer, oldest first. The newest cycle is always included."""
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
@@ -255,7 +256,8 @@ class PipelineLimit(asyncio.Protocol):
 
 MAX_HEAD_BYTES = 64 << 10
 """Maximum size of a request's URL and headers, and of the bytes between two parts of its body or after the
-last part, such as trailers. Data that is still incomplete may exceed the limit by the size of one read."""
+last part, such as trailers. Incomplete data is checked only after each read, so it may exceed the limit by
+the size of one read."""
 _HEAD_TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 )
@@ -323,8 +325,9 @@ class UpgradeIgnored(asyncio.Protocol):
     """A mix-in for uvicorn's protocol on httptools that ignores a client's offer to change to another
     protocol. Java's HTTP client offers HTTP/2 with its first request.
 
-    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But httptools takes the bytes after the
-    headers for the other protocol: the request loses its body, which is then parsed as the next request.
+    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But httptools treats the bytes after the
+    headers as the other protocol's, so the request would lose its body, which uvicorn would parse as the next
+    request.
     """
 
     transport: Any

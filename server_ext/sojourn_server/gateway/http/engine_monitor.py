@@ -87,12 +87,12 @@ class MonitoredEngine:
 
 
 class EngineMonitorProtocol(Protocol):
-    """Interface of an engine monitor to its gateway. By default, ``missing`` and ``refused`` return
-    nothing."""
+    """Interface of an engine monitor to its gateway. By default, the results of ``missing`` and ``refused``
+    are empty."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Start to check whether a replica is alive. If it is dead, the routing core gets a
-        ``ReplicaGone``."""
+        """Start to check whether a replica is alive, and report the result to the routing core or the
+        coordinator."""
         ...
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
@@ -204,7 +204,7 @@ class EngineMonitor(EngineMonitorProtocol):
 
     async def _check(self, watched: MonitoredEngine) -> None:
         """Poll an engine: register it if it is alive, report it as gone if it is dead. An engine that gives
-        no answer stays as it is."""
+        no answer keeps its state."""
         async with watched.checking:
             alive = await watched.probe.check_health()
             if alive is None:

@@ -104,8 +104,8 @@ class EngineQueries:
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
         """The capabilities of all engines, merged into one document. The document has the format of a single
-        engine's answer, so that clients see a single server. It is empty if no engine with sojourn
-        answers. Raises ``ApiError`` 401 instead if an engine refuses the key."""
+        engine's answer, so that clients see a single server. If no engine with sojourn answers, raises
+        ``ApiError`` 401 if an engine refused the key, and returns an empty document otherwise."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}

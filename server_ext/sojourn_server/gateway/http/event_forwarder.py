@@ -53,7 +53,7 @@ MAX_GRAPHS_SENT = 1024
 
 
 class EventForwarder:
-    """Forwards clients' events to engines. If an engine does not answer, events are lost, but no request
+    """Forwards clients' events to engines. If an engine does not answer, events may be lost, but no request
     fails.
 
     In all methods, ``key`` is (tenant, program id), and ``authorization`` is the client's ``Authorization``
@@ -307,8 +307,8 @@ class EventForwarder:
         return (replica_id, described.instance if described is not None else "")
 
     def _needs_full_graph(self, known_graphs: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether the event ``kept`` must be sent to an engine with the full graph: the event names a graph
-        that the engine lacks and the gateway has. ``known_graphs``: hashes of the graphs that the engine
+        """Whether the recorded event ``kept`` names a graph that an engine lacks and the gateway has. Then
+        the event must be sent with the full graph. ``known_graphs``: hashes of the graphs that the engine
         received in full."""
         event = kept.event
         return (

@@ -298,7 +298,8 @@ MIN_SAMPLE_BYTES = 2_000
 """Minimum size of a prompt from which tokens per byte are learned. In shorter prompts most tokens come from
 the chat template."""
 MIN_PROMPTS = 8
-"""Number of prompts of one tenant for one model from which the tenant's own tokens per byte are used."""
+"""A tenant's own tokens per byte for a model are used once this many of its prompts for the model were
+counted."""
 MAX_MODELS = 64
 """Maximum number of models for which a tenant's tokens per byte are remembered."""
 MAX_EMBEDDED_FILE_TOKENS = 1024

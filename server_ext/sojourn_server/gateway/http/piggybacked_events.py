@@ -31,8 +31,8 @@ class PiggybackedEvents:
     ) -> None:
         """``context``: the client's hint. ``authorization``: the client's ``Authorization`` header.
         ``program_id``: the request's program; ``None``: the request counts as having no program, even if its
-        hint names one. ``fits``: whether the body still has the hint's events. If not, the engines' names
-        have made the hint too long, and all events are forwarded separately."""
+        hint names one. ``fits``: whether the body still has the hint's events. If not, the engines' longer
+        names for programs made the hint too long, and all events are forwarded separately."""
         self._forwarder = forwarder
         self._tenant = tenant
         self._authorization = authorization

@@ -30,7 +30,7 @@ PROGRAM_ID_FIELDS = ("program_id", "parent_program_id", "root_program_id")
 FOREIGN_PROGRAM_ID = "another"
 """Text that replaces the name of another tenant's program in an engine's answer."""
 MAX_SHORTENED_IDS = 50_000
-"""Maximum number of remembered ids that are too long for an engine's name."""
+"""Maximum number of long ids that are remembered. In engines' names, digests replace these ids."""
 _ID_FIELDS = (*PROGRAM_ID_FIELDS, "evictor")
 """Fields of engines' answers whose values are names of programs."""
 _NO_EVENTS = b',"events":[]'

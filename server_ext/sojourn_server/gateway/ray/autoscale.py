@@ -95,8 +95,8 @@ class Autoscaler:
 
     def hold(self, former: int, running: int) -> None:
         """Keep the number of engines that an earlier coordinator wanted, or else the number that run now.
-        Called at an engine's first registration. Otherwise a new coordinator, which knows no demand yet,
-        would remove running engines. No effect once demand has changed the number.
+        Called at an engine's first registration. Without this call, a new coordinator, which knows no demand
+        yet, would remove running engines. No effect once demand has changed the number.
 
         ``former``: number that an earlier coordinator wanted, as the engine reports it; 0: unknown.
         ``running``: number of running engines; it counts only until an engine reports ``former``. ``former``

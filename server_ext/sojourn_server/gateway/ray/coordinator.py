@@ -261,8 +261,8 @@ class Coordinator:
 
     def _advance_epoch(self, epoch: int) -> None:
         """Set this coordinator's epoch to one more than the reported ``epoch``. Used only without a
-        checkpoint, because epochs then come from the clock. After the clock was set back, each new
-        coordinator would otherwise be deposed."""
+        checkpoint, when epochs come from the clock alone. Without this, each new coordinator would be deposed
+        after the clock was set back."""
         logger.warning("coordinator %d got epoch %d: it continues as %d", self.epoch, epoch, epoch + 1)
         self.epoch = epoch + 1
         self.core.journal.life = str(self.epoch)

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 ACTOR_NAME = "coordinator"
 """Name of the coordinator's actor."""
 OWN_CLIENT_TIMEOUT_S = 30.0
-"""If no client with the coordinator's settings has sent a message for this many seconds, no such client is
-left. Engines register twice a second, and gateways poll at least every 20 s."""
+"""If no client with the coordinator's settings has sent a message for this many seconds, the coordinator
+assumes that there is none. Engines register twice a second, and gateways poll at least every 20 s."""
 REPEAT_LOG_S = 3600.0
 """Seconds until the same line is logged again."""
 

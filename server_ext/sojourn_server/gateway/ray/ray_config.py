@@ -25,7 +25,7 @@ _KEYS_WITHOUT_PREFILL_DECODE = {
     "policy_file": "pairs are chosen by load alone",
     "allow_policy_modules": "pairs are chosen by load alone",
 }
-"""Keys that exclude prefill and decode engines, with the reasons."""
+"""Keys that must not stand beside ``prefill`` and ``decode``, with the reasons."""
 _RESERVED_FLAGS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
 """Flags of prefill and decode engines that ``args`` must not have, since the gateway sets them."""
 
@@ -50,7 +50,8 @@ class EnginesConfig:
     """Custom resources that Ray reserves per engine, by name."""
     args: tuple[str, ...] = ()
     """Arguments of ``sojourn serve`` after the model. ``{engine}``, ``{host}`` and ``{port}`` stand for the
-    engine's id and address, ``{rank}`` for a number that a restarted engine takes over."""
+    engine's id and address, ``{rank}`` for the engine's number within this section, which its replacement
+    takes over."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that are added for the engines."""
     command: tuple[str, ...] = ()
@@ -65,6 +66,7 @@ class EnginesConfig:
     target_use: float = 0.8
     shrink_below_use: float = 0.6
     shrink_after_s: float = 300.0
+    """``AutoscaleLimits`` describes this field and the two before it."""
 
     @property
     def scales(self) -> bool:
@@ -91,7 +93,7 @@ class PairsConfig:
     """Directory of stored KV that all prefill and decode engines share, on every node. ``None`` is allowed
     only if all engines have a ``command``."""
     read_side: str = "shorter"
-    """Which engine's node reads stored KV; a key of ``READ_SIDE_POLICIES``."""
+    """Policy that chooses which engine's node reads stored KV; a key of ``READ_SIDE_POLICIES``."""
     short_queue_s: float = 3.0
     """DualPath's α: the longest storage read queue, in seconds, that counts as short."""
     most_prefill_s: float = 5.0
@@ -476,9 +478,9 @@ def _expected_type(kind: Any) -> str:
 
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Environment variable that makes Ray use 127.0.0.1 as this machine's address if it is set to 0, on every
-operating system. Ray's servers then listen there. Ray's argument ``_node_ip_address`` is no alternative: Ray
-replaces 127.0.0.1 by an address that other machines reach."""
+"""Environment variable of Ray. If it is 0, Ray uses 127.0.0.1 as this machine's address, on every operating
+system, and its servers listen there. Ray's argument ``_node_ip_address`` is no alternative: Ray replaces a
+127.0.0.1 there by an address that other machines reach."""
 
 
 def set_ray_environment(config: RayConfig, environment: MutableMapping[str, str] = os.environ) -> None:
