@@ -1,4 +1,5 @@
-"""Queries one engine: whether it is alive, its description, and the state of its links."""
+"""Queries one engine: whether it is alive, its description, and the state of its links to storage and
+engines."""
 
 from __future__ import annotations
 

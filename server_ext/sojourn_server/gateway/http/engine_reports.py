@@ -1,8 +1,8 @@
 """Parses engines' reports: sizes, roles, links, and the properties that decide which engines can form pairs.
 
 For a prefill or decode engine, ``/sojourn/v1/capabilities`` reports its role, peer address, node, epoch and
-the size of a Full Block, the unit of KV storage. ``/sojourn/v1/stats`` reports the queues of its links.
-Reports are untrusted, so they are checked.
+the size of a Full Block, the unit of KV storage. ``/sojourn/v1/stats`` reports the queues of its links to
+storage and to other engines. Reports are untrusted, so they are checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Polls prefill and decode engines: their roles, whether they can form pairs, and their links."""
+"""Polls prefill and decode engines: their roles, whether they can form pairs, and the queues of their links
+to storage and to other engines."""
 
 from __future__ import annotations
 

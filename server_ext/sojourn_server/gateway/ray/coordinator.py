@@ -350,7 +350,8 @@ class Coordinator:
         self._home_changes.schedule_flush()
 
     def _forget(self, engine_id: str, reason: str) -> None:
-        """Remove an engine, and report its replicas to the core as gone. ``reason``: text for the log."""
+        """Remove an engine, and report its replicas to the core as gone. ``reason``: text for the log and for
+        ``ReplicaGone``."""
         for place in self.engines.remove(engine_id):
             logger.warning("replica %s is gone: %s", place.replica_id, reason)
             self._liveness_votes.cancel_vote(place.replica_id)

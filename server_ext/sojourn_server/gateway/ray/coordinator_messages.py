@@ -173,7 +173,8 @@ class RegistrationResponse(msgspec.Struct, frozen=True):
 
 
 class EngineStopped(msgspec.Struct, frozen=True):
-    """A supervisor's message that an engine's process has ended. ``reason``: text for the log."""
+    """A supervisor's message that an engine's process has ended. ``reason``: text for the log and for
+    ``ReplicaGone``."""
 
     engine_id: str
     instance: str

@@ -204,8 +204,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return routing_events.SendRequest(one.asked.request_id, chosen, "coordinator_away", moved_from)
 
     def _reject_if_waited_too_long(self, one: OpenRequest, now: float) -> routing_events.RejectRequest | None:
-        """Reject a request that has no usable replica if the request has waited too long; ``None``: it may
-        still wait."""
+        """Reject a request that has no usable replica and has waited for ``MAX_WAIT_WITHOUT_REPLICA_S``;
+        ``None``: it may still wait."""
         if now - one.waiting_since_s < MAX_WAIT_WITHOUT_REPLICA_S:
             return None
         message = "no replica is known, and the coordinator does not answer"
