@@ -177,11 +177,8 @@ class AffinityCore(RoutingCore):
         return self.fleet.longest_tokens
 
     def _is_queue_full(self, tenant: str) -> bool:
-        """Whether a new request of ``tenant`` must be rejected because too many requests wait.
-
-        The limit is ``most_waiting``. If tenants share capacity, a tenant's requests are accepted beyond the
-        limit while the tenant has fewer waiting requests than ``most_waiting`` ÷ number of tenants with
-        waiting requests. The total never exceeds twice the limit."""
+        """Whether a new request of ``tenant`` must be rejected because too many requests wait. The rule is in
+        ``RoutingLimits.most_waiting``."""
         most = self.limits.most_waiting
         if self.waiting < most or not self.tenants.shares_capacity or self.waiting >= 2 * most:
             return self.waiting >= most

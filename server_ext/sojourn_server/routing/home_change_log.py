@@ -19,8 +19,8 @@ FLUSH_CHANGES = 100
 """Number of changes after which a batch is due at once."""
 MAX_LOGGED_PROGRAMS = 50_000
 """Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that lacks a
-dropped change gets all homes, which takes the coordinator much longer. The maximum exceeds the number of
-programs at one replica, since the homes of all these programs change when the replica is lost."""
+dropped change gets all homes, which takes the coordinator much longer. The loss of one replica changes the
+homes of all its programs at once, and these are fewer than the maximum."""
 
 Home = tuple[str, str]
 """Replica id and instance. The instance changes when the replica restarts."""

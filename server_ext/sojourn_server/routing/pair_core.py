@@ -340,9 +340,10 @@ class PairCore(RoutingCore):
     def _submit(self, request: PairRequest) -> None:
         """Queue a request at the pair scheduler.
 
-        The request's sizes are cut to the largest context that a decode engine can hold. The sizes may be
-        larger, because they may be estimates, because larger engines may be gone, and because the client may
-        state any length of the answer. If no engine can serve the request, an engine rejects it."""
+        The request's sizes are cut to the largest context that a decode engine can hold, since they are
+        estimates and the client may state any output length. A request that really is too long is rejected by
+        its engine.
+        """
         asked = request.asked
         tokens = max(1, asked.context_tokens)
         kv_tokens = tokens + asked.output_tokens

@@ -13,7 +13,7 @@ from .routing_events import ReplicaRegistered
 from .routing_status import ReplicaStatus
 
 MAX_REMEMBERED_DRAINS = 1024
-"""Maximum number of remembered replicas that are absent and drain if they return."""
+"""Maximum number of absent replicas that are remembered in order to drain them when they return."""
 DEFAULT_MAX_RUNNING = 64
 """Assumed number of requests that a replica runs at once, if the replica does not report it."""
 
@@ -63,7 +63,8 @@ class Replica:
     probed_s: float | None = None
     """Time of the last probe since the replica's last report; ``None``: there was none."""
     no_yields_until_s: float = 0.0
-    """Time until which no request is ordered to yield here, since the engine did not carry out an order."""
+    """Until this time the replica gets no ``YieldPrograms``, because its engine did not carry out the last
+    one."""
 
     @property
     def sent_load(self) -> float:
@@ -152,8 +153,8 @@ class ReplicaFleet:
         self.newly_idle = False
         """True if a replica registered or stopped being full since the core last set this to False."""
         self.drained: OrderedDict[str, str] = OrderedDict()
-        """Absent replicas that drain as soon as they register: instance by replica id. Another instance of
-        such a replica does not drain. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
+        """Replicas to drain as soon as they register: replica id → instance. A replica that registers as
+        another instance is not drained. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
         self._replicas: dict[str, Replica] = {}
         self._places: dict[str, int] = {}
         """Index of each replica in ``_views``."""

@@ -1,9 +1,10 @@
 """Programs that a gateway routes: their homes, estimates of their size and turns, and the programs at each
 replica.
 
-``ResidentPrograms`` counts the programs at each home replica, for policies that read these numbers. It counts
-programs that have a request or are expected to send one. Many clients never end their programs. So a program
-without a request counts only for a limited time, and only if the number of its turns left is known.
+``ResidentPrograms`` counts the resident programs of each replica, for policies that read these numbers. A
+program is resident at its home if it has an open request or is expected to send one. Since many clients never
+end their programs, a program without an open request counts only for a limited time, and only if its number
+of turns left is known.
 
 Programs with the same numbers of past turns and turns left form one group. A change of a program only marks
 the program; the next query counts the marked programs again. So the cost of a query depends on the numbers of
@@ -35,11 +36,11 @@ MIN_FINISHED_PROGRAMS = 16
 """Minimum number of finished programs of an agent type before their contexts and turns serve as an
 estimate."""
 MIN_SHARING_TENANTS = 3
-"""Minimum number of other tenants whose ended programs serve as an estimate for a tenant with too few of its
-own. With three, no single tenant determines the median."""
+"""A tenant with too few ended programs is estimated from the programs of other tenants if at least this many
+tenants have enough. With three, no single tenant determines the median."""
 SHARED_LENGTHS = 8
-"""Number of lengths taken from each tenant whose ended programs serve as an estimate for another tenant. The
-lengths are evenly spread over the tenant's sorted lengths."""
+"""Number of lengths that each tenant contributes to the estimate for another tenant, evenly spread over its
+sorted lengths. A length is a context length or a number of turns."""
 ESTIMATOR_VERSION = 3
 """Version of the documents that ``ProgramEstimator`` writes and reads."""
 
@@ -183,7 +184,7 @@ class ProgramEstimator:
 
     def _lengths(self, program: RoutedProgram, of: Callable[[TypeStatistics], SortedWindow]) -> Sequence[int]:
         """Lengths of ended programs like this one, ascending; empty if too few have ended. ``of`` selects the
-        lengths from a ``TypeStatistics``."""
+        kind of length, contexts or numbers of turns, from a ``TypeStatistics``."""
         kind, least = program.agent_type, MIN_FINISHED_PROGRAMS
         own = self._tenants.get(program.tenant)
         known = own.lengths(kind, of, least) if own is not None else ()
@@ -262,7 +263,8 @@ class ResidentPrograms:
         self, replica_ids: Iterable[str], but: RoutedProgram | None, now: float
     ) -> dict[str, tuple[ResidentProgramGroup, ...]]:
         """Groups of resident programs at each of these replicas, by replica id. Replicas without programs are
-        left out. The groups of a replica are in a fixed order. ``but``: a program that is not counted."""
+        left out. The groups of a replica are sorted by (turns left, past turns). ``but``: a program to leave
+        out of the counts."""
         self._recount_stale(now)
         own = self._counted.get(id(but))
         found = {}

@@ -35,8 +35,9 @@ _UNSAVED_EVENTS = (
     routing_events.PairEngineRegistered,
     routing_events.NicQueueReported,
 )
-"""Events that increase ``RoutingCore.changes`` only if they cause actions. Without actions, a successor needs
-no new snapshot because of them."""
+"""Events that ``take`` counts in ``RoutingCore.changes`` only if they cause actions, because they rarely
+change what a snapshot contains. If one changes it without an action, its handler increases ``changes``
+itself."""
 
 
 class LeasedReplica(Protocol):
@@ -81,8 +82,8 @@ class RoutingCore(ABC):
         """Counter that grows with each change of the state that ``snapshot`` returns. The caller compares two
         values to see whether a new snapshot is needed."""
         self.drained: OrderedDict[str, str] = OrderedDict()
-        """Absent replicas that drain as soon as they register: instance by replica id. Another instance of
-        such a replica does not drain. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
+        """Replicas to drain as soon as they register: replica id → instance. A replica that registers as
+        another instance is not drained. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
         self._actions: list[AnyRoutingAction] = []
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
@@ -121,7 +122,8 @@ class RoutingCore(ABC):
         return None
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Id of the engine of a program's last answer. ``None``: unknown, or this core has homes instead."""
+        """Id of the decode engine that gave a program's last answer; ``None``: unknown, or this core has no
+        pairs."""
         return None
 
     @abstractmethod
@@ -155,8 +157,8 @@ class RoutingCore(ABC):
         """Number of requests that were sent to a replica and have not ended; 0 for an unknown replica."""
 
     def drain_event(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
-        """Return the event to pass to ``take`` in order to drain a replica. ``None``: no event is needed.
-        Either the replica drains already, or it is not registered and will drain when ``instance``
+        """The event to pass to ``take`` to drain a replica; ``None``: it drains already, or it is not
+        registered. If it is not registered, this call notes that it is to drain as soon as ``instance``
         registers."""
         replica = self.replica(replica_id)
         if replica is None:

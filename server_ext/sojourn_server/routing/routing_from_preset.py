@@ -44,13 +44,13 @@ class PrefillDecodeRules:
     read_side: str = "shorter"
     """A key of ``READ_SIDE_POLICIES``."""
     short_queue_s: float = 3.0
-    """The paper's α: the longest read queue, in seconds, that counts as short."""
+    """DualPath's α: the longest read queue, in seconds, that counts as short."""
     most_tokens_s: float = 5.0
-    """The paper's β, as seconds: a prefill engine with more unfinished tokens than it computes in this time
-    gets no new request. ``inf``: no limit."""
+    """DualPath's β, given as a time: a prefill engine with more unfinished tokens than it computes in this
+    many seconds gets no new request. ``inf``: no limit."""
     high_tokens_ratio: float = HIGH_TOKENS_RATIO
-    """The paper's Z as a ratio: a decode engine with more than this multiple of its group's mean tokens per
-    engine counts as highly loaded."""
+    """DualPath's Z, given as a ratio: a decode engine counts as highly loaded if it has more than this
+    multiple of its group's mean tokens per engine."""
 
 
 RoutingRules = ClusterPreset | PrefillDecodeRules

@@ -1,4 +1,8 @@
-"""Bounds of a routing core that no policy changes, and the core's counters."""
+"""Limits and counters of a routing core.
+
+The limits (queue length, waiting times, retries, timeouts) are fixed when the core is built. Policies cannot
+change them. Only ``build_routing_core`` replaces ``send_below_load``, by the value of the cluster preset.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +10,40 @@ import math
 from dataclasses import dataclass, field
 
 SILENT_PROGRAM_S = 1800.0
-"""Default seconds after which a gateway forgets a program that sends nothing."""
+"""Default of ``RoutingLimits.silent_program_s``."""
 MAX_ERROR_CHARS = 200
-"""Number of characters to which a policy's error message is cut."""
+"""Maximum length, in characters, of a stored error message of a policy. Longer messages are cut."""
 
 
 QUEUE_FULL_RETRY_S = 5.0
-"""``Retry-After``, in seconds, if too many requests wait."""
+"""``Retry-After``, in seconds, for a request rejected because too many requests wait."""
 NO_ROOM_RETRY_S = 10.0
-"""``Retry-After``, in seconds, if no replica had free KV capacity while the request waited."""
+"""``Retry-After``, in seconds, for a request rejected because no replica had free KV capacity while it
+waited."""
 REPLICAS_FAILED_RETRY_S = 1.0
-"""``Retry-After``, in seconds, if the request failed at several replicas."""
+"""``Retry-After``, in seconds, for a request rejected because it failed at several replicas."""
 ROLE_MISSING_RETRY_S = 5.0
-"""``Retry-After``, in seconds, if no engine has the role, prefill or decode, that the request needs."""
+"""``Retry-After``, in seconds, for a request rejected because no prefill or no decode engine is
+registered."""
 
 
 class PolicyCallError(RuntimeError):
     """A policy raised an exception, which is the ``__cause__`` of this error. The failed call changed no
-    state."""
+    state; changes that the core made before the call remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingLimits:
-    """Bounds of a routing core that no policy changes. Times are in seconds."""
+    """Limits of a routing core. Times are in seconds. Policies cannot change them, but ``build_routing_core``
+    replaces ``send_below_load`` by the value of the cluster preset."""
 
     send_below_load: float = math.inf
     """A request waits at the gateway while its replica's load is at least this value. ``inf``: requests are
     sent at once and queue in the engines."""
     most_waiting: int = 20_000
-    """Maximum number of waiting requests. If tenants share capacity, a tenant's requests are accepted beyond
-    the maximum while the tenant has fewer waiting requests than ``most_waiting`` ÷ number of tenants with
-    waiting requests. The total never exceeds twice the maximum."""
+    """Maximum number of waiting requests; further ones are rejected with status 429. Exception if tenants
+    share capacity: a tenant with fewer waiting requests than its equal part, ``most_waiting`` ÷ number of
+    tenants with waiting requests, is accepted until the total is twice the maximum."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     queue_patience_s: float = 30.0
@@ -57,7 +64,8 @@ class RoutingLimits:
     silent_program_s: float = SILENT_PROGRAM_S
     """A program without open requests is forgotten after this time without an event."""
     slo_factor: float = 1.5
-    """A program without a stated deadline is due after this multiple of its agent type's mean duration."""
+    """A program whose client states no deadline gets one: its start plus this multiple of the mean duration
+    of its agent type."""
     usual_life_s: float = 300.0
     """Assumed mean duration of a program, while no program has ended."""
 

@@ -65,7 +65,7 @@ class PreemptionPlan(NamedTuple):
 
 
 class _YieldOrder(NamedTuple):
-    """A ``YieldPrograms`` without an answer."""
+    """A ``YieldPrograms`` that was sent and has not been answered."""
 
     plan: PreemptionPlan
     yielding: tuple[RoutedRequest, ...]
@@ -124,8 +124,7 @@ class RoutingPreemption:
 
     def yield_answered(self, answer: YieldAnswered, now: float) -> int:
         """Process the answer to an order: if enough requests yield, send the urgent request, else change
-        nothing. Returns how many requests were recalled. Raises ``PolicyCallError`` as
-        ``preempt_less_urgent`` does."""
+        nothing. Returns how many requests were recalled. Raises ``PolicyCallError`` if a policy fails."""
         order = self._orders.get(answer.replica_id)
         if order is None or order.plan.blocked.request_id != answer.to_request_id:
             return 0  # the answer came too late

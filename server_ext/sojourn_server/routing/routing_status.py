@@ -28,9 +28,10 @@ class ProgramRouteStatus(msgspec.Struct, frozen=True):
     turns: int
     """Number of answered requests."""
     context_tokens: int
-    """Longest context so far. With prefill and decode engines: number of tokens in storage."""
+    """Longest context so far. With prefill and decode engines: number of context tokens whose KV is in
+    storage."""
     size_tokens: int
-    """Longest context that is expected. With prefill and decode engines: number of tokens in storage."""
+    """Longest context that is expected. With prefill and decode engines: as ``context_tokens``."""
     moves: int
     """Number of changes from one home to another."""
     in_flight: int
@@ -59,8 +60,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     host_tokens: int
     """KV capacity of the other tiers."""
     room_tokens: int
-    """Capacity of all tiers that is free if each program whose home is the replica uses its expected size.
-    Negative: these sizes exceed the capacity."""
+    """KV capacity of all tiers minus the expected sizes of all programs whose home is the replica. It may be
+    negative."""
 
 
 class PairEngineStatus(ReplicaStatus, frozen=True, kw_only=True):
