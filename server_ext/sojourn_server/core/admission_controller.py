@@ -103,8 +103,9 @@ class AdmissionController:
     def _uncount_and_view(
         self, event: AdmissionRequested, request_state: RequestState, now: float
     ) -> RunningRequestView:
-        """Return the view of a waiting request in the form that policies read for running requests. If the
-        demand forecaster already counts the request's demand, that demand is subtracted first."""
+        """Return a waiting request as a ``RunningRequestView``, the form in which policies read the demand of
+        running requests. If the demand forecaster already counts the request's demand, subtract that demand
+        first."""
         self._demand_forecaster.remove_demand(request_state.request_id)
         pool = self._state.pool
         tokens = int(max(0, event.need_blocks - pool.fixed_blocks) * pool.tokens_per_block)

@@ -25,9 +25,9 @@ EventHandler = Callable[[Event, float], list[Action]]
 method that calls ``handle`` and also collects the actions to carry out."""
 
 MAX_ATTACHED_EVENTS = 64
-"""Maximum number of attached events that are handled per request. The SDK attaches at most this many. The
-engine handles attached events before their request. ``EventTimeBudget`` counts the time that attached events
-take, but cannot delay these events."""
+"""Maximum number of events attached to one request that are handled; the SDK attaches no more. The engine
+handles them before their request. So ``EventTimeBudget`` cannot delay them, but later posted events wait for
+the time that they took."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 
 
@@ -43,8 +43,8 @@ _label_decoder = msgspec.json.Decoder(_EventLabel)
 
 
 class ClientEventDecoder:
-    """Decodes client events and passes each to the scheduler. An event that cannot be decoded only increases
-    a counter. The outcome of such an event names the reason."""
+    """Decodes client events and passes each to the scheduler. An event that cannot be decoded is only
+    counted, and its outcome names the reason."""
 
     def __init__(self, handle: EventHandler, recorder: MetricsRecorder) -> None:
         self._handle = handle

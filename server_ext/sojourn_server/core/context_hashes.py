@@ -61,15 +61,17 @@ class ContextHashStore:
 
 
 class StepPrefixes:
-    """Stores the block hashes with which prompts of each workflow step begin, for prefetches.
+    """Stores the block hashes with which prompts begin at each step of a workflow, for prefetches.
 
-    A *step* is a graph node or a tool, as in predictions. There are two kinds of entries. The entry of a
-    program and step has the hashes of the program's newest turn at the step. The entry of an agent type and
-    step has the common prefix of different programs' turns at the step, such as system prompt and tools.
+    A *step* is a graph node or a tool, as in predictions. There are two kinds of entries:
 
-    The limits are ``max_hashes`` hashes in all, ``max_entries`` programs and ``max_entries`` entries of agent
-    types. The least recently stored entries are dropped first. If there are too many hashes, entries of
-    programs are dropped before entries of agent types.
+    - (program, step): the hashes of the program's newest turn at the step.
+    - (agent type, step): the prefix that turns of different programs share at the step, such as system prompt
+      and tools.
+
+    The limits are ``max_entries`` programs, ``max_entries`` entries of agent types, and ``max_hashes`` hashes
+    in all. Beyond a limit, the least recently stored entries are dropped. If there are too many hashes,
+    entries of programs are dropped before entries of agent types.
     """
 
     def __init__(self, max_entries: int = 4096, max_hashes: int = 1_000_000) -> None:
@@ -137,8 +139,9 @@ class PlacedPrefixes:
     def __init__(self) -> None:
         self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}
         self._by_rank: dict[int, SharedPrefixes] = {}
-        """Rank → contexts of the programs with this rank, sorted. Thousands of programs may begin with the
-        same system prompt, and look-ups happen while the engine plans a step."""
+        """Rank → sorted contexts of the programs with this rank. Sorting makes look-ups fast: thousands of
+        programs may begin with the same system prompt, and the engine waits for each look-up while it plans a
+        step."""
 
     def keys_of(self, program_id: ProgramId) -> Sequence[Any]:
         """The program's chained block hashes; empty if none are stored."""

@@ -30,19 +30,20 @@ agent type and tool, a wider group of outputs is used."""
 MIN_JUDGED_HINTS = 8
 """Minimum number of checked hints of an agent type before the type's hint error counts."""
 MIN_JUDGED_OUTPUTS = 16
-"""Minimum number of checked outputs, of all types, before a network's predictions are used."""
+"""Minimum number of checked outputs, of all types, before a neural network's predictions are used."""
 PREDICTION_ERROR_WINDOW = 128
-"""Number of newest outputs from which the network's error is computed. Each output counts once, because
-errors within one output are alike."""
+"""Number of newest outputs from which the neural network's error is computed. Each output counts once,
+because errors within one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
 """Maximum number of predictions for one output that are compared with the output's actual length."""
 JUDGED_PREDICTION_SPACING = 1.25
-"""Factor by which an output must grow between two predictions of the network that are checked."""
+"""Factor by which an output must grow between two predictions of the neural network that are checked."""
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
-"""Number of generated tokens after which a network's prediction is too old to be used."""
+"""Number of generated tokens after which a neural network's prediction is too old to be used. For long
+outputs the number is larger (see ``PREDICTION_VALID_DIVISOR``)."""
 PREDICTION_VALID_DIVISOR = 4
-"""A network's prediction is valid for a number of further tokens: the larger of ``PREDICTION_VALID_TOKENS``
-and (tokens generated so far ÷ this number)."""
+"""A neural network's prediction is valid for a number of further tokens: the larger of
+``PREDICTION_VALID_TOKENS`` and (tokens generated so far ÷ this number)."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 
@@ -67,8 +68,9 @@ class DemandForecaster:
         self._step_s = 0.0
         self._network_errors = SlidingMean(PREDICTION_ERROR_WINDOW)
         self._baseline_errors = SlidingMean(PREDICTION_ERROR_WINDOW)
-        """Mean prediction errors over the newest outputs. ``_network_errors`` is the error of the network,
-        ``_baseline_errors`` the error of the predictor without the network, at the same positions."""
+        """Mean prediction errors over the newest outputs. ``_network_errors`` is the error of the neural
+        network, ``_baseline_errors`` the error of the predictor without the network, at the same
+        positions."""
         self._counted: dict[str, RequestGrowth] = {}
         """Requests whose demand is counted, with their sizes. These requests ran at the last sample, or were
         admitted since. A size stays as it was at the sample or the admission."""
@@ -101,8 +103,8 @@ class DemandForecaster:
     def remove_demand(self, request_id: str) -> bool:
         """Subtract a request's demand from the sum. Returns whether the sum included this demand.
 
-        Also called before the policy decides on a request again. The sum includes the request's demand if
-        the policy accepted the request earlier, but the engine could not admit it.
+        Also called before the admission policy decides on a request again. If the policy accepted the request
+        before, but the engine could not admit it, the sum still includes the request's demand.
         """
         view = self._counted.pop(request_id, None)
         if view is None:
@@ -159,11 +161,13 @@ class DemandForecaster:
     def store_prediction(
         self, request_id: str, at_tokens: int, remaining: RemainingTokens, now: float, *, most_tokens: int
     ) -> None:
-        """Store a network's prediction of a request's remaining tokens.
+        """Store a neural network's prediction of a request's remaining tokens.
 
         ``at_tokens``: tokens generated when the prediction was made. ``most_tokens``: maximum number of
-        further tokens at that point. A prediction is ignored if its request is unknown or has a newer
-        prediction, and if ``most_tokens`` or a predicted value is below 1 or not finite."""
+        further tokens at that point. The prediction is ignored if the request is unknown, if a newer
+        prediction is stored, or if the preset predicts no output lengths. It is also ignored if
+        ``most_tokens`` is below 1, or a predicted value is below 1 or not finite.
+        """
         request_state = self._request_states.get(request_id)
         if (
             request_state is None
@@ -263,8 +267,8 @@ class DemandForecaster:
     def as_running_view(
         self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
-        """Return the view of a request in the form that policies read for running requests. ``tokens``:
-        number of tokens whose KV counts as the request's demand."""
+        """Return a request, running or not, as a ``RunningRequestView``. ``tokens``: number of tokens whose
+        KV counts as the request's demand."""
         return RunningRequestView(
             request_id=request_state.request_id,
             program_rank=request_state.rank,
@@ -376,8 +380,8 @@ class DemandForecaster:
 
 
 def _network_remaining(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
-    """Return the network's last prediction, reduced by the tokens generated since then. ``None`` if there is
-    no prediction, if the prediction is too old, or if all of its values are used up by then."""
+    """Return the neural network's last prediction, reduced by the tokens generated since then. ``None`` if
+    there is no prediction or it is too old, or if more tokens were generated than any of its values."""
     written = output_tokens - request_state.network_predicted_at_tokens
     if request_state.network_prediction is None or written > max(
         PREDICTION_VALID_TOKENS, output_tokens // PREDICTION_VALID_DIVISOR

@@ -76,8 +76,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     engine: dict[str, str]
     """Version of vLLM, and sizes and limits of the engine."""
     tiers: TierCapabilities | None
-    """With several engines, the entry of the first engine whose tiers are off, or else of the first
-    engine."""
+    """KV storage below the device; ``null``: none. With several engines, the entry of the first engine whose
+    tiers are off, or else of the first engine."""
     missing: MissingTiers | None
 
 
@@ -294,7 +294,7 @@ class HistoryTotals(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: int
     programs: int
     memoryfulness: float
-    """Continuum's η, from -1 to 1 (§4.2)."""
+    """Continuum's η (§4.2), from -1 to 1: how well the turns of a program so far predict its turns left."""
     mean_evicted_wait_s: float | None
 
 

@@ -71,22 +71,26 @@ class EngineService:
     ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
     ``yield`` orders running requests of ``programs`` to yield to a request of the program ``to``.
 
-    Callbacks on the engine's state: ``pool_state`` returns the number of blocks in each state (running,
-    leased, cached, free). ``tier_state`` returns the ``used`` and ``free`` blocks of each tier below the
-    device, the numbers of copies by result (``moves``), and ``traffic``. The traffic is the bytes moved, the
-    seconds of copying, and the seconds that forward passes waited. ``network_state`` returns the state of the
-    network that predicts output lengths, ``None`` without one. ``paths`` returns the status of KV transfer.
+    Arguments that are entries of the answer to ``capabilities`` (``docs/wire.md``), or functions that return
+    one:
 
-    Three parameters supply entries of the answer to ``capabilities`` (``docs/wire.md``). ``engine`` is the
-    entry ``engine``. ``below_device`` returns the entry ``tiers``, ``None`` without tiers. ``missing`` is the
-    entry ``missing``: the mechanisms that are off for lack of tiers, ``None`` if all are on.
+    - ``engine``: the entry ``engine``.
+    - ``below_device``: returns the entry ``tiers``; ``None`` without tiers.
+    - ``missing``: the entry ``missing``, the mechanisms that are off for lack of tiers; ``None``: all are on.
 
-    ``owned_blocks`` returns the number of cached blocks on the device that a program owns. ``below_blocks``
-    returns two numbers: blocks of the program's context in host memory and on disk. ``cpu_clock`` returns CPU
-    seconds, from which a snapshot computes its own cost.
+    Functions that return parts of the engine's state:
 
-    The callback ``persist`` writes the blocks of a chain of hashes to disk. It returns ``stored_blocks``,
-    ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why writing is not possible.
+    - ``pool_state``: numbers of blocks by state (running, leased, cached, free).
+    - ``tier_state``: ``used`` and ``free`` blocks of each tier below the device, numbers of copies by result
+      (``moves``), and ``traffic``: bytes moved, seconds of copying, seconds that forward passes waited.
+    - ``network_state``: state of the neural network that predicts output lengths; ``None`` without one.
+    - ``owned_blocks``: number of cached blocks on the device that a program owns.
+    - ``below_blocks``: numbers of blocks of a program's context in host memory and on disk.
+    - ``cpu_clock``: CPU seconds, from which a snapshot computes its own cost.
+
+    ``paths`` returns the status of KV transfer. ``persist`` writes the blocks of a chain of hashes to disk.
+    It returns ``stored_blocks``, ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why
+    writing is not possible.
     """
 
     def __init__(

@@ -220,7 +220,7 @@ class DemandSampled(_Event, tag="look", frozen=True):
 
 
 class OutputLengthPredicted(_Event, tag="guess", frozen=True):
-    """A network predicts how many tokens a request will still generate."""
+    """A neural network predicts how many tokens a request will still generate."""
 
     request_id: str
     at_tokens: int
@@ -353,8 +353,8 @@ class RequestYields(NamedTuple):
 
 
 class RequestRequeued(NamedTuple):
-    """The request's place in the waiting queue or the result of ``ProgramScheduler.is_parked`` for the
-    request may have changed."""
+    """The request's place in the waiting queue, or whether it is parked (``ProgramScheduler.is_parked``), may
+    have changed."""
 
     request_id: str
 

@@ -60,10 +60,12 @@ class LeaseManager:
     ) -> None:
         """End leases for a request that needs blocks.
 
-        The lease reclaim policy chooses them. If it chooses none for a waiting request with a priority,
-        leases of less important programs end. ``freed_by`` returns how many blocks become free if a program's
-        lease ends. If ``freed_by`` is ``None``, these are all blocks that the lease holds. ``score`` returns
-        a program's eviction key.
+        The lease reclaim policy chooses the leases. If it chooses none although the engine schedules by
+        priority, and the request waits, leases of programs with less important priorities end. For an overdue
+        request, a fixed rule replaces the policy (``reclaim_for_overdue``).
+
+        ``freed_by`` returns how many blocks become free if a program's lease ends; ``None``: all blocks of
+        the lease. ``score`` returns a program's eviction key.
         """
         if not self.may_reclaim(need):
             return
@@ -224,8 +226,8 @@ class LeaseManager:
                 blocks -= before - held[lease.tenant]
 
     def _chunked_reload_s(self, tokens: int, reload_s: float) -> float:
-        """Seconds to compute a context in several engine steps, if it is too long for one. ``reload_s``: the
-        seconds in a single step."""
+        """Seconds to compute a context of ``tokens`` tokens, in several engine steps if it is too long for
+        one. ``reload_s``: the seconds in a single step."""
         pieces = -(-tokens // self._state.pool.step_tokens)
         return reload_s if pieces <= 1 else pieces * self._state.reload.seconds(-(-tokens // pieces))
 

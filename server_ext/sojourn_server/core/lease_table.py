@@ -37,9 +37,10 @@ class Lease:
     tool: str | None = None
     tenant: str | None = None
     own_blocks: int = 0
-    """Number of this lease's blocks that count against the tenant's share. At first, these are the blocks
-    that no other lease held at the grant. When another lease of the tenant ends, the blocks counted for that
-    lease are added to this number, up to ``blocks``."""
+    """Number of this lease's blocks that count against its tenant's share. At first, these are the blocks
+    that no other lease held at the grant, so that a shared block counts once. When another lease of the
+    tenant ends, its counted blocks may still be held by this lease, so they are added here, up to
+    ``blocks``."""
     limit_s: float = float("inf")
     """Latest end of the lease, whatever the client reports."""
     anchored: bool = False

@@ -29,8 +29,8 @@ RELEASE_GAP_S = 10.0
 MAX_RELEASE_CANDIDATES = 16
 """Maximum number of longest-waiting requests that one tick considers for release."""
 RETRY_S = 60.0
-"""Maximum seconds from the abort of a program's waiting request until the program's next request, if that
-request is to count as the retry. OpenAI's clients retry after up to 8 s, or as ``Retry-After`` says."""
+"""A program's next request counts as the retry of an aborted waiting request if it arrives within this many
+seconds of the abort. OpenAI's clients retry after up to 8 s, or as ``Retry-After`` says."""
 MAX_ABORTED_WAITS = 10_000
 """Maximum number of programs whose aborted request is remembered."""
 
@@ -62,8 +62,8 @@ class RequestWaits:
         self._by_arrival: dict[int, RequestWait] = {}
         """The same waits by arrival number."""
         self._starts_s: dict[int, float] = {}
-        """Start of each waiting request's wait before any restart, by arrival number; dropped requests
-        included."""
+        """Arrival number → start of the request's wait, as it was before any ``restart``. Requests that
+        ``drop`` left out of the order are included."""
         self._aborted: OrderedDict[ProgramId, tuple[float, float]] = OrderedDict()
         """Programs whose waiting request was aborted: the start of its wait, and the time of the abort; the
         oldest abort first."""

@@ -21,15 +21,17 @@ from .request_table import RequestState
 from .scheduler_state import ANY_TYPE, SchedulerState
 
 GAP_SAMPLES = 15
-"""Maximum number of a tool's durations, and of service times, in a view."""
+"""Number of quantiles of tool durations, and of service times, in a view."""
 RETURN_S = 0.5
 """Expected seconds from the reported end of a program's last tool call to its next request."""
 MAX_TOOL_REPORTS = 64
-"""Maximum number of tool reports between two runs of requests that change what is expected of the gap: its
-start and its length. Without this limit, a client that reports tools endlessly would keep its program on the
-device, because the program's tool would always seem to have just begun, or to be about to end."""
+"""Number of tool reports after a program's last admission that may change the expected start and length of
+its gap. Later reports do not. Without this limit, a client that reports tools endlessly would keep its
+program on the device, because the program's tool would always seem to have just begun, or to be about to
+end."""
 MIN_PROGRAMS_SEEN = 8
-"""Minimum number of ended programs, of one agent type or of all types, from which service is predicted."""
+"""Minimum number of ended programs, of one agent type or of all types, from which a program's service (the
+seconds that its requests run) is predicted."""
 MAX_WAITING_SEEN = 256
 """Maximum number of a program's waiting requests, the oldest ones, that its view covers."""
 MIN_CALLS_SEEN = 4
@@ -52,11 +54,11 @@ class PlacedProgram:
     """Block hashes of the prompt of each request in ``running``."""
     context_blocks: int = 0
     in_tier: int = 0
-    """Number of leading hashes that count for another context of the same tier, so that ``seen`` leaves them
-    out of ``context_blocks``."""
+    """Number of leading block hashes of the program's context that are counted for another context of the
+    same tier. The view ``seen`` leaves these blocks out of ``context_blocks``."""
     on_device: int = 0
-    """Number of leading hashes that the program need not bring to the device, because another context on the
-    device has them. For a program on the device, the same as ``in_tier``."""
+    """Number of leading block hashes that the program need not bring to the device, because another context
+    there has them. For a program on the device, the same as ``in_tier``."""
     last_active_s: float = 0.0
     returning: bool = False
     tools_ended_s: float | None = None
@@ -179,8 +181,8 @@ class PlacedProgramViews:
         return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()
 
     def fix_gap(self, place: PlacedProgram, now: float) -> None:
-        """Keep what is expected now of a program's gap, which counts from ``now`` on. Further tool reports do
-        not change it."""
+        """Freeze the expected durations of a program's gap as of ``now``, and count them from ``now``.
+        Further tool reports do not change them."""
         place.gap_durations_s, place.gap_since_s = self._gap_durations_s(place), now
 
     def _gap_since_s(self, place: PlacedProgram) -> float:

@@ -353,8 +353,8 @@ class ProgramScheduler:
         return self._yielding.is_held(request_id)
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        """Whether a rejected request has waited for more than ``queue_patience_s``. If so, later requests may
-        not overtake this request."""
+        """Whether later requests may not overtake this request, because the admission policy has rejected it
+        for more than ``queue_patience_s``."""
         since_s = self._requests.states[request_id].admission_blocked_since_s
         return since_s is not None and now - since_s > self.limits.queue_patience_s
 
@@ -455,7 +455,8 @@ class ProgramScheduler:
 
     @property
     def score_scale_changes(self) -> int:
-        """Number of changes of the scale of ``owner_score`` so far."""
+        """Number of changes so far of the statistics over all programs that ``owner_score`` uses. Each change
+        makes all eviction keys out of date."""
         return self._predictor.scale_changes
 
     def take_changed_programs(self) -> dict[ProgramId, None]:

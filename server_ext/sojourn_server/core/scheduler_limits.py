@@ -22,11 +22,13 @@ class SchedulerLimits:
     """Maximum duration of a lease in seconds, however often the client's reports extend the lease. A longer
     TTL from the policy is not shortened."""
     gate_timeout_s: float = 600.0
-    """Seconds for which placement may keep a request waiting (parked) before the request is refused with an
-    error, if the policy refuses requests."""
+    """Maximum seconds for which placement may keep a request waiting (parked). After that, the request is
+    refused with an error. Applies only if the placement policy refuses requests; else ``hold_timeout_s``
+    applies."""
     hold_timeout_s: float = 1500.0
-    """Seconds after which a parked request is released, if the policy refuses no requests. By default,
-    OpenAI's clients give up after three attempts of 600 s each."""
+    """Maximum seconds for which a request is parked, if the placement policy refuses no requests. After that,
+    the request is released. The default is shorter than the three attempts of 600 s each after which OpenAI's
+    clients give up."""
     queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges. A request without a program may then end any
     lease, and is served before requests that arrived later. A request that the admission policy has rejected

@@ -92,9 +92,8 @@ class Histories:
 MIN_REMEMBERED = 1000
 """Minimum number of turns and of decisions that are kept; more if ``max_programs`` is larger."""
 MIN_EVICTED_BLOCKS = 16_384
-"""Minimum capacity of the eviction log, in blocks (about 6 MB). For a larger pool, the capacity is twice the
-pool's blocks. A pool of a few hundred blocks can evict more than that during one tool call. Without the
-minimum, causes of these evictions would be forgotten."""
+"""Minimum capacity of the eviction log, in blocks (about 6 MB). Else the capacity is twice the pool's blocks.
+A pool of a few hundred blocks can evict more than that during one tool call."""
 
 
 class SchedulerState:

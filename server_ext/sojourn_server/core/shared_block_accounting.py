@@ -44,7 +44,7 @@ class SharedBlockAccounting:
         self._ran_on_device: dict[ProgramId, Hashable] = {}
         """Programs on the device that ran before → their kind."""
         self._kinds_on_device: Counter[Hashable] = Counter()
-        """Kind → number of its programs in ``_ran_on_device``. Counted, since a device has thousands."""
+        """Kind → number of its programs in ``_ran_on_device``, which may have thousands of entries."""
         self._others: dict[str, int] = {}
         """Running request without a placed program → its prompt tokens."""
 
@@ -137,13 +137,13 @@ class SharedBlockAccounting:
         return bool(self._expected.changed)
 
     def take_changed(self, places: Iterable[PlacedProgram]) -> Iterator[PlacedProgram]:
-        """The new programs among ``places`` whose expected prefix changed after the last call."""
+        """The new programs among ``places`` whose expected prefix has changed since the last call."""
         changed, self._expected.changed = self._expected.changed, set()
         return (place for place in places if not place.returning and _kind(place) in changed)
 
     def _count_kind(self, program_id: ProgramId, kind: Hashable | None) -> None:
-        """Count the kind of a program on the device that ran before; ``None``: it is not there, or did not
-        run."""
+        """Set the kind under which a program counts among those on the device that ran before. ``None``: it
+        does not count, because it is not on the device or has not run."""
         before = self._ran_on_device.get(program_id)
         if kind == before:
             return

@@ -52,15 +52,15 @@ MAX_WAITING_IN_VIEW = 256
 """Maximum number of programs from the front of the Waiting queue in one view of the policy."""
 
 MAX_FURTHER_WAITING_IN_VIEW = 32
-"""Maximum number of programs behind the first ``LOOKAHEAD`` of the Waiting queue that one call of the policy
-sees beside them. The next call sees the next ones, so each program of the queue is looked at in turn."""
+"""Maximum number of further programs of the Waiting queue, behind its first ``LOOKAHEAD``, that one call of
+the policy sees. The next call sees the next ones, so each program of the queue is looked at in turn."""
 
 MAX_REFRESHED = 64
 """Number of programs at the front of the Waiting queue whose views are rebuilt when the expected prefix of
 their kind changes."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
-"""Seconds added to the minimum interval between two calls to the policy for each program beyond
+"""The minimum interval between two calls of the policy has this many seconds for each program beyond
 ``UNTHROTTLED_PROGRAMS``; programs in the Waiting queue do not count. A call takes about 1 µs per program, and
 5 µs while programs wait, so calls take 2 % to 10 % of the time."""
 
@@ -99,7 +99,7 @@ class TierManager:
         self._trigger: PlacementTrigger | None = None
         """The latest event since the last call to the policy; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
-        """Time at which the policy last promoted an overdue program."""
+        """Time at which the policy last moved a program to the device because it had waited for too long."""
         self._last_shortage_s = -math.inf
         """Time at which a program last lost its KV because the tiers were over capacity."""
         self._asked_s = self._ask_at_s = -math.inf

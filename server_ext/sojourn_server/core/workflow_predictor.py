@@ -33,8 +33,8 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REUSED_SHARE_WEIGHT = 0.5
-"""Weight of the newest turn in a program's moving average of reuse: the share of the last turn's context with
-which the next prompt begins."""
+"""Weight of the newest turn in a program's ``reused_share``, the moving average of the share of a turn's
+context with which the next prompt begins."""
 PREFETCH_HORIZON_S = 300.0
 """Maximum seconds from now to the start of a planned prefetch. The default maximum TTL of a lease is as
 long."""
