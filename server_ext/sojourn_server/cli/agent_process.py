@@ -49,9 +49,9 @@ def exec_agent_command(
 ) -> NoReturn:
     """Replace this process with ``command``. Raises ``CliError`` if the command cannot be run.
 
-    ``url``: root of the sojourn server. If ``url`` is ``None``, the root is that of ``OPENAI_BASE_URL`` if a
-    sojourn server answers there, else ``DEFAULT_URL``. ``children``: also instrument the command's Python
-    child processes. ``program_id``: the program of all requests outside ``program()``.
+    ``url``: root of the sojourn server; ``None``: the root of ``OPENAI_BASE_URL`` if a sojourn server answers
+    there, else ``DEFAULT_URL``. ``children``: also instrument the command's Python child processes.
+    ``program_id``: id of the program to which all requests outside ``program()`` belong.
     """
     from sojourn.config import with_scheme
     from sojourn.ids import id_problem

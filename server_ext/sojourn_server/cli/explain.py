@@ -138,7 +138,8 @@ def _is_label(text: str, row: ProgramRow) -> bool:
 
 
 def reuse_line(program: Mapping[str, Any]) -> str:
-    """Return what the latest turns reused of their prompts. ``program``: as in ``explanation_view``."""
+    """Return a line on how much of their prompts the latest turns reused. ``program``: the answer of
+    ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
     turns = [turn for turn in engine_detail(program).get("ledger") or () if turn.get("tokens")]
     parts = []
     for turn in turns[-_TURNS:]:

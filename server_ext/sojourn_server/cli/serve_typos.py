@@ -15,8 +15,8 @@ from .cli_error import CliError
 CUTOFF = 0.8
 """Minimum similarity of a misspelt word to a flag or model of sojourn, by ``difflib``, 0 to 1."""
 MAX_CHANGES = 2
-"""Maximum number of wrong characters in a misspelt flag. Similarity alone would take vLLM's
-``--linear-backend`` for ``--tier-backend``."""
+"""Maximum number of wrong characters in a misspelt flag. By similarity alone, vLLM's ``--linear-backend``
+would count as a misspelt ``--tier-backend``."""
 
 
 def check_flags(args: Iterable[str], own_flags: Sequence[str]) -> None:

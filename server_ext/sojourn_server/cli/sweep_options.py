@@ -77,8 +77,9 @@ def expand_specs(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpe
 def whole_values(
     sweep: ParameterSweep, specs: Sequence[RunSpec], finished: Sequence[RunSpec]
 ) -> tuple[ParameterSweep, list[RunSpec]]:
-    """Return the values of a sweep that have finished under every policy, as a sweep and its specifications.
-    ``specs`` is the result of ``expand_specs``."""
+    """Reduce an interrupted sweep to the values that have finished under every policy. Returns the smaller
+    sweep and its specifications. ``specs``: the result of ``expand_specs`` for the whole sweep. ``finished``:
+    those of ``specs`` whose runs have finished."""
     policies = len(specs) // len(sweep.values)
     parts = [specs[start : start + policies] for start in range(0, len(specs), policies)]
     whole = [

@@ -48,7 +48,7 @@ def _strip(line: Line, width: int, base: Style | None = None) -> Strip:
 
 
 class _Lines(Static):
-    """Some lines of text, drawn as they are."""
+    """A widget that draws styled lines of text. Markup in the text is not interpreted."""
 
     DEFAULT_CSS = "_Lines { height: auto; }"
 

@@ -31,8 +31,9 @@ MEMORY_STATES = (
     ("used", "▒", "#56b4e9"),
     ("free", "·", DIM),
 )
-"""States of blocks, with glyph and colour. The glyphs within one bar differ, so that nothing depends on
-colours: a bar of the device has no used blocks, and other bars have only used and free blocks."""
+"""States of blocks as (state, glyph, colour). Within one bar each glyph occurs once, so bars can be read
+without colours: the device's bar has every state but ``used``, all other bars have only ``used`` and
+``free``."""
 STATE_STYLES = {
     "thinking": "bold #0072b2",
     "tool": "#009e73",
@@ -170,8 +171,8 @@ def _columns(leases: bool) -> tuple[Column, ...]:
 
 
 def age_s(row: ProgramRow, frame: LiveFrame) -> float:
-    """Return the seconds since the program's last turn ended. Negative while it has a request, the newest
-    request first; infinite if it has no turn yet."""
+    """Return the seconds since the program's last turn ended; ``inf`` if it has no turn yet. While the
+    program has a request, the result is negative, and lowest for the newest request."""
     if not (row.turns or row.requests):
         return math.inf
     for_s = program_view(row, {engine.engine: engine for engine in frame.engines}).for_s
@@ -179,7 +180,7 @@ def age_s(row: ProgramRow, frame: LiveFrame) -> float:
 
 
 def age_text(row: ProgramRow, frame: LiveFrame) -> str:
-    """Return ``age_s`` in words."""
+    """Return ``age_s`` as text: ``now``, ``no turn yet`` or, for example, ``12s ago``."""
     seconds = age_s(row, frame)
     return "now" if seconds < 0 else "no turn yet" if seconds == math.inf else f"{duration(seconds)} ago"
 
@@ -224,7 +225,7 @@ def heading(width: int, sort: str, reverse: bool, *, leases: bool = True) -> Lin
 
 
 def program_line(view: ProgramView, width: int, *, leases: bool = True) -> Line:
-    """Return the table's line of one program. ``leases``: as in ``heading``."""
+    """Return the table's line of one program. ``leases``: whether the column LEASE is shown."""
     row = view.row
     name_width = _name_width(width)
     label = row.program_id
@@ -326,7 +327,8 @@ def _bar(label: str, states: dict[str, int], block_bytes: int, width: int) -> Li
 
 
 def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
-    """Return programs by state, requests, and leases or places, in one line if they fit."""
+    """Return text on programs by state, requests, and leases or places: one line if it fits into ``width``,
+    else two."""
     states = Counter(_state(row) for row in frame.programs)
     words = [f"{states[state]} {state}" for state in _ORDER if states[state]]
     if any(engine.blocks for engine in frame.engines):
