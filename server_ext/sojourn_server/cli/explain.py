@@ -193,7 +193,7 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
     place = engine_detail(program).get("placed") if program is not None else None
     if not leases and place is not None:
         lines.append(f"place: {place}" + (f" ({_PLACES[place]})" if place in _PLACES else ""))
-    # One with the reason POLICY_OFF is not about this turn: the policy never grants a lease.
+    # A decision with the reason POLICY_OFF is not about this turn: the policy never grants a lease.
     decisions = [decision for decision in found.decisions if decision["reason"] != POLICY_OFF]
     for decision in decisions:
         terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)

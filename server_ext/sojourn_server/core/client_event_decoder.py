@@ -25,7 +25,7 @@ EventHandler = Callable[[Event, float], list[Action]]
 method that calls ``handle`` and also collects the actions to carry out."""
 
 MAX_ATTACHED_EVENTS = 64
-"""Maximum number of events attached to one request that are handled; the SDK attaches no more. The engine
+"""At most this many of the events attached to one request are handled; the SDK attaches no more. The engine
 handles them before their request. So ``EventTimeBudget`` cannot delay them, but later posted events wait for
 the time that they took."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")

@@ -30,7 +30,7 @@ class TierCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Capacity of host memory or disk for KV."""
 
     blocks: int | None
-    """``null``: unknown."""
+    """Number of blocks; ``null``: unknown."""
     bytes: int
     shared: bool = False
     """Whether other engines read this disk."""

@@ -245,17 +245,16 @@ class BlockEvicted(_Event, tag="evict", frozen=True):
 
 class CachedBlocksFound(_Event, tag="pin", frozen=True):
     """Result of a ``PIN_CACHED`` action: the number of blocks that are still cached. The answer
-    ``LeaseGranted`` makes the engine hold these blocks. ``None`` values mean the same as in
-    ``TurnFinished``."""
+    ``LeaseGranted`` makes the engine hold these blocks."""
 
     program_id: ProgramId
     blocks: int
     held_blocks: int | None = None
-    """Number of distinct blocks that leases hold now."""
+    """Number of distinct blocks that leases hold now; None: the sum over all leases is used."""
     unheld_blocks: int | None = None
-    """Number of the found ``blocks`` that no lease holds yet."""
+    """Number of the found ``blocks`` that no lease holds yet; None: all."""
     used_blocks: int | None = None
-    """Number of blocks that requests use or leases hold now."""
+    """Number of blocks that requests use or leases hold now; None: unknown."""
 
 
 class PrefetchStarted(_Event, tag="prefetch", frozen=True):

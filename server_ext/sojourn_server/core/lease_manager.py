@@ -60,9 +60,9 @@ class LeaseManager:
     ) -> None:
         """End leases for a request that needs blocks.
 
-        The lease reclaim policy chooses the leases. If it chooses none although the engine schedules by
-        priority, and the request waits, leases of programs with less important priorities end. For an overdue
-        request, a fixed rule replaces the policy (``reclaim_for_overdue``).
+        The lease reclaim policy chooses the leases; for an overdue request, ``reclaim_for_overdue`` does. If
+        they choose none for a waiting request, and the engine schedules by priority, leases of less important
+        programs end.
 
         ``freed_by`` returns how many blocks become free if a program's lease ends; ``None``: all blocks of
         the lease. ``score`` returns a program's eviction key.

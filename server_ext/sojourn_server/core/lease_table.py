@@ -109,7 +109,8 @@ class LeaseTable:
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
-        """Record an event of the client. The event postpones the lease's end by silence."""
+        """Record that the client sent an event. Silence then ends the lease ``SILENCE_EXTENSION_S`` after
+        ``now`` or later."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is not None:
             later = now + SILENCE_EXTENSION_S

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_LEARNED = 1024
-"""Maximum number of kinds for which ``ExpectedPrefixes`` remembers a prefix."""
+"""Maximum number of kinds of programs for which ``ExpectedPrefixes`` remembers a prefix."""
 
 Key = Hashable
 """A program's id, or (``"request"``, id) for a request without a program."""

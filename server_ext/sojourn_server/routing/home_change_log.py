@@ -91,7 +91,8 @@ class HomeChangeLog:
             self._first_s = now
 
     def due_s(self, now: float) -> float | None:
-        """Seconds until the next batch is due, 0 if it is due now; ``None``: there is no change."""
+        """Seconds until the next batch is due, 0 if it is due now; ``None``: there is no change since the
+        last flush."""
         if self._first_s is None:
             return None
         if self.version - self._flushed >= FLUSH_CHANGES or now < self._first_s:

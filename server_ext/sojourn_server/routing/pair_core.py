@@ -34,9 +34,9 @@ MAX_NODES = 4096
 class PairCore(RoutingCore):
     """Routing core in which a pair scheduler chooses the engines.
 
-    ``expects_engines``: whether a supervisor starts missing engines. If so, requests wait for a missing
-    engine. If not, and a role (prefill or decode) has no engine, new requests are rejected at once. In this
-    case, requests that already wait are rejected after ``ROLE_MISSING_TIMEOUT_S``.
+    ``expects_engines``: whether a supervisor starts missing engines. If True, requests wait for a missing
+    engine. If False, a role (prefill or decode) without engines has two effects: new requests are rejected at
+    once, and waiting requests after ``ROLE_MISSING_TIMEOUT_S``.
     """
 
     def __init__(

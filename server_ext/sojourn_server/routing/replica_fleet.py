@@ -192,7 +192,8 @@ class ReplicaFleet:
         return self._views[place]
 
     def full(self, replica: Replica) -> bool:
-        """Whether the requests sent to a replica load it so much that it gets no more."""
+        """Whether a replica gets no more requests, because ``sent_load`` has reached the fleet's
+        ``full_load``."""
         return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:

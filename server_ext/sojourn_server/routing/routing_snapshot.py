@@ -66,7 +66,7 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
     programs: tuple[SavedProgram, ...]
     """Programs that their clients have not ended, least recently active first."""
     expected: dict[str, Any]
-    """``ProgramEstimator.snapshot``."""
+    """Result of ``ProgramEstimator.snapshot``."""
     drained: tuple[tuple[str, str], ...] = ()
     """Ids and instances of replicas that disappeared while draining."""
 
