@@ -1,6 +1,7 @@
 """``sojourn gateway``: one address for several engines, or for pairs of prefill and decode engines.
 
-The gateway sends the turns of a program to the engine that holds the program's KV.
+Without pairs, the gateway sends the turns of a program to the engine that holds the program's KV. Pairs are
+chosen by load alone.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ _RUN_OPTIONS = (
 
 
 def next_step_for(workload: str) -> str:
-    """What to do about an error in the workload that the user named."""
+    """Return the next step for an error message about ``workload``, a trace or workload that the user
+    named."""
     from sojourn_server.simulator.workloads.synthetic_workloads import SYNTHETIC_PREFIX
 
     if workload.startswith(SYNTHETIC_PREFIX):

@@ -125,7 +125,7 @@ class RequestYielding:
         self._release_for(request_id)
 
     def left(self, request_id: str) -> None:
-        """Record that a request has left the engine."""
+        """Record that a request has left the engine. The requests that have yielded to it may run again."""
         self.admitted(request_id)
 
     def is_held(self, request_id: str) -> bool:

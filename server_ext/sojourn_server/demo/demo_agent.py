@@ -236,7 +236,7 @@ def run_program(
     """Run one agent in ``repository`` and return the record of the run. Times are seconds after ``origin_s``.
 
     An exception during the run becomes the record's ``error``. ``prepare`` is called with the agent before
-    the run and returns the agent to run. It attaches the sojourn integration, except in the stock arm.
+    the run and returns the agent to run; except in the stock arm, it attaches the sojourn integration.
     """
     agent = prepare(make_agent(task, repository, base_url, model, tokenizer, watch=watch))
     arrived_s = time.monotonic() - origin_s

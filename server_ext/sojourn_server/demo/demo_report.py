@@ -108,7 +108,7 @@ def document(arms: Sequence[ArmRecord], facts: Mapping[str, Any], *, partial: bo
     """Return the demo's JSON report: ``arms``, ``ratio``, and the ``facts`` needed to repeat the run.
 
     ``partial``: True for an interrupted run. Its ratios are ``None``, because the arms finished different
-    programs. They are also ``None`` if a program failed.
+    programs. If a program failed, the ratios are ``None`` too.
     """
     figures = {arm.name: arm_figures(arm) for arm in arms}
     return {"partial": partial, "arms": figures, "ratio": ratios({} if partial else figures), **facts}

@@ -38,7 +38,8 @@ STOCK = "stock"
 """Name of the arm with plain vLLM; the other arm is ``sojourn``."""
 
 ProgressCallback = Callable[[int, str, int, str], None]
-"""Called with the program's index, followed by the arguments of ``demo_agent.TurnCallback``."""
+"""Called with the program's index, its state (``thinking``, ``tool``, ``done`` or ``failed``), the turn's
+number from 1, and a text."""
 
 
 class DemoInterrupted(BaseException):

@@ -30,7 +30,7 @@ _TOKENS_PER_TURN = 288
 """Mean growth of a context in one turn."""
 _OUTPUT_TOKENS_PER_TURN = 61
 _COMPUTED_SHARE = {"stock": 0.83, "sojourn": 0.20}
-"""By arm: share of all prompt tokens that are computed; the others are in the prefix cache."""
+"""By arm: share of all prompt tokens that are computed. The rest is in the prefix cache."""
 _PREFILL_FACTOR = 1.35
 """Prefill time per token in the demo ÷ the time that ``measure_speed`` measures with a single prompt of
 ``PROMPT_TOKENS``. Above 1, because the demo's contexts are longer."""

@@ -67,8 +67,9 @@ def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: floa
     """Return the number of blocks of a KV pool that holds about ``resident`` contexts.
 
     ``context_tokens``: the length of each program's context at its end. The pool holds ``resident`` times the
-    mean context and ``MARGIN_BLOCKS`` blocks more, but at least a request of ``model_length``, without which
-    vLLM does not start. Raises ``ValueError`` if there are no contexts or ``resident`` is not positive.
+    mean context, and ``MARGIN_BLOCKS`` blocks more. Its minimum is one request of ``model_length`` tokens,
+    because vLLM does not start with less. Raises ``ValueError`` if there are no contexts or ``resident`` is
+    not positive.
     """
     if not 0 < resident < math.inf:
         raise ValueError(f"room for {resident} contexts; expected a number > 0")

@@ -18,8 +18,9 @@ MAX_NEW_ESTIMATES = 256
 """Maximum number of programs with new requests whose remaining work is estimated per epoch. An epoch is the
 time between two computations of the shares. Further programs keep their last estimate for now."""
 MIN_REFRESHED_ESTIMATES = 64
-"""Minimum number of estimates per epoch. If there are fewer programs with new requests, the oldest estimates
-are renewed. With epochs of 0.1 s, renewing 10,000 programs takes about 16 s."""
+"""Minimum number of programs whose remaining work is estimated per epoch. If fewer programs have new
+requests, the oldest estimates are renewed. With epochs of 0.1 s, renewing 10,000 estimates takes about 16
+s."""
 
 
 class TenantAccounting:
