@@ -59,7 +59,8 @@ def explain(
     api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="Its API key"),
     json_output: str | None = json_option("the explanation"),
 ) -> None:
-    """Print a paragraph and a table. The numbers are the turn ledger's; estimates are named as such."""
+    """Print the explanation of one turn as a paragraph and a table. The numbers are from the turn ledger;
+    estimates are named as such."""
     report = console if json_output == "-" else Console()
     detail: dict[str, Any] | None = None
 

@@ -81,7 +81,7 @@ class KnownRequest(NamedTuple):
     """Data about a request in the engine, for the vLLM adapter."""
 
     program_id: ProgramId | None
-    """``None``: the request has no program."""
+    """Id of the request's program; ``None``: the request has no program."""
     rank: int
     """Arrival rank of the request's program, or of the request itself if it has no program."""
     admitted: bool

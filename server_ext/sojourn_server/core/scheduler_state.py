@@ -46,7 +46,8 @@ class KVPoolConfig:
     step_tokens: int = 1 << 31
     """Maximum number of tokens in one engine step."""
     host_s_per_token: float | None = None
-    """Seconds to copy a token's KV back from host memory; ``None`` without a host tier."""
+    """Seconds to copy a token's KV back from host memory, by the engine profile; ``None``: unknown, or no
+    host tier."""
     host_blocks: int = 0
     """Number of blocks that fit in host memory; 0: no host tier."""
     disk_blocks: int = 0
