@@ -28,8 +28,8 @@ class LinkMetrics:
         """Add the growth of ``totals`` since the last call to the counters. Returns the present values of the
         gauges: metric name → pairs (labels, value).
 
-        ``totals`` has the form of ``kv_transfer/transfer_stats.py``. For ``None`` (an engine without links)
-        the result is empty.
+        ``totals``: the statistics of ``kv_transfer``, with the keys ``links``, ``received_bytes``,
+        ``counts``, ``slots`` and ``slots_used``. For ``None`` (an engine without links) the result is empty.
         """
         if totals is None:
             return {}

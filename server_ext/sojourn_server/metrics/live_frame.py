@@ -55,8 +55,7 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     saved_s: float
     """Estimated seconds that computing ``reused_tokens`` would have taken."""
     ttft_s: float | None = None
-    """Seconds from the arrival of the last request that has a first token to that token; ``None``: no request
-    has one."""
+    """Time to first token, in seconds, of the newest request that has one; ``None``: none has."""
     host_blocks: int = 0
     """Blocks of the last turn's context in host memory. They may be on the device too. For a long context the
     number is an estimate, because only some blocks are looked up."""
@@ -71,9 +70,8 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     policy: str | None = None
     error: str | None = None
-    """Why the engine's other fields are missing; ``None`` if the engine answered. If there is an error, a
-    full frame has the engine's programs as the stream last showed them, without requests and leases, or
-    none."""
+    """Why the engine's other fields are missing; ``None`` if the engine answered. With an error, a full frame
+    shows no programs of the engine, or those that the stream last showed, without requests and leases."""
     answer_s: float | None = None
     """Seconds that the engine took to answer. The engine answers between two steps, so the time is at most
     one step plus the wait in the queue."""
@@ -109,8 +107,8 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     lost_tokens: dict[str, int] = {}
     """Prompt tokens computed again, by cause."""
     grants_leases: bool = True
-    """False if the engine's policy grants no leases, such as the default one, which places whole programs.
-    Then viewers show no column of leases."""
+    """Whether the engine's policy grants leases. The default policy does not: it places whole programs. If
+    false, viewers show no column of leases."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):

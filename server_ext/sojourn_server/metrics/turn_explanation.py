@@ -41,7 +41,7 @@ _AWAY = {
 UNNAMED_TOOL = "unnamed tool"
 """A tool that neither the client nor the output named."""
 POLICY_OFF = "policy_off"
-"""Reason of a turn's decision to keep no KV, under a policy that grants no leases."""
+"""Reason of a decision not to keep a turn's KV, if the policy grants no leases at all."""
 _MIN_SHOWN_S = 0.05
 """Shorter phases are left out of the paragraph; the table has them."""
 
@@ -102,7 +102,7 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     """Explain turn number ``turn``; if ``turn`` is ``None``, the newest turn. Returns ``None`` for a turn
     that is not in the ledger.
 
-    ``facts``: an engine's answer to the operation ``explain``.
+    ``facts``: an engine's answer to the operation ``explain``, with ``ledger``, ``decisions`` and others.
     """
     records: Sequence[Mapping[str, Any]] = facts["ledger"]
     chosen = [record for record in records if turn is None or record["turn"] == turn]
@@ -362,9 +362,9 @@ def _advice(
 def _advice_of_a_ttl(
     gap_s: float, facts: Mapping[str, Any], was: str, refused: str, saves_s: float | None
 ) -> Advice:
-    """Return what a hinted TTL would have changed. ``facts``: as in ``explain``, with the bounds of hinted
-    TTLs. ``was``: the granted or refused lease, in words. ``refused``: the reason of the last decision if no
-    lease was granted, else empty."""
+    """Return what a hinted TTL would have changed. ``facts``: the engine's answer, which has the maximum of
+    hinted TTLs. ``was``: the granted or refused lease, in words. ``refused``: the reason of the last decision
+    if no lease was granted, else empty."""
     max_hinted_ttl_s = facts["max_hinted_ttl_s"]
     instead = "More memory or a host tier would have kept it."
     if max_hinted_ttl_s is None:

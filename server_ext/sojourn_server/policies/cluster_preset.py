@@ -104,7 +104,7 @@ def read_cluster_preset(path: Path, *, allowed_modules: str = "") -> ClusterPres
     """Read a cluster preset file, which may name policy classes in Python files beside it. Raises
     ``PresetError``.
 
-    ``allowed_modules``: installed packages whose classes the file may name too (see ``custom_class_loader``).
+    ``allowed_modules``: installed packages, separated by commas, whose classes the file may name too.
     """
     own = custom_class_loader(path.parent, allowed_modules)
     return parse_cluster_preset(read_preset_text(path), source=str(path), own=own)

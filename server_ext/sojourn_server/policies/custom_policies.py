@@ -23,7 +23,7 @@ CustomClassLoader = Callable[[str], type]
 
 
 class CustomPolicyError(ValueError):
-    """A policy class was not found or is unsuitable. The message names the class and the searched file."""
+    """A policy class was not found or is unsuitable. The message names the class and the reason."""
 
 
 def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
@@ -57,9 +57,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def check_defines_methods(policy_class: type, protocol: type, question: str, place: str) -> None:
     """Raise ``CustomPolicyError`` if a class lacks a method of its protocol. Creates no instance.
 
-    ``question`` (a key of a preset) and ``place`` (``module:Class``) are used in the error message.
-
-    Data attributes may be set in ``__init__``, so ``check_implements_protocol`` checks them on the instance.
+    The error message names ``question`` (a key of a preset) and ``place`` (``module:Class``). Data attributes
+    may be set in ``__init__``, so ``check_implements_protocol`` checks them on the instance.
     """
     methods = [name for name, value in vars(protocol).items() if name[0] != "_" and callable(value)]
     if any(not callable(getattr(policy_class, name, None)) for name in methods):
@@ -71,7 +70,7 @@ def check_defines_methods(policy_class: type, protocol: type, question: str, pla
 def check_implements_protocol(policy: Any, protocol: type, question: str, place: str) -> None:
     """Raise ``CustomPolicyError`` if ``policy``, an instance, lacks an attribute of its protocol.
 
-    ``question`` and ``place`` are used in the error message, as in ``check_defines_methods``.
+    The error message names ``question`` (a key of a preset) and ``place`` (``module:Class``).
     """
     wanted = [
         name for name in (*vars(protocol).get("__annotations__", ()), *vars(protocol)) if name[0] != "_"

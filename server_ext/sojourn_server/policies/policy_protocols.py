@@ -1,7 +1,7 @@
 """The protocols of an engine's policies: each computes one decision from a frozen view and ``now``.
 
-A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM, in the gateway and
-in the simulator. A policy that cannot decide returns the value that its protocol names for this case, such as
+A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM and in the
+simulator. A policy that cannot decide returns the value that its protocol names for this case, such as
 ``None``. Policies do not raise.
 """
 
@@ -122,7 +122,7 @@ class QueueOrderPolicy(Protocol):
 
 
 class LeaseReclaimPolicy(Protocol):
-    """Chooses leases to end early, so that blocks become free. ``None``: no lease ends."""
+    """Chooses the programs whose leases end early, so that blocks become free. ``None``: no lease ends."""
 
     def release(
         self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
@@ -141,9 +141,9 @@ class EvictionPolicy(Protocol):
     """Orders the eviction of programs' cached blocks: ascending ``score``.
 
     ``by_program``: whether blocks are evicted in this order. If not, the engine's least-recently-used order
-    applies. ``score_inputs`` returns the inputs of a program's score. The scheduler stores these inputs at
-    each of the program's events. ``score`` computes the score from the inputs and the present scale. When the
-    scale changes, all scores are computed again.
+    applies. ``score_inputs`` returns the data from which a program's score is computed. The scheduler stores
+    these data at each event of the program. ``score`` computes the score from them and the present scale.
+    When the scale changes, all scores are computed again.
     """
 
     by_program: bool

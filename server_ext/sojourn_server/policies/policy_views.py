@@ -81,8 +81,7 @@ class LeaseView(NamedTuple):
     program_id: ProgramId
     program_rank: int
     expires_s: float
-    """Engine time of expiry; in the past for a lease that is kept until its program's request is
-    scheduled."""
+    """Engine time of expiry. May be past: a lease does not end while a request of its program waits."""
     blocks: int
     reload_s: float
     waiting: bool
@@ -223,7 +222,9 @@ class EvictionCandidateView(NamedTuple):
 
     program_rank: int
     over: bool
+    """Whether the program has ended or expired."""
     last_turn_s: float
+    """Engine time at which the program's last turn ended; before the first end, the program's arrival."""
     blocks: int = 0
     """Number of cached blocks that the program's last turn used, reused ones included."""
     has_request: bool = False
@@ -239,8 +240,8 @@ class EvictionCandidateView(NamedTuple):
 
 
 class EvictionScoreScale(NamedTuple):
-    """Statistics by which the eviction scores of all programs are scaled. These statistics change in discrete
-    steps."""
+    """Statistics over all programs from which eviction scores are computed. They change in discrete steps, so
+    that scores are rarely computed again."""
 
     longest_gap_s: float = 0.0
     """τ_max: the longest recent gap between two turns; seconds."""
@@ -293,8 +294,8 @@ class PrefetchView(NamedTuple):
     reload_s: float
     """Seconds to copy the prefix back from host memory; 0: no host tier, or its speed is unknown."""
     of_successor: bool = False
-    """Whether the prefix was learned for ``successor``, since that step's prompts begin differently from the
-    program's context. If false, the prefix is the program's context."""
+    """Which prefix is loaded. True: the one learned from earlier turns at the step ``successor``, whose
+    prompts begin differently from the program's context. False: the program's context."""
 
 
 class LoadAheadView(NamedTuple):

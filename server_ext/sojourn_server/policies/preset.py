@@ -163,7 +163,8 @@ def preset_text(name: str) -> str:
 def read_preset(path: Path, *, allowed_modules: str = "") -> Preset:
     """Read a preset file, which may name policy classes (``module:Class``) in Python files beside it.
 
-    ``allowed_modules``: installed packages whose classes the file may name too. Raises ``PresetError``.
+    ``allowed_modules``: installed packages, separated by commas, whose classes the file may name too. Raises
+    ``PresetError``.
     """
     own = custom_class_loader(path.parent, allowed_modules)
     return parse_preset(read_preset_text(path), source=str(path), own=own)

@@ -90,8 +90,8 @@ class PresetStore:
     def policies(
         self, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
     ) -> dict[str, Any]:
-        """Build the policies that a parsed preset, ``document``, names: question → policy. The arguments and
-        errors are those of ``build``."""
+        """Build the policy of each question for a parsed preset, ``document``, as ``build`` does. Returns
+        question → policy. Raises ``PresetError``."""
         return {question: self.build(question, document, source, own) for question in self.classes}
 
     def build(

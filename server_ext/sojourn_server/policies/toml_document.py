@@ -18,7 +18,7 @@ _MAX_INTEGER = 2**63
 
 
 class TomlError(ValueError):
-    """A text is not TOML or exceeds the limits. The message says where."""
+    """A text is not TOML or exceeds the limits. The message gives the reason."""
 
 
 def load_toml(text: str) -> dict[str, Any]:

@@ -37,8 +37,8 @@ def quantiles_of_bins(probabilities: torch.Tensor, points: int) -> torch.Tensor:
 
 
 PARAMETER_COUNT = 302_000
-"""Approximate number of parameters, as in the paper. This number and the model's hidden size determine the
-width of the network's hidden layer."""
+"""Approximate number of parameters, as in the Tetris paper. This number and the model's hidden size determine
+the width of the network's hidden layer."""
 
 MAX_STATE_MAGNITUDE = 1e4
 """Maximum magnitude of an entry of a hidden state. Larger entries are clipped, so that outliers do not

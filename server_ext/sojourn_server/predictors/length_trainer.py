@@ -146,7 +146,7 @@ class LengthTrainer:
 
     def train(self) -> float | None:
         """Train one batch if one is due. Returns its loss in nats; ``None`` if no batch was due, or if the
-        loss is not finite."""
+        loss is not finite. In the latter case the network starts again with new weights."""
         if not self.due:
             return None
         self._due -= 1.0

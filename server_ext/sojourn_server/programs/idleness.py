@@ -1,4 +1,4 @@
-"""Measures a program's idleness: the share of its recent time spent in tools (M1; MORI §3.1, §4.2, eq. 1).
+"""A program's idleness: the share of its recent time spent in tools (MORI §3.1, §4.2, eq. 1; mechanism M1).
 
     ι = acting / (reasoning + acting),  both summed over the newest k cycles
 

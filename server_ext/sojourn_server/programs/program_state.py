@@ -10,8 +10,8 @@ from sojourn.ids import CallId, EmitterId, ProgramId
 from .program_status import ProgramOutcome, ProgramStatus
 
 SEQ_WINDOW = 1024
-"""Number of sequence numbers that are tracked per emitter. Numbers further behind the newest count as
-seen."""
+"""Number of sequence numbers that are tracked per emitter (a client process that sends events). Numbers
+further behind the newest count as seen."""
 _FULL_MASK = (1 << SEQ_WINDOW) - 1
 HALF_LIFE = 20.0
 """Number of turns after which the weight of an older turn is halved in ``HintReliability``."""
@@ -272,7 +272,7 @@ class ProgramState:
     lost_tokens: int = 0
     """Prompt tokens of all turns that were computed again because their KV was lost."""
     ttft_s: float | None = None
-    """Seconds from the arrival of the last request that has a first token to that token."""
+    """Time to first token, in seconds, of the newest request that has one; ``None``: none has."""
     saved_s: float = 0.0
     """Estimated seconds that computing ``reused_tokens`` would have taken."""
     turns_at_last_end: int | None = None

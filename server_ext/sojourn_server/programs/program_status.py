@@ -42,7 +42,7 @@ class ProgramOutcome(str, Enum):
 
 
 REPORTED_OUTCOMES = (ProgramOutcome.OK, ProgramOutcome.ERROR, ProgramOutcome.CANCELLED)
-"""Outcomes that a ``program_end`` may report."""
+"""Outcomes that a ``program_end`` event may report."""
 
 
 class ProgramSignal(str, Enum):

@@ -12,9 +12,9 @@ from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_st
 
 
 class ProgramTable:
-    """The programs of one engine, at most ``max_programs``.
+    """The programs of one engine, at most ``max_programs`` (more only if all have a request in the engine).
 
-    Beyond that limit, ended and expired programs without a request in the engine are removed first, in the
+    From a full table, ended and expired programs without a request in the engine are removed first, in the
     order in which they ended. Next are programs that never sent a request, oldest first, so that a flood of
     invented ids displaces no real program. Last are other programs without a request in the engine, the
     longest silent first.

@@ -28,7 +28,7 @@ _P95 = NormalDist().inv_cdf(0.95)
 ESTIMATE_SIGMA = 0.5
 """Standard deviation of a duration's logarithm, assumed if the client estimates only the median."""
 MAX_ESTIMATE_SIGMA = 3.0
-"""Maximum of that standard deviation, whatever percentile the client estimates."""
+"""Maximum standard deviation of a duration's logarithm, however high the client's 95th percentile is."""
 
 Key = TypeVar("Key")
 Entry = TypeVar("Entry")
@@ -167,7 +167,7 @@ class TurnHistory:
         return self._pairs / len(self._turns) if self._turns else 0.0
 
     def memoryfulness(self) -> float:
-        """η = −Corr(k, N−k) over the pairs k = 1..N of every finished program, in [-1, 1].
+        """η = −Corr(k, N−k), in [-1, 1], over the turns k = 1..N of every finished program; N: its turns.
 
         With fewer than two pairs or no variance, the result is 1.0, because the paper's cold start assumes a
         fully memoryful workload (§4.2).

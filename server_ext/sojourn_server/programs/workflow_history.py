@@ -103,8 +103,9 @@ class WorkflowHistory:
     def overlap(self, program: ProgramState) -> float:
         """Share of the program's next prompt that its cached context will cover.
 
-        This is SAGA's estimate n / (n + n̂_obs) for a chain of turns, times the mean share of the context
-        that earlier prompts reused. That share is below 1 if the program's branches diverge (§4.1).
+        For a chain of turns, SAGA estimates n / (n + n̂_obs): n context tokens, and n̂_obs tokens that the
+        tool's output is expected to add (§4.1). The result is this estimate times the mean share of the
+        context that earlier prompts reused, which is below 1 if the program's branches diverge.
         """
         tokens = float(program.context_tokens)
         if tokens <= 0:

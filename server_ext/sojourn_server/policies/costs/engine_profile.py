@@ -1,9 +1,9 @@
 """The engine profile: the measured time to rebuild a context on one engine (Continuum §5.2).
 
-A quadratic is fitted to prefill time over context length. Its linear part is the weights' work per token, its
-quadratic part is attention. ``sojourn profile`` measures the points. Policies use ``PrefillCurve.seconds``.
-The simulator also uses step costs (``step_costs.py``) and the engine's limits. Profiles of version 1 lack
-both.
+``sojourn profile`` measures prefill times and fits a quadratic in the context length to them. The linear term
+is the work of the weights on each token, the quadratic term is attention. Policies use
+``PrefillCurve.seconds``. The simulator also uses step costs (``step_costs.py``) and the engine's limits.
+Profiles of version 1 have neither.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class EngineProfile:
 
     @classmethod
     def from_toml(cls, text: str) -> EngineProfile:
-        """Read a profile. Raises ``ValueError`` that names the faulty field and the reason."""
+        """Read a profile. Raises ``ValueError``, whose message names the faulty field and the reason."""
         try:
             document = load_toml(text)
         except TomlError as error:

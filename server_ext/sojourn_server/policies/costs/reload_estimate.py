@@ -23,9 +23,9 @@ GROWTH_WINDOW_S = 600.0
 """Seconds of decode steps over which ``kv_read_share`` is averaged, with exponential weights. The contexts
 must vary in this window."""
 GROWTH_EVIDENCE = 30.0
-"""``kv_read_share`` is multiplied by n / (n + this number), because a share measured with a small n may be
-chance. n is the number of recent decode steps times R², the share of their durations' variance that context
-lengths explain."""
+"""Reduces ``kv_read_share`` while there is little evidence: the share is multiplied by
+n / (n + ``GROWTH_EVIDENCE``). n is the number of recent decode steps times R² of the linear fit of their
+durations to their context lengths."""
 
 _ROUNDING = 1e-9
 """A variance below this share of the squared mean counts as a rounding error."""
@@ -35,9 +35,9 @@ class StepTimeEstimator:
     """Learns from engine steps how long a prefill takes, and on what the steps spend their time.
 
     ``seconds`` estimates PrefillReload(r), the seconds to compute a context again (Continuum §4.1). With a
-    ``PrefillCurve`` (C9), the estimate is the value of the curve. Without a curve, it is the number of tokens
-    times the mean seconds per token of earlier prefill steps. The mean is exponentially weighted, and 0
-    before the first such step.
+    measured ``PrefillCurve``, the estimate is the value of the curve. Without a curve, it is the number of
+    tokens times the mean seconds per token of earlier prefill steps. The mean is exponentially weighted, and
+    0 before the first such step.
     """
 
     def __init__(self, curve: PrefillCurve | None = None) -> None:
@@ -151,7 +151,8 @@ class HostLink:
             self.loads_queued_s = queued_s
 
     def observe_stores(self, s_per_token: float | None, queued_s: float) -> None:
-        """Store measurements of copies to host memory; the arguments are those of ``observe_loads``."""
+        """Store measurements of copies to host memory. ``s_per_token``: seconds to copy a token's KV;
+        ``None``: not measured, so the assumed time applies. ``queued_s``: seconds that queued copies take."""
         self._store_s_per_token, self.stores_queued_s = s_per_token, queued_s
 
     @property
@@ -172,8 +173,10 @@ class HostLink:
 
 
 def copies_back(compute_s: float, copy_s: float | None) -> bool:
-    """Return whether copying a context back is at least as fast as computing it; arguments as in
-    ``restore_s``. True if ``copy_s`` is ``None``."""
+    """Return whether to copy a context back rather than compute it: whether copying, in ``copy_s`` seconds,
+    is at least as fast as computing, in ``compute_s`` seconds.
+
+    True if either time is unknown: ``compute_s`` 0, or ``copy_s`` ``None``."""
     return copy_s is None or restore_s(compute_s, copy_s) == copy_s
 
 

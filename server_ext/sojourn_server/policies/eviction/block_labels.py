@@ -1,7 +1,7 @@
-"""Labels of KV blocks, derived from the tier in which their program is placed (M5; MORI §4.3.2).
+"""Labels of KV blocks, derived from the tier in which their program is placed (MORI §4.3.2; mechanism M5).
 
-MORI also schedules requests of busy programs first. Here labels do not affect scheduling, since admission
-admits only programs that are placed on the device.
+MORI also schedules requests of busy programs first. Here labels do not affect scheduling: only programs that
+are placed on the device are admitted, and they all have the same label.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BlockLabel(str, Enum):
     BUSY = "busy"
     IDLE = "idle"
     COLD = "cold"
-    """The program is so idle that its KV belongs on disk. We added this label for the further tiers of
+    """The program is so idle that its KV belongs on disk. This label is ours, for the further tiers of MORI
     §7.1."""
     INACTIVE = "inactive"
 

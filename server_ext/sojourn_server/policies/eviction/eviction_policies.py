@@ -1,4 +1,4 @@
-"""Eviction order of cached blocks."""
+"""Eviction policies: in which order are cached blocks reused?"""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class LatestProgramEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedLabelEviction:
-    """Evicts blocks of inactive programs first, then of cold, of idle and of busy programs (M5; MORI §4.3.2).
+    """Evicts blocks by the tier in which their program is placed (MORI §4.3.2; mechanism M5).
 
-    Blocks of ended programs are evicted before blocks of other inactive programs, that is, programs placed in
-    no tier. Otherwise, blocks with the same label are evicted in order of last use, the oldest first.
+    Blocks of ended programs are evicted first. Then come blocks of programs that are placed in no tier
+    (label INACTIVE), on disk (COLD), in host memory (IDLE) and on the device (BUSY). Among blocks with the
+    same label, those whose program ended its last turn earliest are first.
     """
 
     by_program: bool = True
@@ -59,7 +60,7 @@ class TypedLabelEviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowAwareLruEviction:
-    """Orders eviction by one score of recency, likelihood of reuse and size: WA-LRU (S3; SAGA §4.1, eq. 1–4).
+    """Orders eviction by recency, probability of reuse and size: WA-LRU (SAGA §4.1, eq. 1–4; mechanism S3).
 
         P_evict = recency·(now − t_last)/τ_max + reuse·(1 − P_reuse) + size·(blocks/size_max)
 

@@ -18,7 +18,7 @@ class RunningTaskView(NamedTuple):
 
 
 class TenantView(NamedTuple):
-    """A tenant, as identified by the gateway's keys."""
+    """A tenant (the owner of an API key) and its running programs."""
 
     tenant: str
     tasks: Sequence[RunningTaskView]
@@ -43,7 +43,7 @@ class SharePolicy(Protocol):
     """Whether shares are computed; false: requests are sent in order of arrival."""
 
     def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
-        """Share of capacity of each tenant; the shares add up to 1."""
+        """Tenant → its share of capacity; the shares add up to 1. Empty if shares are not computed."""
         ...
 
     def order(self, waiting: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:

@@ -112,8 +112,8 @@ class SurvivalPrediction:
     the exponent from the longest outputs, the share ``tail_share`` of all. There is no prediction before
     ``min_outputs`` finished outputs.
 
-    If ``hints`` is true, the client's hint replaces the prediction if hints for the agent type were more
-    accurate than the median of the lengths. Raises ``ValueError`` for numbers out of range.
+    With ``hints``, a client's hint replaces the prediction while hints for the agent type are more accurate
+    than the median of the lengths. Raises ``ValueError`` for numbers out of range.
     """
 
     min_outputs: int = MIN_OUTPUTS

@@ -1,4 +1,4 @@
-"""Lease reclaim: which leases end early when another request needs blocks (C8; Continuum §5.2)."""
+"""Lease reclaim: which leases end early when a request needs blocks (Continuum §5.2; mechanism C8)."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ def reclaim_for_overdue(
     """Return the programs whose leases end for an overdue ``ReclaimRequest``, whatever the policy.
 
     Leases with a TTL from the client end first, because hints could otherwise starve requests without a
-    program. Next come leases of programs without a waiting request, then all others. In each group, those
-    that expire soonest end first. ``None`` if other requests run and all leases together hold too few blocks,
-    because the request would still have to wait.
+    program. Next come leases of programs without a waiting request, then all others. In each group, leases
+    that expire soonest end first. ``None`` without leases. Also ``None`` if other requests run and all leases
+    together hold too few blocks, because the request would still have to wait.
     """
     victims = sorted(
         (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),
@@ -132,8 +132,8 @@ def _latest_first(need: ReclaimRequest, leases: Sequence[LeaseView]) -> list[Lea
 def _leases_of_later_programs(
     need: ReclaimRequest, victims: Sequence[LeaseView]
 ) -> tuple[ProgramId, ...] | None:
-    """Return the first of the programs in ``victims`` that arrived after the request's program, as many as
-    free enough blocks; ``None``: all of these together hold too few blocks."""
+    """Return programs of ``victims`` that arrived after the request's program: in the given order, until
+    their leases together hold enough blocks. ``None``: all of them together hold too few blocks."""
     later = [lease for lease in victims if lease.program_rank > need.program_rank]
     enough = sum(lease.blocks for lease in later) >= need.blocks
     return _shortest_sufficient_prefix(later, need.blocks) if enough else None

@@ -17,11 +17,10 @@ def gittins_index(durations_s: Sequence[float], elapsed_s: float) -> float:
     """Return the Gittins index per second: the maximum over τ of P(remaining ≤ τ) / E[min(remaining, τ)]
     (J. Gittins, 1979). ``remaining`` is the time until the end, in seconds.
 
-    ``durations_s``: equally likely total durations, ascending. ``elapsed_s``: seconds that have passed. The
-    samples of ``remaining`` are the remaining times of all durations above ``elapsed_s``, and one more: the
-    larger of the longest of these times and ``elapsed_s``. So if all durations are exceeded, the index is
-    1/elapsed_s. If ``durations_s`` is empty, the only sample is the larger of ``UNKNOWN_GAP_S`` and
-    ``elapsed_s``.
+    ``durations_s``: equally likely total durations, ascending. ``elapsed_s``: seconds that have passed. Each
+    duration above ``elapsed_s`` gives one sample of ``remaining``: the difference. One more sample is added:
+    max(largest sample, ``elapsed_s``). So if all durations are exceeded, the index is 1/elapsed_s. If
+    ``durations_s`` is empty, the only sample is max(``UNKNOWN_GAP_S``, ``elapsed_s``).
     """
     left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
     left = [remaining_s for remaining_s in left if remaining_s > 0]

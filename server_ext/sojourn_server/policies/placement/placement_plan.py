@@ -1,4 +1,4 @@
-"""Base class of the plans with which placement policies build an answer: the moves of all programs."""
+"""Base class of placement plans. A plan builds one answer of a placement policy: the moves to make now."""
 
 from __future__ import annotations
 

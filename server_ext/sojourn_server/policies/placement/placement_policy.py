@@ -16,9 +16,10 @@ from .placement_views import PlacementView, ProgramTierView, Tier
 WaitingKey = tuple[int, float, float, str]
 
 LOOKAHEAD = 64
-"""Limit of the work for one answer. In the Waiting queue, the search ends after this many programs that do
-not fit; ``PlacementView.further_waiting`` has a few more programs of this queue. At most this many programs
-enter in exchange for others. Programs in host memory or on disk that fit enter without limit."""
+"""Bounds the work for one answer of ``moves``. The search of the Waiting queue ends after this many programs
+that do not fit the device; then only the few programs of ``PlacementView.further_waiting`` are tried. At most
+this many programs are promoted in exchange for others. Programs in host memory or on disk that fit the device
+are promoted without limit."""
 
 
 class MoveTiming(str, Enum):
@@ -58,8 +59,8 @@ class MoveReason(str, Enum):
 class TierMove(NamedTuple):
     """A program's move to the queue of another tier.
 
-    If a ``pending`` program on the device moves to DEVICE, it is no longer pending. An ``AFTER_TURN`` move
-    makes the program ``pending``. Then ``to`` is only the tier that has room now.
+    An ``AFTER_TURN`` move makes the program ``pending``. Its ``to`` is provisional: the tier that has room
+    now. A move of a ``pending`` program to DEVICE makes the program stay: it is no longer pending.
     """
 
     program_id: ProgramId
@@ -83,7 +84,7 @@ class PlacementPolicy(Protocol):
     """Whether the policy needs host memory. If so, an engine without host memory starts only with
     ``allow_missing_tiers``."""
     reads_costs: bool
-    """Whether the policy reads the fields of a program's view about durations, costs and service."""
+    """Whether the policy reads the fields of ``ProgramTierView`` for durations, costs and service."""
     refuses: bool
     """True: a request that placement holds back is refused with an error after ``gate_timeout_s``. False: the
     request's program is placed on the device after ``hold_timeout_s``, and the engine's own order applies."""
@@ -101,7 +102,8 @@ class PlacementPolicy(Protocol):
 
 
 def check_times(policy: object, *waits_s: str) -> None:
-    """Raise ``ValueError`` unless a policy's ticks are finite and > 0, and its fields ``waits_s`` ≥ 0."""
+    """Raise ``ValueError`` unless a policy's ticks are finite and > 0, and its fields named in ``waits_s``
+    are ≥ 0."""
     for name in ("tick_s", "idle_tick_s"):
         value = getattr(policy, name)
         if not 0 < value < math.inf:

@@ -15,7 +15,8 @@ from .placement_views import PlacementView, ProgramTierView, Tier
 
 
 class ProgramRules(Protocol):
-    """What the sums need from the policy."""
+    """What the sums need from the policy: a program's size on the device, and its worth (the value of its
+    progress, relative to a new program of its type)."""
 
     def device_blocks(self, program: ProgramTierView) -> int: ...
     def worth(self, program: ProgramTierView) -> float: ...
@@ -30,7 +31,7 @@ class ProgramsWithKv:
         self._demands: list[float] | None = None
         """Cumulative demand over ``_worths``; ``None`` after a move, until used."""
         self._growth_sums: tuple[list[float], list[float]] | None = None
-        """Over ``_growths``, the cumulative growth times share, and the cumulative share; ``None`` after a
+        """Two lists of cumulative sums over ``_growths``: of growth · share, and of share. ``None`` after a
         move, until used."""
 
     def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
@@ -103,7 +104,7 @@ class ProgramsWithKv:
         return self._sums[1]
 
     def demand_above(self, worth: float) -> float:
-        """Demand, in device blocks, of the programs with at least this worth."""
+        """Part of ``demand_blocks`` that programs with at least this worth cause."""
         if self._demands is None:
             self._demands = [*accumulate(demand for _, demand in self._worths)]
         at = bisect_left(self._worths, (worth, -math.inf))

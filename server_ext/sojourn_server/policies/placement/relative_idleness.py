@@ -24,7 +24,8 @@ _RETURNING, _NEW, _NOT_READY = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativeIdlenessPlacement:
-    """Places the busiest programs on the device, more idle programs below (MORI §4, §7.1; M2–M4, M6, M8, M9).
+    """Places the busiest programs on the device, more idle programs in lower tiers (MORI §4, §7.1; mechanisms
+    M2 to M4, M6, M8 and M9).
 
     A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
     waits. It is *pending* if it will leave the device when its turn ends.
@@ -44,12 +45,12 @@ class RelativeIdlenessPlacement:
     program goes first. New programs come last, the smallest first. A program that does not fit is skipped.
 
     *Stickiness.* Programs move only if a tier is over capacity, if a ready program fits the device, by rules
-    3 to 5, or by exchange. An answer is complete: after it is applied, the next answer is empty. There are
-    two exceptions: an answer has a maximum number of moves, and a pending program that became ready and left
-    the device comes back if it then fits.
+    3 to 5, or by exchange. An answer of ``moves`` is complete: after it is applied, the next answer is empty.
+    There are two exceptions. An answer has a maximum number of moves. And a pending program that became ready
+    and left the device comes back if it then fits.
 
     *Exchange* is our addition, off unless ``exchange_reserve`` is below 1. While host memory has spare
-    blocks, acting programs make way for ready programs, the most idle first. The acting programs move to host
+    blocks, acting programs leave the device for ready programs, the most idle first. They move to host
     memory, or to disk if they are idle enough. The share ``exchange_reserve`` of host memory stays free for
     later demotions. Without this reserve, a device with high turnover recomputes most contexts.
 

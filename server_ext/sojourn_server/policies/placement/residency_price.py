@@ -54,30 +54,33 @@ class ResidencyPricePlacement:
     share is also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for
     any context on the device.
 
-    *Full device.* A program without a saved context waits while programs that are worth about as much, or
-    more, use the whole device. If it entered, it would only take time from these programs. A program's use of
-    the device is its mean context until its end (midway between its present size and its predicted peak),
-    times the share of its time in which it reasons. For the waiting program, the mean share of the other
-    programs is assumed. Programs that are worth less than ``BEGIN_WORTH`` times the waiting program do not
-    keep it out. The waiting program enters anyway while sizes are unknown, or while all programs on the
-    device run tools. So if all programs take about equally long, a new program waits until another ends.
+    *Full device.* A program without a saved context (none in host memory or on disk) waits while programs
+    that are worth about as much, or more, use the whole device. If it entered, it would only take time from
+    these programs. A program's use of the device is its mean context until its end (midway between its
+    present size and its predicted peak), times the share of its time in which it reasons. For the waiting
+    program, the mean share of the other programs is assumed. Programs that are worth less than
+    ``BEGIN_WORTH`` times the waiting program do not keep it out. The waiting program enters anyway while
+    sizes are unknown, or while all programs on the device run tools. So if all programs take about equally
+    long, a new program waits until another ends.
 
-    *Room in all tiers.* If there is a tier below the device, another rule applies to a program without a
-    saved context. Its size must not exceed the free blocks of all tiers, minus a share of the predicted
-    growth of all programs with KV. Its size here is the size after its next turn, plus the same share of its
-    further growth. The growth of each program with KV counts at most up to the growth of the program that
-    enters, because they grow at the same time and a short program ends early. It is multiplied by the share
-    of its time in which it reasons, because idle programs grow slowly. If the tiers below are together at
-    least as large as the device, the share is ``reserve``. If they are smaller, the share is proportionally
-    less. It is at least the share after the last loss of KV (above), even while a lower tier has room. Until
-    enough turns were observed to predict growth, it equals that share. A program that does not fit enters if
-    the contexts that would be dropped for it are worth less than its gain.
+    *Room in all tiers.* With a tier below the device, a program without a saved context must also fit all
+    tiers together: size ≤ free blocks − share · growth.
+
+    - size: the program's size after its next turn, plus the share of its further predicted growth.
+    - growth: the predicted growth of each program with KV, times the share of its time in which it reasons.
+      A program's growth counts at most up to that of the program that enters: they grow at the same time, and
+      a short program ends early.
+    - share: ``reserve`` if the lower tiers together are at least as large as the device, else proportionally
+      less; at least the share that falls after a loss of KV (above). Until enough turns were observed to
+      predict growth, only the latter share applies.
+
+    A program that does not fit enters anyway if the contexts dropped for it are worth less than its gain.
 
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
-    is pending. A program that has waited for ``patience_s`` enters first, whatever the cost. While it waits
-    for a turn that has run for ``patience_s``, other programs may enter. For a program without a saved
-    context, the time is ``BEGIN_PATIENCE`` times as long. The first program enters an empty device, whatever
-    its size. Raises ``ValueError`` for settings out of range.
+    is pending. A program that has waited for ``patience_s`` (``BEGIN_PATIENCE`` times as long without a saved
+    context) enters first, whatever the cost. While it waits for a turn that has run for ``patience_s``, other
+    programs may enter. The first program enters an empty device, whatever its size. Raises ``ValueError`` for
+    settings out of range.
     """
 
     is_used: bool = True

@@ -124,8 +124,8 @@ class ResidencyPricePlan(PlacementPlan):
         return True
 
     def _waits_for_long_turn(self, program: ProgramTierView) -> bool:
-        """Whether a turn that has run for ``patience_s`` must end before an overdue program can enter. Then
-        other programs use the device meanwhile; otherwise one long answer would make all wait."""
+        """Whether an overdue program can enter only after the end of a turn that has run for ``patience_s``.
+        If so, other programs may enter meanwhile; otherwise one long answer would make all wait."""
         short = self._policy.device_blocks(program) - self._free[Tier.DEVICE]
         for victim in self._demotion_candidates() if short > 0 else ():
             if has_elapsed(min(victim.running_since_s, self._now), self._policy.patience_s, self._now):

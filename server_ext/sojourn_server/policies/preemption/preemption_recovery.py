@@ -43,7 +43,7 @@ class PreemptedRequestView(NamedTuple):
     @property
     def offload_s(self) -> float:
         """Seconds of an offload: to copy the missing tokens to host memory, and later all tokens back to the
-        device. The wait for queued copies is included. ``inf``: no space in host memory."""
+        device. The wait for queued copies is included. ``inf``: no host memory, or no space in it."""
         if self.offload_s_per_token is None or self.load_back_s_per_token is None:
             return math.inf
         left = max(0, self.tokens - self.copied_tokens)
@@ -93,9 +93,9 @@ def break_even_tokens(
     flops_per_s: float,
     link_bytes_per_s: float,
 ) -> float:
-    """Context length in tokens beyond which offloading is faster than recomputing, by the paper's formula.
+    """Context length in tokens beyond which offloading is faster than recomputing (Tetris §2.1, eq. 1–3).
 
-    0 or less: offloading is faster at every length (§2.1, equations 1 to 3). With L ``layers`` of width D
+    0 or less: offloading is faster at every length. With L ``layers`` of width D
     (``hidden``), computing S tokens takes 4·L·(6·S·D² + S²·D) operations at B_comp (``flops_per_s``). Copying
     out and back moves 2·S·M bytes at B_mem (``link_bytes_per_s``), with M bytes per token. For M = 4·L·D
     (two-byte keys and values, no grouped heads) this gives the paper's K = 2·B_comp/B_mem − 6·D. But the

@@ -68,9 +68,9 @@ class BestFitVictim:
 
     A preempted request is immune until it has generated ``immune_tokens`` more tokens. After
     ``most_preemptions`` preemptions it stays immune. If all requests are immune, those with the fewest
-    preemptions are candidates. This prevents repeated preemption of one request. If no output length is
-    predicted for a request of a program, the victim is the last candidate, as in the engine's own choice. If
-    no running request belongs to a program, the engine chooses.
+    preemptions are candidates. This prevents repeated preemption of one request. While no program's request
+    has a predicted output length, the victim is the last candidate, as in the engine's own choice. If no
+    running request belongs to a program, the engine chooses.
     """
 
     horizon_steps: float = 1024.0

@@ -1,4 +1,7 @@
-"""Prefetch: load a prefix back before its program's next request (S5, T4; SAGA §4.3, Tetris §2.3)."""
+"""Prefetch policies: when to load a prefix back before its program's next request, and how many blocks.
+
+They implement mechanisms S5 (SAGA §4.3) and T4 (Tetris §2.3).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class NoPrefetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolEndPrefetch:
-    """Loads a program's context shortly before its tool may end (T4: reload ahead of need).
+    """Loads a program's context shortly before its tool may end (Tetris §2.3; mechanism T4).
 
     The copy is timed to end when the tool has run for the ``early_share`` quantile of its earlier durations.
     An earlier copy would only take blocks from other programs. If the view has no durations, the prefix is

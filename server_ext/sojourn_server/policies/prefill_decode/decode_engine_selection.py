@@ -1,4 +1,7 @@
-"""Selection of the decode engine that writes a request's answer (DualPath §6.1, DE scheduling; D5)."""
+"""Selection of the decode engine that writes a request's answer (DualPath §6.1; mechanism D5).
+
+Phase 1 chooses a group of engines for a request, phase 2 an engine of the group.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def high_token_threshold(
     """Return Z, the threshold above which an engine's token count is high.
 
     Z is ``ratio`` times the group's tokens divided by its number of engines. The group's tokens include those
-    of the first requests in ``queue``: as many as fit the engines' free slots and total free memory.
+    of the first requests in ``queue``: as many as fit the free request slots and free memory of all engines.
     """
     free = tokens = 0
     places: float = 0
@@ -63,10 +66,10 @@ def choose_decode(engines: Iterable[DecodeEngine], request: PdRequest, most_toke
     """Return the number of the engine for a request (phase 2). ``None``: no engine has both enough free
     memory and a free request slot.
 
-    Engines that have at most ``most_tokens`` tokens, the request's included, are preferred. Of these, the
-    engine with the fewest requests is chosen, then the fewest tokens. If every engine with space would have
-    more tokens, the engine with the fewest tokens is chosen, then the fewest requests. Ties go to the lowest
-    number.
+    Engines that would have at most ``most_tokens`` tokens with the request are preferred. Of these, the
+    engine with the fewest requests is chosen; of several, the one with the fewest tokens. If no engine with
+    space stays within ``most_tokens``, the engine with the fewest tokens is chosen; of several, the one with
+    the fewest requests. Remaining ties go to the lowest number.
     """
     needs, adds = request.kv_tokens, request.tokens
     best: tuple[int, int, int] | None = None

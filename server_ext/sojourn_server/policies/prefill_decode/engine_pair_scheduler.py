@@ -1,4 +1,4 @@
-"""Assigns a prefill engine (D4), a decode engine (D5) and a read side (D6) to requests (DualPath §6.1)."""
+"""Assigns a prefill engine, a decode engine and a read side to requests (DualPath §6.1; mechanisms D4–D6)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PairScheduler:
         self.limits = limits or PrefillSelectionLimits()
         self.prefill = PrefillEngineSelector(self.limits, self.queues)
         self._speed = PrefillSpeed() if self.limits.most_tokens_s < math.inf else None
-        """Measured speed of prefill engines; ``None`` unless β is given as seconds."""
+        """Measured speed of prefill engines; ``None`` if ``limits.most_tokens_s`` is ``inf``."""
         self.decode = DecodeEngineSelector(high_tokens_ratio)
         self._side = side or ShorterQueueRead()
         self._unplaced_queue: deque[_RequestInFlight] = deque()
@@ -104,18 +104,20 @@ class PairScheduler:
 
     def remove_decode(self, number: int) -> None:
         """Remove a decode engine. Requests that have both engines go on; all others are queued again.
-        Requests that are too large for all remaining engines wait for a larger engine."""
+        Requests that are too large for all remaining engines wait for a larger engine. Raises ``KeyError``
+        for an unknown engine."""
         self._requeue_unpaired(self.decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
         """Make a prefill engine unavailable until ``resume_prefill``. Requests that have both engines go on
-        and still count as its load; all others are queued again."""
+        and still count as its load; all others are queued again. Raises ``KeyError`` for an unknown
+        engine."""
         self.prefill.suspend(number)
         self._requeue_unpaired(())
 
     def suspend_decode(self, number: int) -> None:
         """Make a decode engine unavailable until ``resume_decode``. Requests that have both engines go on and
-        still count as its load; all others are queued again."""
+        still count as its load; all others are queued again. Raises ``KeyError`` for an unknown engine."""
         self._requeue_unpaired(self.decode.suspend(number))
 
     def resume_prefill(self, number: int) -> None:
@@ -210,8 +212,8 @@ class PairScheduler:
             self._speed.end(engine, tokens)
 
     def _update_token_limit(self, now: float) -> None:
-        """Set β to the tokens that an engine computes in ``most_tokens_s`` at its measured speed, at most
-        ``limits.most_tokens``."""
+        """Set the token limit of prefill engines (the paper's β): the tokens that an engine computes in
+        ``limits.most_tokens_s`` seconds at the measured speed, but at most ``limits.most_tokens``."""
         if self._speed is None:
             return
         self._speed.advance(now)
@@ -240,10 +242,10 @@ class PairScheduler:
         """Queue again, in order of arrival, all requests that lack an engine. Called after an engine has
         left.
 
-        ``left`` are the requests that the engine's group has already dropped from its queue. Prefill and
-        decode queues must have the same order, so that a request with a prefill engine waits only for
-        requests that also have one. Another order could cause a deadlock: request A holds the prefill engine
-        that B needs, and waits for memory that B holds.
+        ``left`` are the requests that the engine's group has already dropped from its queue. Requests that
+        have one of the two engines give it up, so that prefill and decode queues keep the same order.
+        Otherwise there could be a deadlock: request A holds the prefill engine that B needs, and waits for
+        memory that B holds.
         """
         unqueued_ids = {request.request_id for request in left}
         unpaired = [one for one in self.in_flight.values() if one.prefill is None or one.decode is None]

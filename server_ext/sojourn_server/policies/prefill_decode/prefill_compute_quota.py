@@ -1,4 +1,4 @@
-"""Prefill quota: limits a step's prompt tokens by the time that their attention takes (DualPath §6.2, D7).
+"""Prefill quota: limits a step's prompt tokens by their attention time (DualPath §6.2; mechanism D7).
 
 Devices that share expert layers synchronise after each attention layer. Attention takes longer over a long
 context than over a short one. So a quota in seconds of attention makes the devices' steps equally long; a

@@ -1,11 +1,12 @@
-"""The ratio of prefill to decode nodes at which all storage NICs can work at once (DualPath §4.2, D8).
+"""The ratio of prefill to decode nodes at which all storage NICs work at once (DualPath §4.2; mechanism D8).
 
 The paper's formulas are illegible in the text available to us. The formulas here are derived from the paper's
-description of the traffic. P prefill and D decode nodes have g devices, each with a compute NIC of B bytes
-per second. A node's storage NIC reads S = s·B bytes per second, its DRAM moves at most M. All storage NICs
-read all the time, and load is even. "Hits" are KV read from storage. With x = P/D, the following are the
-loads of a device's compute NIC, as shares of B, and of a node's DRAM, in bytes per second:
+description of the traffic. There are P prefill and D decode nodes; x = P/D. A node has g devices, each with a
+compute NIC of B bytes per second. Its storage NIC reads S = s·B bytes per second all the time, its DRAM moves
+at most M bytes per second. Load is even. "Hits" are KV read from storage. A compute NIC reads from and writes
+to the memory of its own node. Its load is a share of B; the load of DRAM is in bytes per second:
 
+    link              load               traffic
     prefill, read     2·s/g              hits go to the device, and then to the decode node's buffer
     prefill, write    s/g·(1 + 1/x)      hits that its own node read, and hits that decode nodes read
     decode, read      s/g·(x + 2)        KV from prefill goes to the device, own hits to device and prefill

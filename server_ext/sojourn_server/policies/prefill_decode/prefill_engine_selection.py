@@ -1,4 +1,4 @@
-"""Selection of the prefill engine that computes a prompt (DualPath §6.1, PE scheduling; D4)."""
+"""Selection of the prefill engine that computes a prompt (DualPath §6.1; mechanism D4)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class PrefillSelectionLimits:
 
     In the paper, both limits are token counts: α is what a node reads within a fixed time, and β what an
     engine computes within a fixed time. Both times are illegible in the text available to us; we chose 3 s
-    and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count, a time, or both.
-    The measured speed of the engines converts the time to tokens. Raises ``ValueError`` for limits < 0, and
-    for ``most_tokens_s`` of 0.
+    and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count, a time, or both
+    (then the lower limit applies). The measured speed of the engines converts the time to tokens. Raises
+    ``ValueError`` for limits < 0, and for ``most_tokens_s`` of 0.
     """
 
     short_queue_s: float = 3.0
@@ -122,15 +122,15 @@ _HeapEntry = tuple[int, int, int]
 class PrefillEngineSelector:
     """Chooses the prefill engine for each request.
 
-    Of the engines with at most β unfinished tokens, those on nodes with a read queue of at most α are
+    Of the engines with at most β unfinished tokens, those on nodes with a read queue of at most α seconds are
     preferred. Of these, the engine with the fewest tokens is chosen. Ties go to the lowest number. If no
-    engine has at most β tokens, the request waits.
+    engine has at most β tokens, the request waits. ``PrefillSelectionLimits`` defines α and β.
 
     There are thousands of requests per second, so the selector does not compare all engines. One heap holds
     the nodes with short read queues (at most α), another the nodes with long read queues. Both are sorted by
     the tokens of each node's least loaded engine. If that number changes, a new entry is pushed, and the
-    outdated one is dropped when it reaches the top.
-    Queues shrink as time passes, so a third heap holds the times at which long queues become short.
+    outdated one is dropped when it reaches the top. Queues shrink as time passes, so a third heap holds the
+    times at which long queues become short.
     """
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:

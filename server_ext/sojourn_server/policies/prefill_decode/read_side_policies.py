@@ -1,4 +1,4 @@
-"""Read-side policies: which node reads a request's KV from storage (DualPath §6.1, D6)?"""
+"""Read-side policies: which node reads a request's KV from storage (DualPath §6.1; mechanism D6)?"""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ class PrefillSideRead:
 
 @dataclass(frozen=True, slots=True)
 class ShorterQueueRead:
-    """The side with the shorter read queue reads everything (§6.1).
+    """The side with the shorter read queue reads everything (DualPath §6.1).
 
-    If neither side has queued reads, the side that has been idle longer reads. The paper does not specify
-    this case. A fixed choice would give one side all reads of a lightly loaded fleet. The prefill side reads
-    in a tie, and if both engines are on one node.
+    If neither side has queued reads, the side that has been idle longer reads. If both sides are equal, the
+    prefill side reads. If both engines are on one node, the prefill side reads as well.
+
+    The paper does not say which of two idle sides reads. A fixed choice would give one side all reads of a
+    lightly loaded fleet.
     """
 
     def split(self, view: StorageReadView) -> ReadSplit:

@@ -21,10 +21,11 @@ class RequestFcfs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramFcfs:
-    """Orders preempted requests first, then those of programs with a lease, then others (C6; Continuum §4.3).
+    """Orders requests by the first arrival of their program, in three groups (Continuum §4.3; mechanism C6).
 
-    Within each of these three groups, the order is that of the programs' arrival. A request without a program
-    counts as a program of one turn. So later turns of programs that arrived before the request precede it.
+    Preempted requests come first, then requests of programs with a lease, then all others. A request without
+    a program counts as a program of one turn. So it waits behind later turns of programs that arrived before
+    it.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:

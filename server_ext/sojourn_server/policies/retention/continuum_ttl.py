@@ -2,7 +2,9 @@
 
     τ* = argmax over τ ∈ {0} ∪ recorded durations of  P(τ, f)·(T̄·η + PrefillReload(r)) − τ
 
-Between two recorded durations, P is constant and the cost τ grows. So only recorded durations are compared.
+P(τ, f) is the share of tool f's recorded durations up to τ. T̄, η and PrefillReload(r) are
+``mean_evicted_wait_s``, ``memoryfulness`` and ``restore_s`` of ``FinishedTurnView``. Between two recorded
+durations, P is constant and the cost τ grows. So only recorded durations are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MAX_CANDIDATES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuumRetention:
-    """Continuum's cost-benefit time-to-live (C4, C5; paper §4.1–4.2).
+    """Continuum's cost-benefit time-to-live (Continuum §4.1–4.2; mechanisms C4 and C5).
 
     A TTL that the client asked for replaces the computed one, up to ``max_ttl_s``. Without a hinted TTL, a
     turn without tool call gets no lease. If a tool has at most ``min_samples`` recorded calls, the durations

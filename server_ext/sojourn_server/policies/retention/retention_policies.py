@@ -37,8 +37,8 @@ class FixedRetention:
 class UntilProgramEndRetention(FixedRetention):
     """Keeps the KV of every turn with a tool call until the program ends. Used by preset ``admit``.
 
-    ``ttl_s`` is only an upper bound. The KV of a program without activity for ``idle_program_s`` is dropped
-    anyway.
+    ``ttl_s`` is only an upper bound. The KV of a program without activity for ``idle_program_s`` (a scheduler
+    limit) is dropped anyway.
     """
 
     ttl_s: float = 1800.0
@@ -49,8 +49,10 @@ class LeastWasteRetention:
     """Keeps a context as long as keeping it wastes less than dropping it: InferCept (arXiv 2402.01869).
 
     Waste is memory times seconds. C is the number of tokens of the context, C' the number of tokens of the
-    other running requests, and M the bytes per token (§3.2, §4.1–4.3):
+    other running requests, and M the bytes per token. T_fwd and T_swap are the seconds to compute a number of
+    tokens, and to copy their KV back (§3.2, §4.1–4.3):
 
+        choice    waste
         preserve  T · C · M
         discard   T_fwd(C) · C · M / 2  +  n · T_fwd(C / n) · C' · M     recomputed in n chunks
         swap      T_swap(C) · C · M                                      copied back while others compute

@@ -1,4 +1,4 @@
-"""SAGA's time-to-live: the tool's 95th percentile duration, shortened under memory pressure (S4; §4.2)."""
+"""SAGA's time-to-live: a percentile of the tool's earlier durations (SAGA §4.2; mechanism S4)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class ToolTypeRetention:
 
     With fewer than ``min_samples`` calls of this tool, the calls of all tools are used. If all tools have too
     few calls as well, there is no lease. With fewer than ``enough`` calls, the percentile is that of a
-    log-normal distribution fitted to the calls. A program without workflow prediction (cold, §3.3) gets a
-    lease only if ``keeps_cold`` is true. A TTL that the client asked for, up to ``max_ttl_s``, replaces the
-    computed one. Raises ``ValueError`` for numbers out of range.
+    log-normal distribution fitted to the calls. A program without workflow prediction ("cold" in SAGA §3.3)
+    gets a lease only if ``keeps_cold`` is true. A turn without a tool call gets no lease, nor does a turn
+    after which no other is expected. A TTL that the client asked for, up to ``max_ttl_s``, replaces all these
+    rules. Raises ``ValueError`` for numbers out of range.
     """
 
     reads_hinted_ttl: ClassVar[bool] = True

@@ -1,5 +1,5 @@
-"""Routing by capacity: a program goes to a replica with free memory for all of its KV, or waits (MORI §4.3.1,
-M7)."""
+"""Routing by capacity: a program goes to a replica with free memory for all of its KV, or waits (MORI §4.3.1;
+mechanism M7)."""
 
 from __future__ import annotations
 

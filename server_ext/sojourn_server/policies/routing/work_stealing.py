@@ -14,13 +14,13 @@ class StealingReplicaView(NamedTuple):
 
     replica_id: str
     load: float
-    """Load, as in ``ReplicaView``."""
+    """The larger of two shares: used KV memory of the device, and used request limit. May exceed 1."""
     queued: int
     """Requests that wait for the replica at the gateway."""
     idle_s: float
     """Seconds since the replica stopped being full; 0: it is full, or requests wait for it."""
     takes_new: bool = True
-    """Whether the replica accepts programs from elsewhere, as in ``ReplicaView``."""
+    """Whether the replica accepts programs with another home or none; false: it cannot be a thief."""
     may_leave: int = 0
     """Number of waiting requests that may be stolen. Such a request has not failed at a replica. Its program
     has no request in flight, and has not moved in this turn. Only the oldest requests are examined."""
@@ -38,9 +38,9 @@ class StealDecision(NamedTuple):
 class StealingPolicy(Protocol):
     """Chooses a replica that steals a waiting request (the thief), and a replica that loses it (the victim).
 
-    The routing core calls ``steal`` while requests wait for a particular replica: at each ``Tick``, and when
-    a replica joins or stops being full. It repeats the call until the result is ``None``. A policy may have
-    an attribute ``reasons``, as a ``RoutingPolicy`` may.
+    The routing core calls ``steal`` while requests wait for a particular replica: at each ``Tick`` event, and
+    when a replica joins or stops being full. It repeats the call until the result is ``None``. A policy may
+    have an attribute ``reasons``: all reasons of its decisions, so that metrics can start each count at 0.
     """
 
     is_used: bool

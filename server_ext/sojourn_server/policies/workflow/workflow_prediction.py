@@ -50,10 +50,11 @@ class NoWorkflowPrediction:
 class ThreeTierPrediction:
     """Predicts from hints if they are given and were accurate, else from earlier programs, else nothing.
 
-    The probability of another turn is 1 minus the probability of an edge to the end. A step inferred from
-    earlier programs becomes the predicted successor only if its probability is at least ``confidence`` (θ).
-    Nothing is inferred before ``min_tasks`` programs of the type have ended. A program about which nothing is
-    hinted or inferred is cold: it has no prediction. Raises ``ValueError`` for numbers out of range.
+    Unless the client hints it, the probability of another turn is 1 minus the probability of an edge to the
+    end. A step inferred from earlier programs becomes the predicted successor only if its probability is at
+    least ``confidence`` (θ). Nothing is inferred before ``min_tasks`` programs of the type have ended. A
+    program about which nothing is hinted or inferred is cold: it has no prediction. Raises ``ValueError`` for
+    numbers out of range.
     """
 
     min_tasks: int = 30
