@@ -43,7 +43,7 @@ UNNAMED_TOOL = "unnamed tool"
 POLICY_OFF = "policy_off"
 """Reason of a decision not to keep a turn's KV, if the policy grants no leases at all."""
 _MIN_SHOWN_S = 0.05
-"""Shorter phases are left out of the paragraph; the table has them."""
+"""Phases of fewer seconds are left out of ``Explanation.text``; ``Explanation.seconds`` has them."""
 
 
 class Advice(msgspec.Struct, frozen=True):

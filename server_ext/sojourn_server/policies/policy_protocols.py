@@ -1,8 +1,8 @@
 """The protocols of an engine's policies: each computes one decision from a frozen view and ``now``.
 
-A policy reads no clock, does no I/O and knows no engine, so the same object runs in vLLM and in the
-simulator. A policy that cannot decide returns the value that its protocol names for this case, such as
-``None``. Policies do not raise.
+``now`` is engine time: seconds on the engine's monotonic clock. A policy reads no clock, does no I/O and
+knows no engine, so the same object runs in vLLM and in the simulator. A policy that cannot decide returns the
+value that its protocol names for this case, such as ``None``. Policies do not raise.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class LeaseReclaimPolicy(Protocol):
 
 
 class VictimPolicy(Protocol):
-    """Chooses the running request to preempt. ``None`` leaves the choice to the engine."""
+    """Chooses the running request to preempt, by its id. ``None`` leaves the choice to the engine."""
 
     def victim(
         self, running: Sequence[RunningRequestView], need: BlockShortage, now: float

@@ -1,4 +1,7 @@
-"""Frozen snapshots that policies decide from. They describe the past and the present only."""
+"""Frozen snapshots that policies decide from. They describe the past and the present only.
+
+Engine time is in seconds on the engine's monotonic clock, like a policy's argument ``now``.
+"""
 
 from __future__ import annotations
 
@@ -255,7 +258,7 @@ class AbandonedBranch(NamedTuple):
     """Cached free blocks that a program's newest turn did not use: another branch or an older context."""
 
     used_s: float
-    """Time of the program's last use of the branch; for merged branches, the earliest of these times."""
+    """Engine time of the program's last use of the branch; for merged branches, the earliest of them."""
     blocks: int
 
 

@@ -29,7 +29,7 @@ class WaitingTenantView(NamedTuple):
 
     tenant: str
     used: float
-    """The tenant's present share of the contended capacity, 0 to 1."""
+    """Share of the cluster's KV capacity that the tenant uses now, 0 to 1."""
     since_s: float
     """Arrival time of the tenant's first waiting request."""
 

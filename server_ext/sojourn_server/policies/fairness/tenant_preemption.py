@@ -9,12 +9,12 @@ from typing import NamedTuple, Protocol
 
 
 class TenantStanding(NamedTuple):
-    """A tenant's share of capacity, and the share that it uses now."""
+    """The share of the cluster's KV capacity that a tenant is entitled to, and the share that it uses."""
 
     share: float
-    """The tenant's share of capacity, by urgency."""
+    """The tenant's share by urgency, as the ``SharePolicy`` computed it."""
     used: float
-    """The tenant's present share of the contended capacity."""
+    """Share that the tenant uses now."""
 
 
 class BlockedRequestView(NamedTuple):
@@ -74,7 +74,10 @@ class TenantPreemptionPolicy(Protocol):
         others: Sequence[PreemptibleRequestView],
         standings: Mapping[str, TenantStanding],
     ) -> Sequence[str]:
-        """Ids of the requests that make way; empty if all allowed requests together would not free enough."""
+        """Ids of the requests that make way; empty if all allowed requests together would not free enough.
+
+        ``others``: requests of the replica that could make way. ``standings``: tenant → its standing, for the
+        tenants of all these requests."""
         ...
 
 

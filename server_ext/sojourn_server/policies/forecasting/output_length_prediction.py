@@ -35,8 +35,8 @@ class OutputLengthView(NamedTuple):
     most_tokens: int
     """Maximum number of further tokens: a limit, not an estimate."""
     lengths: Sequence[int] = ()
-    """Lengths in tokens of finished outputs, ascending. The outputs are the first of these groups that has
-    enough: the agent type's outputs after the same tool, the agent type's outputs, all outputs."""
+    """Lengths in tokens of finished outputs, ascending: outputs of this agent type after the same tool. If
+    these are too few, all outputs of this agent type; if these are too few as well, all outputs."""
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced."""
     hint_error: float | None = None
