@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..policy_views import ProgramGrowthView
 
 MIN_TURNS_SEEN = 16
-"""The mean growth of the observed turns replaces the prior once at least this many were observed."""
+"""The mean growth per turn replaces the prior once at least this many turns were observed."""
 
 MIN_PROGRAMS_SEEN = 8
 """The mean number of turns of finished programs replaces the prior once at least this many have finished."""

@@ -11,13 +11,13 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAffinityRouting:
-    """Routes to the replica with the session's KV or, if that is overloaded, to the least loaded replica.
+    """Routes to the replica with the program's KV. If this replica is overloaded, routes to the least loaded.
 
     This is equation 7 of SAGA §5.1. A replica is overloaded if its load is at least ``most_load``. A new
-    sub-agent goes to its parent's replica unless that replica is overloaded. A session leaves its replica
-    only for a replica whose load is lower by at least ``leaves_for`` (0 in the paper). A move recomputes the
-    KV, and gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤ 0 or
-    ``leaves_for`` < 0.
+    sub-agent goes to its parent's replica unless that replica is overloaded. A program leaves its replica
+    only for a replica whose load is lower by at least ``leaves_for`` (0 in the paper), because a move
+    recomputes the KV, and gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤ 0
+    or ``leaves_for`` < 0.
     """
 
     most_load: float = 0.8

@@ -66,7 +66,7 @@ class WorkStealing:
     The victim's load must be more than ``load_ratio`` times the thief's load, and the thief must have been
     idle for ``idle_s`` seconds. The paper's safeguard (a) requires both conditions; an earlier passage
     requires only one. ``either=True`` drops the condition on idle time. The victim is drawn at random. The
-    thief becomes the home of the stolen session. Raises ``ValueError`` for times below 0 or a ratio below 1.
+    thief becomes the home of the stolen program. Raises ``ValueError`` for times below 0 or a ratio below 1.
     """
 
     idle_s: float = 0.1
