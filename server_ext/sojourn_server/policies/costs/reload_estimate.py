@@ -185,7 +185,8 @@ def restore_s(compute_s: float, copy_s: float | None) -> float:
     is PrefillReload(r) of Continuum §4.1.
 
     ``compute_s``: seconds to compute the context; 0.0 if unknown. ``copy_s``: seconds to copy the context
-    back, including the wait for queued copies; 0.0 if unknown, ``None`` without a tier below the device.
+    back, including the wait for queued copies; 0.0 if unknown (then the result is 0.0 too), ``None`` without
+    a tier below the device.
     """
     if copy_s is None:
         return compute_s
