@@ -22,7 +22,7 @@ _waiting: dict[str, Callable[[], None]] = {}
 
 def when_imported(package: str, then: Callable[[], None]) -> None:
     """Call ``then`` now if ``package`` is loaded, else right after the package is imported. ``then`` must not
-    raise."""
+    raise. If ``package`` already has a waiting callback, ``then`` replaces it."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):

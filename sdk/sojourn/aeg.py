@@ -1,11 +1,12 @@
 """The Agent Execution Graph: the steps of an agent, their order, and the tools of each step.
 
-G = (V, E, P, φ) of SAGA §3.2. A graph is declared once per agent type, by hand or by an adapter that reads it
-from the framework. Requests then name only their node.
+It is G = (V, E, P, φ) of SAGA §3.2: nodes, edges, probabilities, and the tools of each node. A graph is
+declared once per agent type, by hand or by an adapter that reads it from the framework. Requests then name
+only their node.
 
 The flag ``complete`` says whether a graph declares all edges. Frameworks do not always know all edges: for
-example, a routing function without a declared return type looks like an edge to the end. If a graph is not
-complete, observed transitions weigh more than its declared edges.
+example, a routing function without a declared return type looks like an edge to the end. In a graph that is
+not complete, declared edges weigh less against observed transitions (``Aeg.corrected``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _COMPLETE_WEIGHT = 2.0
 """Weight, as a number of visits, that ``corrected`` gives to all declared edges of one node together, if the
 graph is complete."""
 _INCOMPLETE_WEIGHT = 0.5
-"""The same weight for a graph that is not complete."""
+"""Like ``_COMPLETE_WEIGHT``, for a graph that is not complete."""
 _FADED = 0.03
 """Probability below which ``corrected`` removes an unused edge of a graph that is not complete."""
 _MAX_FOUND_NODES = 256
@@ -117,12 +118,13 @@ class Aeg:
         """Return a new graph: this graph, corrected by observed transitions.
 
         ``seen`` maps each edge (source, target) to the number of times it was taken. ``tools`` maps nodes to
-        further tools, which are added. If ``seen`` has an edge from a node, each edge of the node gets the
-        probability p = (count + w · declared probability) / (sum of the node's counts + w). ``w`` is 2 if
-        this graph is complete, else 0.5. Other nodes keep their edges.
+        further tools, which are added. If ``seen`` has an edge from a node, every declared or seen edge from
+        this node gets the probability p = (count + w · declared probability) / (sum of the node's counts +
+        w). ``w`` is 2 if this graph is complete, else 0.5; it is 0 for a node without declared edges. Edges
+        from all other nodes stay unchanged.
 
-        A graph that is not complete loses unused edges whose p is below 0.03. A complete graph keeps them. Up
-        to 256 undeclared nodes are added, the most visited ones. The result is complete if this graph is
+        A graph that is not complete loses the edges that were never taken and whose p is below 0.03. Up to
+        256 undeclared nodes are added, the most visited ones. The result is complete if this graph is
         complete and ``seen`` has no undeclared edge. Raises ``ArgumentError`` if the result is too large to
         be sent.
         """

@@ -48,7 +48,7 @@ class Environment:
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Environment:
-        """Read and check the variables. Raises ``ConfigError``."""
+        """Read and check the variables, by default those of this process. Raises ``ConfigError``."""
         env = os.environ if env is None else env
         return cls(
             url=env.get("SOJOURN_URL") or None,
@@ -71,12 +71,12 @@ class Config:
     """Root of the server, without a trailing slash and without ``/v1``."""
     api_key: str | None = None
     host: str = ""
-    """``host:port`` of ``url``: the server that receives the events."""
+    """``host:port`` of ``url``."""
     event_server: str = ""
-    """The entry of ``hosts`` that belongs to ``url``."""
+    """The entry of ``hosts`` for the server at ``url``, which receives the events."""
     hosts: frozenset[str] = frozenset()
-    """``host:port`` of every server that may receive program ids. Loopback names count as one host. An entry
-    includes the path of the server's URL, if any, since a gateway may serve several providers at one port."""
+    """The servers that may receive program ids. Each entry is ``host:port`` and the path of the server's URL,
+    if any, since a gateway may serve several providers at one port. Loopback names count as one host."""
     dialect: str | None = None
     """Dialect that the caller named. If it is ``None``, the server's dialect is detected."""
     tool_events: str | None = None
@@ -88,7 +88,7 @@ class Config:
     instrument: bool = True
     """Whether to patch every supported framework, not only those given to ``instrument()`` or ``wrap()``."""
     history: str | None = None
-    """File that keeps durations and transitions between processes; ``None`` keeps them in memory."""
+    """File that keeps tool durations and program runs for later processes; ``None`` keeps them in memory."""
     program_id: str | None = None
     own_program: bool = False
     queue_events: int = 10_000
@@ -100,7 +100,7 @@ class Config:
     send_timeout_s: float = 2.0
     heartbeat_s: float = 3.0
     close_timeout_s: float = 1.0
-    """Longest time for sending events while the process exits."""
+    """Longest time for sending queued events when the session closes or the process exits."""
 
     @property
     def address(self) -> str:
@@ -246,7 +246,8 @@ def _zmq_endpoint(text: str | None) -> str | None:
 
 
 def local_url(host: str | None, port: int, scheme: str = "http") -> str:
-    """URL at which this machine reaches a server that listens on ``host``, also if that is all interfaces."""
+    """Return the URL at which this machine reaches a server that listens on ``host``. ``None``, ``0.0.0.0``
+    and ``::`` mean all interfaces."""
     if not host or host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

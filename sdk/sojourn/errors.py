@@ -31,8 +31,8 @@ asyncio need not be imported."""
 
 
 def status_of(error: BaseException | None) -> str:
-    """Return the status of a run that ended with the exception ``error``: ``cancelled`` or ``error``; ``ok``
-    without an exception, and for the exit of a process with status 0."""
+    """Return ``ok``, ``cancelled`` or ``error`` for a run that ended with the exception ``error``. ``None``
+    and a ``SystemExit`` with status 0 give ``ok``."""
     if error is None:
         return "ok"
     if isinstance(error, SystemExit) and (error.code is None or (type(error.code) is int and not error.code)):
@@ -41,8 +41,8 @@ def status_of(error: BaseException | None) -> str:
 
 
 def tool_status_of(error: BaseException | None) -> str:
-    """Return the status of a tool call that ended with the exception ``error``: ``timeout``, or the result of
-    ``status_of``."""
+    """Return ``timeout``, ``ok``, ``cancelled`` or ``error`` for a tool call that ended with the exception
+    ``error``. ``None`` gives ``ok``."""
     # By name, since subprocess.TimeoutExpired is not a TimeoutError, nor was asyncio.TimeoutError before
     # Python 3.11.
     if any(kind.__name__ in ("TimeoutError", "TimeoutExpired") for kind in type(error).__mro__):

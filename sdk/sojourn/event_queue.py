@@ -123,8 +123,8 @@ class EventQueue:
                 batch.append(row.popleft())
             if not row:
                 del self._rows[program_id]
-        # Recounted, since a garbage collection may append between any two lines, and a wrong count would keep
-        # the sender awake for ever.
+        # Recounted, since garbage collection may end a program and so append an event between any two lines.
+        # A wrong count would keep the sender awake for ever.
         self.size = sum(map(len, self._rows.values()))
         return batch
 

@@ -1,5 +1,5 @@
-"""Sends events in the background, from a bounded queue. ``put`` never blocks and never raises; events that
-cannot be sent are dropped and counted.
+"""Sends events in the background, from a bounded queue. ``put`` never raises and never waits for the network.
+Events that cannot be sent are dropped and counted.
 
     agent thread(s) ── put ──▶ inbox ──▶ queue per program ──▶ one daemon thread ── transport ──▶ server
                                                └── take ──▶ carried by the program's next request
@@ -129,7 +129,7 @@ class EventSender:
     def put(self, program: OpenProgram, kind: type[Event], **fields: Any) -> bool:
         """Queue an event of ``program`` that happens now: an instance of ``kind`` with ``fields``. Returns
         False if the event is dropped, or if ``program`` is implicit and the server accepts no events of
-        implicit programs. Never blocks or raises."""
+        implicit programs. Never raises, and never waits for the network."""
         try:
             if not self._takes_implicit and program.implicit:
                 return False
@@ -161,8 +161,8 @@ class EventSender:
     def take(self, program_id: str, *, max_events: int, max_bytes: int | None = None) -> list[PendingEvent]:
         """Remove and return the oldest unsent events of one program, to be carried by its next request.
 
-        Returns at most ``max_events`` events and at most ``max_bytes`` of JSON, including a comma after each.
-        Without ``max_bytes`` no event is encoded here.
+        Returns at most ``max_events`` events and at most ``max_bytes`` of JSON, including a comma after each
+        event. Without ``max_bytes`` no event is encoded here.
         """
         inbox, pending = self._inbox, self._pending
         if not (inbox or pending.size):
@@ -198,8 +198,8 @@ class EventSender:
         return taken
 
     def undo_take(self, taken: list[PendingEvent]) -> None:
-        """Return events, the result of ``take``, to the front of the queue. Called if the events do not leave
-        with their request."""
+        """Put the events that ``take`` returned back at the front of the queue. Called if they are not sent
+        with the request after all."""
         with self._lock:
             self._take_in()
             lost = self._pending.put_back(taken)
@@ -208,9 +208,10 @@ class EventSender:
             self.counters.add("dropped_full", lost)
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
-        """Put the events of a failed request back, before their programs' other events. The server recognises
-        duplicates by their sequence numbers. ``emitter`` is the sender's id when the events were taken. A
-        forked child has another id and drops its parent's events. Never raises."""
+        """Put the events of a failed request back, before their programs' other events. If the server did get
+        them, it recognises the duplicates by their sequence numbers. ``emitter`` is this sender's id at the
+        time when the events were taken. A forked child has another id, so it drops its parent's events. Never
+        raises."""
         try:
             with self._lock:
                 if emitter != self.id or self._closed or not self._supported:
@@ -254,8 +255,8 @@ class EventSender:
                 self._start()
 
     def flush(self, timeout_s: float = 1.0) -> bool:
-        """Wait at most ``timeout_s`` until no event is queued or being sent. Returns True if that is reached
-        and no batch failed meanwhile."""
+        """Wait at most ``timeout_s`` until no event is queued or being sent. Returns False if events are left
+        then, or if a batch failed meanwhile."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             dropped = self.counters["dropped_send"]

@@ -11,11 +11,11 @@ from . import process_hooks, runtime, shared_ends
 from .program import Program, current_context, process_programs
 
 _has_ended: Any = Program.__dict__["has_ended"]
-"""The slot, which ``InheritedProgram`` hides."""
+"""The slot ``has_ended`` of ``Program``, which the property of ``InheritedProgram`` hides."""
 
 
 class InheritedProgram(Program):
-    """A program of the process that forked this one. It ends here when it ends there."""
+    """A program of the process that forked this one. It ends in this process when it ends in that one."""
 
     __slots__ = ()
 
@@ -47,5 +47,6 @@ def _after_fork() -> None:
 
 
 def watch_forks() -> None:
-    """Let programs of this process end in later forked children too. Call once."""
+    """Make every program that is open at a later fork end in the child too when this process ends it. Call
+    once."""
     process_hooks.register_at_fork(after_in_child=_after_fork)

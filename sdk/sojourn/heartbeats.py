@@ -44,15 +44,15 @@ class OpenProgram(Protocol):
 
 
 class _LastBeat:
-    """When a heartbeat of an open program was last due, in monotonic seconds; before the first heartbeat, the
-    start time."""
+    """Time at which an open program's last heartbeat was due, in monotonic seconds. Before the first
+    heartbeat, it is the start time."""
 
     __slots__ = ("last_s", "left_out")
 
     def __init__(self, now: float) -> None:
         self.last_s = now
         self.left_out = False
-        """True if the last heartbeat that was due was not sent."""
+        """True if that heartbeat was not sent (see ``take_due``)."""
 
 
 class Heartbeats:
@@ -75,12 +75,12 @@ class Heartbeats:
         return bool(self._open)
 
     def opened(self, program: OpenProgram, now: float) -> None:
-        """Schedule the first beat of ``program`` one interval after ``now`` (monotonic seconds)."""
+        """Schedule the first heartbeat of ``program`` one interval after ``now`` (monotonic seconds)."""
         # The callback removes garbage-collected programs, since ``take_due`` does not run without a server.
         self._open[ref(program, lambda gone: self._open.pop(gone, None))] = _LastBeat(now)
 
     def closed(self, program: OpenProgram) -> None:
-        """Stop the beats of ``program``."""
+        """Stop the heartbeats of ``program``."""
         self._open.pop(ref(program), None)
 
     def programs(self) -> list[OpenProgram]:
@@ -120,5 +120,5 @@ class Heartbeats:
         return beating, wait_s
 
     def after_fork(self) -> None:
-        """Forget the parent's programs. The child sends no beats for them."""
+        """Forget the parent's programs. The child sends no heartbeats for them."""
         self._open = {}

@@ -1,4 +1,4 @@
-"""Writes the usual context of a request as JSON text, without a struct for each part.
+"""Writes the ``AgenticContext`` of a usual request as JSON text, without building its structs.
 
 While an agent waits for the model, the CPU's caches are filled with other data, so each turn begins with cold
 caches. The structs and their encoder touch many pages of memory, and then cost more than all other work for a
@@ -36,8 +36,9 @@ def write_context(
     events: Iterable[PendingEvent],
     now: float,
 ) -> str | None:
-    """Return the context of a request that has no hints, with ``events`` and their ages at the time ``now``.
-    ``emitter`` is the id of the emitter that numbered the events; ``None`` if there are no events.
+    """Return the context of a request that has no hints, with ``events`` and their ages at the time ``now``
+    (monotonic seconds). ``emitter`` is the id of the event sender that numbered the events; ``None`` if there
+    are no events.
 
     Returns ``None`` if an event is not of a tool call, if an age or duration is out of range, or if a
     duration is not a float. The caller then encodes the structs of ``hints`` and ``wire_events``. Raises

@@ -14,7 +14,7 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     v: int = 1
     emitter: str | None = None
-    """Id of the emitter that numbered ``events``; needed to detect duplicates."""
+    """Id of the client's event sender, which numbered ``events``; needed to detect duplicates."""
     agent_type: str | None = None
     node: str | None = None
     """Node of the Agent Execution Graph this turn belongs to."""
@@ -25,7 +25,7 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     final: bool = False
     """True if no further turn will follow."""
     tenant: str | None = None
-    """Tenant that the client names, as in ``ProgramStart``."""
+    """Tenant that the client names. It is advice only; fairness uses the authenticated identity."""
     expected_steps_left: float | None = None
     """Number of turns that the client expects after this one, learned from earlier programs of this type; ≥
     0."""

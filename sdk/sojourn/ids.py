@@ -21,7 +21,8 @@ _CONTROL = re.compile("[\\x00-\\x1f\\x7f-\\x9f]")
 
 
 def id_problem(value: str) -> str | None:
-    """Return what is wrong with an id and what the wire format expects; ``None`` for a valid id.
+    """Return what is wrong with an id and what the wire format expects, as a phrase to put after the field's
+    name; ``None`` for a valid id.
 
     Control characters are refused because paths of URLs and lines of logs cannot hold them.
     """

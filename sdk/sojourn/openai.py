@@ -26,9 +26,9 @@ from .request_warnings import LLM_PATHS, warn_unlisted_host
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
 _targets: dict[tuple[int, str], tuple[Any, Config, str | None, str, str]] = {}
-"""Cache, since parsing URLs is slow: (``id()`` of a client's URL object, URL of a request) → (that URL
-object, the settings, the server's entry of ``Config.hosts`` or ``None``, ``host:port``, path). The URL object
-is kept so that no other object gets its ``id()``."""
+"""Cache, since parsing URLs is slow. Key: ``id()`` of a client's ``base_url`` object, and URL of a request.
+Value: that ``base_url`` object, kept so that no other object gets its ``id()``; the settings; the server's
+entry of ``Config.hosts``, or ``None`` if the server is not listed; ``host:port``; and path."""
 _swapped: dict[type, type] = {}
 _patches = Patches()
 

@@ -54,6 +54,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     """True if the last attempt went out as a request of no program."""
     _around: RetryScope | None
     _busy: bool
+    """True while an attempt is in progress."""
 
     @classmethod
     def begin(
@@ -66,8 +67,8 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         client: object = None,
     ) -> OutgoingRequest:
         """Return a new request of the current program. For a retry inside a ``RetryScope``, return the
-        earlier request instead. ``target``: the server's entry of ``Config.hosts``. ``url`` and ``target``
-        are stored in ``bound_for``."""
+        earlier request instead. ``target``: the server's entry of ``Config.hosts``. ``body``: the user's
+        body, read for the model's name only. ``url`` and ``target`` are stored in ``bound_for``."""
         here, node = current_context.get(), None
         program = here.program
         if program is None or program.has_ended or resolvers:

@@ -115,13 +115,13 @@ class Program:
             parent.is_used = True
         self._state = "new"
         self._outside_before = 0
-        """The session's ``outside_requests`` when the program started there."""
+        """Value of the session's ``outside_requests`` when the program started in that session."""
         self._pid = os.getpid()
         self._ends = ends
         self._resume = resume
         self._shared: shared_ends.SharedEnds | None = None
         self._number = 0
-        """The program's number in ``_shared``."""
+        """The program's number in ``_shared``, which tells forked children that the program has ended."""
 
     @property
     def is_open(self) -> bool:

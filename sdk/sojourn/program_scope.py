@@ -63,7 +63,7 @@ class ProgramScope:
         self._program: Program | None = None
         self._token: Token[ExecutionContext] | None = None
         self._twins: list[ProgramScope] = []
-        """Scopes of the other programs that run in this block."""
+        """Scopes of tasks that entered this block while it was already entered. Each runs its own program."""
 
     def open(self) -> Program:
         """Start a program for the whole process and return it. Until its ``end()``, all code outside of other
@@ -92,7 +92,8 @@ class ProgramScope:
         return program
 
     def _twin_to_leave(self) -> ProgramScope | None:
-        """Return the twin that the running code leaves; ``None`` if the code leaves this program itself."""
+        """Return the scope of ``_twins`` that the running code leaves, and remove it from ``_twins``. Returns
+        ``None`` if the code leaves this scope itself."""
         here = current_context.get().program
         found = next((twin for twin in tuple(self._twins) if twin._program is here), None)
         if found is None and self._program is None:  # a generator that another context closes

@@ -49,7 +49,8 @@ def headers() -> dict[str, str]:
 
 
 def request_parts(program: Program | None = None) -> Parts:
-    """Return ``(body fields, headers)`` for one request; unsent events move into the body. Never raises.
+    """Return ``(body fields, headers)`` for one request; both are empty before ``init()``. The program's
+    unsent events move into the body fields. Never raises.
 
     Send the result to the server named by ``init()``, since the moved events are not sent again and no other
     server reads them. ``program`` is the program of the request, by default the program around the running
@@ -98,7 +99,7 @@ class RequestContext:
     _step: StepContext | None
     _taken: list[PendingEvent]
     _emitter: EmitterId | None
-    """Id of the emitter that numbers the carried events; ``None`` before the first take."""
+    """Id of the event sender that numbered the carried events; ``None`` before the first take."""
 
     def yields_to(self, theirs: Mapping[str, Any]) -> bool:
         """Return whether our fields must be left out, because the server would refuse them together with a

@@ -75,7 +75,7 @@ class Session:
         self.advisor: Estimates | None = None
         """Estimates from earlier programs; ``None`` offline."""
         self.graphs_reported: set[str] = set()
-        """Hashes of the graphs that this emitter has sent in full since a batch was last lost."""
+        """Hashes of the graphs that this process has sent in full since a batch was last lost."""
         self.graphs_lost = 0
         """The count ``dropped_send`` (events lost in sending) at the last check. If the count has grown since
         then, ``graphs_reported`` is cleared, because the server may have restarted."""
@@ -188,7 +188,8 @@ class Session:
         return True
 
     def emit(self, program: OpenProgram, kind: type[Event], **fields: Any) -> None:
-        """Queue an event of ``program``: an instance of ``kind`` with ``fields``. Never blocks or raises."""
+        """Queue an event of ``program``: an instance of ``kind`` with ``fields``. Offline, do nothing. Never
+        raises, and never waits for the network."""
         if self.event_sender is not None:
             self.event_sender.put(program, kind, **fields)
 

@@ -1,17 +1,21 @@
-"""Counters of the SDK's work and of its failures.
+"""Counters of the SDK's work and of its failures, by name.
 
-Names: ``events_queued``, ``events_sent``, ``events_piggybacked`` (carried by a request), ``events_returned``
-(put back after a failed request), ``dropped_full``, ``dropped_send``, ``dropped_unsupported``,
-``dropped_closed``, ``thread_start_failed``, ``http_NNN`` and ``net_X`` (failed batches), ``outcome_X`` (the
-server's answers), ``fields_unsupported`` (fields of events that the server's policy does not use),
-``answer_unreadable``, ``encode_error``, ``internal_error``, ``listener_error``,
-``inject_error``, ``attach_error``, ``history_error`` (the file cannot be used), ``history_busy`` (another
-process held it), ``history_dropped`` (not learned or not saved), ``graph_too_large``, ``resolver_error``,
-``context_reset_failed``, ``resume_busy`` and ``resume_failed`` (a resume file that another run holds, or that
-could not be used), ``hint_invalid``, ``requests_started``, ``requests_ended``, ``requests_failed``,
-``requests_cancelled``, ``requests_closed_early``, ``requests_abandoned``, ``request_attempts``,
-``ttft_count``, ``ttft_ms_sum``, and from the span export ``otel_outcomes_failed`` and
-``otel_outcomes_skipped``.
+- events: ``events_queued``, ``events_sent`` (in a batch), ``events_piggybacked`` (carried by a request),
+  ``events_returned`` (put back after a failed request), ``outcome_X`` (server's outcome X),
+  ``fields_unsupported`` (event fields that the server's policy does not use), ``answer_unreadable``;
+- lost events: ``dropped_full`` (queue full), ``dropped_send`` (failed batch), ``dropped_unsupported`` (by the
+  server), ``dropped_closed`` (after the end), ``encode_error``;
+- failed batches: ``http_NNN`` (status NNN), ``net_X`` (exception X);
+- requests: ``requests_started``, then ``requests_ended``, ``requests_failed``, ``requests_cancelled``,
+  ``requests_closed_early`` or ``requests_abandoned``; ``request_attempts``; ``ttft_count`` and
+  ``ttft_ms_sum`` (time to first token);
+- learning: ``history_error`` (file unusable), ``history_busy`` (locked by another process),
+  ``history_dropped`` (not learned or not saved), ``graph_too_large``;
+- resume files: ``resume_busy`` (another run holds the file), ``resume_failed`` (file unusable);
+- failures of the SDK, its user or a framework: ``internal_error``, ``listener_error``, ``resolver_error``,
+  ``inject_error`` (nothing added to a request), ``attach_error`` (a framework not patched), ``hint_invalid``,
+  ``context_reset_failed``, ``thread_start_failed``;
+- export of spans: ``otel_outcomes_failed`` (no answer of the server), ``otel_outcomes_skipped``.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class ToolCall:
         """Id of the process that last started the call; 0 before."""
         self._token: Token[ExecutionContext] | None = None
         self._twins: list[ToolCall] = []
-        """The other running calls of this block."""
+        """Calls of tasks that entered this block while it was already entered."""
 
     def start(self) -> ToolCall:
         """Report the start and return the call, without changing the context. For adapters. Never raises."""
@@ -182,7 +182,8 @@ class ToolCall:
         return twin.__enter__()
 
     def _twin_to_leave(self) -> ToolCall | None:
-        """Return the twin that the running code leaves; ``None`` if the code leaves this call itself."""
+        """Return the call of ``_twins`` that the running code leaves, and remove it from ``_twins``. Returns
+        ``None`` if the code leaves this call itself."""
         here = current_context.get().tool_call
         found = next((twin for twin in tuple(self._twins) if twin is here), None)
         if found is None and self._token is None:  # a generator that another context closes

@@ -79,8 +79,8 @@ def checked_hints(
     blocks_parent: bool | None = None,
     final: bool | None = None,
 ) -> UserHints:
-    """Return these hints as ``UserHints``, after checking them. Raises ``ValueError``, which names the first
-    invalid hint."""
+    """Return these hints as ``UserHints``, after checking them. ``deadline_s``: seconds from now. Raises
+    ``ValueError``, which names the first invalid hint."""
     for name, whole in (("priority", priority), ("expected_output_length", expected_output_length)):
         if whole is not None and not (type(whole) is int and abs(whole) < 2**63):
             raise ValueError(f"{name} is {whole!r}; expected a whole number of 64 bits")

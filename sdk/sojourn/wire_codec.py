@@ -34,7 +34,7 @@ MAX_GRAPH_TOOLS = 64
 MAX_GRAPH_BYTES = 128 * 1024
 """Longest graph report, in bytes of JSON."""
 MAX_EVENT_NAME_BYTES = 256
-"""Longest tool or agent name kept; longer ones are cut by the client."""
+"""Longest name of a tool, agent, node or tenant, in bytes of UTF-8. The client cuts longer names."""
 
 
 class WireError(InputError):
@@ -43,7 +43,7 @@ class WireError(InputError):
 
 
 class Outcome(str, Enum):
-    """The server's result for an event or a hint."""
+    """The server's result for an event or a hint. ``docs/wire.md`` says what each value means."""
 
     APPLIED = "applied"
     DEFERRED = "deferred"
@@ -71,6 +71,7 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     v: int
     emitter: str
+    """Id of the client process's event sender, which numbers the events."""
     events: list[msgspec.Raw]
     dropped: int = 0
     """Number of events that the emitter has dropped so far."""
@@ -124,11 +125,11 @@ def decode_batch(data: bytes) -> EventBatch:
 
 
 _MAX_DEPTH = 32
-"""Maximum nesting depth of values that are kept in a batch that is nested too deeply for Python's parser.
-Deeper values are replaced by ``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
+"""If a batch is nested too deeply for Python's parser, its values below this many levels are replaced by
+``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
 _MAX_BRACKETS = 32 * 1024
-"""Maximum number of strings and brackets in a batch that is nested too deeply for Python's parser. A batch
-with more is refused. Ordinary batches have fewer."""
+"""If a batch is nested too deeply for Python's parser and has more strings and brackets than this, the whole
+batch is refused. Ordinary batches have fewer."""
 _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
@@ -151,8 +152,8 @@ def _decode_around_bad_events(data: bytes) -> EventBatch:
 
 
 def _without_deep_values(text: str) -> str:
-    """Replace each value that is nested too deeply by ``NaN``, which makes its event invalid. Raises
-    ``ValueError``."""
+    """Return the batch ``text`` with ``NaN`` in place of each value that is nested too deeply. This makes the
+    value's event invalid. Raises ``ValueError``."""
     kept: list[str] = []
     depth = start = end = 0
     for count, token in enumerate(_BRACKETS.finditer(text)):

@@ -1,8 +1,9 @@
 """The events that an agent reports about its program and tools. They hold no arguments and no outputs.
 
-Every event names its program and carries a sequence number that grows within (emitter, program). ``age_s`` is
-the time from the event to its sending, on the client's monotonic clock. The server subtracts ``age_s`` from
-its own time, so the two machines need not agree on the time of day.
+Every event names its program and carries a sequence number. The number grows from event to event of one
+program and one emitter (the event sender of one client process). ``age_s`` is the time from the event to its
+sending, on the client's monotonic clock. The server subtracts ``age_s`` from its own time, so the two
+machines need not agree on the time of day.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class EndNotifier:
     def __init__(
         self, transport_context: TransportContext, path: str, field: str, *, takes_implicit: bool = False
     ) -> None:
-        """``takes_implicit`` is true if the server learns of implicit programs from their requests."""
+        """``takes_implicit``: whether the server gets ends of implicit programs (``Program.implicit``)."""
         self.takes_implicit = takes_implicit
         self._transport = transport_context.transport
         self._counters = transport_context.counters

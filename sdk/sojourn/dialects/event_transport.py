@@ -36,7 +36,7 @@ class PendingBatch(NamedTuple):
     """Events of one or more programs, in order within each program."""
 
     emitter: str
-    """Id of the emitter that numbered the events."""
+    """Id of the event sender that numbered the events."""
     events: list[PendingEvent]
     now: float
     """Monotonic seconds; the events' ``at_s`` is on the same clock."""
@@ -67,7 +67,8 @@ class EventTransport(Protocol):
 
     @property
     def takes_implicit(self) -> bool:
-        """Whether the server gets events of implicit programs."""
+        """Whether the server gets events of implicit programs. Such a program stands for a whole process in
+        which the user opened no program (``Program.implicit``)."""
 
     def deliver(self, batch: PendingBatch) -> DeliveryResult:
         """Send a batch. An exception counts as a failed batch."""

@@ -80,7 +80,7 @@ class VllmPriorityDialect(VllmDialect):
 
     In vLLM the *lower* number goes first, so the priority is negated. The user chooses this dialect; it is
     never detected. vLLM documents that a server without that flag rejects a priority other than zero, but
-    vLLM 0.32 ignored the priority.
+    vLLM 0.32 ignores the priority.
     """
 
     name = "vllm_priority"

@@ -21,9 +21,9 @@ MAX_DEADLINE_S = 30 * 86400.0
 """Longest deadline sent. Longer deadlines have no further effect, and some overflow the router's
 durations."""
 MAX_RETENTION_S = 300.0
-"""Longest KV retention sent. The router obeys this hint, and no other program gets the space while the router
-keeps a program's KV. This limit is the router's ``force_resume_timeout_seconds``, the longest time for which
-it lets other programs wait."""
+"""Longest KV retention sent. The router obeys this hint, and other programs cannot use the memory meanwhile.
+The limit equals the router's ``force_resume_timeout_seconds``, the longest time for which it lets other
+programs wait."""
 
 
 class VllmRouterDialect(VllmDialect):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sojourn.tools import ToolCall
 
 FOLD_EVERY_S: Final = 1.0
+"""Interval at which the advisor's thread learns the queued facts."""
 SAVE_EVERY_S: Final = 5.0
 MAX_FACTS: Final = 20_000
 """Maximum number of queued facts (observed events). Further ones are dropped and counted
@@ -48,8 +49,9 @@ CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
-"""Number of runs between two checks of a graph. A check reports a changed graph again. The first
-checks come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version is sent in full."""
+"""Number of an agent type's runs between two checks of its graph. A check reports the graph again if it has
+changed. The first checks come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version of a graph
+is sent in full."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
 """Once this many runs have passed since a graph's last change, a new edge is reported at once instead of at
 the next check."""

@@ -1,7 +1,8 @@
 """The history file, which keeps tool durations and program runs between processes.
 
-    durations   tool, class, seconds, status         at most 500 per pair (tool, class), 20 000 in all
-    runs        agent type, path, nodes of its turns  at most 100 per agent type, 2 000 in all
+    table       columns                               rows kept
+    durations   tool, class, seconds, status          at most 500 per pair (tool, class), 20 000 in all
+    runs        agent type, ``ProgramRun`` as JSON    at most 100 per agent type, 2 000 in all
 
 The file holds names and numbers only: no arguments, outputs, ids or times of day. A row is never changed;
 rows are inserted, and the oldest are deleted. So any number of processes can share a file. A file stays

@@ -42,8 +42,8 @@ class RunTrace:
     """Builds a ``ProgramRun`` from the events of one program. Not thread-safe.
 
     A *visit* begins when the program enters a node, or when a request names a node that is not current. A
-    later request at the same node also begins a visit, from the node to itself. The server needs these visits
-    to know the node of the next turn.
+    request that names the current node after an earlier request there has ended also begins a visit, from the
+    node to itself. The server needs these visits to know the node of the next turn.
 
     A new node either follows the current node or runs in parallel to it. The first rule that applies decides:
 
@@ -95,8 +95,8 @@ class RunTrace:
         return self._visit(node)
 
     def requested(self, node: str | None) -> ProgramRun | None:
-        """Record an LLM request at ``node``; ``None`` means the current node. Returns a piece of the run or
-        ``None``, as ``entered`` does."""
+        """Record an LLM request at ``node``; ``None`` means the current node. If the path is full and a new
+        visit begins, return the full path as a piece of the run. Otherwise return ``None``."""
         self._turns += 1
         piece: ProgramRun | None = None
         if node is None:

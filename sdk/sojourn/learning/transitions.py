@@ -77,6 +77,7 @@ class _AgentTypeStats:
         self.contexts: OrderedDict[Context, dict[str, float]] = OrderedDict()
         self.entries = 0
         self.left: OrderedDict[tuple[str | None, int | None], _TurnsLeft] = OrderedDict()
+        """(node, turn) → remaining turns. ``None`` in place of a node or turn stands for all of them."""
         self.tools: OrderedDict[str, dict[str, None]] = OrderedDict()
         self.weight = 1.0
         """Weight that the next run will have."""
