@@ -73,8 +73,9 @@ class _Method:
 
 
 def overlay_method(owner: Any, name: str, around: Around) -> None:
-    """Wrap the method ``name`` of ``owner``. ``around`` must be a module-level function. Repeating it is
-    harmless. Raises ``TypeError`` if the class of the object cannot be replaced."""
+    """Make all calls of the method ``name`` of ``owner`` go through ``around``, a module-level function of
+    the type ``Around``. A repeated call changes nothing. Raises ``TypeError`` if the class of the object
+    cannot be replaced."""
     kind = type(owner)
     base = vars(kind).get(_BASE)
     methods = {method.name: method.around for method in _methods(kind) if method.active}

@@ -2,12 +2,12 @@
 ``openai`` package (``hosted_vllm/``, litellm's Responses API and others).
 
 At this level the URL names the server that is really used, and streams are followed to their last byte.
-Functions that were imported by name before the patch (``from litellm import completion``) are covered too.
 Models of ``openai/`` use the openai client, which has a patch of its own; no request passes both patches.
 
 ``completion`` and similar functions are wrapped as well, so that retries belong to the same logical request:
-retries by ``num_retries``, and retries by a ``Router`` to another deployment. Functions imported by name
-before the patch are not wrapped, so each of their attempts counts as a request.
+retries by ``num_retries``, and retries by a ``Router`` to another deployment. A function that was imported by
+name before the patch (``from litellm import completion``) is not wrapped. Its requests are still reported,
+but each of its attempts counts as a request.
 
 Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and others), and
 litellm's proxy as a server of its own. Checked with 1.83.0, 1.106.12 and 1.110.2.
@@ -49,8 +49,9 @@ _patches = Patches()
 _as_written = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoder = msgspec.json.Decoder()
 _targets: dict[str, tuple[Config, str | None, str, str, str] | None] = {}
-"""Cache, since parsing URLs is slow: URL of an LLM request → (the settings, the server's entry of
-``Config.hosts`` or ``None``, ``host:port``, path, suffix of the path), or ``None`` for any other URL."""
+"""Cache, since parsing URLs is slow. Key: URL. Value for an LLM request: the settings; the server's entry of
+``Config.hosts``, or ``None`` if the server is not listed; ``host:port``; path; and suffix of the path (one of
+``LLM_PATHS``). Value for any other URL: ``None``."""
 _posting: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_litellm_posting", default=None)
 
 

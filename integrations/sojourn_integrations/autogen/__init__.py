@@ -9,9 +9,9 @@ What is reported
   ``with sojourn.program():`` a run is part of that program instead. Use such a block around several runs
   that continue one conversation. Without a block, each call of ``team.run()`` is a program of its own, even
   if it continues the previous run.
-- A **node** is an agent's turn, with the agent's name. Agents of a team inside a team or inside a
-  ``SocietyOfMindAgent`` have names like ``inner/alice``. The requests with which a ``SelectorGroupChat`` or
-  ``MagenticOneGroupChat`` picks the next agent belong to the program and to no node.
+- A **node** is an agent's turn in the team, with any number of requests. It has the agent's name. Agents of a
+  team inside a team or inside a ``SocietyOfMindAgent`` have names like ``inner/alice``. The requests with
+  which a ``SelectorGroupChat`` or ``MagenticOneGroupChat`` picks the next agent belong to no node.
 - A **tool call** is what an ``AssistantAgent`` executes, handoffs (``transfer_to_bob``) included, with the
   model's call id. AutoGen turns a tool's exception into a result; such a call ends as ``error``, or as
   ``timeout`` for a ``TimeoutError``. The code of a ``CodeExecutorAgent`` is a call of the tool ``code``. Its

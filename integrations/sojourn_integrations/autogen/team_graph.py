@@ -49,7 +49,7 @@ def graph_of(runner: Any) -> Aeg | None:
 
 def node_name(prefix: str, runner: Any) -> str:
     """Return the node name of ``runner``, an agent or an inner team. ``prefix`` is the path of the team that
-    contains ``runner``, with a slash at the end; empty if only the outermost team or no team does."""
+    contains ``runner``, with a slash at the end. It is empty for the outermost team and without a team."""
     return prefix + str(runner.name)
 
 

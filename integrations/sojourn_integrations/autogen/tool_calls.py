@@ -50,8 +50,8 @@ def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..
 async def _in_call(
     call: ToolCall | None, execute: Callable[[], Any], status_of: Callable[[ToolCall, Any], str]
 ) -> Any:
-    """Await ``execute()``, then end the tool call ``call``; ``None`` if there is nothing to report.
-    ``status_of(call, result)`` returns the status of a call that did not raise."""
+    """Await ``execute()``, end the tool call ``call``, and return the result. Without a call to report,
+    ``call`` is ``None``. ``status_of(call, result)`` returns the status of a call that did not raise."""
     if call is None:
         return await execute()
     try:
@@ -64,7 +64,8 @@ async def _in_call(
 
 
 def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``BaseTool.run_json``, to recognise a tool's timeout: AutoGen keeps only the exception's text."""
+    """Wrap ``BaseTool.run_json``, to recognise a tool's timeout. Outside of this method only the text of the
+    exception is left."""
 
     @functools.wraps(original)
     async def run_json(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,8 +169,8 @@ def _copy(tool: Any) -> Any:
 
 
 def _language(blocks: Any) -> str | None:
-    """Return the language of the last code block, or the main command if that block is shell code. ``None``
-    without blocks."""
+    """Return the language of the last code block, or the main command if that block is shell code. Returns
+    ``None`` without blocks."""
     if not blocks:
         return None
     language = str(blocks[-1].language).strip().lower()

@@ -8,9 +8,10 @@ There are three ways to use this package; none of them changes an agent:
   of unknown tools and calls with invalid arguments, for which LangChain calls no callback. The program comes
   from one of the other ways, or from ``with sojourn.program()``.
 
-If they are combined, each call is still reported once. ``run_tree`` decides which run is a program. The
-patched ``openai`` client reports the requests; a resolver gives it the program and node. No exception of ours
-reaches an agent. Checked with langchain-core 1.0.0 and 1.7.2. Start reading at ``callback_handler``.
+If several ways are combined, each call is still reported once. ``run_tree`` decides which run is a program.
+The patched ``openai`` client reports the requests. It gets their program and node from a resolver
+(``sojourn.program.add_resolver``). No exception of ours reaches an agent. Checked with langchain-core 1.0.0
+and 1.7.2. Start reading at ``callback_handler``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
-The callbacks set no context variables, except below Python 3.11 (``GraphStart.sets_context``). If a step has
-only one node, LangGraph runs the node in the caller's context, so that a variable's value would outlive the
-node. LangGraph ends an async run in a separate task, where a variable could not be reset.
+The callbacks set no context variables, except below Python 3.11 (``GraphStart.sets_context``), for two
+reasons. If a step has only one node, LangGraph runs the node in the caller's context, where a variable's
+value would outlive the node. And LangGraph ends an async run in a separate task, where a variable could not
+be reset.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ def _key(run_id: Any) -> Any:
 
 
 def _tree_parent_id(parent_run_id: Any) -> Any:
-    """Return the id of a starting run's parent in the tree. Usually this is LangChain's ``parent_run_id``. If
-    that run is a retriever or model, which the tree leaves out, returns the id of the run around the
-    retriever or model."""
+    """Return the id of the run in the tree that is the parent of a starting run. Usually this is LangChain's
+    ``parent_run_id``. If that one is a retriever or model, which the tree leaves out, returns the id of the
+    run around the retriever or model."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = current_run_id()
@@ -215,8 +216,9 @@ _chains_checked = False
 
 
 def _check_async_chain(run: RunNode | None) -> None:
-    """Warn, once, if the asynchronous run ``run`` is a chain with a program of its own and LangChain does not
-    set its context variable inside such chains. Called below Python 3.11."""
+    """Warn, once, if requests of the asynchronous chain ``run`` do not find its program, because LangChain
+    does not set its context variable inside such chains. Does nothing for a graph, and for a chain without a
+    program of its own. Called below Python 3.11."""
     global _chains_checked
     if _chains_checked or run is None or not run.owns or run.graph:
         return

@@ -13,8 +13,8 @@ Which run is a program:
   name (``prompt | model``) is not a program. Its requests belong to the program around it, or else to the
   process's own program.
 
-Callbacks may come from several threads. No lock is needed, since each change of the tree is one atomic
-operation of a dict.
+Callbacks may come from several threads. There is no lock, since the tree is changed only by single
+operations of dicts, which are atomic.
 """
 
 from __future__ import annotations
@@ -432,16 +432,16 @@ class RunTree:
 
 
 def _with_process_program(here: ExecutionContext) -> ExecutionContext:
-    """Return ``here``. If ``here`` has no program, the program that the user's code opened for the whole
-    process, if any, is added. Calls no resolvers."""
+    """Return ``here``. If it has no program, add the program that the user's code opened for the whole
+    process, if there is one. Calls no resolvers."""
     return here._replace(program=opened_program()) if here.program is None else here
 
 
 def node_path(ns: str, prefix: str = "") -> str | None:
-    """Return the name of a node, as in ``get_graph(xray=True)``, from its checkpoint namespace ``ns``:
-    ``sub:UUID|model:UUID`` gives ``sub:model``. The namespace ``prefix`` of an outer graph is left out, as
-    are the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if ``ns`` names no
-    node."""
+    """Return the name of a node from its checkpoint namespace ``ns``: ``sub:UUID|model:UUID`` gives
+    ``sub:model``. ``get_graph(xray=True)`` uses the same names. The namespace ``prefix`` of an outer graph is
+    left out, as are the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if
+    ``ns`` names no node."""
     if prefix and ns.startswith(prefix + "|"):
         ns = ns[len(prefix) + 1 :]
     if "|" not in ns:

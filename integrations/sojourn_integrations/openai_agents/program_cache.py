@@ -70,7 +70,8 @@ class ProgramCache:
             return kept.program
 
     def take(self, key: Hashable) -> Program | None:
-        """Remove the program under ``key`` and return it; ``None`` in the same cases as ``find``."""
+        """Remove the program under ``key`` and return it. Returns ``None`` if there is no program, or if it
+        has ended or belongs to an earlier session of the SDK."""
         program = self.find(key)
         with self._lock:
             self._kept.pop(key, None)
@@ -115,8 +116,9 @@ class ProgramCache:
             kept.holders.add(id(holder))
 
     def rename(self, old: Hashable, new: Hashable, *, ends: bool) -> None:
-        """Move the program under ``old`` to the key ``new``, with its holders. ``ends`` as in ``add_holder``.
-        If ``new`` has a usable program already, that one stays, and the program under ``old`` ends."""
+        """Move the program under ``old`` to the key ``new``, with its holders. ``ends``: whether it ends with
+        its last holder. If ``new`` already has an open program of this session, that one stays, and the
+        program under ``old`` ends."""
         with self._lock:
             kept = self._kept.pop(old, None)
             if kept is None:

@@ -51,6 +51,7 @@ class _OpenProgram:
         self.ours = ours
         """True if this module made the span and has to end it; False for a framework's own span."""
         self.tools: dict[str, tuple[Any, bool]] = {}
+        """Id of a tool call in progress → (its span, whether this module made the span)."""
 
 
 class _OpenRequest(NamedTuple):
@@ -308,9 +309,9 @@ MAX_DECISIONS = 16
 
 
 def _add_decisions(span: Any, turn: Turn, ended_ns: int) -> None:
-    """Add the server's decisions on the turn and on the time after it as events of the span. The decisions'
-    times are on the engine's clock. They are converted by equating the end of the turn on that clock with the
-    end of the span."""
+    """Add the server's decisions about the turn and about the gap after it to the span, as span events. The
+    times of the decisions are on the engine's clock. To convert them, the turn's end on that clock is taken
+    to be the span's end."""
     wall_s, arrived_s = _mapping(turn.get("seconds")).get("wall"), turn.get("arrived_s")
     decisions = turn.get("decisions")
     if not (isinstance(wall_s, _NUMBERS) and isinstance(arrived_s, _NUMBERS) and isinstance(decisions, list)):

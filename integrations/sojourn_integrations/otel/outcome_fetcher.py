@@ -1,4 +1,4 @@
-"""Fetches the outcome of each request from the server, on a thread of its own.
+"""Fetches the outcome of each request, its entry in the server's ledger of turns, on a thread of its own.
 
 One call to the server fetches the outcomes of one program. The call is made at the program's end, when
 ``EVERY_REQUESTS`` of the program's requests wait, or ``IDLE_S`` after the first of them began to wait. After
@@ -29,8 +29,8 @@ PROGRAM_PATH = "/sojourn/v1/programs/"
 EVERY_REQUESTS = 8
 """Number of waiting requests of one program after which their outcomes are fetched."""
 MAX_PENDING = 2_000
-"""Maximum number of waiting requests of all programs. Further requests are finished at once, without outcome
-(``otel_outcomes_skipped``)."""
+"""Approximate maximum number of waiting requests of all programs. Further requests are finished at once,
+without outcome (``otel_outcomes_skipped``)."""
 IDLE_S = 5.0
 """Longest time from a request's end until its outcome is fetched, in seconds. So the spans of a long run
 arrive during the run."""
@@ -78,8 +78,10 @@ class _Flush(NamedTuple):
 class OutcomeFetcher:
     """The fetching thread and its queue. No method raises.
 
-    The agent's threads use only a queue that is safe to use during garbage collection. All other state
-    belongs to the fetching thread. So there is no lock that could deadlock.
+    There is no lock, since garbage collection may end a request on a thread that holds the lock.
+    ``SimpleQueue.put`` is reentrant, so a finalizer that calls ``put`` cannot deadlock. The flags and the
+    counters are shared by all threads without a lock and may be read too late. So ``MAX_PENDING`` is
+    approximate, and a request that ends during ``close`` may stay unfinished.
     """
 
     def __init__(self, *, idle_s: float = IDLE_S, retry_s: float = RETRY_S) -> None:
@@ -104,7 +106,8 @@ class OutcomeFetcher:
     # ---- the agent's side
 
     def put(self, config: Config, program_id: str, request_id: str, finish: Finish) -> None:
-        """Queue a request. ``finish`` is called once, with the outcome or with ``None``. Never waits."""
+        """Queue a request that has ended. ``finish`` is called once, with the outcome or with ``None``. It is
+        called by the fetching thread, or at once if the request is not queued. Does not wait."""
         try:
             full = self._count + self._inbox.qsize() >= MAX_PENDING
             if not (self._closed or full or time.monotonic() < self._quiet_until_s) and self._start():
@@ -254,8 +257,8 @@ class OutcomeFetcher:
 
 
 def _add_decisions(turns: list[dict[str, Any]], decisions: Any) -> None:
-    """Add to each turn, as ``decisions``, the server's decisions from its arrival to the next turn's
-    arrival."""
+    """Add a list ``decisions`` to each turn: the server's decisions between this turn's arrival and the next
+    turn's. A turn without decisions gets no list."""
     starts = sorted(
         (turn["arrived_s"], place)
         for place, turn in enumerate(turns)

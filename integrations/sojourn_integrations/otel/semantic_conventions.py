@@ -97,7 +97,7 @@ _A_MODEL = SpanMeaning(MODEL, None)
 
 
 def _kind(span_name: str, attributes: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the kind of a span and the name of its agent, workflow or tool."""
+    """Return the kind of a span and the name of its agent, workflow or tool, each ``None`` if unknown."""
     operation = attributes.get(OPERATION)
     if operation is not None:
         return _OPERATIONS.get(operation), _after(span_name, operation)

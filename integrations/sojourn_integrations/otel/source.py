@@ -70,6 +70,7 @@ class _Entry:
         self.kind = kind
         """Kind of the span; ``None`` for a span that stands for no agent, workflow, step, tool or model."""
         self.above = above_key if above is not None else None
+        """Key of the parent span; ``None`` if that span has no entry."""
         self.program: Program | None = above.program if above is not None else None
         """The span's program; ``None`` if another adapter or the user reports this part of the run."""
         self.outer_program: Program | None = (
