@@ -12,7 +12,7 @@ RETRY_AFTER_S = 2
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """What went wrong. Repeats nothing of the client's input."""
+    """What went wrong. Quotes no text of the request's body."""
 
     message: str
     next_step: str = msgspec.field(name="next")
@@ -26,7 +26,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """An error that becomes the answer to a request. Its text repeats nothing of the client's input."""
+    """An error that becomes the answer to a request. Its text quotes no text of the request's body."""
 
     def __init__(
         self, status: int, message: str, next_step: str, headers: Mapping[str, str] | None = None

@@ -46,7 +46,7 @@ class StatsByEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionsAnswer(engine_answers.DecisionPage, frozen=True, kw_only=True):
-    """A part of the decision log of one engine."""
+    """One page of the decision log of one engine."""
 
     engine: str
     engines: list[str]
@@ -54,7 +54,7 @@ class DecisionsAnswer(engine_answers.DecisionPage, frozen=True, kw_only=True):
 
 
 class ProgramsQuery(msgspec.Struct):
-    """Query of the list of programs."""
+    """Query parameters of ``GET /programs``."""
 
     limit: Annotated[int, Meta(ge=1, le=MAX_PROGRAMS)] = 100
     """Maximum number of programs in the answer."""
@@ -63,7 +63,7 @@ class ProgramsQuery(msgspec.Struct):
 
 
 class DroppedPrograms(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the programs whose KV is in no tier."""
+    """One page of the programs whose KV is in no tier."""
 
     engines: list[list[str]]
     """Ids of programs, for each data-parallel rank."""
@@ -72,14 +72,14 @@ class DroppedPrograms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DroppedQuery(msgspec.Struct):
-    """Query of the programs without KV."""
+    """Query parameters of ``GET /dropped``."""
 
     skip: Annotated[int, Meta(ge=0, le=MAX_SKIPPED)] = 0
     """Number of programs of each rank to leave out."""
 
 
 class YieldOrder(msgspec.Struct, frozen=True):
-    """Which programs' running requests yield, and to which program."""
+    """Order to preempt running requests of ``programs`` for a waiting request of the program ``to``."""
 
     to: Annotated[str, Meta(min_length=1, max_length=MAX_ID_BYTES)]
     programs: Annotated[
@@ -89,26 +89,27 @@ class YieldOrder(msgspec.Struct, frozen=True):
 
 
 class ExplainQuery(msgspec.Struct):
-    """Query of an explanation."""
+    """Query parameters of ``GET /programs/{program_id}/explain``."""
 
     turn: Annotated[int, Meta(ge=1)] | None = None
     """Number of the turn; by default the newest."""
 
 
 class StreamQuery(msgspec.Struct):
-    """Query of live frames."""
+    """Query parameters of ``GET /stream``."""
 
     once: bool = False
     """Answer with one frame as JSON."""
     changed_within_s: Annotated[float, Meta(ge=0, le=MAX_DELTA_S)] | None = None
-    """With ``once``: only programs with a request, a lease, or a change within this many seconds."""
+    """With ``once``: return only programs that have a request or a lease, or that changed within this many
+    seconds."""
 
 
 class DecisionsQuery(msgspec.Struct):
-    """Query of the decision log."""
+    """Query parameters of ``GET /decisions``."""
 
     since: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """Number of the first decision."""
+    """Number of the first decision to return."""
     limit: Annotated[int, Meta(ge=1, le=MAX_DECISIONS)] = 1000
     engine: str | None = None
     """Name of the engine; by default the first."""

@@ -1,7 +1,8 @@
 """Calls from the API server to engines: the interface, and limits on duration, concurrency and repetition.
 
 A call runs on the engine's thread between two steps, so it takes time from generation. However many clients
-poll a server, its engine gets the same query at most once per ``CACHE_TTL_S``, and few queries at a time.
+poll a server, its engine gets few queries at a time, and an equal cacheable query at most once per
+``CACHE_TTL_S``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class EngineRpc(Protocol):
     """
 
     def engine_ids(self) -> Sequence[str]:
-        """Return the indices of the engines, as in vLLM's label ``engine``."""
+        """Return the engines' indices as text: the values of the label ``engine`` in vLLM's metrics."""
         ...
 
     async def call(self, op: str, payload: str) -> list[str]:
@@ -51,7 +52,7 @@ class EngineRpc(Protocol):
 PERSIST_OPERATION = "persist"
 """Name of the operation that starts to write a program's KV to disk and returns the state of the write."""
 YIELD_OPERATION = "yield"
-"""Name of the operation that orders running requests to yield."""
+"""Name of the operation that orders running requests to yield: to be preempted for a waiting request."""
 MAX_QUERIES_IN_FLIGHT = 2
 """Maximum number of unanswered queries per operation, except for ``GATEWAY_OPERATIONS``."""
 MAX_GATEWAY_CALLS_IN_FLIGHT = 16

@@ -151,8 +151,8 @@ class EventIntake:
     def _make_room(self, newcomer: _Submission) -> bool:
         """Refuse the newest batches of the clients with the highest weight until ``newcomer`` fits.
 
-        Return false if ``newcomer`` itself must be refused, because its own client would have the highest
-        weight, alone or together with another client.
+        Return false if ``newcomer`` itself must be refused, because no other client would have a higher
+        weight than its own client.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:
@@ -188,7 +188,8 @@ class EventIntake:
                 del self._hosts[host], self._weights[host]
 
     def _next_call(self) -> list[_Part]:
-        """Take and return the next call's events: some of each client in turn, until the call is full."""
+        """Take the events of the next call from the queue, some of each client in turn, until the call is
+        full. Return them by batch."""
         parts: list[_Part] = []
         events_left, bytes_left = MAX_EVENTS_PER_CALL, MAX_BYTES_PER_CALL
         while self._hosts and events_left > 0 and bytes_left > 0:

@@ -1,8 +1,9 @@
 """Sends live frames to viewers: the web page, ``sojourn top`` and scripts.
 
-``LiveHub`` polls its source only while a viewer is connected, and sends each frame to all viewers. A viewer
-that reads slowly skips deltas and gets a full frame instead. So frames do not queue up for slow viewers, and
-memory stays bounded. Viewers that request single frames share frames too (``_SharedFrames``).
+A frame is full, or a delta with only the programs that are active or have changed. ``LiveHub`` polls its
+source only while a viewer is connected, and sends each frame to all viewers. A viewer that reads slowly skips
+deltas and gets a full frame instead. So frames do not queue up for slow viewers, and memory stays bounded.
+Viewers that request single frames share frames too (``_SharedFrames``).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
 """Minimum ratio of the pause after a frame to the CPU seconds that the frame took, here and in the slowest
-engine. With this ratio, deltas and full frames together take at most a hundredth of a core. A pause is never
-longer than ``MAX_INTERVAL_S``, except the pause between two full frames of a stream."""
+engine. With this ratio, deltas and full frames together take at most a hundredth of a core. They take more
+where ``MAX_INTERVAL_S`` cuts a pause short; it does not limit the pause between full frames of a stream."""
 FULL_INTERVAL_S = 15.0
 """Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
@@ -106,7 +107,7 @@ class EngineLiveSource:
         self._ask = ask
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """See ``LiveSource``."""
+        """Query all engines at once and merge their programs; see ``LiveSource.take``."""
         payload = encode_json({"changed_within_s": changed_within_s})
         started_s = time.monotonic()
         answers = await self._ask("snapshot", payload, SNAPSHOT_TIMEOUT_S)

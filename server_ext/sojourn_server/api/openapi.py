@@ -163,7 +163,7 @@ def _operation(
 
 
 def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a query parameter, which is absent instead of ``null``."""
+    """Return the schema of a query parameter without ``null``, since such a parameter is left out instead."""
     kept = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
     rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
     if schema.get("default") is not None:

@@ -173,7 +173,8 @@ def _create_metric(spec: MetricSpec, registry: CollectorRegistry) -> Any:
 
 
 def _label_combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
-    """Return the label values of each series that a counter shows at 0; empty if a label is open."""
+    """Return the label values of each series that a counter shows at 0; empty if a label can have any
+    value."""
     if spec.shown_at_zero is not None:
         return sorted(spec.shown_at_zero)
     known = [sorted(values) for values in spec.labels.values() if isinstance(values, frozenset)]

@@ -1,4 +1,7 @@
-"""Adds the reason to the error of a request that the placement policy rejected, in the route's format."""
+"""Rewrites vLLM's error answer to a request that the placement policy rejected, so that it states the reason.
+
+The new answer has the format of the request's route.
+"""
 
 from __future__ import annotations
 

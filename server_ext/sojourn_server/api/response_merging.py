@@ -59,7 +59,8 @@ def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
 
 
 def merge_dropped(answers: Sequence[Any]) -> dict[str, Any]:
-    """Return one list of programs for each engine, in the order of the engines, and where to continue."""
+    """Return ``engines``, one list of programs for each engine in their order, and ``next``, where to
+    continue; ``None`` if no engine has more."""
     following = [answer["next"] for answer in answers if answer["next"] is not None]
     return {"engines": [answer["programs"] for answer in answers], "next": max(following, default=None)}
 
@@ -78,7 +79,8 @@ def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def merge_yields(answers: Sequence[Any]) -> dict[str, Any]:
-    """Return the outcome of each program from the first engine that has a request of it."""
+    """Return one outcome per program under ``outcomes``: that of the first engine that has a request of the
+    program, or ``missing`` if none has."""
     decoded = [msgspec.convert(answer, OutcomeBatch).outcomes for answer in answers]
     return {"outcomes": msgspec.to_builtins([_first_outcome(found) for found in zip(*decoded, strict=True)])}
 

@@ -158,8 +158,9 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
 
     @router.post("/yield")
     async def post_yield(request: Request) -> JSONResponse:
-        """Order running requests of ``programs`` to yield to a request of the program ``to``. Gateways send
-        this for a more urgent tenant. The answer has one outcome per program."""
+        """Order running requests of ``programs`` to yield: the engine preempts them and holds them until a
+        request of the program ``to`` has started. Gateways send this for a more urgent tenant. The answer has
+        one outcome per program."""
         body = await read_body(request, MAX_BATCH_BYTES)
         try:
             order = msgspec.json.decode(body, type=YieldOrder)
