@@ -71,10 +71,10 @@ class EventSender:
         """``linger_s``: how long a batch waits for more events. The callbacks run on the sender's thread.
 
         ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
-        heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until its next
-        call (``None`` if no heartbeat is due before another event). ``delivered()`` runs after each batch
-        whose answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has no
-        endpoint for batches; it returns another transport, or ``None`` to stop sending. Until
+        heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until ``beats``
+        must be called again (``None`` if no heartbeat is due before another event). ``delivered()`` runs
+        after each batch whose answer proves that the server speaks the dialect. ``unsupported()`` runs if the
+        server has no endpoint for batches; it returns another transport, or ``None`` to stop sending. Until
         ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
         self.counters = counters
         self._transport = transport
@@ -111,7 +111,7 @@ class EventSender:
         """True while the thread is idle or absent, so that ``put`` has to wake or start it."""
         self._polls_left = 0
         self.backing_off = False
-        """True while the thread waits before it contacts the server again."""
+        """True while the thread waits, after a failed batch, before it contacts the server again."""
         self._starting = False
         self._no_start_before_s = float("-inf")
         self._closed = False

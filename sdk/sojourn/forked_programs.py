@@ -47,6 +47,6 @@ def _after_fork() -> None:
 
 
 def watch_forks() -> None:
-    """Make every program that is open at a later fork end in the child too when this process ends it. Call
-    once."""
+    """From now on, a program that is open at a fork ends in the child when this process ends it. Call once,
+    before the first fork."""
     process_hooks.register_at_fork(after_in_child=_after_fork)

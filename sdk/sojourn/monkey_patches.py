@@ -42,8 +42,8 @@ def first_anext(inner: AsyncIterator[Any], *default: Any) -> Awaitable[Any]:
 
 
 def _leave_unclosed(inner: Any) -> None:
-    """Do nothing, like the finalizer of a closed loop. Without a finalizer Python would close ``inner``
-    outside of any loop, and print an exception if the closing code has to wait."""
+    """Do nothing. As the finalizer of ``inner``, this keeps Python from closing ``inner`` outside of any
+    event loop, which would print an exception if the closing code awaits."""
 
 
 _END = object()

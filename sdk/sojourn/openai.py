@@ -1,4 +1,5 @@
-"""Patches OpenAI clients (``openai`` ≥ 1.40): LLM requests to a host named in ``init()`` carry their program.
+"""Patches OpenAI clients (``openai`` ≥ 1.40): LLM requests to a host named in ``init()`` carry the id and
+hints of their program.
 
 Two methods of the client's base classes are patched: ``request`` runs once per logical request,
 ``_build_request`` once per HTTP attempt. All requests of the package pass through these methods: raw and

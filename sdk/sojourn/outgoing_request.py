@@ -190,8 +190,9 @@ class OutgoingRequest(LogicalRequest, RequestContext):
 
 
 class RetryScope:
-    """A ``with`` block around a call that retries. All attempts inside count as one logical request. After an
-    attempt is answered, the next one begins a new request. A nested scope does nothing. Never raises."""
+    """A ``with`` block around a call that retries. The attempts inside, up to the first one that is answered,
+    count as one logical request. A later attempt begins a new request. A nested scope does nothing. Never
+    raises."""
 
     __slots__ = ("_token", "open", "over")
 

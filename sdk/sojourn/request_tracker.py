@@ -77,8 +77,8 @@ class LogicalRequest:
             notify_listeners("request_started", self)
 
     def pause(self) -> None:
-        """Remove the request from ``open_requests`` after a failed attempt, so that the program sends
-        all its heartbeats until the next attempt puts the request back."""
+        """Remove the request from ``open_requests`` after a failed attempt. The next attempt puts it back.
+        Without open requests, the program does not leave out every second heartbeat."""
         self.program.open_requests.discard(self)
 
     def got_bytes(self) -> None:

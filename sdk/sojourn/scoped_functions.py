@@ -129,7 +129,8 @@ def _wrap_in_open_scope(result: Any, wrap: Callable[..., Any], scope: Scope) -> 
 
 
 class _OpenScope:
-    """A ``with`` block inside a scope that is already open. Its exit ends the scope."""
+    """A ``with`` block that enters the context of ``scope``, which is already open. The block's exit ends
+    ``scope``."""
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope

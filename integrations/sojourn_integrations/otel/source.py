@@ -221,8 +221,8 @@ class SojournSpanProcessor(SpanProcessor):
     def _enter(
         self, span: Any, meaning: semantic_conventions.SpanMeaning | None, above: _Entry | None
     ) -> _Entry | None:
-        """Report a span that begins inside ``above``, and return its entry; ``None`` if the span is part of
-        no program."""
+        """Report a span that begins inside the span of ``above``. Returns the new span's entry; ``None`` if
+        the new span is part of no program."""
         kind = meaning.kind if meaning is not None else None
         entry = _Entry(kind, above, _key(span.parent) if span.parent is not None else None)
         if (

@@ -35,8 +35,8 @@ first."""
 MAX_SUCCESSORS: Final = 128
 """Maximum number of successors per context. The rarest is dropped first."""
 MAX_LEFT: Final = 1024
-"""Per agent type: maximum number of (node, turn) keys with statistics of remaining turns, and also of nodes
-with known tools. The least recently updated are dropped first."""
+"""Maximum number per agent type of (node, turn) keys with statistics of remaining turns. Nodes with known
+tools have the same limit. The least recently updated are dropped first."""
 MAX_TURN: Final = 64
 """Highest turn number that has statistics of its own. Later turns are counted as this turn."""
 MAX_NODE_TOOLS: Final = 16
@@ -46,8 +46,8 @@ _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
 """Counts below this many runs are ignored by ``edges``, and removed at the next ``_rescale``."""
 _CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9 / _GROWTH ** (ENOUGH_RUNS / 2)
-"""Minimum weight of statistics that give an estimate, as a multiple of the next run's weight. It is below
-``ENOUGH_RUNS``, since weights decay."""
+"""Minimum weight of statistics that give an estimate, in units of the next run's weight. It is less than
+``ENOUGH_RUNS``, since earlier runs weigh less than the next one."""
 
 Context = tuple[str, ...]
 

@@ -172,9 +172,8 @@ class _SharedFrames:
         return self._bytes(frame, audience)
 
     def _is_fresh(self, within_s: float | None) -> bool:
-        """Return whether the newest frame can answer a viewer that asks for the changes of the last
-        ``within_s`` seconds or, if ``within_s`` is ``None``, for a full frame. Such a frame is recent and
-        covers at least these seconds."""
+        """Return whether the newest frame is recent enough and covers what a viewer asks for: the changes of
+        the last ``within_s`` seconds, or all programs if ``within_s`` is ``None``."""
         age_s = self._clock() - self._begun_s
         if within_s is None or self._within_s is None:
             return age_s < self._pause_s

@@ -24,8 +24,8 @@ _event_answers = msgspec.json.Decoder(EventAnswer)
 def merge_event_answers(answers: Sequence[str]) -> tuple[list[list[EventOutcome]], float]:
     """Return the outcomes of each batch, and the longest wait in seconds that an engine asks for.
 
-    Each engine answers each event. The merged outcome is the first that is not ``missing``, from the engine
-    that has the program.
+    Each engine answers each event. The merged outcome is that of the engine that has the program: the first
+    that is not ``missing``. If all are ``missing``, so is the merged outcome.
     """
     decoded = [_event_answers.decode(answer) for answer in answers]
     merged = [
