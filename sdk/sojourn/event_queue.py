@@ -35,8 +35,8 @@ class PendingEvent:
         return self.kind(program_id=self.program_id, seq=self.seq, age_s=age_s, **self.fields)
 
     def encode(self, now: float) -> bytes:
-        """Return the event as JSON, with its age at the time ``now``. Raises ``TypeError`` for unknown fields,
-        and ``WireError`` for values that JSON cannot express."""
+        """Return the event as JSON, with its age at the time ``now``. Raises ``TypeError`` for an unknown
+        field, and ``WireError`` for a value that JSON cannot express."""
         return encode(self.event(now))
 
 

@@ -71,11 +71,11 @@ class EventSender:
         """``linger_s``: how long a batch waits for more events. The callbacks run on the sender's thread.
 
         ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
-        heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until ``beats``
-        must be called again (``None`` if no heartbeat is due before another event). ``delivered()`` runs
-        after each batch whose answer proves that the server speaks the dialect. ``unsupported()`` runs if the
-        server has no endpoint for batches; it returns another transport, or ``None`` to stop sending. Until
-        ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
+        heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and in how many seconds
+        ``beats`` must be called again (``None`` if no heartbeat is due before another event). ``delivered()``
+        runs after each batch whose answer proves that the server speaks the dialect. ``unsupported()`` runs
+        if the server has no endpoint for batches; it returns another transport, or ``None`` to stop sending.
+        Until ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
         self.counters = counters
         self._transport = transport
         self._queue_events = queue_events

@@ -92,12 +92,13 @@ class AegGraph(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AegReport(Event, frozen=True, kw_only=True, omit_defaults=True, tag="aeg"):
-    """Reports the graph of the program. Each emitter sends a graph in full once, then only its hash."""
+    """Reports the graph of the program. A client process sends a graph in full once, and again if the server
+    may have lost it. Its other reports of this graph have only the hash."""
 
     graph_hash: str
     agent_type: str | None = None
     graph: AegGraph | None = None
-    """Absent if this emitter has sent the graph before."""
+    """The graph in full; absent if the report has only the hash."""
 
 
 class ProgramEnd(Event, frozen=True, kw_only=True, omit_defaults=True, tag="program_end"):

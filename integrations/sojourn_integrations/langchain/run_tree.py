@@ -83,7 +83,7 @@ class GraphStart:
         """True if the start of the run sets the SDK's context variable, for the nodes. The caller resets the
         variable after each step of the run."""
         self.inside: ExecutionContext | None = None
-        """The value that the start of the run gave to the SDK's context variable; ``None`` if it gave none."""
+        """The value that the start of the run gave to the SDK's context variable, if any."""
 
 
 starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)

@@ -106,8 +106,8 @@ class OutcomeFetcher:
     # ---- the agent's side
 
     def put(self, config: Config, program_id: str, request_id: str, finish: Finish) -> None:
-        """Queue a request that has ended. ``finish`` is called once, with the outcome or with ``None``. It is
-        called by the fetching thread, or at once if the request is not queued. Does not wait."""
+        """Queue a request that has ended. The fetching thread then calls ``finish``, with the outcome or with
+        ``None``. If the request cannot be queued, ``finish(None)`` is called at once. Does not wait."""
         try:
             full = self._count + self._inbox.qsize() >= MAX_PENDING
             if not (self._closed or full or time.monotonic() < self._quiet_until_s) and self._start():

@@ -33,7 +33,7 @@ MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
 """Minimum ratio of the pause after a frame to the CPU seconds that the frame took, here and in the slowest
 engine. With this ratio, deltas and full frames together take at most a hundredth of a core. They take more
-where ``MAX_INTERVAL_S`` cuts a pause short; it does not limit the pause between full frames of a stream."""
+where ``MAX_INTERVAL_S`` cuts a pause short. That limit does not apply between full frames of a stream."""
 FULL_INTERVAL_S = 15.0
 """Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
