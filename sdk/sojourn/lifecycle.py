@@ -26,23 +26,24 @@ def init(
 ) -> None:
     """Connect the SDK to a server, and patch the supported client libraries, imported now or later.
 
-    ``url``: root of the server, by default ``SOJOURN_URL``. ``hosts``: further servers that may receive
-    program ids, such as replicas, each as ``host:port`` or URL. Requests to all other hosts stay unchanged.
-    If a URL has a path besides ``/v1``, requests to other paths of its host stay unchanged too. ``dialect``:
-    a name of ``sojourn.dialects.DIALECTS``. Without it the server's dialect is detected in the background;
-    this call waits at most ``probe_timeout_s`` for the detection. ``tool_events``: Dynamo's ZeroMQ endpoint
-    for tool events, such as ``"tcp://127.0.0.1:20390"``. ``threads=True`` carries the current program into
-    new threads and the jobs of thread pools, but not into long-lived workers of your own. With
-    ``instrument=False`` nothing is patched until you call ``instrument()`` or ``wrap()``. ``history``: path
-    of a file that keeps tool durations and transitions (names and numbers only) for later processes, or
-    ``False`` for no file; by default ``SOJOURN_HISTORY``, else a file in the platform's folder for
-    application data.
+    - ``url``: root of the server, by default ``SOJOURN_URL``.
+    - ``hosts``: further servers that may receive program ids, such as replicas, each as ``host:port`` or URL.
+      Requests to all other hosts stay unchanged. If a URL has a path besides ``/v1``, requests to other paths
+      of its host stay unchanged too.
+    - ``dialect``: a name of ``sojourn.dialects.DIALECTS``. Without it the server's dialect is detected in the
+      background; this call waits at most ``probe_timeout_s`` for the detection.
+    - ``tool_events``: Dynamo's ZeroMQ endpoint for tool events, such as ``"tcp://127.0.0.1:20390"``.
+    - ``threads``: carry the current program into new threads and the jobs of thread pools, but not into
+      long-lived workers of your own.
+    - ``instrument``: if False, nothing is patched until you call ``instrument()`` or ``wrap()``.
+    - ``history``: path of a file that keeps tool durations and program runs (names and numbers only) for
+      later processes, or ``False`` for no file; by default ``SOJOURN_HISTORY``, else a file in the platform's
+      folder for application data.
 
     A second call with the same arguments changes nothing. With other arguments it replaces the session. Open
     programs continue in the new session, which reports their starts again. The start of a program with
     ``heartbeat=False`` is not reported again; the server learns of that program from its next request or
-    event.
-    Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
+    event. Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
     """
     environment = Environment.read()
     if environment.disabled:

@@ -175,13 +175,16 @@ def program(
     """Return a scope that runs code as one program: for ``with``, ``async with``, or as a decorator of sync
     and async functions and generators. ``@sojourn.program`` works with and without parentheses.
 
-    ``id`` resumes a known program; without it a fresh id is made. ``parent`` is by default the program around
-    the code; ``None`` means no parent. ``deadline_s`` counts from the start, in seconds. The hints apply to
-    every request of the program unless a ``step()`` gives others. ``tenant`` is the tenant that the program
-    runs for, ``aeg`` is its Agent Execution Graph. ``resume`` names a file that holds the id until the run
-    ends cleanly, so that a restarted client continues the same program (see ``sojourn.resume_file``).
-    ``heartbeat=False`` sends no heartbeats. Raises ``ArgumentError`` for an invalid id or hint, or an
-    unusable resume file.
+    - ``id`` resumes a known program; without it a fresh id is made.
+    - ``parent`` is by default the program around the code; ``None`` means no parent.
+    - ``priority`` to ``blocks_parent`` are hints for every request of the program; a ``step()`` may give
+      others. ``deadline_s`` is in seconds from the program's start.
+    - ``tenant`` is the tenant that the program runs for, ``aeg`` is its Agent Execution Graph.
+    - ``resume`` names a file that holds the id until the run ends cleanly, so that a restarted client
+      continues the same program (see ``sojourn.resume_file``).
+    - ``heartbeat=False`` sends no heartbeats.
+
+    Raises ``ArgumentError`` for an invalid id or hint, or an unusable resume file.
 
     If no ``with`` block can span the run, as in a notebook, call ``p = sojourn.program("x").open()`` and
     later ``p.end()``.

@@ -3,10 +3,12 @@
 A ``thread_id`` such as ``"1"`` is unique in one checkpointer only, while a program id must be unique on a
 server that many clients share. So the id is a hash of the graph's name, the thread id and a random secret per
 checkpointer object. Two users of thread ``"1"`` never share a program. A restarted client has new ids, so its
-programs' KV is no longer protected, but answers stay correct. If ``SOJOURN_PROGRAM_ID`` is set, its value
-replaces the secret. A restarted client, or several workers on one database, then get the same ids again. The
-value must be unique. A conversation is handled like a thread without a checkpointer, with a secret per
-process.
+programs' KV is no longer protected, but answers stay correct.
+
+If ``SOJOURN_PROGRAM_ID`` is set, its value replaces the secret. Then a restarted client gets the same ids
+again, and several workers on one database get equal ids. The value must be unique.
+
+A conversation is handled like a thread without a checkpointer, with a secret per process.
 """
 
 from __future__ import annotations
