@@ -76,11 +76,11 @@ def warn_unlisted_host(session: runtime.Session, program: object | None, host: s
     third such request (``UNLISTED_REQUESTS``), unless a request went to a listed host, since agents may use
     other servers too. Never raises.
 
-    ``program``: the program around the request. Outside of programs, a request counts only if it may be meant
-    for a server that ``init()`` names: at the same host name with another port, or if both hosts are local
-    (``_is_local``). So requests to a public service never count beside a server with another name, nor
-    requests to a local server beside a public one. Another path of a listed ``host:port`` does not count
-    either, since a path in ``init()`` leaves out the rest of the host on purpose.
+    ``program``: the program around the request, if any. With a program, every such request counts. Without
+    one, a request counts only if it may be meant for a server that ``init()`` names. That is so if both have
+    the same host name and different ports, or if both hosts are local (``_is_local``). A request to another
+    path of a listed ``host:port`` does not count, since a path in ``init()`` leaves out the rest of the host
+    on purpose.
     """
     if session.has_turns or "unlisted" not in _unsaid:
         return
@@ -113,8 +113,9 @@ def _may_be_listed(host: str, config: Config) -> bool:
 
 @lru_cache(maxsize=256)
 def _is_local(name: str) -> bool:
-    """Return whether ``name`` is in a private network: an address that is not global, such as loopback and
-    10.0.0.1, or a name without a dot or in ``.local`` or ``.internal``, as in Docker and Kubernetes."""
+    """Return whether the host ``name`` is in a private network. That is an address that is not global, such
+    as 127.0.0.1 or 10.0.0.1, a name without a dot, or a name that ends in ``.local`` or ``.internal``. Docker
+    and Kubernetes use such names."""
     try:
         return not ip_address(name).is_global
     except ValueError:
@@ -122,7 +123,8 @@ def _is_local(name: str) -> bool:
 
 
 def _base_path(path: str) -> str:
-    """Return the path of the base URL of an LLM request, without ``/v1``, as in ``Config.hosts``."""
+    """Return the URL path of an LLM request without its suffix of ``LLM_PATHS`` and without ``/v1``. This is
+    the form of the paths in ``Config.hosts``."""
     for suffix in LLM_PATHS:
         if path.endswith(suffix):
             path = path.removesuffix(suffix)

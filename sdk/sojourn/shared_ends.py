@@ -1,7 +1,8 @@
 """Tells forked children which programs of their parent have ended.
 
 A child gets a copy of each program that is open at the fork. The parent's ``end()`` does not change that
-copy, and a worker of a process pool lives on and takes jobs of other programs.
+copy, and a worker of a process pool lives on and takes jobs of other programs. So the parent records the ends
+in memory that it shares with its children.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ except ImportError:  # pragma: no cover
     mmap = None
 
 SLOTS: Final = 4096
-"""Number of slots; programs share them in turn. If as many programs begin and end while one is open, that one
-counts as ended in the children."""
+"""Number of slots in the shared memory. Program number n uses slot n modulo ``SLOTS``. So an open program
+counts as ended in the children once the program whose number is higher by ``SLOTS`` has ended."""
 
 
 class SharedEnds:
@@ -33,7 +34,7 @@ class SharedEnds:
         self._numbers = itertools.count(1)
 
     def new_number(self) -> int:
-        """Return the number of a program that begins."""
+        """Return the number for a program that begins."""
         return next(self._numbers)
 
     def add(self, number: int) -> None:
@@ -46,14 +47,14 @@ class SharedEnds:
 
 
 _ends_here: list[SharedEnds] = []
-"""The ends of this process's own programs; empty before the first one."""
+"""Holds the ``SharedEnds`` of this process; empty until the first call of ``of_process``."""
 _can_share = hasattr(os, "register_at_fork")
 """Whether the process can fork and has shared memory, as far as known."""
 
 
 def of_process() -> SharedEnds | None:
-    """Return the ends of this process's programs; ``None`` if the process cannot fork or has no shared
-    memory."""
+    """Return the ``SharedEnds`` of this process, made at the first call; ``None`` if the process cannot fork
+    or has no shared memory."""
     global _can_share
     if not _ends_here and _can_share:
         try:
@@ -64,5 +65,5 @@ def of_process() -> SharedEnds | None:
 
 
 def forget_parent() -> None:
-    """Begin anew in a forked child. Its own programs end apart from those of the parent."""
+    """In a forked child, drop the parent's ``SharedEnds``. The child makes its own for its own programs."""
     _ends_here.clear()

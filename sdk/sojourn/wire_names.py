@@ -44,7 +44,7 @@ SHORT = 64
 
 def call_id_of(text: object) -> CallId:
     """Return ``text`` as a tool call's id. A text that the wire does not accept is hashed, so that the call's
-    start and stop events still match. Without text, returns a fresh id."""
+    start and stop events still match. An empty text gives a fresh id."""
     if type(text) is str and 0 < len(text) <= SHORT and text.isascii() and text.isprintable():
         return CallId(text)
     value = _encodable(text)
@@ -78,8 +78,8 @@ def process_name() -> str | None:
 
 
 def agent_type_of(name: object, default: object) -> str:
-    """Return ``name`` as the name and type of an outermost agent. If ``name`` is its framework's ``default``,
-    which tells no agents apart, returns the name of the script."""
+    """Return the name for an outermost agent, which is also its type. This is ``name``, or the script's name
+    if ``name`` is the ``default`` that the framework gives to every unnamed agent."""
     return (process_name() if name == default else None) or name_of(name)
 
 

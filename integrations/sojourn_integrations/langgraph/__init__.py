@@ -16,9 +16,8 @@ meaning, as in LangGraph.
 
 Known limits: a breakpoint is noticed only if the stream carries ``updates``, as the stream of ``invoke``
 does. If two runs of a thread overlap, the second run has a program id of its own. Below Python 3.11 an async
-node does not know its LangChain run. So the program of the node's requests comes from the SDK's context
-variable, which ``astream`` sets around each step of the run. As the node of these requests, the program's
-last started node is reported.
+node does not know its LangChain run. So its requests get their program from the SDK's context variable, which
+``astream`` sets around each step of the run. They are reported at the node that the program entered last.
 """
 
 from __future__ import annotations
