@@ -297,6 +297,20 @@ def test_an_engine_that_ray_should_run_and_nobody_knows_is_missing() -> None:
     assert gateway.monitor.missing() == ["Engine"]
 
 
+async def test_a_gateway_of_pairs_says_which_engine_reads_stored_kv() -> None:
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.ray.deployments import build_gateway
+
+    given = {"model": "m", "prefill": {}, "decode": {}, "pairs": {"store": "/kv", "read_side": "split"}}
+    for document, shown in ((given, "split"), ({"model": "tiny"}, None)):
+        _, _, app = build_gateway(parse_config(document, source="f.yaml"))
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://gateway"
+        ) as client:
+            answer = await client.get("/sojourn/v1/replicas")
+        assert answer.json().get("read_side") == shown
+
+
 async def test_a_probe_that_fails_in_the_gateway_itself_is_no_vote() -> None:
     pytest.importorskip("ray.serve")
     from sojourn_server.gateway.http.engine_reports import EngineDescription

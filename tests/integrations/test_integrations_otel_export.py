@@ -577,6 +577,19 @@ def test_a_fork_leaves_what_waits_to_its_parent(server):
     assert finished == [None]
 
 
+def test_a_request_that_ends_while_another_thread_closes_is_finished(server):
+    class ClosedMeanwhile(OutcomeFetcher):
+        def _start(self) -> bool:
+            started = super()._start()
+            self.close()
+            return started
+
+    outcomes = ClosedMeanwhile()
+    finished: list[object] = []
+    outcomes.put(sojourn.runtime.session().config, "p", "r", finished.append)
+    assert finished == [None]
+
+
 def test_a_server_gone_at_the_end_does_not_hold_the_process_up(provider, exporter):
     outcomes = OutcomeFetcher(retry_s=0.01)
     finished: list[object] = []

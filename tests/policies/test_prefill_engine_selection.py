@@ -92,6 +92,15 @@ steps = st.one_of(
 )
 
 
+@pytest.mark.parametrize("queue_s", [0.0, 1.0])
+def test_a_report_of_an_unknown_node_adds_no_node(queue_s: float) -> None:
+    queues = StorageReadQueues()
+    with pytest.raises(KeyError):
+        queues.report(7, queue_s, 0.0)
+    with pytest.raises(KeyError):
+        queues.queue_s(7, 0.0)
+
+
 @settings(max_examples=300)
 @given(st.lists(steps, max_size=60))
 def test_the_heaps_answer_as_the_rule_does(story: list[tuple[str, int, int]]) -> None:

@@ -259,10 +259,11 @@ class RunTree:
         else:
             self._roots[id] = run
             while len(self._roots) > MAX_ROOTS:
-                oldest = next(iter(self._roots.values()), None)
-                if oldest is None:
+                # ``list`` copies in one step, so another thread may add runs meanwhile.
+                oldest = list(self._roots.values())[:1]
+                if not oldest:
                     break
-                self._close(oldest)
+                self._close(oldest[0])
         return run
 
     def _leave(self, run: RunNode) -> None:

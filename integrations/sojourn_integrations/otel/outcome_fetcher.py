@@ -13,6 +13,7 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ class OutcomeFetcher:
     There is no lock, since garbage collection may end a request on a thread that holds the lock.
     ``SimpleQueue.put`` is reentrant, so a finalizer that calls ``put`` cannot deadlock. The flags and the
     counters are shared by all threads without a lock and may be read too late. So ``MAX_PENDING`` is
-    approximate, and a request that ends during ``close`` may stay unfinished.
+    approximate.
     """
 
     def __init__(self, *, idle_s: float = IDLE_S, retry_s: float = RETRY_S) -> None:
@@ -97,6 +98,8 @@ class OutcomeFetcher:
         self._starts = itertools.count()
         self._running = False
         self._closed = False
+        self._stopped = False
+        """Whether the fetching thread reads the queue no more."""
         self._quiet_until_s = 0.0
         self._count = 0
         self._groups: dict[str, _Group] = {}
@@ -112,6 +115,8 @@ class OutcomeFetcher:
             full = self._count + self._inbox.qsize() >= MAX_PENDING
             if not (self._closed or full or time.monotonic() < self._quiet_until_s) and self._start():
                 self._inbox.put(_PendingOutcome(config, program_id, request_id, finish))
+                if self._stopped:  # by a ``close`` on another thread, after the check above
+                    self._finish_unread()
                 return
             count_error("otel_outcomes_skipped")
         except Exception:
@@ -145,13 +150,26 @@ class OutcomeFetcher:
     def _start(self) -> bool:
         if not self._running and next(self._starts) == 0:
             thread = threading.Thread(target=self._run, name="sojourn-otel-outcomes", daemon=True)
+            self._running = True  # before the start, so that a ``flush`` waits for the thread's work
             try:
                 thread.start()
             except RuntimeError:  # the interpreter is shutting down
                 self._closed = True
+                self._running = False
+                self._stopped = True
+                self._finish_unread()
                 return False
-            self._running = True
         return True
+
+    def _finish_unread(self) -> None:
+        """Finish the queued requests without outcomes, since no thread reads the queue."""
+        with suppress(Empty):
+            while True:
+                message = self._inbox.get_nowait()
+                if isinstance(message, _PendingOutcome):
+                    _finish(message.finish, None)
+                elif isinstance(message, _Flush):
+                    message.done.set()
 
     # ---- the thread's side
 
@@ -180,6 +198,8 @@ class OutcomeFetcher:
             last = any(flush.last for flush in flushes)
             if last:
                 self._running = False
+                self._stopped = True
+                self._finish_unread()
                 if self._transport is not None:
                     self._transport[1].close()
             for flush in flushes:

@@ -266,7 +266,7 @@ def _engine_index(engine_id: str | None, ids: list[str]) -> int:
     if engine_id is None:
         return 0
     if engine_id not in ids:
-        raise ApiError(404, f"no engine {engine_id!r}", f"use one of {', '.join(ids)}")
+        raise ApiError(404, f"no engine {engine_id[:40]!r}", f"use one of {', '.join(ids)}")
     return ids.index(engine_id)
 
 

@@ -321,6 +321,7 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
         reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=config.silent_program_s,
         in_pairs=config.in_pairs,
+        read_side=config.pairs.read_side if config.in_pairs else None,
     )
     # A gateway adds its own reasons, for known homes and for decisions without the coordinator.
     own = {"home", "sent_by_gateway"} if preset is not None else set()

@@ -54,10 +54,10 @@ class StorageReadQueues:
     def report(self, node: int, queue_s: float, now: float) -> None:
         """Replace the estimate of a node's queue by the reported ``queue_s``, in seconds of reading.
 
-        0 means that the NIC is idle. Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
+        0 means that the NIC is idle. Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0, and
+        ``KeyError`` for an unknown node."""
         if not 0 <= queue_s < math.inf:
             raise ValueError(f"node {node}: queue_s is {queue_s}; expected seconds, finite and ≥ 0")
-        if queue_s:
-            self._busy_until_s[node] = now + queue_s
-        else:  # keep the time at which it became idle
-            self._busy_until_s[node] = min(self._busy_until_s[node], now)
+        busy_until_s = self._busy_until_s[node]
+        # An idle NIC keeps the time at which it became idle.
+        self._busy_until_s[node] = now + queue_s if queue_s else min(busy_until_s, now)
