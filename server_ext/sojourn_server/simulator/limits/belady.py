@@ -1,49 +1,55 @@
 """Computes the offline optimum (Bélády). No eviction order loses fewer blocks on a fixed access sequence.
 
-**The sequence.** A request's *chain* is the list of its blocks. The request *touches* block i of the chain
-when the request first held more than i blocks in the recorded run. (A block beyond the request's cache lookup
-is touched when it is full.) The request *pins* the touched blocks until it frees them. A touch is
-*chargeable* if the block is part of a lookup and some request computed the block before. A chargeable touch
-is *charged* if the block is not cached. Touches that are not chargeable are *free*, because the first
-computation of a block loses nothing, and no cache can save the blocks that decode steps write. A *place* is a
-physical block of the pool. An incomplete block has no id, but takes a place too. So the log alone determines
-which touches are chargeable, which blocks are pinned, and how many places remain for blocks with ids. Only
-the choice of victims is open. The game is a paging problem with pins and a pool of varying size. It is the
-same for every eviction order.
+**The problem** is a paging problem with pinned pages. Its input is the log of one recorded run: which request
+held how many blocks, and when (``block_accesses``). The terms, in order:
 
-**The rule.** To free a place, evict the unpinned block whose next chargeable touch is furthest in the future.
-A block without a further touch, or whose next touch is free, is evicted before all others. On a tie, evict
-the block that is deepest in its chain.
+- A *place* is a physical block of the pool. It stores one block of content, or nothing.
+- The *chain* of a request is the list of its blocks, in the order of their tokens.
+- A request *touches* block i of its chain (from 0) when it first holds more than i blocks in the recorded
+  run. A block beyond the request's cache lookup is touched when it is full.
+- A touched block is *pinned* until the request frees its blocks. A pinned block cannot be evicted.
+- A touch is *chargeable* if the block is part of the request's cache lookup, and some request computed the
+  block before.
+- A chargeable touch is *charged* if the block is not cached. It costs one recomputed block.
+- A touch that is not chargeable is *free*: the first computation of a block loses nothing, and no cache saves
+  the blocks that decode steps write.
 
-**Prefixes stay whole.** Let block c follow block p in a chain. Let both be unpinned, and c's next touch be
-chargeable. The request of that touch also looks up p, and touches p no later. So p is needed no later than c,
-and the rule evicts c first. On a tie, it evicts c first too, since c is deeper. A request that pins c also
-pins p.
-(If a request *writes* p before that touch, the rule may evict p early; p is back before the lookup of c.) So
-no block is evicted while a later block of its chain stays cached. The hits of the optimum are therefore the
-longest cached prefix, as in an engine. (There is one exception. After a missing block, the optimum may use
-blocks that another request computed after this one's admission. An engine cannot, since it looks up only at
-admission. This makes the bound lower, so it stays a bound.)
+An incomplete block has no id, but takes a place too. The log alone determines which touches are chargeable,
+which blocks are pinned, and how many places remain for blocks with ids. So these are the same for every
+eviction order. An order chooses only the victims, and the goal is the fewest charged touches.
 
-**Optimality.** Let A be any way to evict that follows the rule up to some eviction. There the rule evicts x,
-and A evicts y. Let B evict x there, and otherwise act like A. Then the caches differ in one place: A has x, B
-has y. This stays so, with another block or an empty place instead of y, until one of these happens:
+**The rule.** The *next use* of a block is its next touch, if that touch is chargeable; otherwise it is
+"never". To free a place, evict the unpinned block with the latest next use, where "never" is the latest of
+all. On a tie, evict the block that is deepest in its chain.
 
-- A evicts x: the caches are equal. If A did so for a charged touch of the block that B has and A lacks, only
-  A paid.
-- The block that B has and A lacks is touched, and A evicts another block z for it, or has space: A pays if
-  the touch is charged, and B does not. Now the one difference is that B has z or an empty place, and A has x.
-- x is touched freely: B replaces its extra block by x; that block is not pinned, since A lacks it. The caches
-  are equal, and neither paid.
-- x is touched and charged: B pays one and replaces its extra block by x; the caches are equal. If this is the
-  first touch of x, then y's next touch was chargeable too and came no later, by the choice of x, so A has
-  already paid for y. If x was touched freely in between, the caches were equal from then on.
+**Prefixes stay whole:** the rule evicts no block while a later block of its chain is cached. Let block c
+follow block p in a chain. Let both be unpinned, and let c have a next use. The request of this use also looks
+up p, and touches p no later than c. So the next use of p is no later than that of c, and the rule evicts c
+first. On a tie, it evicts c first too, since c is deeper. A request that pins c also pins p. (If a request
+*writes* p before the next use of c, the rule may evict p early; p is back before the lookup of c.) The hits
+of the optimum are therefore the longest cached prefix, as in an engine. There is one exception: after a
+missing block, the optimum may use blocks that another request computed after this one's admission. An engine
+cannot, since it looks up only at admission. This makes the bound lower, so it stays a bound.
+
+**Optimality.** Let A be any choice of victims that follows the rule up to some eviction. There the rule
+evicts x, and A evicts y. Let B evict x there, and otherwise act like A. Then the caches differ in one place:
+A has x, and B has b. At first b is y; later it may be another block or nothing. This stays so until one of
+these happens:
+
+- A evicts x: the caches are equal. If A did so for a charged touch of b, only A paid.
+- b is touched, and A evicts another block z for b, or has an empty place: A pays if the touch is charged, and
+  B does not. From now on b is z or nothing, and A still has x.
+- x is touched freely: B replaces b by x; b is not pinned, since A lacks it. The caches are equal, and neither
+  paid.
+- x is touched and charged: B pays one and replaces b by x; the caches are equal. If this is the first touch
+  of x, then y's next touch was chargeable too and came no later, by the choice of x, so A has already paid
+  for y. If x was touched freely in between, the caches were equal from then on.
 
 So B pays no more than A, and follows the rule one eviction longer. Repeat. ∎
 
 **The bound.** A replay of any order (``eviction_replay``) has hits only at admission, and may hold duplicates
-of a block. It needs at least as many places as this game. Its cached blocks form a valid play of the game, in
-which each charge is one of its ``regenerated`` blocks. So the optimum is a lower bound on
+of a block, so it needs at least as many places. Its cached blocks are a solution of the problem above, in
+which each charged touch is one of its ``regenerated`` blocks. So the optimum is a lower bound on
 ``regenerated_tokens`` of every order *on this log*. It does not bound a run in which a better order would
 have changed the accesses. ``compare_eviction_orders`` gives each order's ratio to the optimum.
 """
@@ -59,14 +65,14 @@ from .eviction_replay import EvictionReplayCounters, EvictionReplayResult, repla
 from .replay_eviction_orders import OPTIMAL_ORDER, eviction_order_factory, eviction_order_names
 
 _NEVER = 2**31 - 1
-"""Next use of a block that is not used again: larger than every entry index, and fits an ``array('i')``."""
+"""Next use of a block without one: larger than every entry index, and fits an ``array('i')``."""
 
 
 def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
     """Replay ``log`` with optimal evictions. The result has the fewest recomputed tokens of all orders.
 
-    Takes O(B + (E + R) log R) for B touched blocks, E entries, and R runs, which are blocks that are freed
-    together and have the same next use; about 1 µs per block. Raises ``AccessLogError``.
+    Takes O(B + (E + R) log R) for B touched blocks, E entries and R runs, about 1 µs per block. A run is
+    consecutive blocks that are unpinned together and have the same next use. Raises ``AccessLogError``.
     """
     sequence = prepare_access_sequence(log)
     next_uses = _next_uses(sequence)
@@ -78,16 +84,17 @@ def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
 
 
 def _touched_blocks(entry: SequenceEntry) -> int:
-    """Number of blocks that the request of ``entry`` has touched up to this entry. They are the first blocks
-    of its chain."""
+    """Number of blocks that the request has touched since its admission, up to and including ``entry``. They
+    are the first blocks of its chain."""
     return max(min(entry.held, entry.ask), entry.full)
 
 
 def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
-    """For each entry, the next uses of the blocks that the entry touches; ``None`` if it touches no block.
+    """Return one element for each entry: the next uses of the blocks that the entry touches, or ``None`` if
+    it touches no block.
 
-    A block's next use is the index of the entry that touches the block next. It is ``_NEVER`` if there is no
-    such entry, or if that entry's touch is free.
+    The next use of a block is the index of the entry that touches the block next. It is ``_NEVER`` if no
+    entry does, or if that touch is free.
     """
     known = bytearray(sequence.blocks)
     reached = [0] * len(sequence.chains)
@@ -129,7 +136,7 @@ class _OptimalEviction:
         self._cached = bytearray(sequence.blocks)
         self._pins = [0] * sequence.blocks
         self._next_use = [_NEVER] * sequence.blocks
-        """Next use of each block, as of its last touch."""
+        """Next use of each block after its latest touch."""
         self._known = bytearray(sequence.blocks)
         self._touched = [0] * len(sequence.chains)
         self._full = [0] * len(sequence.chains)
@@ -250,7 +257,8 @@ def compare_eviction_orders(
 
 
 def competitive_ratio(regenerated_tokens: int, optimum_tokens: int) -> float | None:
-    """SAGA's competitive ratio (mechanism S10) on one log; 0/0 is 1, and x/0 is ``None``."""
+    """Recomputed tokens of an order ÷ those of the offline optimum on the same log: SAGA's competitive ratio
+    (§7; mechanism S10). If both are 0, the ratio is 1. If only the optimum is 0, it is ``None``."""
     if optimum_tokens == 0:
         return 1.0 if regenerated_tokens == 0 else None
     return regenerated_tokens / optimum_tokens

@@ -1,5 +1,5 @@
-"""Records the block accesses of one run in a log, and turns the log into a checked sequence for eviction
-replays."""
+"""Records the block accesses of one run in a log. Turns the log into a checked sequence, on which other
+eviction orders are replayed (``eviction_replay``, ``belady``)."""
 
 from __future__ import annotations
 
@@ -23,30 +23,33 @@ class BlockAccessKind(IntEnum):
     """The request holds more blocks than before."""
     FREE = 2
     """The request freed all its blocks: it finished, or was aborted or preempted. Full blocks stay cached
-    until their places are reused."""
+    until the pool reuses their memory."""
 
 
 class BlockAccess(NamedTuple):
-    """One entry of a log. ``held_blocks``: number of blocks that the request now holds, including incomplete
-    ones."""
+    """One entry of a log."""
 
     kind: BlockAccessKind
     request: int
     """Index into ``AccessLog.chains``."""
     held_blocks: int
+    """Number of blocks that the request holds after the access, including incomplete ones."""
     full_blocks: int
     """Number of the request's full blocks with complete KV, which a cache may keep."""
 
 
 class AccessLog(msgspec.Struct, kw_only=True):
-    """Input of an eviction replay. A chain lists the ids of a request's full blocks in order. Equal ids mean
-    equal content and equal preceding blocks."""
+    """Input of an eviction replay. A request is identified by its index in ``chains``, ``prompt_blocks``,
+    ``owners`` and ``requests``, which have one element per request."""
 
     pool_blocks: int
+    """Blocks of the KV pool, without vLLM's null block."""
     block_size: int
     chains: list[list[int]] = msgspec.field(default_factory=list)
+    """Ids of each request's full blocks, in the order of their tokens. Equal ids mean equal content and equal
+    preceding blocks."""
     prompt_blocks: list[int] = msgspec.field(default_factory=list)
-    """Number of full prompt blocks that the cache lookup covers, by request."""
+    """Number of each request's full prompt blocks that the cache lookup covers."""
     owners: list[str] = msgspec.field(default_factory=list)
     """Program of each request."""
     requests: list[str] = msgspec.field(default_factory=list)
@@ -55,8 +58,8 @@ class AccessLog(msgspec.Struct, kw_only=True):
 
 
 class AccessRecorder:
-    """Records the accesses of one engine. Call ``step`` after every scheduled step, ``finished`` at every end
-    of a request, and ``close`` last."""
+    """Records the accesses of one engine. Call ``step`` after every scheduled step, ``finished`` when a
+    request ends, and ``close`` at the end of the run."""
 
     def __init__(self, pool_blocks: int, block_size: int) -> None:
         self.log = AccessLog(pool_blocks=pool_blocks, block_size=block_size)
@@ -99,8 +102,8 @@ class AccessRecorder:
         self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
-        """Return the log. The chain of an unfinished request ends with the later of two blocks: its last
-        computed block, and the last full block of its prompt."""
+        """Return the log. ``requests``: the requests in the engine, by id. The chain of an unfinished request
+        has the full blocks that it has computed, and at least the full blocks of its prompt."""
         for request_id in self._index:
             request = requests.get(request_id)
             if request is not None:
@@ -146,19 +149,20 @@ class SequenceEntry(NamedTuple):
     full: int
     """Number of full blocks in ``held``. ``held`` and ``full`` never shrink while the request is admitted."""
     ask: int
-    """Number of leading blocks in the cache lookup at admission. Prefill computes those that are not cached.
-    Decoding computes all later blocks of the chain, cached or not."""
+    """Number of leading blocks of the chain that the cache lookup at admission covers. Prefill computes those
+    that are not cached. Decoding computes all later blocks, cached or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessSequence:
-    """The fixed sequence on which eviction orders are replayed."""
+    """The fixed sequence on which eviction orders are replayed. Made by ``prepare_access_sequence``."""
 
     pool_blocks: int
     block_size: int
     blocks: int
     """Number of distinct block ids. The ids are 0 to ``blocks`` - 1, in order of first appearance."""
     chains: list[array[int]]
+    """Block ids of each request."""
     owner_of: list[int]
     """Index into ``owners`` of each request's program; -1 if no request of the program was admitted."""
     owners: list[str]
@@ -170,12 +174,10 @@ class AccessSequence:
 
 def prepare_access_sequence(log: AccessLog | AccessSequence) -> AccessSequence:
     """Check a log and prepare it for replays, in O(blocks of all chains + entries). A prepared sequence is
-    returned unchanged.
+    returned unchanged. Raises ``AccessLogError``.
 
-    The lookup of a resumed request covers all full blocks that the request had before its preemption, also
-    those of generated tokens. vLLM looks up all tokens but the last (``get_computed_blocks``).
-
-    Raises ``AccessLogError``.
+    As in vLLM's ``get_computed_blocks``, the lookup of a resumed request covers all full blocks that the
+    request had before its preemption, also those of generated tokens.
     """
     if isinstance(log, AccessSequence):
         return log

@@ -3,17 +3,16 @@
 A *place* is a physical block of the pool. A *block* is content, and each place caches at most one block. The
 pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching and chunked prefill:
 
-- An admitted request reuses the longest cached prefix of its lookup. It looks up blocks only at admission. If
-  another request caches a block later, this request still computes its own copy, because vLLM does not merge
-  equal blocks.
-- A block is cached from the moment it is full, also after it is freed, until its place gets another block.
-  Places that cache no block are filled first.
+- A request looks up blocks only at its admission, and reuses the longest cached prefix. If another request
+  caches a block later, this request still computes a *duplicate*, because vLLM does not merge equal blocks.
+- A block is cached from the moment it is full until its place gets another block, also while no request holds
+  it. Places that cache no block are filled first.
 
 The recorded run fitted the pool at all times. Under another order, a request may hit more blocks, and then
 holds more blocks than it did in the recorded run at that time. If these additional blocks do not fit, the
 requests admitted last free their additional blocks, last blocks first, and recompute them later
 (``given_back_tokens``). Blocks that still do not fit are held outside the pool and counted
-(``overflow_blocks``). In a log of a real run, only duplicate blocks can be outside.
+(``overflow_blocks``). With the log of a real run, only duplicates can be outside.
 
 The replay takes O(1) per block, about 1 µs.
 """
@@ -35,8 +34,8 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
 
     order: str
     asked_tokens: int = 0
-    """Tokens looked up at admissions, without those that the request never reached before it freed its
-    blocks."""
+    """Tokens looked up at admissions. Tokens that the request had not reached when it freed its blocks do not
+    count."""
     hit_tokens: int = 0
     computed_tokens: int = 0
     """Looked-up tokens that the request did not find and computed: new, recomputed and duplicate tokens."""
@@ -53,16 +52,17 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     given_back_tokens: int = 0
     """Reused tokens that were freed again for lack of space."""
     overflow_blocks: int = 0
-    """Maximum number of blocks outside the pool at one time. For a log of a real run it is 0 for the offline
-    optimum, and other orders have only duplicate blocks outside."""
+    """Maximum number of blocks that were outside the pool at one time. With the log of a real run, it is 0
+    for the offline optimum, and for other orders it counts only duplicates."""
     over_belady: float | None = None
     """SAGA's competitive ratio (§7, Definition 3): ``regenerated_tokens`` ÷ ``regenerated_tokens`` of the
-    offline optimum. ``None`` without a comparison, or if only the optimum has 0."""
+    offline optimum; 1 if both are 0. ``None`` if only the optimum's are 0, or before
+    ``compare_eviction_orders`` sets it."""
     note: str = ""
 
     def regenerated_since(self, sent_s: Sequence[float], since_s: float) -> int:
-        """Recomputed tokens of the requests that were sent at ``since_s`` or later. ``sent_s``: time at which
-        each request of the log was sent."""
+        """Recomputed tokens of the requests that were sent at ``since_s`` virtual seconds or later.
+        ``sent_s``: the time at which each request of the log was sent, in virtual seconds."""
         if since_s <= 0:
             return self.regenerated_tokens
         times = zip(self.regenerated_by_request, sent_s, strict=True)
@@ -101,8 +101,8 @@ class EvictionReplayCounters:
 def replay_evictions(
     log: AccessLog | AccessSequence, order: ReplayEvictionOrder, *, name: str = ""
 ) -> EvictionReplayResult:
-    """Replay the sequence with ``order``, a new object that no other replay has used. Raises
-    ``AccessLogError``."""
+    """Replay the sequence with ``order``, a new object that no other replay has used. ``name`` is the name of
+    the order in the result; by default it is the name of its class. Raises ``AccessLogError``."""
     sequence = prepare_access_sequence(log)
     pool = _ReplayPool(sequence, order)
     for now, entry in enumerate(sequence.entries):
@@ -134,9 +134,10 @@ class _ReplayPool:
         self._cached_of: dict[int, int] = {}
         """Number of leading blocks of each admitted request that are full and cached."""
         self._recorded: dict[int, int] = {}
-        """Number of blocks that each admitted request holds in the recorded run at this point."""
+        """Number of blocks that each admitted request held in the recorded run at its latest entry."""
         self._surplus = False
-        """Whether any request may hold more blocks than in the recorded run."""
+        """Whether any request may now hold more blocks than in the recorded run. If false, ``_give_back`` is
+        skipped."""
         self._outside = 0
         """Number of places beyond the pool's size."""
 
@@ -228,8 +229,8 @@ class _ReplayPool:
                 del writing[block]
 
     def _release_places(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """Release a request's places. The first ``cached`` places of ``table`` hold cached blocks. Those that
-        no other request holds join the eviction order, last block first. All later places of ``table`` become
+        """Release ``table``, the places of a request. Its first ``cached`` places hold cached blocks: those
+        that no other request holds join the eviction order, last block first. The other places become
         empty."""
         holders = self._holders
         for here in table:

@@ -1,4 +1,9 @@
-"""Eviction orders for replays: LRU as in vLLM, and two orders that group blocks by program."""
+"""Eviction orders for replays: LRU as in vLLM, and two orders that group blocks by program.
+
+A *place* is a physical block of the simulated pool, given by its number from 0. A *free* place is held by no
+request. The block cached there can be reused or evicted. The *owners* of a block are the programs whose
+requests have used it.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +18,18 @@ from sojourn_server.policies.policy_views import EvictionCandidateView
 
 
 class FreeRunQueue:
-    """FIFO of free places, stored in runs of places that were added together.
+    """FIFO of free places, stored in runs. A run is a list of places that were added together.
 
-    To remove a place from the middle, delete the place from ``run_of``. Then its entry in the run is stale,
+    To remove a place from the middle, delete it from the dict ``run_of``. Its entry in the run is then stale,
     and ``pop`` skips the entry. Operations take O(1) per place, a third of the time of an ``OrderedDict``.
     """
 
     __slots__ = ("_run_of", "_runs")
 
     def __init__(self, run_of: dict[int, int]) -> None:
-        """``run_of`` maps places to run numbers. Several queues may share ``run_of`` if no place is in two of
-        the queues."""
+        """``run_of`` maps each free place to the number of the run with its valid entry; entries in other
+        runs are stale. Several queues may share ``run_of`` if no place is in two of the queues."""
         self._run_of = run_of
-        """Free place → number of the run with the place's valid entry. Entries in other runs are stale."""
         self._runs: deque[tuple[int, list[int]]] = deque()
         """The runs, oldest first: (number of the run, remaining places of the run in reverse order)."""
 
@@ -59,12 +63,12 @@ class FreeRunQueue:
 class LruEvictionOrder:
     """LRU: evicts the block that has been free longest; among blocks of one request, the last one first.
 
-    ``BlockPool.free_blocks`` appends a request's blocks, last block first, to a queue. Allocation takes
-    blocks from the front; ``touch`` removes them from the middle.
+    This is the order of vLLM: ``BlockPool.free_blocks`` appends a request's blocks, last block first, to a
+    queue. Allocation takes blocks from the front; ``touch`` removes them from the middle.
     """
 
     def __init__(self, owners: list[str] | None = None) -> None:
-        """``owners`` is part of the interface of factories, and has no effect."""
+        """``owners`` has no effect. It makes the class an ``EvictionOrderFactory``."""
         self._run_of: dict[int, int] = {}
         self._queue = FreeRunQueue(self._run_of)
         self._frees = 0
@@ -97,12 +101,14 @@ _NO_GROUP = -2
 
 
 def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
-    """LRU over programs' prefixes, leaf first: SAGA's "LRU + Prefix" (Table 2, without further details).
+    """LRU by program, last blocks of a chain first. It stands for "LRU + Prefix" in SAGA's Table 2; the paper
+    does not describe that order further.
 
-    A program's last request counts as the last use of every block of the program. The last use of a shared
-    block is the latest of its owners' last uses. vLLM's LRU differs only in abandoned branches of a program,
-    whose blocks age individually. In replays, vLLM's LRU recomputes at most as many tokens as this order,
-    with few exceptions.
+    Every request of a program counts as a use of all blocks of the program. A block of several programs is
+    used when any of them is. vLLM's LRU differs only for blocks that a program's later requests no longer
+    contain (abandoned branches): under vLLM's LRU they grow older, while here they count as used by every
+    request of the program. In replays, vLLM's LRU recomputes at most as many tokens as this order, with few
+    exceptions.
     """
     return ProgramEvictionOrder(owners, lambda view: (view.last_turn_s,), shared_last=False)
 
@@ -114,21 +120,21 @@ def latest_program(owners: list[str]) -> ProgramEvictionOrder:
 
 
 class ProgramEvictionOrder:
-    """Evicts groups of blocks in the order of the scores that a policy gives to their owners.
+    """Evicts groups of blocks, the group with the lowest score first. A policy gives scores to programs.
 
-    A group holds the blocks of one program, or the blocks that the same programs share. The group with the
-    lowest score is evicted first. Within a group the order is LRU, with the last blocks of a chain first. A
-    block has every owner of the block after it, so no block is evicted before a later block of its chain.
+    A group holds all free blocks with the same owners: one program, or several that share the blocks. Within
+    a group the order is LRU, with the last blocks of a chain first. All owners of a block also own the blocks
+    before it in the chain, so no block is evicted before a later block of its chain.
 
-    A group has the score of its highest-scored owner. With ``shared_last``, groups of two or more running
-    programs are evicted after all other groups, the fewest owners first. In the other groups, owners that
-    have ended count only if no owner is running.
+    Without ``shared_last``, the score of a group is the highest score of its owners. With ``shared_last``,
+    groups of two or more running programs are evicted after all other groups, the fewest owners first. The
+    score of another group is that of its running owner or, if none is running, the highest of its owners.
 
     A log has no times, so ``last_turn_s`` of a program is the index of the entry that freed its last request.
     A program counts as ended after its last entry in the log, even if the end of the run cut it off. The
     owner "" stands for no program, and its blocks count as those of an ended program.
 
-    Takes O(1) per block, and O(groups of a program · log groups) per change of score.
+    Takes O(1) per block. A program's change of score takes O(groups of the program · log groups).
     """
 
     def __init__(
@@ -144,8 +150,8 @@ class ProgramEvictionOrder:
         """(group, program) → the group whose owners are those of the first group and the program."""
         self._groups_of: list[list[int]] = [[] for _ in owners]
         self._group_at: list[int] = []
-        """Group of the block at each place. A block with more than ``MAX_OWNERS`` owners has the group
-        ``_TOO_MANY_OWNERS``."""
+        """Group of the block at each place: ``_NO_GROUP`` without owners, ``_TOO_MANY_OWNERS`` with more than
+        ``MAX_OWNERS``."""
         self._run_of: dict[int, int] = {}
         self._free: dict[int, FreeRunQueue] = {}
         """Free places of each group."""
@@ -256,15 +262,15 @@ class ProgramEvictionOrder:
 
 
 class ReplayEvictionOrder(Protocol):
-    """Order in which free cached blocks are evicted. A block is identified by its place in the pool, from 0.
+    """Order in which free cached blocks are evicted. Blocks are given by their places in the pool.
 
     ``freed`` adds a block that no request holds any more. The block stays in the order until a request reuses
     it (``reused``) or the order evicts it (``pop_victims``). An order knows only past accesses.
     """
 
     def freed(self, blocks: Sequence[int], owner: int, now: int) -> None:
-        """Add blocks that no request holds any more, last blocks of a chain first. ``now`` is the index of
-        the log entry."""
+        """Add blocks that no request holds any more, last blocks of a chain first. ``owner`` is the index of
+        the program whose request freed them, ``now`` the index of the log entry."""
         ...
 
     def reused(self, blocks: Sequence[int]) -> None:
@@ -276,7 +282,7 @@ class ReplayEvictionOrder(Protocol):
         ...
 
     def owner_ended(self, owner: int) -> None:
-        """Record that the program ``owner`` has ended."""
+        """Record that the program with index ``owner`` has ended."""
         ...
 
 
