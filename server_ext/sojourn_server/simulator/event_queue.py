@@ -10,7 +10,8 @@ from typing import Any
 
 
 class VirtualClock:
-    """Virtual seconds since the start of the simulation. Callable, like ``time.monotonic``."""
+    """Virtual seconds since the start of the simulation. Calling the clock returns the time, as with
+    ``time.monotonic``."""
 
     __slots__ = ("now_s",)
 
@@ -29,7 +30,7 @@ class VirtualClock:
 
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
 """A scheduled callback: (due time in virtual seconds, sequence number, callback, arguments of the callback,
-the FIFO that contains the event or ``None``, whether it is a background event)"""
+the FIFO that contains the event or ``None``, whether this is a background event). See ``EventQueue``."""
 
 
 class EventQueue:

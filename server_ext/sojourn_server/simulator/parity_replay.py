@@ -1,8 +1,8 @@
 """Replays a recording on a rebuilt scheduler, and compares its decisions and answers with the recorded ones.
 
-If they are equal (parity), the policies make the same decisions for the same input in the simulator and in
-the engine, so simulated results are valid for the engine. The replay does not import the engine, since the
-recording contains the calls that the engine made.
+A recording has all calls that a live engine made to sojourn's scheduler. Parity means that the replay gives
+the same decisions and answers. Then policies decide in the simulator as they do in the engine, so simulated
+results are valid for the engine. The replay does not import the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .recording_player import RecordingPlayer
 __all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
 
 RECENT_RECORDS = 4000
-"""Number of records before a difference among which ``ParityDifference.before`` is searched."""
+"""Number of records before a difference in which the records for ``ParityDifference.before`` are searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,9 @@ class ParityDifference:
     at_s: float | None
     """Time on the engine's clock; None for a record without a time."""
     op: str
+    """Kind of the record."""
     meaning: str
+    """Description of the kind."""
     where: str
     """Part of the record, e.g. ``answer.ttl_s`` or ``decisions.0.reason``."""
     recorded: Any
@@ -54,7 +56,7 @@ class ParityDifference:
     record: str
     """The recorded line."""
     before: tuple[str, ...]
-    """Recorded lines of the same program before this record, the newest last."""
+    """The last recorded lines of the same program before this record, the newest last; at most six."""
     raised: str | None = None
     """Exception of the replay, if any."""
 
@@ -225,12 +227,12 @@ class _ParityReplay:
         return self._last_s - self._first_s if self._first_s is not None else 0.0
 
     def run(self) -> ParityDifference | None:
-        """Replay all records in order, up to the first difference, which is returned."""
+        """Replay all records in order, up to the first difference. Returns the difference, if any."""
         differences = (self._one(record) for record in self._reader.records())
         return next((found for found in differences if found is not None), None)
 
     def _one(self, record: RecordedCall) -> ParityDifference | None:
-        """Replay one record. Returns the difference, if any."""
+        """Replay one record. Returns the difference, or ``None`` if there is none."""
         where = f"{self._reader.path}, line {record.line}"
         self._sink.expected.append(record)
         self.records += 1
@@ -280,8 +282,8 @@ def _first_difference(
 ) -> ParityDifference:
     """Describe the first difference between a recorded call and the replayed one.
 
-    ``wanted`` is the recorded call, ``made`` the replayed one as a line of a recording. ``before`` are
-    earlier records of the same program. ``raised`` is the exception of the replay, if any."""
+    ``wanted`` is the recorded call. ``made`` is the replayed call, written as a line of a recording.
+    ``before`` are earlier records of the same program. ``raised`` is the exception of the replay, if any."""
     parts = msgspec.json.decode(made)
     parts += [None] * (6 - len(parts))
     op, now, facts, answer, decisions, orders = parts

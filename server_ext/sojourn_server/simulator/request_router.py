@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 UNLIMITED_S = 1e9
-"""Value, in seconds, of time limits that must be set but have no effect in simulations."""
+"""Seconds. Value of time limits that a setting requires, and that no simulation reaches."""
 
 
 class RoutableRequest(NamedTuple):
@@ -50,13 +50,14 @@ class RequestRouterView:
 
 
 class RequestRouter(Protocol):
-    """Selects the waiting requests that enter the engine now. A router may keep state. It drops no request: a
-    request that is not selected is in the next view again."""
+    """Selects the waiting requests that enter the engine now. A request that is not selected keeps waiting,
+    and is in the next view again. A router may keep state."""
 
     is_open: bool
     """Whether every request enters at once. If so, ``select_requests`` is not called."""
     tick_s: float
-    """Maximum virtual seconds between two calls of ``select_requests``; ``inf``: calls only at events."""
+    """Virtual seconds between two ticks, which are calls of ``select_requests`` without an event; ``inf`` for
+    no ticks."""
 
     def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
         """Ids of waiting requests that enter now, in this order. Called after every arrival, finished turn,

@@ -28,7 +28,7 @@ _PACKAGES = (
     "core", "gateway", "kv_offload", "kv_transfer", "launch", "metrics", "models", "policies", "predictors",
     "profiling", "programs", "recording", "routing", "simulator", "traces", "vllm",
 )  # fmt: skip
-"""Packages that influence the result of a run."""
+"""Packages of ``sojourn_server`` that influence the result of a run."""
 _PLAIN_PACKAGES = ("metrics", "models", "programs", "simulator", "traces")
 """The packages that influence a run of vLLM's own scheduler without a preset."""
 _PLAIN_FILES = (
@@ -46,7 +46,7 @@ class RunOutcome(msgspec.Struct, kw_only=True):
     """Results of replaying the run's block accesses, by eviction order. Empty if no accesses were
     recorded."""
     sent_s: list[float] = msgspec.field(default_factory=list)
-    """Time at which each request was sent, in the order of the access log."""
+    """Virtual time at which each request was sent, in the order of the access log's requests."""
 
 
 class _CachedRun(msgspec.Struct, kw_only=True):
@@ -62,18 +62,18 @@ class _CachedRun(msgspec.Struct, kw_only=True):
 class RunCache:
     """A folder of outcomes, one file per run.
 
-    An entry is valid only for the same code and the same trace, preset and profile files. A change of one
-    policy leaves the runs of other policies valid. Changes of Python modules that a user's preset names are
-    not detected.
+    An entry is valid only for the same code and the same trace, preset and profile files. If the code of one
+    policy changes, the runs of other policies stay valid. Changes in Python modules of the user, which a
+    user's preset may name, are not detected.
     """
 
     def __init__(self, folder: str | Path, code: str | None = None) -> None:
-        """``code`` identifies the code that makes the runs. By default it is the ``code_digest`` of each
-        run's policy."""
+        """``code`` is a text that identifies the code that makes the runs. By default it is the
+        ``code_digest`` of each run's policy."""
         self._folder = Path(folder)
         self._code = code
         self._digests: dict[str, str] = {}
-        """Digest of the code by policy name. Code that is loaded already does not change during a suite."""
+        """Digest of the code by policy name. Each is computed once, since loaded code does not change."""
 
     def get(self, spec: RunSpec) -> RunOutcome | None:
         """The cached outcome of ``spec``; ``None`` if there is no valid entry."""
@@ -113,9 +113,9 @@ class RunCache:
 
 
 def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = None) -> str:
-    """Digest of the source files that a run of ``policy`` depends on, without policies that its preset does
-    not name. If ``policy`` is ``None``, or its preset is a user's file, all files count. ``package`` is the
-    folder ``sojourn_server``."""
+    """Digest of the source files that a run of ``policy`` depends on. Policies that its preset does not name
+    are left out. If ``policy`` is ``None``, or its preset is a user's file, all policies count. ``package``
+    is the folder of ``sojourn_server`` (default: the folder of this code)."""
     here = package if package is not None else Path(__file__).parents[1]
     if policy is None or policy.preset_file is not None:
         files = _files(here, None)
@@ -147,9 +147,9 @@ def _plain_files(here: Path) -> Iterator[Path]:
 
 
 def _files(here: Path, preset: str | None) -> Iterator[Path]:
-    """Files of all packages that influence a run. With a ``preset``, three kinds of files are left out:
-    presets that it does not extend, policy modules that it does not name and that no other policy imports,
-    and modules that only such modules import."""
+    """Files of all packages that influence a run. With a ``preset``, these files are left out: presets that
+    it does not extend; policy modules that neither the preset names nor another policy imports; modules that
+    only left-out modules import."""
     unused = set() if preset is None else _unused_policy_files(here, preset)
     return (path for name in _PACKAGES for path in _sources(here / name) if path not in unused)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 SLO_FACTOR = 1.5
-"""Seconds that a program may take ÷ its completion time alone on an empty engine (SAGA §9.1)."""
+"""A program meets its SLO if it takes at most this factor times ``ProgramLog.expected_s`` (SAGA §9.1)."""
 
 
 class TurnLog(msgspec.Struct, kw_only=True):
@@ -17,8 +17,8 @@ class TurnLog(msgspec.Struct, kw_only=True):
     submitted_s: float
     """Time at which the client sent the request."""
     entered_s: float | None = None
-    """Time at which the request arrived at the engine; later than ``submitted_s`` if a router held it
-    back."""
+    """Time at which the request arrived at the engine. The difference to ``submitted_s`` is the time on the
+    way, and the time that a router held the request back."""
     admitted_s: float | None = None
     """Time at which the request first got blocks."""
     first_token_s: float | None = None
@@ -28,36 +28,38 @@ class TurnLog(msgspec.Struct, kw_only=True):
     generated_tokens: int = 0
     """Output tokens so far of an unfinished turn."""
     known_tokens: int = 0
-    """Leading prompt tokens, in whole blocks, that any engine of the run computed before."""
+    """Tokens of the prompt's leading full blocks that any engine of the run had computed before."""
     device_tokens: int = 0
     """Prompt tokens found in device memory at the first admission."""
     host_tokens: int = 0
     """Prompt tokens loaded from host memory."""
     computed_tokens: int = 0
-    """Tokens computed as prefill, including those after a preemption."""
+    """Tokens computed as prefill, including the prefill after a preemption."""
     regenerated: dict[str, int] = msgspec.field(default_factory=dict)
-    """Recomputed tokens by cause: ``evicted``, ``preempted``, or finer causes from the adapter."""
+    """Recomputed tokens by cause: ``evicted``, ``preempted``, ``moved``, or the finer causes that sojourn's
+    scheduler knows (see ``CAUSES`` in ``report.program_explanation``)."""
     preemptions: int = 0
     preempted_before_first_token_s: float = 0.0
-    """Virtual seconds between preemption and resumption, before the first token."""
+    """Virtual seconds that the request waited between preemption and resumption, before its first token."""
     preempted_after_s: float = 0.0
-    """Virtual seconds between preemption and resumption, after the first token."""
+    """Virtual seconds that the request waited between preemption and resumption, after its first token."""
     evictor: str | None = None
-    """Program whose request took the first missing block of this turn's prompt; ``None`` if unknown."""
+    """Program whose request took the memory of this prompt's first missing block; ``None`` if unknown."""
     evicted_score: tuple[float, ...] | None = None
-    """Eviction score of this turn's program when the first missing block of its prompt was evicted. The
-    lowest score is evicted first. ``None`` if the policy has no scores, or if the score is unknown."""
+    """Eviction score that this turn's program had when the first missing block of its prompt was evicted. The
+    block with the lowest score is evicted first. ``None`` if the policy has no scores, or if the score is
+    unknown."""
     optimum_tokens: int | None = None
-    """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. This
-    order minimises the sum over all turns. A single turn may recompute more than with another order. ``None``
-    if accesses were not recorded, or if host memory was used."""
+    """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. That
+    order minimises the sum over all turns, so a single turn may recompute more than with another order.
+    ``None`` if accesses were not recorded, or if host memory was used."""
     goes_on: float | None = None
     """Probability of another turn, predicted by the policy at the end of this turn; ``None`` without a
     prediction."""
     tool: str | None = None
     """Tool that runs after this turn."""
     gap_s: float = 0.0
-    """Client-side seconds until the next turn; 0 for the last."""
+    """Client-side seconds until the next turn; 0 for the last turn."""
     replica: str | None = None
     """Name of the engine that got the turn; ``None`` with a single engine, or before a router chose one."""
     recalls: int = 0
@@ -89,7 +91,8 @@ class ProgramLog(msgspec.Struct, kw_only=True):
     tenant: str | None = None
     """Tenant of the program, if the workload has tenants."""
     expected_s: float | None = None
-    """Completion time alone on an empty engine, tools included; ``None`` in logs of earlier releases."""
+    """Expected time: the seconds that the program would take alone on an empty engine, tools included.
+    ``None`` in logs of earlier releases."""
 
     @property
     def completion_s(self) -> float | None:
@@ -98,21 +101,24 @@ class ProgramLog(msgspec.Struct, kw_only=True):
 
 
 class OccupancySample(msgspec.Struct, kw_only=True):
-    """Use of the KV memory at one moment, in blocks."""
+    """Use of the KV memory, in blocks, and numbers of programs by state, at one moment."""
 
     at_s: float
     running: int
     """Blocks of running requests."""
     idle: int
-    """Cached or leased blocks of programs whose tool runs."""
+    """Cached or leased blocks of programs that are between two turns."""
     other: int
     """Other cached or leased blocks, such as those of programs that are over or waiting."""
     free: int
     host: int = 0
+    """Blocks in host memory."""
     programs_waiting: int = 0
     """Programs whose request waits in the engine or at the router."""
     programs_acting: int = 0
+    """Programs that are between two turns."""
     programs_running: int = 0
+    """Programs whose request the engine runs."""
 
 
 class ReplicaLog(msgspec.Struct, kw_only=True):
@@ -129,8 +135,9 @@ REPLICA_STEP_OFFSET = 1 << 40
 
 
 class RunLog(msgspec.Struct, kw_only=True):
-    """Log of one policy on one workload. With several engines, sizes are those of one engine. Steps, copies
-    and scheduler seconds are sums over the engines, ``busy_s`` is the mean."""
+    """Log of one policy on one workload. With several engines, pool, host and disk sizes are those of one
+    engine. ``steps``, copied bytes and ``scheduler_s`` are sums over the engines; ``busy_s`` is their
+    mean."""
 
     policy: str
     programs_wanted: int
@@ -160,11 +167,11 @@ class RunLog(msgspec.Struct, kw_only=True):
     copied_from_disk_bytes: int = 0
     """Bytes read from disk to host memory."""
     hook_failures: int = 0
-    """Errors that the adapter caught; anything but 0 is a defect."""
+    """Errors of sojourn's code in the scheduler, which caught them; anything but 0 is a defect."""
     refused_hints: int = 0
     """Client events that the server rejected; anything but 0 is a defect."""
     scheduler_s: float = 0.0
-    """Wall seconds inside the scheduler's own calls."""
+    """Wall-clock seconds inside calls of the scheduler."""
     wall_s: float = 0.0
     notes: list[str] = msgspec.field(default_factory=list)
     replicas: list[ReplicaLog] = msgspec.field(default_factory=list)

@@ -42,7 +42,7 @@ from . import vllm_offload_transfers
 
 DUMMY_TOKEN = 7
 STOP_TOKEN = 2
-"""Token that ends an output, whatever the ``max_tokens`` of the request."""
+"""Stop token of every request: it ends an output that is shorter than ``max_tokens``."""
 
 
 _LLAMA_8B = {
@@ -62,8 +62,8 @@ _LLAMA_8B = {
     "rope_theta": 500000.0,
     "hidden_act": "silu",
 }
-"""Configuration of Llama-3.1-8B, because vLLM's configuration needs a model. The context limit is raised if
-an engine needs more."""
+"""Model configuration in the shape of Llama-3.1-8B, with a smaller vocabulary: vLLM's configuration needs a
+model. The context limit is raised if an engine needs more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,9 +79,9 @@ class SimulatedEngineOptions:
     asynchronous: bool = False
     scheduling_policy: str = "fcfs"
     host_blocks: int = 0
-    """Blocks of host memory for a connector; 0 for no connector."""
+    """Blocks of host memory for a KV connector; 0 for no connector."""
     own_tiers: bool = False
-    """Whether host memory uses sojourn's connector instead of vLLM's."""
+    """Whether host memory uses sojourn's KV connector instead of vLLM's."""
     other_groups: Sequence[KVCacheSpec] = ()
     """Further KV cache groups beside the group with full attention, such as sliding windows or Mamba
     states."""
@@ -97,10 +97,11 @@ class EngineStepResult:
 
     planned: SchedulerOutput
     finished: list[str] = field(default_factory=list)
+    """Ids of the requests that finished."""
 
 
 class SimulatedEngine:
-    """One vLLM scheduler without a model. Sojourn's adapter reads the time from ``clock``."""
+    """One vLLM scheduler without a model. ``clock`` returns the time for sojourn's adapter."""
 
     def __init__(self, options: SimulatedEngineOptions, clock: Callable[[], float]) -> None:
         self.options = options
@@ -128,7 +129,7 @@ class SimulatedEngine:
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.adapter: Any = getattr(self.scheduler, "sojourn", None)
-        """Sojourn's adapter; ``None`` in vLLM's own scheduler class."""
+        """Sojourn's adapter, which connects its policies to the scheduler; ``None`` in vLLM's own class."""
 
     def add(
         self,
@@ -173,12 +174,12 @@ class SimulatedEngine:
         copies: KVConnectorOutput | None = None,
         sampled: Container[str] | None = None,
     ) -> list[str]:
-        """Apply the results of a step: one token for every request with a complete prompt, and finished
-        copies. Returns the ids of finished requests.
+        """Apply the results of a step: new tokens, and finished ``copies``. Returns the ids of finished
+        requests.
 
-        ``sampled`` has the ids of the requests that get a token. If ``sampled`` is ``None``, requests with a
-        complete prompt get one. If the next step has been planned already, ``sampled`` is required, because
-        the requests then count the tokens of the next step as computed.
+        ``sampled`` has the ids of the requests that get a token. With ``None``, each request gets one whose
+        tokens are all computed. Pass ``sampled`` if the next step has been planned already, because the
+        requests then count the tokens of that step as computed too.
         """
         ids = list(planned.num_scheduled_tokens)
         tokens = []
@@ -202,7 +203,7 @@ class SimulatedEngine:
         return [o.request_id for b in outputs.values() for o in b.outputs if o.finish_reason is not None]
 
     def step(self) -> EngineStepResult:
-        """Schedule a step and apply its results. Loads by sojourn's connector are done when the step ends."""
+        """Schedule a step and apply its results. Loads of KV by sojourn's connector end with the step."""
         planned = self.plan()
         has_tiers = self.options.own_tiers and self.options.host_blocks
         loaded = set(planned.kv_connector_metadata.jobs.loads) if has_tiers else set()
@@ -225,12 +226,13 @@ class SimulatedEngine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def tell(self, *events: dict[str, Any], emitter: str = "test") -> list[dict[str, Any]]:
-        """Send client events to sojourn; returns the outcome of each."""
+        """Send client events to sojourn's adapter. Returns the outcome of each, in order. ``emitter`` is the
+        name of their sender."""
         batch = json.dumps({"v": 1, "emitter": emitter, "events": list(events)})
         return list(json.loads(self.scheduler.sojourn_call("events", batch))["outcomes"])
 
     def ask(self, operation: str, **arguments: Any) -> Any:
-        """Call one of sojourn's operations, such as ``yield``; returns the decoded answer."""
+        """Call an operation of sojourn's adapter, such as ``yield``. Returns the decoded JSON answer."""
         return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:

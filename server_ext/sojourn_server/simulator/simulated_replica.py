@@ -32,7 +32,7 @@ class ReplicaStepCounts:
     steps: int = 0
     busy_s: float = 0.0
     scheduler_s: float = 0.0
-    """Wall seconds in the scheduler's own calls."""
+    """Wall-clock seconds inside calls of the scheduler."""
     preemption_steps: list[int] = field(default_factory=list)
     blocked_since_s: float | None = None
     """Time since which the engine has requests but can run none; ``None`` otherwise."""
@@ -55,8 +55,8 @@ class _Step:
 class SimulatedReplica:
     """An engine, driven by the simulation loop.
 
-    With asynchronous scheduling, the engine plans each step when the previous step begins, without knowing
-    that step's results.
+    With asynchronous scheduling, the engine plans a step when the step before it begins, and so without the
+    results of the step before.
 
     ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if the engine
     is idle. If the engine has requests but can run none, ``due_s`` is the earlier of two times: the end of
@@ -110,7 +110,7 @@ class SimulatedReplica:
 
     def cancel(self, request_id: str) -> InFlightTurn | None:
         """Withdraw a request. The engine aborts the request before its next action. Returns the request's
-        turn, or ``None`` if the engine does not have the request (yet)."""
+        turn; ``None`` if the engine does not have the request, or not yet."""
         if request_id not in self.account.live:
             return None
         self._recalled_ids.append(request_id)
@@ -153,7 +153,7 @@ class SimulatedReplica:
                 self.end_step()
 
     def _take_in(self, step: _Step, now: float) -> None:
-        """Give the results of ``step`` and of finished copies to the scheduler."""
+        """Give the results of ``step`` and of finished copies to the scheduler. Sets ``due_s``."""
         copies = self.host.get_finished(now) if self.host is not None else None
         if not step.is_computing and copies is None:
             if step.is_ahead:

@@ -47,24 +47,26 @@ class SimulationOptions:
     """Whether a finished output contains its tool calls, as a real output does. If false, servers know of
     tools by client events only."""
     oracle: bool = False
-    """If true, the policy knows the length of each output, and a gateway knows how long tenants' programs
-    take."""
+    """If true, the policy knows the length of each output. Behind a gateway, clients that have a tenant then
+    also state deadlines (see ``GatewayClients``)."""
     knows_work: bool = False
-    """Whether placement knows the work that each program has left (``OraclePlacement``)."""
+    """Whether the placement policy knows the work that each program has left (``OraclePlacement``)."""
     prediction_error: float | None = None
-    """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|. If
-    it is ``None``, the policy makes its own predictions."""
+    """Mean error of the predicted lengths of running outputs: the mean of |ln(actual ÷ predicted)|
+    (``NoisyPredictor``). ``None``: the policy makes its own predictions."""
     max_virtual_s: float = 30 * 86400.0
-    """Limit of a run without ``until_s``; reaching it adds a note."""
+    """End of a run without ``until_s``. A run that reaches it gets a note."""
 
 
 class Simulation:
     """One policy on one workload. Call ``run()`` once.
 
-    ``engines`` are pairs: an engine, and the transfers of its host memory or ``None``. All engines have the
-    same options. ``front`` is the gateway's routing core or a router. ``standalone`` means a single engine
-    outside a cluster: logs name no replica, and client events that occur during a step are handled at the end
-    of the step, each with its own time.
+    ``engines`` are pairs: an engine, and the simulated transfers of its host memory or ``None``. All engines
+    have the same options. ``front`` is the gateway's routing core or a router. ``standalone`` means a single
+    engine outside a cluster: logs name no replica, and client events that occur during a step are handled at
+    the end of the step, each with its own time. ``with_hints``: whether clients send hints and events.
+    ``recorder`` records the block accesses of all engines; pass it only with one engine. ``on_progress`` gets
+    the log and the virtual seconds so far.
     """
 
     def __init__(
@@ -138,8 +140,8 @@ class Simulation:
                 sim_replica.engine.adapter.program_scheduler.placement = OraclePlacement(work=work)
 
     def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
-        """Let clients and gateway learn from ``programs``, as if each of them had run alone before this run.
-        Call this before ``run``."""
+        """Let clients and gateway learn from ``programs``, as if each program had run alone on an engine
+        before this run. Call this before ``run``."""
         for plan in programs:
             kind = self._clients.observe_program(plan)
             if isinstance(self._front, SimulatedGateway):
@@ -212,7 +214,8 @@ class Simulation:
             heapq.heappush(self._due, (sim_replica.due_s, self._numbers[sim_replica.replica]))
 
     def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
-        """Begin the next step of engines that are between two steps, and have a message or are due.
+        """Begin the next step of each engine that is between two steps and has a reason to act: a message, or
+        a due time that has come.
 
         ``over`` are the engines whose step has just ended. If such an engine has planned a step ahead, that
         step now runs, and the engine plans one more.
@@ -276,7 +279,8 @@ class Simulation:
         self._event_queue.schedule_at(every_s, sample, background=True)
 
     def _sample(self) -> OccupancySample:
-        """Occupancy now. Blocks are means over the replicas, since the log's pool size is per replica."""
+        """Occupancy now. Blocks are means over the engines, since the log's pool size is that of one
+        engine."""
         active = self._clients.active
         acting = [program for program in active.values() if program.state == "acting"]
         held = 0
@@ -336,9 +340,9 @@ def install_scripted_outputs(
 ) -> None:
     """Make ``engine`` emit the output tokens that ``account`` holds for each request.
 
-    If the engine has sojourn's adapter, some ``options`` change the adapter. With
-    ``outputs_contain_tool_calls``, it reads tool calls from ``outputs``. With ``oracle`` or a
-    ``prediction_error``, its scheduler gets another predictor of output lengths.
+    If sojourn's adapter is in the engine, some ``options`` change it. With ``outputs_contain_tool_calls``,
+    the adapter reads tool calls from ``outputs``. With ``oracle`` or a ``prediction_error``, sojourn's
+    scheduler gets another predictor of output lengths.
     """
 
     def next_token(request: Any) -> int:
@@ -373,7 +377,8 @@ count as cached. The error is small, because consecutive blocks are evicted toge
 def sample_occupancy(
     engine: SimulatedEngine, contexts: Sequence[Sequence[bytes]], at_s: float
 ) -> OccupancySample:
-    """Sample the KV memory of an engine. ``contexts`` are block hashes of programs that run a tool."""
+    """Sample the KV memory of an engine. ``contexts`` has the block hashes of each program that is between
+    two turns; their cached blocks count as ``idle``."""
     pool = engine.pool
     total = pool.num_gpu_blocks - 1
     unused = pool.get_num_free_blocks()

@@ -4,25 +4,31 @@ This module follows the public router (ThunderAgent-org/ThunderAgent at a7eef77 
 ``scheduler/router.py``, ``backend/state.py``, ``wiki/Scheduler.md``) with its defaults, for one backend or
 several. Where paper (arXiv 2602.13692) and code differ, the module follows the code.
 
-- A program is *active* on a backend or *paused*. The context of an active program counts against the device,
-  in full even while the program runs a tool, and its requests pass at once. Requests of a paused program
-  wait.
+- A program is either *active* on a backend (an engine) or *paused*. Requests of an active program pass at
+  once. Its whole context counts against the device's KV memory, even while the program runs a tool. Requests
+  of a paused program wait.
 - A new program becomes active at once if no program is paused and a backend has capacity for it. Of several
   such backends, it gets the one with the fewest tokens. Otherwise it is paused.
 - Every 5 s the router first resumes, then pauses programs. It selects programs to resume, up to the capacity
   of all backends together: those with a waiting request, then new ones, then those in a tool, the smallest
   first within each group. It places these programs, the largest first, each on the backend with the most
   capacity left. A program that does not fit stays paused.
-- On each backend the router pauses programs until the rest fits: acting programs, then reasoning programs,
-  the smallest first within each group. Reasoning programs are marked, and pause at the end of their turn.
+- On each backend the router pauses programs until the rest fits: first programs in a tool, then programs
+  whose request the engine has, the smallest first within each group. Programs of the second group are only
+  marked, and pause at the end of their turn.
 - After half an hour of waiting, a program resumes regardless of capacity: on its former backend or, if it is
   new, on the backend with the fewest programs.
 
-Left out: tokens that programs share, which the router reads from each backend's metrics; estimating token
-counts from characters, since the counts are known here; counting output during generation (output counts from
-the end of a turn); ``--use-acting-token-decay``, off by default. At revision a7eef77 the pause loop does not
-subtract the tokens of marked programs. So once no acting program is left, the loop marks every reasoning
-program. The router's documentation and later revisions subtract these tokens, and so does this module.
+Left out:
+
+- tokens that programs share, which the router reads from each backend's metrics
+- estimates of token counts from characters, since the counts are known here
+- output during generation: output counts from the end of a turn
+- ``--use-acting-token-decay``, which is off by default
+
+In one point the module does not follow revision a7eef77, but later revisions and the router's documentation:
+the pause loop subtracts the tokens of marked programs. Without that, it marks every program whose request the
+engine has, once no program in a tool is left.
 """
 
 from __future__ import annotations
@@ -48,16 +54,19 @@ class _RoutedProgram:
 
     program_id: str
     tokens: int = 0
+    """Tokens of the newest prompt; after its turn, of the prompt and the output."""
     steps: int = 0
     """Number of requests so far."""
     reasoning: bool = False
+    """Whether the program has an unanswered request. If false, it runs a tool."""
     paused: bool = False
     marked: bool = False
     """Whether the program is to be paused at the end of its turn."""
     request_id: str | None = None
     """Id of the program's newest request."""
     backend: int | None = None
-    """The program's backend; of a paused program, the last one. ``None`` if it was never active."""
+    """Number, from 0, of the backend where the program is active, or was active last; ``None`` if the program
+    was never active."""
 
     @property
     def needs_tokens(self) -> int:
@@ -151,7 +160,7 @@ class ThunderAgentRouter:
         return capacity_tokens - sum(known.needs_tokens for known in self._active(backend))
 
     def _begin(self, known: _RoutedProgram, capacity_tokens: int) -> None:
-        """Activate a new program if it fits on a backend. Of several such backends, use the one with the
+        """Activate a new program if it fits on a backend. If it fits on several, choose the one with the
         fewest tokens."""
         fitting = [b for b in self._backends if self._remaining(capacity_tokens, b) >= known.needs_tokens]
         if fitting:
@@ -212,8 +221,8 @@ class ThunderAgentRouter:
 
 
 def _pause_priority(known: _RoutedProgram) -> int:
-    """Priority of a paused program, lowest first. 0: the program's second or a later request waits. 1: the
-    program is new, with no second request yet. 2: the program runs a tool."""
+    """Order in which paused programs resume, lowest number first. 0: the program's second or a later request
+    waits. 1: the program is new, with no second request yet. 2: the program runs a tool."""
     if known.steps == 1:
         return 1
     return 0 if known.reasoning else 2

@@ -1,8 +1,8 @@
-"""Sojourn's host and disk tiers in virtual time: a live engine's planner, with simulated transfers.
+"""Sojourn's host and disk tiers in virtual time: the planner of a live engine, with simulated transfers.
 
-Before a step begins, the blocks that it overwrites are saved. A request is in no step until its blocks are
-loaded. Each direction (to the device, from the device, to disk, from disk) is one FIFO. The disk is a set of
-keys.
+Before a step begins, the blocks that it overwrites are saved to host memory. A request takes part in no step
+until its blocks are loaded. Each direction (host to device, device to host, host to disk, disk to host) is
+one FIFO. The disk is a set of block keys.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from .latency.latency_protocol import LatencyModel
 
 _DISK_BLOCKS = "lab_disk_blocks"
-"""Key in the connector's settings, read by ``SimulatedTierConnector``: number of blocks on the disk."""
+"""Key in the connector's settings for the number of blocks on the disk. ``SimulatedTierConnector`` reads
+it."""
 
 
 class _FileTransfer(NamedTuple):
-    """A running write to disk (spill) or read from disk (stage)."""
+    """A running copy from host memory to disk (a spill), or from disk to host memory (a stage)."""
 
     done_s: float
     job: int
@@ -82,6 +83,7 @@ class TierTransfers:
         self._to_device_free_s = 0.0
         self._loads: deque[_Load] = deque()
         self._not_filled: set[int] = set()
+        """Device blocks of rejected loads, to be reported as invalid."""
         self._to_disk = _DiskTransferLane(latency, block_bytes, to_disk=True)
         self._from_disk = _DiskTransferLane(latency, block_bytes, to_disk=False)
         self._on_disk: set[BlockKey] = set()
@@ -94,7 +96,8 @@ class TierTransfers:
         return [(request_id, len(copies)) for request_id, copies in orders.jobs.loads.items()]
 
     def begin_step(self, orders: StepOrders[OffloadJobs], now: float) -> float:
-        """Start the transfers of a step. Returns the time at which the step may begin."""
+        """Start the transfers of a step. Returns the time at which the step may begin: ``now``, or later if
+        the step must wait for saves, or for earlier transfers of blocks that it uses."""
         jobs = orders.jobs
         begins_s = max([now, *(self._stores[job] for job in jobs.awaited if job in self._stores)])
         if jobs.settles and self._loads:
@@ -120,8 +123,8 @@ class TierTransfers:
         return begins_s
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
-        """The report of a worker on the transfers that have ended by ``now``, each reported once. ``None`` if
-        there is nothing to report."""
+        """What a worker would report: the transfers that have ended by ``now`` and were not reported before;
+        ``None`` if there are none."""
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:
             del self._stores[job]
             self._results.stored[job] = CopyResult.MOVED
@@ -147,7 +150,7 @@ class TierTransfers:
         )
 
     def next_done_s(self) -> float:
-        """End of the next transfer; ``inf`` if there is none."""
+        """Time at which the next transfer ends; ``inf`` if none is running."""
         stored_s = next(iter(self._stores.values()), float("inf"))
         loaded_s = self._loads[0].done_s if self._loads else float("inf")
         return min(stored_s, loaded_s, self._to_disk.next_done_s(), self._from_disk.next_done_s())
@@ -177,8 +180,8 @@ class TierTransfers:
 
 
 class SimulatedTierConnector(SojournConnector):
-    """Scheduler side of sojourn's connector, with a disk that only counts blocks. There are no files, so
-    block hashes may differ between processes."""
+    """Scheduler side of sojourn's connector, with a disk that only counts blocks. Block hashes may differ
+    between processes, because there are no files to find again."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
