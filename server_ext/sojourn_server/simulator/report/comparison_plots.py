@@ -1,4 +1,5 @@
-"""Completion, load, recomputation and Pareto plots of runs, as matplotlib figures."""
+"""Completion, load, recomputation and Pareto plots of runs. Each ``plot_…`` function returns a figure of
+matplotlib."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ class PlotMetric(NamedTuple):
 
     title: str
     log: bool
+    """Whether the axis is logarithmic."""
     value: str
     """Field of ``RunRow``, or ``field.statistic`` for a field with statistics."""
 
@@ -42,8 +44,8 @@ def load_value(run: RunLog | RunRow) -> float:
 
 
 def plot_completion_cdf(runs: Sequence[RunLog], styles: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
-    """Plot the Kaplan-Meier share of finished programs over completion time, up to the longest observed time.
-    Programs count if they arrived at ``since_s`` or later, as in ``summarize_run``."""
+    """Plot, for each run, the Kaplan-Meier share of finished programs over the completion time, up to the
+    longest observed time. Only programs count that arrived at ``since_s`` virtual seconds or later."""
     loads = sorted({load_value(run) for run in runs})
     figure, axes = _panels(len(loads))
     for axis, load in zip(axes, loads, strict=True):
@@ -75,7 +77,8 @@ def plot_completion_cdf(runs: Sequence[RunLog], styles: Mapping[str, PlotStyle],
 
 
 def plot_load(rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
-    """Plot throughput, finished programs, TTFT and completion against load; bars for a single load."""
+    """Plot throughput, finished programs, TTFT and completion time against load. Rows of a single load give
+    bars instead."""
     timed = [row for row in rows if row.output_tok_per_s is not None]
     loads = sorted({load_value(row) for row in timed})
     if len(loads) == 1:
@@ -130,7 +133,8 @@ def draw_metric(
 
 
 def plot_regenerated(rows: Sequence[RunRow]) -> Any:
-    """Plot recomputed tokens by cause, in % of the prompt tokens. The number of tokens is beside each bar."""
+    """Plot recomputed tokens as bars, one per row, stacked by cause, in % of the row's prompt tokens. The
+    number of recomputed tokens is beside each bar."""
     from matplotlib.patches import Patch
 
     causes = sorted(
@@ -172,8 +176,8 @@ def plot_regenerated(rows: Sequence[RunRow]) -> Any:
 
 
 def plot_pareto(rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
-    """Plot output throughput against P95 completion; hollow points are lower bounds. If all values are exact,
-    a line joins the Pareto-optimal policies."""
+    """Plot output throughput against P95 completion time. A hollow point means that the P95 is only a lower
+    bound. If no P95 is, a line joins the Pareto-optimal policies."""
     timed = [
         row for row in rows if row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None
     ]
@@ -209,8 +213,8 @@ def plot_pareto(rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
 
 
 def pareto_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The Pareto-optimal points, in order of x: any other point is worse in x (less is better) or in y (more
-    is better)."""
+    """The Pareto-optimal points, in order of x. Small x and large y are good. A point is Pareto-optimal if
+    each other point is worse in x or in y."""
     best: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or y > best[-1][1]:
@@ -295,7 +299,8 @@ def set_plain_log_scale(axis: Any) -> None:
 
 
 def _padded_limits(values: Sequence[float]) -> tuple[float, float]:
-    """Axis limits around ``values``, wide enough that a difference of a few percent looks small."""
+    """(low, high) limits of an axis around ``values``, so wide that a difference of a few percent looks
+    small."""
     low, high = min(values), max(values)
     half = 0.58 * max(high - low, 0.4 * high) or 1.0
     middle = (low + high) / 2

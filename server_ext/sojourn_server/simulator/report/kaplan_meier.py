@@ -19,8 +19,9 @@ _ROUNDING = 1e-12
 
 
 def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tuple[float, float]]:
-    """Estimated share of programs that finish within a time: points ``(seconds, share)`` at which the share
-    rises, in order. ``exact``: completion times. ``cut_off``: elapsed times of unfinished programs."""
+    """Estimated share of programs that finish within a time, as points ``(seconds, share)`` at which the
+    share rises, in order. ``exact``: completion times of finished programs, in seconds. ``cut_off``: elapsed
+    times of unfinished programs. Without finished programs the result is empty."""
     ordered = sorted([*((seconds, 0) for seconds in exact), *((seconds, 1) for seconds in cut_off)])
     at_risk = len(ordered)
     unfinished = 1.0
@@ -37,7 +38,9 @@ def finished_share(exact: Sequence[float], cut_off: Sequence[float]) -> list[tup
 
 
 def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> SummaryStatistics:
-    """Mean and percentiles of all programs' completion times, unfinished ones included.
+    """Estimated mean and percentiles of the completion times of all programs, in seconds. ``exact``:
+    completion times of finished programs. ``cut_off``: elapsed times of unfinished programs. Without programs
+    the result is ``NO_STATISTICS``.
 
     The 95th percentile is the shortest time by which at least 95 % of the programs have finished. If the run
     was too short to observe a percentile, its value is the longest observed time. If the run was too short to

@@ -1,5 +1,5 @@
-"""Adds simulated runs to a Perfetto trace. Simulated tool times are exact, so their slices have ``inferred``
-false."""
+"""Adds simulated runs to a Perfetto trace. The slices of tools have the argument ``inferred`` false, because
+simulated tool times are exact."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .program_explanation import turn_pairs, turn_phases
 
 
 def add_run(trace: PerfettoTrace, log: RunLog, name: str) -> None:
-    """Add every program of a run to the trace's process ``name``."""
+    """Add every program of a run to the process ``name`` of ``trace``, and counters of its requests."""
     pid = trace.process(name)
     shown: list[Slice] = []
     for program in sorted(log.programs, key=lambda one: one.arrived_s):

@@ -59,18 +59,19 @@ class PlotError(RuntimeError):
 
 
 def write_plots(runs: Sequence[RunLog], rows: Sequence[RunRow], folder: str | Path) -> list[Path]:
-    """Draw ``runs`` and their metrics, ``rows``, into ``folder``. Return the paths of the files, in a fixed
-    order.
+    """Draw runs into files in ``folder``. Return the paths of the files, in a fixed order. ``runs`` are the
+    logs, ``rows`` the metrics. The row of a bound that was not simulated has no log.
 
-    Each combination of trace, hardware, model, loop and seed has these plots: ``completion_cdf``, ``load``
-    (throughput, TTFT and completion against load; bars for a single load), ``regenerated`` (by cause),
-    ``pareto`` (throughput against P95 completion), and an ``occupancy-LOAD`` for each load. With several
-    combinations, each has its own folder in ``folder``.
+    Each combination of trace, hardware, model, loop and seed has these plots:
 
-    Rows of bounds that were computed without a run have no log in ``runs``. A combination without logs lacks
-    the plots that need logs. All plots are drawn before the first file is written.
+    - ``completion_cdf``: share of finished programs over time; needs logs
+    - ``load``: throughput, finished programs, TTFT and completion time against load
+    - ``regenerated``: recomputed tokens by cause
+    - ``pareto``: throughput against P95 completion time
+    - ``occupancy-LOAD`` for each load: KV memory and programs over time; needs logs
 
-    Raises ``PlotError`` without matplotlib, ``ValueError`` without rows.
+    With several combinations, each has its own folder in ``folder``. All plots are drawn before the first
+    file is written. Raises ``PlotError`` without matplotlib, ``ValueError`` without rows.
     """
     if not rows:
         raise ValueError("no runs to draw")
@@ -81,10 +82,11 @@ def write_plots(runs: Sequence[RunLog], rows: Sequence[RunRow], folder: str | Pa
 
 
 def write_sweep_plot(swept: SweepRuns, rows: Sequence[RunRow], folder: str | Path) -> list[Path]:
-    """Draw throughput and P95 completion against the swept value as ``sweep`` files; return their paths.
+    """Draw throughput and P95 completion time against the swept value, into the files ``sweep.png`` and
+    ``sweep.svg`` in ``folder``. Return their paths.
 
-    ``rows``: all rows of the suite. Raises ``PlotError`` without matplotlib, ``ValueError`` if no row has a
-    time.
+    ``rows``: all rows of the suite. Raises ``PlotError`` without matplotlib, ``ValueError`` if no row was
+    simulated.
     """
     with plot_settings():
         figure = plot_sweep(swept, rows, _styles(rows))
@@ -258,10 +260,11 @@ _WIDE = 8
 
 
 def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
-    """Plot throughput and P95 completion against the swept value. Returns a figure, with one line per policy.
+    """Plot throughput and P95 completion time against the swept value. Returns a figure of matplotlib, with
+    one line per policy.
 
-    The line of a policy is level if the swept field has no effect on the policy. Rows without times, which
-    are those of bounds that were not simulated, are skipped. Raises ``ValueError`` if no row has a time.
+    The line of a policy is level if the swept field has no effect on the policy. Rows of bounds that were not
+    simulated are skipped. Raises ``ValueError`` if no other row is left.
     """
     placed = [
         (value.value, row)
@@ -304,7 +307,7 @@ def _place_values(axis: Any, swept: SweepRuns) -> None:
 
 
 def _heading(rows: Sequence[RunRow]) -> str:
-    """Title of a sweep plot: the properties that all rows share, of workload and load."""
+    """Title of a sweep plot: those of trace, hardware, model and load that are the same in all rows."""
     properties: tuple[set[str], ...] = (
         {row.trace for row in rows},
         {row.hardware for row in rows},

@@ -1,4 +1,5 @@
-"""Plot styles of policies and causes, readable in print and by colour-blind people; label placement."""
+"""Plot styles of policies and recomputation causes, readable in print and by colour-blind people. Also places
+labels."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CAUSE_COLOURS = {
     "dropped": "#F0E442",
     "unknown": "#8A8A8A",
 }
-"""Colours of recomputation causes; other causes get one of ``CAUSE_SPARES``."""
+"""Colours of recomputation causes. Causes that are missing here get one of ``CAUSE_SPARES``."""
 CAUSE_SPARES = ("#000000", "#BBBBBB", "#6A3D9A", "#B15928")
 CAUSE_HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "ooo", "+++")
 
@@ -67,7 +68,7 @@ def styles_by_policy(policies: Iterable[str], limits: Iterable[str] = ()) -> dic
 
 
 def cause_colours(causes: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colour and hatch of each cause."""
+    """Return cause → (colour, hatch). The hatch depends on the order of ``causes``."""
     spares = 0
     made = {}
     for number, cause in enumerate(dict.fromkeys(causes)):

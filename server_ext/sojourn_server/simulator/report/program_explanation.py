@@ -22,9 +22,14 @@ class TurnPhase(NamedTuple):
     """One phase of a turn, in virtual seconds."""
 
     kind: str
-    """One of ``PHASE_KINDS``. ``held back``: the request waits at a router in front of the engine.
-    ``prefill``: from the allocation of the first blocks to the first token, including loads of KV.
-    ``preempted``: the request waits to resume. This phase is shown at the end of the interrupted stage."""
+    """One of ``PHASE_KINDS``:
+
+    - ``held back``: the request waits at a router in front of the engine, or is on its way to the engine.
+    - ``queued``: the request waits in the engine's queue.
+    - ``prefill``: from the allocation of the first blocks to the first token, including loads of KV.
+    - ``decode``: from the first token to the last.
+    - ``preempted``: the request waits to resume. This phase is shown at the end of the interrupted stage.
+    - ``tools``: from the last token to the next request, or to the end of the program or run."""
     start_s: float
     end_s: float
 
@@ -36,8 +41,8 @@ class TurnPhase(NamedTuple):
 def turn_phases(
     program: ProgramLog, turn: TurnLog, next_turn: TurnLog | None, run_end_s: float
 ) -> list[TurnPhase]:
-    """Phases from the sending of ``turn`` to the sending of ``next_turn``. If ``next_turn`` is ``None``, the
-    phases end with the program, or with the run if the program is unfinished."""
+    """Phases of a turn, in order. They begin when ``turn`` is sent, and end when ``next_turn`` is sent. If
+    ``next_turn`` is ``None``, they end with the program, or with the run if the program is unfinished."""
     if next_turn is not None:
         end_s = next_turn.submitted_s
     else:
@@ -64,7 +69,7 @@ def turn_phases(
 
 
 def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
-    """Seconds of each kind of phase in the program. The time before the first turn counts as tools."""
+    """Seconds of the program by kind of phase. The time before the first turn counts as ``tools``."""
     sums = dict.fromkeys(PHASE_KINDS, 0.0)
     for turn, next_turn in turn_pairs(program.turns):
         for span in turn_phases(program, turn, next_turn, run_end_s):
@@ -75,7 +80,7 @@ def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
 
 
 def turn_pairs(turns: list[TurnLog]) -> Iterator[tuple[TurnLog, TurnLog | None]]:
-    """Yield each turn with the turn after it; ``None`` after the last."""
+    """Yield pairs: each turn, and the turn after it or, for the last turn, ``None``."""
     for place, turn in enumerate(turns):
         yield turn, turns[place + 1] if place + 1 < len(turns) else None
 
@@ -132,7 +137,7 @@ def explain_program(run: RunLog, program_id: str) -> RenderableType:
 
 
 def verdict(run: RunLog, program: ProgramLog) -> str:
-    """One line: completion time, shares of the phases in %, and recomputed tokens."""
+    """Summary of a program in one line: completion time, shares of the phases in %, recomputed tokens."""
     if program.completion_s is not None:
         seconds = program.completion_s
         first = f"finished after {_seconds(seconds)} s"

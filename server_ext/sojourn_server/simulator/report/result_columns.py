@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .run_row import OVERALL, ReplicaChanges, RunRow, SummaryStatistics, Utilisation
 
 REFERENCES = ("stock", "prefix-affinity/stock")
-"""Policies relative to which factors such as ``2.14×`` are computed: for one engine, and for a cluster."""
+"""The baselines of factors such as ``2.14×``: the policy for one engine, and the policy for a cluster."""
 _MOST_DECIMALS = 3
 
 
@@ -22,7 +22,7 @@ class Direction(Enum):
 
 
 class ColumnValue(NamedTuple):
-    """Value of one cell."""
+    """Value of one cell, in the unit of its column."""
 
     number: float
     at_least: bool = False
@@ -39,9 +39,9 @@ class ResultColumn(NamedTuple):
     read: Callable[[RunRow], ColumnValue | None]
     better: Direction | None = None
     when: Callable[[RunRow], bool] = lambda row: True
-    """Function of a row. If it is false for every row, the column is left out."""
+    """Whether a row needs the column. The column is left out if no row does."""
     compare_to_stock: bool = False
-    """Whether cells also show the factor relative to the baseline."""
+    """Whether cells also show the factor relative to the baseline in ``REFERENCES``."""
     decimals: int | None = None
     """Number of decimals; ``None``: as many as the smallest value needs (see ``_decimals``)."""
 
@@ -52,8 +52,10 @@ class TableCell(NamedTuple):
     text: str
     """``–`` if not measured; ``≥`` before a lower bound."""
     factor: str = ""
-    """Factor relative to the baseline, such as ``2.14×``; ``≥`` or ``≤`` before a bound of the factor."""
+    """Factor relative to the baseline, such as ``2.14×``; ``≥`` or ``≤`` before a bound of the factor. Empty
+    if the cell shows no factor."""
     best: bool = False
+    """Whether the cell has the best value of all policies."""
 
 
 def _plain(
@@ -101,7 +103,8 @@ def _share(amount: Callable[[RunRow], int]) -> Callable[[RunRow], float | None]:
 
 
 def _run_only(read: Callable[[RunRow], float | None]) -> Callable[[RunRow], ColumnValue | None]:
-    """Return a function like ``_plain(read)``, but ``None`` for the row of a bound that was not simulated."""
+    """Return a function that reads a number from a row. It returns ``None`` for the row of a bound that was
+    not simulated."""
     return _plain(lambda row: None if row.limit and row.output_tok_per_s is None else read(row))
 
 
@@ -208,7 +211,8 @@ def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
 
 
 def columns_to_show(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
-    """The columns to show: those with a value other than 0, and with ``when`` true, in at least one row."""
+    """The columns to show. At least one row needs such a column (``when``), and at least one row has a value
+    other than 0."""
     kept = []
     for column in columns:
         if not any(column.when(row) for row in rows):
@@ -222,11 +226,15 @@ def columns_to_show(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> 
 def _best(
     rows: Sequence[RunRow], values: Sequence[ColumnValue | None], better: Direction | None
 ) -> float | None:
-    """The best value of all policies, which is marked in the table. Bounds do not count as policies.
+    """The best value of all policies, which the table marks. Rows of bounds do not count.
 
-    ``None``, so that nothing is marked, in any of these cases: the column has no better direction, there are
-    fewer than two values, a value is biased, more than half of the values equal the best one, or a value
-    that is only a lower bound may be better.
+    Returns ``None``, and the table marks nothing, in any of these cases:
+
+    - neither larger nor smaller values are better (``better`` is ``None``)
+    - there are fewer than two values
+    - a value is biased
+    - more than half of the values equal the best one
+    - a value that is only a lower bound may be better
     """
     known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
     exact = [value.number for value in known if not value.at_least]

@@ -72,7 +72,7 @@ def made_with(arguments: Sequence[str]) -> Provenance:
 def document(
     rows: Iterable[RunRow], made: Provenance, sweep: SweepRuns | None = None, missing_runs: int = 0
 ) -> dict[str, Any]:
-    """The results as plain data, for ``cli.console.write_json``."""
+    """The results as plain data that ``cli.console.write_json`` can write. See ``SimulationResults``."""
     whole = SimulationResults(
         version=RESULTS_VERSION, made_with=made, runs=list(rows), sweep=sweep, missing_runs=missing_runs
     )
@@ -92,8 +92,9 @@ def read_results(path: str | Path) -> SimulationResults:
 
 
 def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Raise ``ResultsError`` if the file's version is not ``expected``. Without this check, decoding a file
-    of another version would only report that some field is missing."""
+    """Raise ``ResultsError`` if the version in ``data`` is not ``expected``. Its message names the file,
+    ``where``, and the kind of file, ``what``. Without this check, decoding a file of another version would
+    only report that some field is missing."""
 
     class Versioned(msgspec.Struct):
         version: int
@@ -107,7 +108,8 @@ def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
 
 
 def decode(data: bytes, kind: type[Any], where: str) -> Any:
-    """Decode JSON or msgpack as ``kind``. Raises ``ResultsError`` naming file and field."""
+    """Decode JSON or msgpack as the type ``kind``. Raises ``ResultsError``, which names the file, ``where``,
+    and the field."""
     is_json = data[:1] < b"\x80"  # the first byte of a msgpack map is larger than that of any JSON
     try:
         return msgspec.json.decode(data, type=kind) if is_json else msgspec.msgpack.decode(data, type=kind)
@@ -118,8 +120,8 @@ def decode(data: bytes, kind: type[Any], where: str) -> Any:
 
 
 def field_first(message: str) -> str:
-    """An error message of msgspec with the field in front: "Expected `int`, got `str` - at `$.runs[0].seed`"
-    becomes "runs[0].seed: expected `int`, got `str`"."""
+    """Return an error message of msgspec with the field in front. Example: "Expected `int`, got `str` - at
+    `$.runs[0].seed`" becomes "runs[0].seed: expected `int`, got `str`"."""
     found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message, re.DOTALL)
     if found is None:
         return message[:1].lower() + message[1:]
@@ -153,7 +155,7 @@ class SavedRuns(msgspec.Struct, kw_only=True):
     made_with: Provenance
     runs: list[RunLog]
     rows: list[RunRow] = msgspec.field(default_factory=list)
-    """Metrics of the runs, and of bounds that were not simulated and so have no log."""
+    """Metrics of ``runs``, and of bounds, which have no log if they were not simulated."""
     missing_runs: int = 0
     """Number of runs that an interrupt left out."""
 

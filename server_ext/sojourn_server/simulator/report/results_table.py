@@ -36,7 +36,8 @@ def _baseline_note(rows: Sequence[RunRow]) -> str:
 
 
 def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
-    """Rows grouped by workload, in order of trace and load. Each group has stock first and bounds last."""
+    """Rows grouped by workload, in order of trace and load. Each group has the baseline (``REFERENCES``)
+    first and bounds last."""
     groups: dict[tuple[object, ...], list[RunRow]] = {}
     for row in rows:
         groups.setdefault(row.workload, []).append(row)
@@ -66,8 +67,8 @@ def title(rows: Sequence[RunRow]) -> str:
 
 
 def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
-    """Size, in tokens, of the memory whose blocks ``field`` counts. ``None`` if no policy has such memory, or
-    if its size differs between policies."""
+    """Size of a memory in tokens. ``field`` is the field of ``RunRow`` with its size in blocks. ``None`` if
+    no policy has such a memory, or if the sizes of policies with such a memory differ."""
     sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
     owners = {policy for policy, size in sizes if size}
     found = {size for policy, size in sizes if policy in owners}
@@ -75,7 +76,7 @@ def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
 
 
 def load_label(row: RunRow) -> str:
-    """The load of a row in words."""
+    """The load of a row in words, such as ``40 programs at once``."""
     if row.loop == "closed" or row.rate_per_s is None:
         text = f"{row.programs} programs at once"
     else:
@@ -122,7 +123,7 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
-    """The notes of the rows, each once. If only some policies have a note, it begins with their names."""
+    """The notes of the rows, each once. A note that only some policies have begins with their names."""
     owners: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:
@@ -205,8 +206,8 @@ class WrappedColumn(NamedTuple):
 
 
 class WrappedTable:
-    """A table that continues below with the columns that do not fit the console's width. ``first``, at least
-    one column, is repeated in each part."""
+    """A table in parts, one below the other, each with as many columns as fit the console's width. ``first``
+    are the columns that every part repeats, at least one."""
 
     def __init__(self, first: Sequence[WrappedColumn], others: Sequence[WrappedColumn]) -> None:
         self._first = first

@@ -1,8 +1,9 @@
 """Definitions of a run's metrics, computed from its log.
 
-Sub-agents count as programs of their own (MORI §4.2), as in ``sojourn replay``. ``since_s`` is the end of the
-warm-up of a closed loop, in which all programs start on an empty cache. Programs that arrived before
-``since_s`` and turns that were sent before it do not count. Rates count all events from ``since_s`` on.
+Sub-agents count as programs of their own (MORI §4.2), as in ``sojourn replay``. The argument ``since_s`` is
+the end of the warm-up, in virtual seconds; in a closed loop all programs start on an empty cache, which would
+distort the metrics. Programs that arrived before ``since_s`` and turns that were sent before it do not count.
+Rates count all events from ``since_s`` on. ``run_end_s`` is the virtual time of the end of the run.
 """
 
 from __future__ import annotations
@@ -161,8 +162,9 @@ def bound_row(
     regenerated_over_belady: float | None = None,
     notes: Sequence[str] = (),
 ) -> RunRow:
-    """Row, without times, of a bound that was computed from an access log, such as by ``replay_belady``.
-    ``stock`` is the row of the run that made the log; its programs and prompt tokens are copied."""
+    """Row of a bound that was not simulated but computed from an access log, such as by ``replay_belady``. It
+    has no times. ``stock`` is the row of the run that made the log; the row of the bound has the same
+    workload, numbers of programs and prompt tokens."""
     same = {
         field: getattr(stock, field)
         for field in (
@@ -200,7 +202,7 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 
 
 def finished_statistics(exact: Sequence[float], _lower_bounds: Sequence[float]) -> SummaryStatistics:
-    """Mean and percentiles of ``exact`` alone."""
+    """Mean and percentiles of ``exact`` alone. Takes lower bounds because ``censored_statistics`` does."""
     return summary_statistics(exact)
 
 
@@ -248,15 +250,16 @@ def trace_name(workload: str) -> str:
 
 
 def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> int:
-    """Number of preemptions at most ``within`` steps after another preemption (Tetris, T6). So the first
-    preemption of a chain does not count."""
+    """Number of preemptions that follow another preemption within at most ``within`` steps (Tetris §1;
+    mechanism T6). The first preemption of a cascade does not count."""
     ordered = sorted(preemption_steps)
     return sum(after - before <= within for before, after in pairwise(ordered))
 
 
 def _waits(turns: Iterable[TurnLog], mark: str, run_end_s: float) -> SummaryStatistics:
-    """Statistics of seconds from the sending of a turn to the time in the field ``mark`` of its ``TurnLog``.
-    If the field is ``None``, the seconds until the end of the run count as a lower bound."""
+    """Statistics of the seconds from the sending of each turn to an event. ``mark`` is the field of
+    ``TurnLog`` with the event's time. If the field is ``None``, the seconds to the end of the run count as a
+    lower bound."""
     exact, bounds = [], []
     for turn in turns:
         at_s: float | None = getattr(turn, mark)
@@ -277,7 +280,8 @@ def _tpot_s(turn: TurnLog, run_end_s: float) -> float | None:
 
 
 def _output_tokens_since(run: RunLog, since_s: float) -> float:
-    """Number of output tokens from ``since_s`` on, if each turn generates its tokens at an even pace."""
+    """Number of output tokens from ``since_s`` on. Each turn is assumed to generate its tokens at an even
+    pace."""
     total = 0.0
     for program in run.programs:
         for turn in program.turns:
@@ -355,10 +359,13 @@ def utilisation(run: RunLog) -> Utilisation | None:
 
 
 def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str, float] | None:
-    """Share of programs within their SLO, by tenant and overall; ``None`` if no program counts.
+    """Return tenant → share of its programs that met their SLO, 0 to 1. The key ``OVERALL`` stands for all
+    programs, with and without a tenant. ``None`` if no program counts.
 
-    An unfinished program counts as missed if its deadline has passed, else it does not count. A program
-    without an expected time never counts.
+    SLO: a program finishes by its deadline. The deadline is ``SLO_FACTOR`` × the expected time after the
+    program's arrival. The expected time (``ProgramLog.expected_s``) is what the program takes alone on an
+    empty engine; a program without one does not count. An unfinished program has missed its SLO if the run
+    ended after its deadline; otherwise it does not count.
     """
     met: dict[str, list[bool]] = {}
     for program in programs:
@@ -380,7 +387,7 @@ def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str
 
 
 def per_replica(run: RunLog) -> tuple[ReplicaRow, ...]:
-    """Metrics of each engine of a cluster, in order; empty for a single engine."""
+    """One row per engine of a cluster, in order; empty for a single engine."""
     turns: dict[str | None, list[tuple[int, int, int]]] = {}
     for program in run.programs:
         for turn in program.turns:

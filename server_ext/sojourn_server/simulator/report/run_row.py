@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 WALL_CLOCK_FIELDS = ("scheduler_ms_per_step", "wall_s")
-"""Fields of ``RunRow`` that depend on the machine. All others are equal in every repetition of a run."""
+"""Fields of ``RunRow`` that depend on the machine. Other fields are equal in every repetition of a run."""
 
 
 class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
-    """Mean and percentiles with linear interpolation; ``None`` if nothing was measured."""
+    """Mean, and percentiles with linear interpolation; each is ``None`` if nothing was measured."""
 
     mean: float | None
     p50: float | None
@@ -19,14 +19,15 @@ class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
     count: int = 0
     """Number of measurements."""
     at_least: tuple[str, ...] = ()
-    """Names of the statistics that are only lower bounds, because the end of the run cut off measurements."""
+    """Names of the statistics, such as ``p95``, that are only lower bounds, because the end of the run cut
+    off measurements."""
 
 
 NO_STATISTICS = SummaryStatistics(mean=None, p50=None, p90=None, p95=None, p99=None)
 
 
 class ReplicaChanges(msgspec.Struct, kw_only=True, frozen=True):
-    """How often programs changed engines. Only programs with a computed turn count."""
+    """How often programs changed engines, over all programs with a turn that an engine computed."""
 
     programs_share: float
     """Share of programs that were computed on more than one engine, 0 to 1."""
@@ -83,7 +84,7 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     preemptions: int
     cascades: int
     scheduler_ms_per_step: float | None
-    """Wall milliseconds in the scheduler's own calls."""
+    """Wall-clock milliseconds inside calls of the scheduler, per step."""
     virtual_s: float
     wall_s: float
 
@@ -125,8 +126,8 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     replica_changes: ReplicaChanges | None = None
     utilisation: Utilisation | None = None
     slo_attainment: dict[str, float] | None = None
-    """Share of programs that finish within 1.5 times their completion time alone on an empty engine, by
-    tenant and ``overall``."""
+    """Tenant → share of its programs that meet their SLO, 0 to 1. The key ``OVERALL`` stands for all
+    programs. See ``run_metrics.slo_attainment``."""
     per_replica: tuple[ReplicaRow, ...] = ()
     routes: dict[str, int] = msgspec.field(default_factory=dict)
     """Requests sent by the gateway over the whole run, by routing reason."""
@@ -134,9 +135,9 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def workload(self) -> tuple[str, str, str, str, int, int, int, float, float]:
-        """Key of the workload. Rows with equal keys may be compared. Keys of the same trace, hardware, model,
-        loop and seed are ordered by load. The pool size is not part of the key, because bounds may have other
-        pool sizes."""
+        """Key of the workload: rows with equal keys may be compared. Sorting by key puts rows of the same
+        trace, hardware, model, loop and seed in order of load. The pool size is not part of the key, because
+        bounds may have other pool sizes."""
         return (
             self.trace, self.hardware, self.model, self.loop, self.seed,
             self.replicas or 0, self.programs, self.rate_per_s or 0.0, self.since_s,

@@ -20,10 +20,10 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
     runs: tuple[int, ...]
     """Indices of the value's rows, one per policy, in the order of policies."""
     host_tokens: int | None = None
-    """Host memory in KV tokens with this value; ``None`` if something other than host memory was swept."""
+    """Host memory in KV tokens at this value; ``None`` if another field than host memory was swept."""
     host_bytes: int | None = None
-    """Host memory in bytes with this value; ``None`` if ``host_tokens`` is ``None`` or a token's KV bytes are
-    unknown."""
+    """Host memory in bytes at this value; ``None`` if ``host_tokens`` is ``None``, or if the KV bytes of a
+    token are unknown."""
 
     @property
     def text(self) -> str:
@@ -63,8 +63,8 @@ def sweep_runs(
     is_host_sweep: bool = False,
     kv_bytes_per_token: int | None = None,
 ) -> SweepRuns:
-    """Assign the result rows to the swept values. ``rows`` has all policies' rows of the first value, then of
-    the second, as in ``ParameterSweep.specs``.
+    """Assign the result rows to the swept values. ``rows`` has one row per policy for the first value, then
+    for the second, and so on. ``field`` is the swept field of ``RunSpec``, and ``meaning`` describes it.
 
     With ``is_host_sweep``, the value is an amount of host memory. It is also shown in tokens and, if
     ``kv_bytes_per_token`` is given, in bytes. Raises ``ValueError`` unless all values have the same number of
@@ -95,8 +95,8 @@ _SHOWN = (
 
 
 def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
-    """Table and notes of a sweep. Best values and factors relative to stock are found for each swept value
-    separately."""
+    """Table and notes of a sweep. The rows of each swept value are compared with one another only: each value
+    has its own best results and its own baseline."""
     groups = [swept.rows_of(value, rows) for value in swept.values]
     ordered = [row for group in groups for row in group]
     keys = [_key_column(swept.field, [(value.text, len(value.runs)) for value in swept.values])]
