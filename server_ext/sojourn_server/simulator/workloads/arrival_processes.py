@@ -1,7 +1,7 @@
 """Arrival processes: closed and open loops over the programs of a workload.
 
-The order of programs depends on workload and seed only, not on the policy. In a closed loop, the next program
-in that order replaces a finished one. Only clients see an arrival process; policies do not.
+The order in which programs arrive depends on workload and seed only, not on the policy. In a closed loop, the
+next program in that order replaces a finished one. Only clients see an arrival process; policies do not.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class ArrivalProcess(Protocol):
     """Source of programs and their arrival times."""
 
     def initial(self) -> Iterator[Arrival]:
-        """Yield the arrivals that do not depend on finished programs, in order of time. Call this once."""
+        """Yield, in order of time, the arrivals that do not depend on the end of programs. Call this once."""
         ...
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The arrival that replaces the top-level ``program``, which has finished with all its sub-agents.
-        ``None`` if nothing replaces it."""
+        """The arrival that replaces ``program``; ``None`` if nothing replaces it. Called when a top-level
+        program and all its sub-agents have finished, at ``now`` virtual seconds."""
         ...
 
 
@@ -40,8 +40,9 @@ STAGGER_S = 0.5
 
 
 class ClosedLoop:
-    """Endless closed loop: ``n`` programs run at a time. When a program finishes, another program replaces it
-    at once (MORI §5.1). The order is an endless shuffle."""
+    """Endless closed loop: ``n`` programs run at a time. When one finishes, the next replaces it at once
+    (MORI §5.1). The programs of the workload arrive in rounds; each round has all of them, in a new random
+    order."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
         """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
@@ -60,7 +61,7 @@ class ClosedLoop:
             yield number * self._stagger_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The next program in order; ``None`` after the last."""
+        """The next program, which arrives at ``now``; ``None`` after the last (``FiniteClosedLoop`` only)."""
         plan = next(self._plans, None)
         return None if plan is None else (now, plan)
 
@@ -70,20 +71,22 @@ class FiniteClosedLoop(ClosedLoop):
     replay``."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
-        """As for ``ClosedLoop``."""
+        """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
+        below 1 or ``stagger_s`` is negative."""
         super().__init__(programs, n, seed=0, stagger_s=stagger_s)
         self._plans = (programs.plan(index) for index in range(len(programs)))
 
 
 class OpenLoop:
-    """Open loop: ``count`` programs arrive at random times, a Poisson process (Continuum §6.1). If ``count``
-    is ``None``, every program arrives once. With a ``burst`` above 1, that many programs arrive together, and
-    the times of the bursts are a Poisson process."""
+    """Open loop: ``count`` programs, in random order, arrive at the times of a Poisson process (Continuum
+    §6.1). If ``count`` is ``None``, every program arrives once. With a ``burst`` above 1, that many programs
+    arrive together, and the times of the bursts are the Poisson process."""
 
     def __init__(
         self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int, *, burst: int = 1
     ) -> None:
-        """``rate_per_s`` counts top-level programs. Raises ``ValueError`` for an invalid number."""
+        """``rate_per_s``: mean number of top-level programs that arrive per virtual second, whatever the
+        ``burst``. Raises ``ValueError`` for an invalid number."""
         if not 0 < rate_per_s < float("inf"):
             raise ValueError(f"the arrival rate is {rate_per_s} a second; expected a number above 0")
         if count is not None and count < 1:
@@ -111,8 +114,8 @@ class OpenLoop:
 
 
 def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPlan]:
-    """Yield all programs in random order, again and again. The programs of one round share prefixes as
-    recorded; programs of different rounds share system prompts only."""
+    """Yield all programs in random order, then all in another random order, and so on. The programs of one
+    round share prefixes as recorded; programs of different rounds share system prompts only."""
     rng = random.Random(f"order/{seed}")
     for copy in itertools.count():
         order = list(range(len(programs)))
@@ -122,8 +125,8 @@ def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPla
 
 
 def load_programs(workload: str, seed: int = 0) -> list[TraceProgram]:
-    """The programs of a trace file, or of ``synthetic:NAME`` made with ``seed``. Raises ``TraceError``, also
-    for parents that ``check_parents`` refuses."""
+    """The programs of ``workload``: the path of a trace file, or ``synthetic:NAME``, whose programs are drawn
+    with ``seed``. Raises ``TraceError``, also for sub-agents whose parents ``check_parents`` rejects."""
     if workload.startswith(SYNTHETIC_PREFIX):
         return synthetic_programs(workload[len(SYNTHETIC_PREFIX) :], seed=seed)
     programs = list(read_trace(Path(workload)))

@@ -1,4 +1,5 @@
-"""Distributions with published moments, drawn from an injected ``random.Random``."""
+"""Probability distributions that can be built from published means, deviations or percentiles. Each draws its
+values from the ``random.Random`` that the caller passes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal, clipped at ``cap``."""
+    """Log-normal, clipped at ``cap``. Before clipping, the logarithm of a value is normally distributed, with
+    mean ``mu`` and standard deviation ``sigma``."""
 
     mu: float
     sigma: float
@@ -121,7 +123,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class RoundedNormal:
-    """Normal, rounded to integers and clipped at ``least``."""
+    """Normal, rounded to integers; values below ``least`` become ``least``."""
 
     mean: float
     sd: float
@@ -145,8 +147,8 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class BoundedPowerLaw:
-    """``high`` · U^(1/k) for uniform U. Values lie from 0 to ``high``, most of them near ``high``. The mean
-    determines k."""
+    """``high`` · U^(1/k), where U is uniform between 0 and 1, and k follows from the mean. Values lie between
+    0 and ``high``; if the mean is above the middle, most lie near ``high``."""
 
     mean: float
     high: float
@@ -159,7 +161,7 @@ class BoundedPowerLaw:
 
 @dataclass(frozen=True, slots=True)
 class TruncatedExponential:
-    """Exponential distribution between ``low`` and ``high``."""
+    """Distribution between ``low`` and ``high`` whose density falls exponentially, at ``rate``."""
 
     low: float
     high: float
@@ -186,10 +188,11 @@ class TruncatedExponential:
 
 @dataclass(frozen=True, slots=True)
 class PercentileDistribution:
-    """Distribution through published percentiles. Between these, log(value) is linear in the normal score.
+    """Distribution through published percentiles. Between two percentiles, the logarithm of the value is
+    linear in the normal score (the standard normal quantile of the probability).
 
-    Below the first percentile, the slope between the first two applies. No value exceeds the last percentile,
-    because nothing is published beyond it.
+    Below the first percentile, the line through the first two continues. No value exceeds the last
+    percentile, because nothing is published beyond it.
     """
 
     points: Sequence[tuple[float, float]]
@@ -211,8 +214,8 @@ class PercentileDistribution:
 
 
 def split(rng: random.Random, total: int, parts: int) -> list[int]:
-    """Split ``total`` into ``parts`` random integers ≥ 1: each is 1 plus a share in proportion to an
-    exponentially distributed weight. Raises ``ValueError`` if ``total`` < ``parts``."""
+    """Split ``total`` into ``parts`` random integers ≥ 1. Each is 1 plus a share of the rest, in proportion
+    to an exponentially distributed weight. Raises ``ValueError`` if ``total`` < ``parts``."""
     if total < parts:
         raise ValueError(f"{total} cannot be split into {parts} parts of at least 1")
     weights = [rng.expovariate(1.0) for _ in range(parts)]

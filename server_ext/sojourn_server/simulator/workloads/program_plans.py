@@ -1,6 +1,6 @@
 """Plans by which clients replay the programs of a trace: prompts, outputs, gaps, tools, sub-agents.
 
-Only clients know the plans. A policy receives only what real clients would have sent by then.
+Only clients know the plans. At any time, a policy knows only what real clients would have sent so far.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class PlaybackOptions:
     """Context limit. The replay of a program ends before the first turn whose prompt and output together have
     more tokens."""
     max_gap_s: float | None = None
-    """Upper limit of idle times, in seconds."""
+    """Upper limit of the gaps between turns, in seconds; ``None`` for no limit."""
     human_gaps: bool = True
     """Whether gaps include the response times of people; if false, people respond at once."""
     token_scale: float = 1.0
-    """Factor by which every length is multiplied."""
+    """Factor by which the length of every prompt and output is multiplied."""
 
     def __post_init__(self) -> None:
         if self.max_context_tokens is not None and self.max_context_tokens < 2:
@@ -85,7 +85,8 @@ class ProgramPlan:
     cut: bool
     """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """Turn of the parent after which this sub-agent starts: ``delay_s`` seconds after the end of the turn."""
+    """Index of the parent's turn after which this sub-agent starts. It starts ``delay_s`` seconds after the
+    end of that turn. ``None`` for top-level programs, and if the turn is unknown."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
     """Start of a sub-agent whose parent turn is unknown, in seconds after its parent's start."""
@@ -95,20 +96,21 @@ class ProgramPlan:
     _options: PlaybackOptions = field(repr=False)
 
     def prompt(self, turn: int) -> list[int]:
-        """Token ids of the prompt; call it for turns in order. The caller owns the list."""
+        """Token ids of the prompt of ``turn``. Call it for the turns in order. The caller may change the
+        list."""
         return self._builder.prompt(turn)
 
     def planned_output(self, turn: int) -> list[int]:
-        """Token ids of the output."""
+        """Token ids of the output of ``turn``."""
         return self._builder.planned_output(turn)
 
     def gap_s(self, turn: int) -> float:
-        """Client-side seconds from the end of ``turn`` until the next request."""
+        """Client-side seconds from the end of ``turn`` to the next request."""
         return self._options.gap_s(self._turns[turn])
 
     def tool(self, turn: int) -> str | None:
-        """The tool after ``turn``, named as in the server's histories (``bash:pytest``); ``None`` without a
-        tool."""
+        """The tool after ``turn``, named as in the server's histories of tool times: ``bash:pytest`` for a
+        shell command, else the tool's name. ``None`` without a tool."""
         run = self._turns[turn].tool_run
         return None if run is None else _key(run)
 
@@ -125,7 +127,7 @@ class ProgramPlanner:
     """Makes plans of a trace's programs, for any number of replays."""
 
     def __init__(self, programs: Sequence[TraceProgram], options: PlaybackOptions | None = None) -> None:
-        """Raises ``TraceError`` if no program can be replayed or ``check_parents`` refuses a parent."""
+        """Raises ``TraceError`` if no program can be replayed, or if ``check_parents`` rejects a parent."""
         self._options = options or PlaybackOptions()
         self._ids = TokenIdGenerator(VOCABULARY_SIZE)
         self._system = system_blocks(programs)
@@ -179,8 +181,8 @@ class ProgramPlanner:
         return notes
 
     def plan(self, index: int, copy: int = 0) -> ProgramPlan:
-        """Plan of top-level program ``index`` with its sub-agents. Replays with different ``copy`` numbers
-        have different tokens, except in prefixes that programs share."""
+        """Plan of top-level program ``index`` with its sub-agents. ``copy`` is the number of the replay:
+        replays with different numbers have different tokens, except in prefixes that programs share."""
         return self._plan(self.roots[index], copy)
 
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
@@ -265,7 +267,7 @@ class ProgramPlanner:
 
 
 def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
-    """The tool call as the SDK reports it: with ``cmd`` for shell tools, without ``cmd`` for other tools."""
+    """The tool call as the SDK reports it: ``cmd`` is kept only for shell tools."""
     return run if run.cmd is None or _is_shell(run) else msgspec.structs.replace(run, cmd=None)
 
 

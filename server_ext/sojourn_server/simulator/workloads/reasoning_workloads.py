@@ -1,8 +1,8 @@
 """Workloads with long outputs, for Tetris: published output lengths of reasoning models.
 
 Tetris uses long outputs from NuminaMath and SWE-bench, but states no lengths except "hundreds of thousands"
-(§1). The lengths here are from other sources. An output includes thinking. Every program has an
-``agent_type``.
+(§1). The lengths here, in tokens, are from other sources. An output includes thinking. Every program has an
+``agent_type``. The workloads, with what is published and what is chosen here:
 
     reasoning-math          DeepSeek-R1 on competition problems, one request each. Published: three quarters
                             are solved within 8K, limit 16K (OpenR1-Math-220k: huggingface.co/blog/open-r1/
@@ -106,7 +106,8 @@ _TOOL_RESULT = Uniform(100, 1_000)
 
 
 def _requests(*types: str) -> ProgramGenerator:
-    """Return a generator function of programs with one request each, of one of the agent types ``types``."""
+    """Return a generator function of programs with one request each. Each program has one of the agent types
+    ``types``, with equal probability."""
 
     def programs(rng: random.Random) -> Iterator[TraceProgram]:
         while True:

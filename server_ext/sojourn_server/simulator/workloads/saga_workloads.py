@@ -26,7 +26,7 @@ TOOL_LATENCIES = {
 TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
 """(class, number of tenants, steps of an agent, tasks per minute of each tenant), SAGA §9.1."""
 FIRST_PROMPT = Uniform(2_000, 4_000)
-"""Tokens of a first prompt (SAGA §2.1: a context grows from 2–4K tokens to 16–128K)."""
+"""Tokens of a program's first prompt (SAGA §2.1: a context grows from 2–4K tokens to 16–128K)."""
 _LONGEST_CONTEXT = 128_000
 _STEP_OUTPUT = Uniform(100, 500)
 """Output tokens of a step (SAGA §9.1, SWE-bench)."""
@@ -39,16 +39,17 @@ CV_RANGE = (0.5, 3.0)
 
 
 ProgramGenerator = Callable[[random.Random], Iterator[TraceProgram]]
-"""Function that draws the endless programs of a synthetic workload."""
+"""Function that draws the programs of a synthetic workload, without end."""
 
 
 def ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
     """Generate the tasks of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
 
-    All contexts grow by the same amount per step on average. So 100 steps end at 128K tokens, and 10 steps at
-    15.5K, near the 16K that the paper states as the lower end (§2.1). (The paper does not state the lengths
-    of BurstGPT's requests.) Each step uses one of Table 1's four tools with equal probability. Agents with
-    the same number of steps are of one agent type.
+    A task is a program, and a step is a turn with its tool call. The paper does not state the lengths of its
+    requests (from BurstGPT). Here all contexts grow by the same amount per step on average: 100 steps end at
+    128K tokens, and 10 steps at 15.5K, near the 16K that the paper states as the lower end (§2.1). Each step
+    uses one of Table 1's four tools with equal probability. Tasks with the same number of steps have the same
+    agent type.
     """
     tenants = [
         (f"{kind}-{number}", steps, rate)
@@ -69,8 +70,8 @@ def ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def latency_cv(cv: float) -> ProgramGenerator:
-    """Return a generator function of the programs of SAGA's Table 10. ``cv``: coefficient of variation of
-    tool latencies. Their mean is the same for every ``cv``."""
+    """Return a generator function of the programs of SAGA's Table 10. ``cv``: coefficient of variation of the
+    tool latencies, whose mean is ``CV_MEAN_TOOL_S`` for every ``cv``."""
     tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     mean, least, most = SWE_STEPS
     draw_steps = TruncatedExponential.with_mean(mean, least, most)
@@ -89,8 +90,9 @@ def latency_cv(cv: float) -> ProgramGenerator:
 
 
 def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Draw the lengths of a task of ``steps`` steps: new prompt tokens, and output tokens, of each step. The
-    context would reach ``_LONGEST_CONTEXT`` after ``max_steps`` steps."""
+    """Draw the lengths of a task of ``steps`` steps. Returns two lists with one element per step: new prompt
+    tokens, and output tokens. On average, ``max_steps`` steps would make a context of ``_LONGEST_CONTEXT``
+    tokens."""
     mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
     growth = (_LONGEST_CONTEXT - mean_first) / max_steps
     first = round(FIRST_PROMPT(rng))
@@ -100,7 +102,7 @@ def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int],
 
 
 def draw_tool_run(name: str, seconds: Distribution, rng: random.Random) -> TraceToolRun:
-    """Return a call of the tool ``name`` with a duration drawn from ``seconds``."""
+    """Return a call of the tool ``name``. Its duration in seconds is drawn from ``seconds``."""
     return TraceToolRun(name=name, s=round(seconds(rng), 6))
 
 

@@ -1,7 +1,7 @@
 """Synthetic workloads with the statistics of the papers' tables.
 
-The published statistics hold over many programs. All other values are chosen here, as listed below.
-``source`` of every program is ``synthetic:NAME``. The same name, count and seed give the same programs.
+The published statistics hold over many programs. All other values are chosen here. The field ``source`` of
+every program is ``synthetic:NAME``. The same name, count and seed give the same programs. The names:
 
     continuum-swe-bench         Continuum Table 1. Chosen: number of turns normal; tool times log-normal, up
                                 to the harness' own limit; token totals gamma, independent of turns; one tool
@@ -46,22 +46,22 @@ SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
 """Default number of programs, as many as DualPath has trajectories and SAGA has SWE-bench tasks."""
 OUTPUT_SHARE = 0.2
-"""Share of outputs in the tokens that a turn adds to its context. Our choice, for papers that state only
-totals. In DualPath the share is 148 of 756."""
+"""Output tokens ÷ all tokens that a turn adds to its context. Our choice, for papers that state only totals.
+In DualPath the share is 148 of 756."""
 
 # -- Continuum, Table 1: (mean, standard deviation) ---------------------------------
 
 SWE_TOOL_LIMIT_S = 60.0
 """Time limit of a SWE-bench command in mini-swe-agent (swebench.yaml, ``environment: timeout``)."""
 BFCL_SCALE = 0.4
-"""Factor of BFCL's token counts. Continuum §6.1 scales them "to fit at least 100 request in the context
-window" of 128k. Table 1's 93,256 ± 68,687 tokens fit only after scaling, so we assume that Table 1 is
-unscaled."""
+"""Factor by which BFCL's token counts are scaled. Continuum §6.1 scales them "to fit at least 100 request in
+the context window" of 128k. Table 1's 93,256 ± 68,687 tokens fit only after scaling, so we assume that they
+are unscaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Continuum:
-    """One row of Table 1."""
+    """One row of Continuum's Table 1."""
 
     turns: RoundedNormal
     tool_s: tuple[float, float, float]
@@ -123,15 +123,16 @@ def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 
 def _dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     """Generate one trajectory of workload ``name``, from the averages in DualPath's Table 2: turns, append,
-    gen, total and context. All five averages agree if they are read as follows.
+    gen, total and context. All five averages agree if they are read as follows:
 
-    ``total`` is the final context. ``append`` and ``gen`` per turn are averaged over trajectories, so
-    E[total/turns] = append + gen. E[total]/E[turns] is less, because numbers of turns vary widely,
-    independently of totals. A log-normal number of turns with mean n and E[1/turns] = (append + gen)/total
-    has e^σ² = n·(append + gen)/total, which is 1.58 to 1.70 in the three rows. ``context`` is the number of
-    cached tokens of a turn (0 for the first turn). It grows evenly from the end of the first turn to the
-    total, and its average gives the length of the first prompt. Totals lie below the maximum length, most of
-    them near it.
+    - ``total``: the length of the final context. Totals lie below the maximum length, most of them near it.
+    - ``append`` and ``gen``: prompt and output tokens that a turn adds. The mean over a trajectory's turns is
+      averaged over trajectories, so E[total/turns] = append + gen.
+    - ``turns``: log-normal, independent of the total. E[total]/E[turns] is less than E[total/turns], because
+      numbers of turns vary widely. A mean n and E[1/turns] = (append + gen)/total give
+      e^σ² = n·(append + gen)/total, which is 1.58 to 1.70 in the three rows.
+    - ``context``: the cached tokens of a turn, 0 for the first. They grow evenly from the end of the first
+      turn to the total. Their average gives the length of the first prompt.
     """
     limit, mean_turns, append, gen, mean_total, context = DUALPATH[name]
     growth = append + gen
@@ -159,12 +160,13 @@ _CV = "latency-cv"
 
 
 def synthetic_names() -> tuple[str, ...]:
-    """Names that are valid after ``synthetic:``. An X in a name stands for a number."""
+    """Names that are valid after ``synthetic:``. A final X in a name stands for a number."""
     return (*_GENERATORS, *(f"{name}:X" for name in _CONTINUUM), f"{_CV}:X")
 
 
 def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 0) -> list[TraceProgram]:
-    """``count`` programs of workload ``name``. Raises ``TraceError`` for an invalid name, X or ``count``."""
+    """``count`` programs of the workload ``synthetic:name``. Raises ``TraceError`` for an unknown name, an
+    invalid number in the name, or an invalid ``count``."""
     if count < 1:
         raise TraceError(f"{SYNTHETIC_PREFIX}{name}: {count} programs wanted; expected at least 1")
     generator = _generator(name)
