@@ -1,7 +1,7 @@
-"""Policies that know what no real server can know. They show how much better predictions could gain.
+"""Policies that know what no real server can know. They show how much could be gained by better predictions.
 
 ``OraclePlacement`` knows the remaining work of each program. ``OraclePredictor`` knows the lengths of
-outputs, ``NoisyPredictor`` knows them with a random error.
+outputs, and ``NoisyPredictor`` knows them with a random error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .simulated_clients import ActiveProgram
 from .workloads.program_plans import ProgramPlan
 
 MIN_LEFT_S = 0.25
-"""Minimum for a program's remaining seconds of service, so that its worth is finite."""
+"""Minimum for a program's remaining seconds of service, so that its worth (``OraclePlacement``) is finite."""
 
 
 class ProgramWork:
@@ -47,8 +47,8 @@ class ProgramWork:
 
     @property
     def mean_s(self) -> float:
-        """Mean of all seconds of service of a program, over the programs passed to ``left_s`` so far; 1
-        before the first."""
+        """Mean, over the programs passed to ``left_s`` so far, of a program's total seconds of service; 1
+        before the first call of ``left_s``."""
         return self._total_s / len(self._left_s) if self._left_s else 1.0
 
     def left_s(self, program_id: str) -> float | None:
@@ -69,8 +69,9 @@ class ProgramWork:
 class OraclePlacement(ResidencyPricePlacement):
     """The placement policy of the preset ``sojourn``, with exact remaining work instead of predictions.
 
-    The worth of a program is the mean service of all programs ÷ the service that this program has left. All
-    ready programs, new and returning ones, are admitted in ascending order of blocks × service left."""
+    The worth of a program is the mean service of all programs ÷ the service that this program has left.
+    Programs that are ready to run, new or returning, are admitted in ascending order of device blocks ×
+    service left."""
 
     work: ProgramWork
 
@@ -98,7 +99,7 @@ _NORMAL_SCORES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePredictor:
-    """Predicts the exact number of remaining tokens. Shows the upper bound of what predictions can gain."""
+    """Predicts the exact number of remaining output tokens. No other predictor can gain more."""
 
     length: TrueLengthLookup
     predicts: bool = True
@@ -114,10 +115,10 @@ class NoisyPredictor:
     normally distributed x with mean 0.
 
     The class models a predictor that reads hidden states. A request without output has no hidden states, so
-    ``unseen`` predicts its length. ``error`` is the mean |ln(actual ÷ predicted)|, the usual measure of such
-    predictors. A request's x depends on its id, and is drawn again each time the output has doubled in
-    length, so errors at neighbouring tokens are correlated. The predicted quantiles have the same spread as
-    the errors, as for a calibrated predictor.
+    ``unseen`` predicts its length. ``error`` is the mean of |ln(actual ÷ predicted)|, the usual measure of
+    such predictors. x is drawn with the request's id as seed, and drawn again each time the output has
+    doubled in length. So errors at neighbouring tokens are correlated. The predicted quantiles have the same
+    spread as the errors, as for a calibrated predictor.
     """
 
     length: TrueLengthLookup

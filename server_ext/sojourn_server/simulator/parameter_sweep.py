@@ -24,10 +24,11 @@ class SweepParameter(NamedTuple):
 
     name: str
     option: str
-    """Option of ``sojourn simulate`` that sets the field to a single value."""
+    """Name of the option of ``sojourn simulate`` that sets the field to a single value."""
     meaning: str
     """Axis label, with unit."""
     whole: bool = False
+    """Whether only integers are allowed."""
     zero: bool = False
     """Whether 0 is allowed."""
 
@@ -61,17 +62,18 @@ SWEEP_PARAMETERS = {
 
 @dataclass(frozen=True, slots=True)
 class ParameterSweep:
-    """A field, and the values that it gets, in the given order."""
+    """A field of ``RunSpec``, and the values that it takes, in the given order."""
 
     field: SweepParameter
     values: tuple[float, ...]
 
     def specs(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
-        """The sweep's specifications: for each value in turn, all of ``specs`` with that value.
+        """The specifications of the sweep: all of ``specs`` with the first value, then all of them with the
+        second, and so on.
 
-        For a policy that does not use the field, the specification is the same at all values, and
-        ``run_suite`` runs it once. Raises ``SweepError`` if no policy uses the field. Raises ``PolicyError``
-        for an unknown policy.
+        For a policy that does not use the field, the field is 0 in all of them, so ``run_suite`` runs the
+        specification once. Raises ``SweepError`` if no policy uses the field, ``PolicyError`` for an unknown
+        policy.
         """
         if not any(self._affects(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)
@@ -119,8 +121,8 @@ def read_sweep(text: str) -> ParameterSweep:
 
 
 def kv_bytes_per_token(spec: RunSpec) -> int | None:
-    """KV bytes of a token on all devices of ``spec`` together; ``None`` if the profile does not state it.
-    Raises ``LatencyProfileError``."""
+    """KV bytes of a token, over all devices of one engine; ``None`` if the engine profile does not state
+    them. Raises ``LatencyProfileError``."""
     # With cpu_ratio 0 an engine profile needs no copy bandwidth.
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     return shape.kv_bytes_per_token or None

@@ -1,7 +1,7 @@
 """Runs tasks in parallel, each in a process of its own.
 
-``concurrent.futures`` is unsuitable: an interrupted pool waits for running tasks, which may take minutes, and
-a fresh process per task requires Python 3.11.
+``concurrent.futures`` is unsuitable for two reasons. An interrupted pool waits for running tasks, which may
+take minutes. And it can give each task a fresh process only from Python 3.11.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 Task = TypeVar("Task")
 ReportCallback = Callable[[Any], None]
-"""Sends a progress report from a task to ``on_report``."""
+"""Function that a task calls to send a progress report. The caller of ``run_in_processes`` gets the report in
+``on_report``."""
 
 _ENVIRONMENT = {
     # Libraries would otherwise start one thread per core in each worker.
@@ -64,11 +65,13 @@ def run_in_processes(
     order of tasks.
 
     ``work`` is a module-level function; tasks, reports and answers are pickled. Callbacks run in the caller's
-    thread with the task's number; ``on_done`` also gets the answer. Each task has a fresh process, so modules
-    that one task loads are invisible to other tasks, and the task's memory is freed at its end. If the system
-    can fork, processes fork from a server that has imported only ``preload``, so slow imports happen once for
-    all tasks. The server starts at the first call and keeps running, so later calls cannot change
-    ``preload``.
+    thread. They get the index of the task, and ``on_done`` also the answer. ``name`` returns the name of a
+    task for errors.
+
+    Each task has a fresh process, so modules that one task loads are invisible to other tasks, and the task's
+    memory is freed at its end. If the system can fork, processes fork from a server that has imported only
+    the modules ``preload``, so slow imports happen once for all tasks. The server starts at the first call
+    and keeps running, so ``preload`` of later calls has no effect.
 
     Raises the exception of a task, or ``WorkerDiedError`` for a process that ended without an answer. Before
     that, all other processes are ended.
@@ -143,7 +146,7 @@ def _worker_environment() -> Iterator[None]:
 @contextmanager
 def _deferred_sigint() -> Iterator[None]:
     """Context that defers Ctrl-C while a new process starts. The terminal sends SIGINT to the parent and to
-    the new process. The new process ignores SIGINT. The parent handles it at the end of the context."""
+    the new process. The new process ignores it, and the parent handles it at the end of the context."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

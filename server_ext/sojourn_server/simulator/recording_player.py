@@ -1,4 +1,8 @@
-"""Turns records of a recording into scheduler calls, one method per kind of record."""
+"""Turns the records of a recording into calls of sojourn's scheduler.
+
+``RecordingPlayer`` has one method per kind of record, with the name of the kind. Its arguments are the time
+of the record and the record's facts (see ``record_format.RECORD_SHAPES``).
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ class RecordingPlayer:
     def __init__(self, program_scheduler: RecordingScheduler) -> None:
         self.program_scheduler = program_scheduler
         self._request_ids: dict[int, str] = {}
-        """Id of each request in the engine, by the request's arrival number."""
+        """Id of each request that is in the engine, by its arrival number."""
         self._programs: dict[int, str] = {}
-        """Id of each request's program, by the request's arrival number."""
+        """Program id of each request, by the request's arrival number."""
 
     def call(self, record: RecordedCall) -> SchedulerCall:
         """Return a function that repeats the scheduler call in ``record``. Raises ``ValueError``,

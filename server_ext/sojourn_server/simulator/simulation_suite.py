@@ -1,6 +1,6 @@
 """Runs many simulations in parallel and collects their metrics.
 
-Each run has its own process, so modules that one policy loads (adapter, connector) do not affect other
+Each run has its own process, so modules that one policy loads, such as a KV connector, do not affect other
 policies.
 """
 
@@ -38,14 +38,14 @@ class SuiteResult:
     logs: list[RunLog] = field(default_factory=list)
     """Logs of the rows that were simulated, in the order of the rows."""
     orders: list[dict[str, int]] = field(default_factory=list)
-    """For each row, eviction order → tokens that it recomputes on the accesses of the ``stock`` run under the
-    row's load. Empty if no accesses were recorded."""
+    """For each row: eviction order → tokens that the order recomputes on the block accesses of the ``stock``
+    run with the same load. An empty dict if that run did not record its accesses."""
     missing_runs: int = 0
     """Number of runs that an interrupt left out."""
 
 
 class SuiteInterrupted(KeyboardInterrupt):
-    """The user interrupted a suite. Some of its runs may have finished."""
+    """The user interrupted a suite. The results of its finished runs are available."""
 
     def __init__(self, specs: Sequence[RunSpec], outcomes: dict[RunSpec, RunOutcome], since_s: float) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class SuiteInterrupted(KeyboardInterrupt):
         self._since_s = since_s
 
     def result(self, specs: Sequence[RunSpec]) -> SuiteResult:
-        """The result of ``specs``, which are ``finished`` or a part of them."""
+        """The result of ``specs``: all specifications in ``finished``, or some of them."""
         result = _rows(specs, self._outcomes, self._since_s)
         result.missing_runs = self._wanted - len(specs)
         return result
@@ -67,13 +67,13 @@ PRELOAD_MODULES = (
     "sojourn_server.simulator.simulated_engine",
     "sojourn_server.simulator.simulation",
 )
-"""Modules that import vLLM and torch, which is slow. Sojourn's adapter is absent: ``stock`` must not load
-it."""
+"""Modules that import vLLM and torch, which is slow. Sojourn's adapter is not among them, because runs of
+``stock`` must not load it."""
 
 
 def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """The runs that ``specs`` need. ``belady`` has no run of its own, but needs the accesses of the ``stock``
-    run. Raises ``PolicyError``."""
+    """The runs that ``specs`` need, each once. ``belady`` has no run of its own, but needs a ``stock`` run
+    that records its accesses. Raises ``PolicyError``."""
     planned: dict[RunSpec, None] = {}
     recorded = set()
     for spec in specs:
@@ -99,12 +99,13 @@ def run_suite(
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int], None] = lambda number: None,
 ) -> SuiteResult:
-    """Run ``planned_runs(specs)`` in ``processes`` processes (default: one per core). Callbacks get a run's
-    index in ``planned_runs(specs)``.
+    """Run ``planned_runs(specs)``, up to ``processes`` at a time (default: one per core).
 
-    Runs found in the ``cache`` are not repeated; new runs are stored in it. ``name`` gives the name of a run
-    in errors. Raises like ``run_simulation``, ``WorkerDiedError`` if a process dies, and ``SuiteInterrupted``
-    on Ctrl-C. Any error aborts the other runs.
+    Callbacks get the index of a run in ``planned_runs(specs)``. Metrics leave out the first ``since_s``
+    virtual seconds of each run. Runs found in the ``cache`` are not repeated; new runs are stored in it.
+    ``name`` returns the name of a run for errors. Raises the errors of ``run_simulation``,
+    ``WorkerDiedError`` if a process dies, and ``SuiteInterrupted`` on Ctrl-C. Any error aborts the other
+    runs.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}
@@ -147,7 +148,8 @@ def _run_in_process(spec: RunSpec, report: ReportCallback) -> bytes:
 
 
 def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
-    """The outcome of a run. If accesses were recorded, also replays them under other eviction orders."""
+    """The outcome of a run. If accesses were recorded, they are also replayed with the offline optimum and,
+    for a ``stock`` run, with all eviction orders."""
     if accesses is None:
         return RunOutcome(log=log)
     # Other orders are compared on the accesses of ``stock`` only.

@@ -1,9 +1,10 @@
 """Policies of the simulator by name: baselines, presets, bounds, and cluster policies.
 
-Baselines with a preset receive the same client events as Sojourn's policies. They free a program's blocks at
+Baselines with a preset receive the same client events as sojourn's policies. They free a program's blocks at
 the program's end, because the systems in their papers also know when a program ends. Baselines without a
-preset keep the blocks until they are reused, as ``stock`` does. The preset ``known-ends`` is ``stock`` with
-program ends. Compare a policy with ``known-ends`` to see what the policy gains beyond knowing program ends.
+preset keep blocks cached until the memory is reused, as ``stock`` does. The preset ``known-ends`` is
+``stock`` plus this knowledge. Compare a policy with ``known-ends`` to see what it gains beyond knowing
+program ends.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class Bound(str, Enum):
-    """Lower bounds on recomputed tokens, and so upper bounds on what policies can gain.
+    """Lower bounds on the number of recomputed tokens, which limit what policies can gain.
 
     ``belady`` is the minimum of all eviction orders on the accesses of the ``stock`` run. ``free-io`` and
-    ``unlimited`` recompute no token. But their times are no bounds: they serve requests in order of arrival,
+    ``unlimited`` recompute no token. Their latencies are no bounds: they serve requests in order of arrival,
     and another order may have a shorter mean TTFT or completion time."""
 
     BELADY = "belady"
@@ -66,12 +67,12 @@ class SimulatorPolicy:
     oracle: bool = False
     """Whether the policy knows the length of each output."""
     knows_work: bool = False
-    """Whether placement knows the work that each program has left."""
+    """Whether the placement policy knows the work that each program has left (``OraclePlacement``)."""
     prediction_error: float | None = None
-    """Mean error of the policy's predictions of running outputs' lengths: mean |ln(actual ÷ predicted)|. If
-    it is ``None``, the policy makes its own predictions."""
+    """Mean error of the predicted lengths of running outputs: the mean of |ln(actual ÷ predicted)|
+    (``NoisyPredictor``). ``None``: the policy makes its own predictions."""
     bound: Bound | None = None
-    """The bound that runs show; ``None`` if this is no bound but a policy."""
+    """The bound that this stands for; ``None`` if it is a policy."""
     paper: str = ""
     """Paper or source, with sections."""
     leaves_out: str = ""
@@ -88,13 +89,14 @@ class SimulatorPolicy:
 
     @property
     def uses_cpu_ratio(self) -> bool:
-        """Whether the host memory has a limited size, so that ``RunSpec.cpu_ratio`` has an effect."""
+        """Whether ``RunSpec.cpu_ratio`` has an effect: the policy has host memory of a limited size."""
         return self.host_cache and self.bound is not Bound.FREE_IO
 
     @property
     def eviction_order(self) -> str | None:
-        """Name of the eviction order in the package ``limits`` that evicts as this policy does. ``None`` for
-        bounds, with host memory, behind a router that holds requests back, and if there is no such order."""
+        """Name of the eviction order in the package ``limits`` that evicts as this policy does; ``None`` if
+        there is none. There is none for bounds, for policies with host memory, and behind a router that holds
+        requests back."""
         if self.bound is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()
@@ -204,19 +206,20 @@ BOUNDS = {
 
 
 HOST_SUFFIX = "+host"
-"""Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy always have
-these tiers."""
+"""Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy have these
+tiers without the suffix."""
 ORACLE_SUFFIX = "+oracle"
-"""Suffix with which a preset knows the length of each output. With a gateway, clients that have a tenant then
-also state deadlines, computed from the duration of their programs alone on an engine."""
+"""Suffix with which a preset knows the length of each output. Behind a gateway, clients that have a tenant
+then also state deadlines (see ``GatewayClients``)."""
 
 
 WORK_ORACLE = "sojourn-oracle"
-"""The preset ``sojourn`` with exact knowledge of each program's remaining work. It shows how much a better
-order of programs could gain. A real server cannot have this knowledge, so ``policy_names`` leaves it out."""
+"""Policy name: the preset ``sojourn`` with exact knowledge of each program's remaining work. It shows how
+much a better order of programs could gain. A real server cannot have this knowledge, so ``policy_names``
+leaves this name out."""
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
-"""Suffix such as ``+erring=0.5``: the preset predicts the length of running outputs with this mean error (see
+"""Suffix such as ``+erring=0.5``: the lengths of running outputs are predicted with this mean error (see
 ``SimulatorPolicy.prediction_error``)."""
 
 
@@ -303,10 +306,11 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
 
 
 DEFAULT_ROUTING = "prefix-affinity"
-"""Routing of a cluster policy that names only an engine policy. vLLM's and SGLang's routers work this way."""
+"""Routing if a cluster policy names only an engine policy: by cached prefix, like vLLM's and SGLang's
+routers."""
 
 ROUTERS: dict[str, Callable[[int], ClusterRouter]] = {"thunderagent": ThunderAgentRouter}
-"""Factories of the routers that replace the gateway, by name. The argument is the number of engines."""
+"""Routers that replace the gateway: name → function that builds the router for a number of engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +337,7 @@ class ClusterPolicy:
 
 
 def routing_names() -> list[str]:
-    """Valid routing names."""
+    """Valid routings: the names of cluster presets, then those of ``ROUTERS``."""
     return [*cluster_preset_names(), *ROUTERS]
 
 

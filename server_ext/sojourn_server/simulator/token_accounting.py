@@ -1,7 +1,7 @@
-"""Counts the cached, computed and recomputed tokens of each request from scheduler outputs.
+"""Counts the cached, computed and recomputed tokens of each request from vLLM's scheduler outputs.
 
-The counts are comparable between all policies, because they need only scheduler outputs. Only the cause of a
-loss comes from sojourn's adapter. A *loss* is a number of tokens that a request recomputes.
+A *loss* is a number of tokens that a request recomputes. The counts of different policies are comparable,
+because every policy has scheduler outputs. Only the finer causes of losses come from sojourn's scheduler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOVED_CAUSE = "moved"
-"""Cause of recomputing tokens that were computed before, but only by another engine of the cluster."""
+"""Cause of losses of tokens that had been computed before, but only by another engine of the cluster."""
 
 
 @dataclass(slots=True)
@@ -33,8 +33,7 @@ class InFlightTurn:
     output: list[int]
     """Token ids that the request will generate."""
     prefill_until: int = 0
-    """Number of the request's tokens at its last admission. Up to this number, computed tokens count as
-    prefill."""
+    """Number of the request's tokens at its last admission. Computing these tokens counts as prefill."""
     admitted: bool = False
     computed: int = 0
     """Number of tokens whose KV the request holds."""
@@ -52,7 +51,7 @@ class InFlightTurn:
 
 
 class TokenAccounting:
-    """Computed, cached and lost tokens of the requests of one engine."""
+    """Computed, cached and lost tokens of the requests of one engine. All times are virtual seconds."""
 
     def __init__(self, block_size: int, cluster_computed: set[bytes] | None) -> None:
         """``cluster_computed``: hashes of all blocks that any engine of the cluster has computed. All engines
@@ -62,7 +61,7 @@ class TokenAccounting:
         """Hashes of all blocks that this engine has computed, as an unlimited cache would hold them."""
         self._cluster_computed = cluster_computed
         self.live: dict[str, InFlightTurn] = {}
-        """Requests in the engine, by their id there."""
+        """Requests in the engine, by the id that they have in the engine."""
 
     def step(
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
@@ -114,9 +113,9 @@ class TokenAccounting:
         from_host = min(turn.loading_tokens, computed)
         turn.loading_tokens = 0
         if turn.admitted:
-            # Tokens that the request had before and does not find now are lost. Losses of tokens that it had
-            # not reached before were counted at its first admission. If other requests have computed some of
-            # those tokens since, reduce these losses.
+            # The request resumes. Full blocks that it had before its preemption and does not find now are a
+            # loss. Its first admission counted losses of known tokens up to the end of its prompt. If it
+            # finds tokens that it had not reached, other requests have recomputed them: not its loss.
             lost = max(0, turn.full_block_tokens_before_preemption - computed)
             if lost:
                 _add_loss(log, "preempted", lost)
@@ -137,8 +136,8 @@ class TokenAccounting:
         log.host_tokens += from_host
 
     def _leading_computed_blocks(self, request: Request, computed: set[bytes]) -> int:
-        """Number of leading blocks of a prompt that are in ``computed``. The block with the prompt's last
-        token does not count, since vLLM always computes that token."""
+        """Number of leading full blocks of a request whose hashes are in ``computed``. The block with the
+        request's last token does not count, since vLLM always computes that token."""
         usable = (request.num_tokens - 1) // self._block_size
         known = 0
         for block_hash in request.block_hashes[:usable]:
@@ -148,7 +147,7 @@ class TokenAccounting:
         return known
 
     def loading(self, request_id: str, blocks: int) -> None:
-        """Account for blocks of a waiting request that are being loaded from host memory."""
+        """Account for the ``blocks`` blocks that are being loaded from host memory for a waiting request."""
         turn = self.live.get(request_id)
         if turn is not None:
             turn.loading_tokens = blocks * self._block_size  # an earlier load may have been given up
@@ -164,7 +163,7 @@ class TokenAccounting:
         self._mark_computed(request.block_hashes[:full])
 
     def finished(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a finished request and its blocks."""
+        """Account for a finished request and its blocks. Returns its turn, which is not live any more."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         request = turn.request
@@ -177,8 +176,8 @@ class TokenAccounting:
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a request that a gateway withdraws before its first token. Its full blocks count as
-        computed, so computing such a block again is a recomputation."""
+        """Account for a request that a gateway withdraws before its first token. Returns its turn. The full
+        blocks that it computed count as computed, so computing them again is a loss."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._mark_computed(turn.request.block_hashes[: turn.computed // self._block_size])
@@ -186,22 +185,22 @@ class TokenAccounting:
         return turn
 
     def cut_off(self, now: float) -> None:
-        """Account for requests that the end of the run cuts off. Of their lost tokens, only those that they
-        have recomputed count as recomputed."""
+        """Account for the requests that the end of the run cuts off. Tokens that such a request has lost but
+        not recomputed yet are subtracted from its losses."""
         for turn in self.live.values():
             _end_preemption(turn, now)
             turn.log.generated_tokens = turn.request.num_output_tokens
             _drop_uncomputed_losses(turn)
 
     def _mark_computed(self, hashes: Sequence[bytes]) -> None:
-        """Record that blocks were computed."""
+        """Record that the blocks with these hashes were computed."""
         self._computed.update(hashes)
         if self._cluster_computed is not None:
             self._cluster_computed.update(hashes)
 
 
 def _end_preemption(turn: InFlightTurn, now: float) -> None:
-    """Log the seconds since the turn's preemption, if the turn waits to resume."""
+    """If the turn waits to resume after a preemption, end the wait and add its seconds to the log."""
     if turn.preempted_s is None:
         return
     waited_s, turn.preempted_s = now - turn.preempted_s, None
@@ -239,8 +238,8 @@ def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
 
 
 def annotate_from_scheduler(log: TurnLog, program_scheduler: ProgramScheduler) -> None:
-    """Add to a finished turn what only sojourn's scheduler knows: the probability of another turn, and the
-    causes of losses."""
+    """Add to the log of a finished turn what only sojourn's scheduler knows: the predicted probability of
+    another turn, and the causes of ``evicted`` tokens."""
     program_id = ProgramId(log.program_id)
     log.goes_on = program_scheduler.continuation_probability(program_id)
     if log.regenerated.get("evicted"):
@@ -250,8 +249,8 @@ def annotate_from_scheduler(log: TurnLog, program_scheduler: ProgramScheduler) -
 
 
 def _split_losses_by_cause(log: TurnLog, record: TurnRecord) -> None:
-    """Move a turn's ``evicted`` tokens to the causes in ``record``, the turn's entry in sojourn's ledger.
-    Tokens without a cause in ``record`` stay ``evicted``. Also copy the evicting program and score."""
+    """Replace the cause ``evicted`` by the finer causes in ``record``, the turn's entry in sojourn's ledger.
+    Tokens that ``record`` does not explain stay ``evicted``. Also copy the evicting program and the score."""
     log.evictor = record.evictor
     score = record.evicted_score
     log.evicted_score = None if score is None else tuple(map(float, score))

@@ -1,10 +1,13 @@
 """vLLM's offloading connector with transfers in virtual time.
 
-The scheduler side is vLLM's: it decides which blocks are stored and when, finds them, and evicts them from
-host memory (LRU). Only the worker side is simulated. Its transfers have the same order as those of vLLM's
-worker. Stores begin with the step after the one that computed the blocks. Loads begin with the step that
-orders them. A step waits for stores of blocks that it overwrites. Each direction is one FIFO, like a DMA
-engine.
+The scheduler side is vLLM's own. It decides which blocks are stored and when, looks blocks up, and evicts
+them from host memory (LRU). Only the worker side is simulated, with the transfers in the same order as
+vLLM's:
+
+- A store (device to host) begins with the step after the one that computed the blocks.
+- A load (host to device) begins with the step that orders it.
+- A step waits for the stores of blocks that it overwrites.
+- Each direction is one FIFO, like a DMA engine.
 """
 
 from __future__ import annotations
@@ -55,8 +58,9 @@ class VllmOffloadTransfers:
         return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
 
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
-        """Start the transfers of a step. Returns the time at which the step may begin, which is after all
-        stores of blocks that the step or a load overwrites. Loads do not delay the step."""
+        """Start the transfers of a step. Returns the time at which the step may begin: ``now``, or later if
+        the step or one of its loads overwrites blocks that are still being stored. Loads do not delay the
+        step."""
         waits_for = metadata.jobs_to_flush or ()
         for job_id in waits_for:
             job = metadata.store_jobs.pop(job_id, None)
@@ -83,8 +87,8 @@ class VllmOffloadTransfers:
         self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
-        """The report of a worker on the transfers that have ended by ``now``, each reported once. ``None`` if
-        there is nothing to report."""
+        """What a worker would report: the transfers that have ended by ``now`` and were not reported before;
+        ``None`` if there are none."""
         metadata = OffloadingWorkerMetadata()
         for copy in self._take_done(self._stores, now):
             metadata.mark_completed(copy.job_id)
@@ -97,7 +101,7 @@ class VllmOffloadTransfers:
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=metadata)
 
     def next_done_s(self) -> float:
-        """End of the next transfer; ``inf`` if there is none."""
+        """Time at which the next transfer ends; ``inf`` if none is running."""
         return min((lane[0].done_s for lane in (self._stores, self._loads) if lane), default=float("inf"))
 
     @property
@@ -112,7 +116,7 @@ class VllmOffloadTransfers:
 
 
 def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransferConfig:
-    """vLLM's configuration for ``host_blocks`` blocks of host memory; ``page_bytes`` is the block size in the
+    """vLLM's configuration for ``host_blocks`` blocks of host memory. ``page_bytes``: bytes of a block in the
     KV cache specification.
 
     Outputs are stored too, unlike in vLLM's default, because the next prompt of an agent contains its last
