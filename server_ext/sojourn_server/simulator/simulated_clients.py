@@ -1,7 +1,7 @@
 """Simulated clients: they run programs and tools, send client events, and query the router.
 
-Only clients know the future of a program. A server receives what a real client would send, at the times at
-which the client would send it.
+Only clients know the future of a program. A server receives only what a real client would send, and when a
+real client would send it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
 
 ACCEPTED_OUTCOMES = ("applied", "deferred")
-"""Outcomes of a client event that are no defect. ``deferred``: a ``tool_start`` arrived before its request,
-as may happen on a network."""
+"""Outcomes of a client event that do not count as a defect. ``deferred``: a ``tool_start`` arrived before its
+request, as may happen on a network."""
 
 
 class SimulatedOutputs:
-    """Tool calls of simulated outputs, without the tools' durations. Replaces the adapter's
-    ``ToolCallReader``, because simulated tokens cannot be decoded to text."""
+    """Tool calls of simulated outputs, without durations. Replaces the ``ToolCallReader`` of sojourn's
+    adapter, which reads tool calls from the text of an output, because simulated tokens have no text."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
@@ -60,15 +60,20 @@ class ActiveProgram:
     plan: ProgramPlan
     log: ProgramLog
     root: ActiveProgram | None
+    """Top-level program of a sub-agent; ``None`` for a top-level program (a root)."""
     hints: ClientHints | None
     turn: int = 0
+    """Index of the current turn; during a gap, of the next one."""
     family: int = 1
     """For a root program: number of unfinished programs in its tree of sub-agents, itself included."""
     children: list[ProgramPlan] = field(default_factory=list)
+    """Sub-agents that start after one of the program's turns and have not been scheduled yet."""
     hashes: list[Any] = field(default_factory=list)
     """Block hashes of the program's last turn."""
     state: str = "waiting"
+    """See ``RoutedProgramView.state``."""
     since_s: float = 0.0
+    """Time at which ``state`` began."""
     context_tokens: int = 0
 
 
@@ -103,9 +108,9 @@ class SimulatedClients:
         with_hints: bool,
     ) -> None:
         """``standalone``: whether there is a single engine outside a cluster; logs then do not name the
-        engine. ``expected_s``: computes a program's completion time alone on an engine, for the program's
-        log. ``call_s``: virtual seconds that requests and events take to reach an engine. ``with_hints``:
-        whether clients send hints and events."""
+        engine. ``expected_s``: function that returns the seconds a program takes alone on an empty engine.
+        ``call_s``: virtual seconds that requests and events take to reach an engine. ``with_hints``: whether
+        clients send hints and events."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router
@@ -126,12 +131,12 @@ class SimulatedClients:
         self._waiting_at_router: dict[str, RoutableRequest] = {}
         self._submitted: dict[str, RequestInTransit] = {}
         self._attempts: dict[str, int] = {}
-        """Number of times that each unanswered request was withdrawn from an engine."""
+        """How often each unanswered request has been withdrawn from an engine."""
         self._homes: dict[str, str] = {}
         """Name of the engine that received each program's last request."""
         self._moved: set[str] = set()
-        """Programs that changed engines. The new engine may answer ``missing`` to an event of such a program,
-        because the former engine got the ``tool_start``. That answer is no defect."""
+        """Programs that changed engines. Such a program may have sent a ``tool_start`` to its former engine.
+        Then the new engine answers ``missing`` to the ``tool_stop``, which does not count as a defect."""
         self._unsent_events: dict[str, list[dict[str, Any]]] = defaultdict(list)
         """Events of programs that have no engine yet. A program's first request carries its events."""
         self._gateway_event_seq = 0
@@ -253,7 +258,7 @@ class SimulatedClients:
         return self._names[number]
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
-        """Call ``what`` after the API server's delay. Requests and events keep their order."""
+        """Call ``what`` after ``call_s`` seconds, the delay of the API server. Calls keep their order."""
         if self._call_s:
             self._event_queue.schedule_at(self._event_queue.now_s + self._call_s, what)
         else:
@@ -394,7 +399,7 @@ class SimulatedClients:
             self._after_call_delay(lambda: self._deliver_events(events))
 
     def _deliver_events(self, events: list[dict[str, Any]]) -> None:
-        """Deliver events of one program to its engine."""
+        """Deliver events of one program to its engine, or keep them for its first request."""
         program_id = events[0]["program_id"]
         replica = self._names[0] if self._standalone else self._homes.get(program_id)
         if replica is None:
@@ -412,7 +417,7 @@ class SimulatedClients:
                 self._log.refused_hints += 1
 
     def _release(self, program_id: str, replica: str) -> None:
-        """Notify a program's former engine that the program will not reuse its KV there."""
+        """Notify a program's former engine, ``replica``, that the program will not reuse its KV there."""
         if not self._with_hints:
             return
         self._gateway_event_seq += 1

@@ -33,18 +33,19 @@ from .workloads.program_plans import ProgramPlan
 
 
 def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_tokens: int) -> float:
-    """Seconds from a program's arrival to its last token, alone on an empty engine, tools included.
+    """Expected time of a program: seconds from its arrival to its last token, alone on an empty engine, tools
+    included. Sub-agents count as programs of their own.
 
     Prefill computes the tokens that no earlier turn of the program computed, in chunks of
     ``max_batched_tokens``. Decoding adds one token per step. Simpson's rule gives the time of all decode
-    steps from the first, middle and last step. Sub-agents count as programs of their own.
+    steps from the first, middle and last step.
     """
     total_s = latency.call_s * len(plan.plans) + sum(isolated_turns_s(plan, latency, max_batched_tokens))
     return total_s + sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
 
 
 def isolated_turns_s(plan: ProgramPlan, latency: LatencyModel, max_batched_tokens: int) -> list[float]:
-    """Seconds of each turn of a program that is alone on an engine, from admission to the last token."""
+    """Seconds of each turn, from admission to the last token, of a program that is alone on an engine."""
     return [
         _prefill_s(latency, lengths.reused_tokens, lengths.prompt_tokens, max_batched_tokens)
         + _decode_s(latency, lengths.prompt_tokens, lengths.output_tokens - 1)
@@ -78,19 +79,21 @@ def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = Tr
 
 
 DEFAULT_TENANT = "lab"
-"""Tenant of programs whose workload has no tenants."""
+"""Tenant of programs that have none in the workload."""
 TICK_INTERVAL_S = 0.1
-"""Virtual seconds between two ticks of the routing core. Ticks occur only with presets that steal requests,
-divide capacity or make requests yield (SAGA §5.2, §6.2), because those decisions depend on time."""
+"""Virtual seconds between two ticks of the routing core. Ticks occur only with presets whose decisions depend
+on time: those that move waiting requests to other engines (work stealing, SAGA §5.2), divide capacity between
+tenants, or make requests yield (SAGA §6.2)."""
 RESIDENCY_POLL_S = 5.0
-"""Virtual seconds between two polls of the engines for programs whose KV they dropped, as in the gateway."""
+"""Virtual seconds between two polls, in which the gateway asks the engines whose KV they have dropped."""
 PREFIX_CHUNK_TOKENS = 256
-"""Prompt tokens per prefix hash."""
+"""Prompt tokens per hash that the routing core compares to find common prefixes."""
 MAX_WAITING_REQUESTS = 1_000_000
 
 
 class SimulatedGateway:
-    """The gateway's routing core, used in place of a ``RequestRouter``.
+    """The gateway's routing core (``sojourn_server.routing``: its decisions, without HTTP), used in place of
+    a ``RequestRouter``.
 
     The core gets each event as it occurs, while a ``RequestRouter`` gets a view of the whole state. The
     core's limits are so high that it rejects no request for lack of capacity or after a long wait, since
@@ -118,8 +121,8 @@ class SimulatedGateway:
     def observe_program(
         self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
-        """Record a program that ended before the run. ``tokens``: length of the longest context. ``took_s``:
-        seconds from the program's start to its end. ``tools_s``: seconds of these in tools."""
+        """Record a program that ended before the run. ``tokens``: length of its longest context. ``took_s``:
+        seconds from its start to its end. ``tools_s``: how many of these seconds it spent in tools."""
         program = RoutedProgram(
             (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
@@ -132,7 +135,8 @@ class GatewayClients(SimulatedClients):
 
     The clients state no deadlines, since a client does not know how long its program will take. The core
     derives deadlines from the mean duration of earlier programs of the same agent type. With ``oracle``,
-    clients with a tenant state a deadline: ``SLO_FACTOR`` times the program's duration alone on an engine.
+    clients with a tenant state a deadline: the arrival plus ``SLO_FACTOR`` × the expected time (alone on an
+    empty engine).
     """
 
     def __init__(
@@ -175,7 +179,7 @@ class GatewayClients(SimulatedClients):
         self._event_queue.schedule_at(due_s, self._poll_residency, background=True)
 
     def _poll_residency(self) -> None:
-        """Report to the routing core the programs whose KV is in no tier of their engine."""
+        """Report to the routing core the programs whose home engine has dropped their KV from all tiers."""
         for name, sim_replica in self._sim_replicas.items():
             adapter = sim_replica.engine.adapter
             for program_id in list(adapter.program_scheduler.dropped_programs()) if adapter else ():
@@ -250,8 +254,9 @@ class GatewayClients(SimulatedClients):
                 raise AssertionError(f"{action}: unexpected, because engines do not fail in a simulation")
 
     def _order_yield(self, order: YieldPrograms) -> None:
-        """Order an engine to make some of its running requests yield, and send the engine's answer to the
-        routing core. Order and answer take ``call_s`` seconds each."""
+        """Order an engine to make the running requests of some programs yield, that is, be preempted for
+        another request. Send the engine's answer to the routing core. Order and answer take ``call_s``
+        seconds each."""
         sim_replica = self._sim_replicas[order.replica_id]
         programs = [program_id for _, program_id in order.programs]
 

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from .workloads.program_plans import ProgramPlanner
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
-"""Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. The log has a note if it
-fills up."""
+"""Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. The KV pool of
+``unlimited`` has four tenths of it. If either fills up, the log has a note."""
 
 HISTORY_SEED = 1_000_003
-"""Difference between the seed of the ``RunSpec.history_programs`` programs and the run's seed."""
+"""Added to a run's seed, it gives the seed of the programs of ``RunSpec.history_programs``."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
 UNBOUNDED_OCCUPANCY_SAMPLES = 20
-"""Occupancy samples of a run with millions of blocks; also the minimum for clusters."""
+"""Occupancy samples of a run of ``unlimited``, which has a million blocks; also the minimum for clusters."""
 
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
@@ -53,9 +53,10 @@ class RunSpec:
     hardware: str = "a100-80gb"
     """Name of a hardware profile, or a file."""
     model: str | None = None
-    """Name of a model, or a file. With ``None``, it is the model that an engine profile names, or
-    ``DEFAULT_MODEL`` on other hardware."""
+    """Name of a model, or a file. ``None``: the model that the engine profile names, or ``DEFAULT_MODEL`` if
+    ``hardware`` is no engine profile."""
     tp: int = 1
+    """Tensor parallel devices of an engine."""
     async_scheduling: bool = False
     """Whether the engine plans each step before it has the previous step's results, as on CUDA."""
     cpu_ratio: float = 1.0
@@ -64,28 +65,31 @@ class RunSpec:
     """Disk for KV as a multiple of the device's KV memory, for policies with sojourn's tiers; 0 for no
     disk."""
     replicas: int | None = None
-    """Engines behind a gateway, each on hardware of its own; ``None`` for a single engine."""
+    """Number of engines behind a gateway, each on hardware of its own; ``None`` for one engine without a
+    gateway."""
     programs: int = 40
-    """Concurrent programs (closed loop) or arrivals (open loop), over all replicas."""
+    """Number of concurrent programs (closed loop) or of arrivals (open loop), over all replicas."""
     rate_per_s: float | None = None
-    """Poisson arrivals per second in an open loop; ``None`` for a closed loop."""
+    """Mean arrivals per second of the Poisson process of an open loop; ``None`` for a closed loop."""
     burst: int = 1
     """Number of programs that arrive together in an open loop."""
     until_s: float | None = 3600.0
     """End of the run in virtual seconds; with ``None`` it ends when all programs have finished."""
     seed: int = 0
     max_gap_s: float | None = None
-    """Upper limit of the idle times between turns, in seconds."""
+    """Upper limit of the gaps between turns, in seconds; ``None`` for no limit."""
     human_gaps: bool = True
     """Whether gaps include the response times of people; if false, people respond at once."""
     pool_tokens: int | None = None
-    """KV tokens on the device; ``None`` for the measured number, or for as many as fit beside the weights."""
+    """KV tokens on the device. ``None``: the number in the engine profile or, without an engine profile, as
+    many as fit beside the weights."""
     max_model_len: int | None = None
     """Longest context of the engine; ``None`` for the model's. vLLM requires that one request of this length
     fits the pool."""
     max_context_tokens: int | None = None
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
     record_accesses: bool = False
+    """Whether to record block accesses; only without ``replicas``."""
     history_programs: int = 0
     """Number of programs, made with another seed, from which gateway and clients learn the turns and context
     sizes of each agent type before the run. Only for synthetic workloads with ``replicas``."""
@@ -115,8 +119,8 @@ def run_simulation(
     """Run one specification.
 
     ``on_progress`` gets the virtual seconds so far and the number of finished programs. ``arrivals`` replaces
-    the programs and arrivals of ``spec.workload``. Raises ``SimulatorError``, ``PolicyError``, ``TraceError``
-    or ``LatencyProfileError`` before the run starts."""
+    the programs and arrivals of ``spec.workload``. For an invalid specification, raises ``SimulatorError``,
+    ``PolicyError``, ``TraceError`` or ``LatencyProfileError`` before the run starts."""
     policy = engine_policy(spec)
     latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
     shape = _context_fitting_pool(shape)
@@ -183,7 +187,8 @@ def _policy_name(spec: RunSpec) -> str:
 
 
 def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
-    """Check ``specs`` without running them. Returns notes for the user. Raises like ``run_simulation``."""
+    """Check ``specs`` without running them. Returns notes for the user. Raises the errors of
+    ``run_simulation``."""
     notes: dict[str, None] = {}
     seen = set()
     sources: dict[str, str] = {}
@@ -224,15 +229,16 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
 
 
 def workload_program_ids(spec: RunSpec) -> list[str]:
-    """Ids of the workload's programs, in order. Raises ``TraceError``."""
+    """Ids of the programs of ``spec.workload``, in its order. Raises ``TraceError``."""
     from .workloads.arrival_processes import load_programs
 
     return [program.program_id for program in load_programs(spec.workload, spec.seed)]
 
 
 def first_program_ids(spec: RunSpec) -> list[str]:
-    """Trace ids of the programs that arrive under every policy: all programs of an open loop, or the first
-    ``programs`` of a closed loop. Sub-agents come after their parent. Raises like ``run_simulation``."""
+    """Ids, as in the trace, of the programs that arrive whatever the policy: all programs of an open loop, or
+    the first ``spec.programs`` of a closed loop. Sub-agents come after their parent. Raises the errors of
+    ``run_simulation``."""
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]
     found: dict[str, None] = {}
@@ -270,8 +276,8 @@ def _program_planner(spec: RunSpec, shape: DeviceShape) -> ProgramPlanner:
 
 
 def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShape]:
-    """Latency model and shape of a run's device; ``cpu_ratio`` as in ``RunSpec``. Raises
-    ``LatencyProfileError``."""
+    """Latency model and shape of a run's device. ``cpu_ratio`` (host memory ÷ device KV memory) replaces that
+    of ``spec``. Raises ``LatencyProfileError``."""
     from .latency.latency_selection import load_latency_model
 
     return load_latency_model(
@@ -285,8 +291,8 @@ def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, Devic
 
 
 def _cpu_ratio(spec: RunSpec, policy: SimulatorPolicy) -> float:
-    """``cpu_ratio`` of the specification, or 0 if the policy does not use it. With 0, an engine profile needs
-    no bandwidths of host memory."""
+    """``cpu_ratio`` of the specification; 0 if the policy does not use it. With 0, an engine profile may lack
+    the copy bandwidths of host memory."""
     return spec.cpu_ratio if policy.uses_cpu_ratio else 0.0
 
 

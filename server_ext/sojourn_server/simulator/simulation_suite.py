@@ -103,9 +103,8 @@ def run_suite(
 
     Callbacks get the index of a run in ``planned_runs(specs)``. Metrics leave out the first ``since_s``
     virtual seconds of each run. Runs found in the ``cache`` are not repeated; new runs are stored in it.
-    ``name`` returns the name of a run for errors. Raises the errors of ``run_simulation``,
-    ``WorkerDiedError`` if a process dies, and ``SuiteInterrupted`` on Ctrl-C. Any error aborts the other
-    runs.
+    ``name`` returns the name of a run for errors. Raises like ``run_simulation``, ``WorkerDiedError`` if a
+    process dies, and ``SuiteInterrupted`` on Ctrl-C. Any error aborts the other runs.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}

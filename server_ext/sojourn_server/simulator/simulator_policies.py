@@ -3,8 +3,7 @@
 Baselines with a preset receive the same client events as sojourn's policies. They free a program's blocks at
 the program's end, because the systems in their papers also know when a program ends. Baselines without a
 preset keep blocks cached until the memory is reused, as ``stock`` does. The preset ``known-ends`` is
-``stock`` plus this knowledge. Compare a policy with ``known-ends`` to see what it gains beyond knowing
-program ends.
+``stock`` plus program ends. Compare a policy with it to see what the policy gains beyond knowing ends.
 """
 
 from __future__ import annotations

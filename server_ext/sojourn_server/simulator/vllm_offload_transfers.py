@@ -1,8 +1,7 @@
 """vLLM's offloading connector with transfers in virtual time.
 
 The scheduler side is vLLM's own. It decides which blocks are stored and when, looks blocks up, and evicts
-them from host memory (LRU). Only the worker side is simulated, with the transfers in the same order as
-vLLM's:
+them from host memory (LRU). Only the worker side is simulated. Its transfers have vLLM's order:
 
 - A store (device to host) begins with the step after the one that computed the blocks.
 - A load (host to device) begins with the step that orders it.

@@ -15,21 +15,20 @@ class FittedLatency:
     """``LatencyModel`` that is linear in the work of a step, with coefficients fitted to measurements.
 
     Seconds of a step = step_s + token_s·tokens + pair_s·attention_pairs + kv_token_s·kv_tokens_read +
-    request_s·requests. The coefficients are fields of ``costs``. The model is accurate between the measured
-    points (the profile's samples show the error), and optimistic beyond them, for example for a much larger
-    batch. ``costs.call_s``, the API server's seconds per request, is not part of a step.
+    request_s·requests. The coefficients are fields of ``costs``, the other factors fields of ``StepWork``.
+    The model is accurate between the measured points (the profile's samples show the error). Beyond them, for
+    example for a much larger batch, it is optimistic.
     """
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """Measured copy rate. If the rate was not measured, it is ``None``, and ``copy_s`` raises
-    ``LatencyProfileError``."""
+    """Measured copy rate. ``None`` if it was not measured; then ``copy_s`` raises ``LatencyProfileError``."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod
     def of(cls, profile: EngineProfile) -> FittedLatency:
-        """Build the model from ``profile``. Raises ``LatencyProfileError`` for a profile of version 1 without
-        decode points."""
+        """Build the model from ``profile``. Raises ``LatencyProfileError`` for a profile without step costs
+        (version 1) and without decode points."""
         return cls(
             profile.steps if profile.steps is not None else _step_costs_from_curves(profile),
             profile.device_to_host_bytes_per_s,
@@ -71,9 +70,9 @@ class FittedLatency:
 
 
 def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
-    """Compute step costs from the two curves of a version 1 profile. The prefill curve gives seconds as a
-    quadratic function of the prompt's tokens. The decode curve gives the seconds of a step with one request,
-    by context length. Raises ``LatencyProfileError`` without a decode curve."""
+    """Compute step costs from a profile of version 1, which has two curves instead. The prefill curve gives
+    seconds as a quadratic function of the prompt's tokens. The decode curve gives the seconds of a step with
+    one request, by context length. Raises ``LatencyProfileError`` without a decode curve."""
     if not profile.decode_points:
         raise LatencyProfileError(
             "the engine profile holds no decode measurement (version 1); measure again with sojourn profile"

@@ -41,7 +41,8 @@ def is_profile_path(name: str) -> bool:
 
 
 def find_profile_file(name: str, kind: str) -> Path:
-    """The file of a shipped or user profile. Raises ``LatencyProfileError``."""
+    """The file of a shipped or user profile. ``kind`` is ``hardware`` or ``models``. Raises
+    ``LatencyProfileError``."""
     if is_profile_path(name):
         path = Path(name)
         if not path.is_file():
@@ -81,7 +82,8 @@ def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]
 
 
 def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
-    """Return ``value`` if it is a finite number in [least, most]. ``where`` names the field in errors."""
+    """Return ``value`` if it is a finite number in [least, most]. Otherwise raise ``LatencyProfileError``
+    with the file, ``path``, and the field, ``where``."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     if not good or not least <= value <= most:
         bounds = f"≥ {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
@@ -90,14 +92,16 @@ def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most
 
 
 def parse_integer(path: Path, where: str, value: Any, *, least: int) -> int:
-    """Return ``value`` if it is an integer ≥ ``least``. ``where`` names the field in errors."""
+    """Return ``value`` if it is an integer ≥ ``least``. Otherwise raise ``LatencyProfileError`` with the
+    file, ``path``, and the field, ``where``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a whole number ≥ {least}")
     return value
 
 
 def parse_text(path: Path, where: str, value: Any) -> str:
-    """Return ``value`` if it is a non-empty string. ``where`` names the field in errors."""
+    """Return ``value`` if it is a non-empty string. Otherwise raise ``LatencyProfileError`` with the file,
+    ``path``, and the field, ``where``."""
     if not isinstance(value, str) or not value.strip():
         raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a text")
     return value
@@ -110,14 +114,14 @@ DISK_WRITE_BYTES_PER_S = 3.5e9
 DISK_SOURCE = (
     "one PCIe 4 drive, Samsung PM9A3 (U.2) as announced: 6.5 GB/s read, 3.5 GB/s written in sequence"
 )
-"""Source of the two default disk rates. They apply to engine profiles, and to hardware profiles that state no
-disk rates."""
+"""Source of the two disk rates above. They apply to engine profiles, and to hardware profiles without disk
+rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
-    """Constants of a device and its links. An efficiency is the fraction of the published peak that kernels
-    reach."""
+    """Constants of a device and its links. An efficiency is the fraction of a published peak (bf16 FLOP/s or
+    memory bandwidth) that kernels reach."""
 
     name: str
     title: str
@@ -127,16 +131,15 @@ class HardwareProfile:
     """Published bf16 peak of the tensor cores for dense matrices."""
     memory_bandwidth_bytes_per_s: float
     linear_efficiency: float
-    """Fraction of the FLOP peak in the linear layers (all but attention), with many tokens."""
+    """Fraction of the FLOP/s peak in the linear layers (all but attention), with many tokens."""
     expert_efficiency: float
-    """Fraction of the FLOP peak in the experts of a mixture, computed as grouped GEMMs of few tokens each."""
+    """Fraction of the FLOP/s peak in the experts of a mixture: grouped GEMMs of few tokens each."""
     attention_efficiency: float
-    """Fraction of the FLOP peak in prefill attention. FLOPs count only query-key pairs inside the causal
-    mask."""
+    """Fraction of the FLOP/s peak in prefill attention. Only query-key pairs inside the causal mask count."""
     weight_read_efficiency: float
-    """Fraction of the memory bandwidth peak in GEMMs of few tokens, which mostly read weights."""
+    """Fraction of the peak memory bandwidth in GEMMs of few tokens, which mostly read weights."""
     kv_read_efficiency: float
-    """Fraction of the memory bandwidth peak in decode attention over a paged KV cache."""
+    """Fraction of the peak memory bandwidth in decode attention over a paged KV cache."""
     layer_overhead_s: float
     """Fixed seconds of a layer, spent in small kernels even if there is almost no work."""
     step_overhead_s: float
@@ -157,12 +160,12 @@ class HardwareProfile:
     max_num_batched_tokens: float
     """vLLM's default for the API server on this device."""
     disk_read_bytes_per_s: float = DISK_READ_BYTES_PER_S
-    """Sequential read rate of the machine's disk, which all devices share. A file holds one KV block."""
+    """Sequential read rate of the machine's disk, which all devices share."""
     disk_write_bytes_per_s: float = DISK_WRITE_BYTES_PER_S
     sources: tuple[tuple[str, str], ...] = ()
-    """Pairs of a constant and the source of its value."""
+    """(Name of a constant, source of its value)."""
     estimates: tuple[str, ...] = ()
-    """Constants whose value was chosen, not published or measured."""
+    """Names of constants whose value was chosen, not published or measured."""
 
 
 _FRACTIONS = frozenset(field.name for field in fields(HardwareProfile) if field.name.endswith("_efficiency"))
@@ -186,7 +189,8 @@ def load_hardware_profile(name: str) -> HardwareProfile:
 
 
 def parse_hardware_profile(document: dict[str, Any], path: Path) -> HardwareProfile:
-    """Parse a hardware profile; ``path`` is for messages. Raises ``LatencyProfileError``."""
+    """Parse a hardware profile. ``document`` is the content of the file ``path``. Raises
+    ``LatencyProfileError``."""
     if document.get("version") != HARDWARE_VERSION:
         raise LatencyProfileError(
             f"{path}: version is {document.get('version')!r}; expected {HARDWARE_VERSION}"
@@ -309,9 +313,9 @@ class ModelShape:
         return round(2 * self.layers * heads * self.head_size * self.kv_element_bytes)
 
     def splits(self, tp: int) -> bool:
-        """Whether vLLM can split the heads over ``tp`` devices: ``tp`` divides the number of query heads, and
-        divides the number of KV heads or is a multiple of it. With a multiple, several devices have a copy of
-        the same KV head."""
+        """Whether vLLM can split the heads over ``tp`` devices. ``tp`` must divide the number of query heads.
+        It must also divide the number of KV heads, or be a multiple of it; with a multiple, several devices
+        have a copy of the same KV head."""
         return tp >= 1 and self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
     def check_tp(self, tp: int) -> None:

@@ -26,7 +26,8 @@ class LatencyModel(Protocol):
 
     @property
     def call_s(self) -> float:
-        """Seconds of a request between client and scheduler (HTTP, tokenising), which are part of no step."""
+        """Seconds that a request takes from the client to the scheduler (HTTP, tokenising). They are part of
+        no step."""
         ...
 
     def step_s(self, work: StepWork) -> float:
@@ -43,7 +44,7 @@ class LatencyModel(Protocol):
 
 
 class DeviceShape(NamedTuple):
-    """An engine as its scheduler sees it: hardware, model and limits."""
+    """What a scheduler knows of its engine: hardware, model and limits."""
 
     hardware: str
     model: str

@@ -24,7 +24,8 @@ from .roofline_latency import RooflineLatency
 GPU_MEMORY_UTILIZATION = 0.92
 """Default of vLLM 0.32 for the share of device memory that an engine uses (config/cache.py)."""
 RUNTIME_BYTES = 1.0 * 2**30
-"""Estimated device bytes of CUDA context, NCCL and captured graphs. vLLM's start-up logs show 0.5–1.5 GiB."""
+"""Estimated bytes of the CUDA context, NCCL and captured graphs on a device. vLLM's start-up logs show 0.5 to
+1.5 GiB."""
 BLOCK_SIZE = 16
 """Tokens of a KV block on hardware without an engine profile: vLLM's default."""
 MAX_TP = 64
@@ -33,11 +34,11 @@ DEFAULT_MODEL = "llama-3.1-8b"
 
 
 def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
-    """Approximate peak bytes of activations per device in vLLM's profiling run: one layer's largest tensors,
-    and the logits.
+    """Approximate peak bytes of activations per device in vLLM's profiling run, where vLLM measures the
+    actual peak: the largest tensors of one layer, and the logits.
 
-    vLLM measures the actual peak at start. Every device has the whole residual and hidden states. Queries,
-    keys, values and the MLP's inner state are split over the devices. Logits have 32 bits.
+    Every device has the whole residual and hidden states. Queries, keys, values and the MLP's inner state are
+    split over the devices. Logits have 32 bits.
     """
     inner = model.intermediate_size * max(1, model.experts_per_token)
     qkv = model.head_size * (model.heads + 2 * model.kv_heads)
@@ -58,9 +59,9 @@ def device_shape(
     """Shape of an engine on ``tp`` devices.
 
     ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. ``kv_pool_tokens`` replaces
-    the computed size of the KV pool. By default, ``max_model_len`` is the model's limit or, if that is less,
-    the size of a given pool. Raises ``LatencyProfileError`` if a value is out of range or the model does not
-    fit. For a model that does not fit, the message has the missing bytes and the smallest sufficient ``tp``.
+    the computed size of the KV pool. ``max_model_len`` is by default the longest context of the model, but no
+    more than a given ``kv_pool_tokens``. Raises ``LatencyProfileError`` if a value is out of range or the
+    model does not fit. For a model that does not fit, the message has the missing bytes and a remedy.
     """
     model.check_tp(tp)
     if max_model_len is not None and max_model_len < 1:
@@ -87,8 +88,8 @@ def device_shape(
 
 
 def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context: int) -> int:
-    """KV tokens that fit beside the weights on ``tp`` devices, in whole blocks. Raises
-    ``LatencyProfileError`` if they are fewer than ``context``."""
+    """KV tokens that fit beside the weights on ``tp`` devices, rounded down to whole blocks. Raises
+    ``LatencyProfileError`` if a request of ``context`` tokens does not fit."""
     seqs, batched = int(hardware.max_num_seqs), int(hardware.max_num_batched_tokens)
 
     def kv_capacity_bytes(devices: int) -> float:
@@ -125,8 +126,8 @@ def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context:
 
 
 def is_engine_profile(hardware: str) -> bool:
-    """Whether ``hardware`` is the path of an engine profile, which has measurements of one model on one
-    device."""
+    """Whether ``hardware`` is the path of an engine profile: measurements of one engine, made by ``sojourn
+    profile``."""
     return (
         is_profile_path(hardware)
         and Path(hardware).is_file()
@@ -147,14 +148,15 @@ def load_latency_model(
     kv_pool_tokens: int | None = None,
     max_model_len: int | None = None,
 ) -> tuple[LatencyModel, DeviceShape]:
-    """The latency model and the device shape for ``hardware``.
+    """The latency model and the device shape for ``hardware``, which is one of:
 
-    ``hardware`` is the name of a shipped hardware profile, the path of another hardware profile (TOML), or
-    the path of an engine profile from ``sojourn profile``. ``model`` is a name or a TOML file; on a hardware
-    profile, its default is ``DEFAULT_MODEL``. An engine profile names its model; if the profile lacks the KV
-    bytes of a token, ``model`` provides them. The other arguments are those of ``device_shape``; with an
-    engine profile, their defaults are the engine's own limits. Raises ``LatencyProfileError`` with one line
-    that names the file, the field and a remedy.
+    - a hardware profile: the name of a shipped one, or the path of a TOML file. ``model`` is a name or a TOML
+      file (default: ``DEFAULT_MODEL``). The other arguments are those of ``device_shape``.
+    - the path of an engine profile, made by ``sojourn profile``. ``kv_pool_tokens`` and ``max_model_len`` are
+      by default the engine's own; ``tp`` must be 1. ``model`` is needed only if the profile lacks the KV
+      bytes of a token.
+
+    Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy.
     """
     if is_profile_path(hardware):
         path = Path(hardware)
@@ -229,8 +231,8 @@ def _measured_latency_model(
 
 
 def _rounded_device_shape(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
-    """Return ``device`` with its pool rounded down to whole blocks, and host memory set by ``cpu_ratio``.
-    Raises ``LatencyProfileError`` if the pool cannot hold one request of the longest context."""
+    """Return ``device`` with its KV pool rounded down to whole blocks, and with host memory of ``cpu_ratio``
+    × the pool. Raises ``LatencyProfileError`` if the pool cannot hold one request of the longest context."""
     if not 0 <= cpu_ratio < float("inf"):
         raise LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
     block = device.block_size

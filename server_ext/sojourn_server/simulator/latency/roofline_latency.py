@@ -1,6 +1,7 @@
 """Roofline latency of a step: its FLOPs and bytes over the achieved rates of the device.
 
-A step is a sequence of kernels, so their times add:
+A step is a sequence of kernels, so their times add. All terms are seconds; an achieved rate is a published
+peak times an efficiency of ``HardwareProfile``:
 
     step    = step_overhead + requests · request_overhead
             + layers · (layer_overhead + linear + 2 · all_reduce) + attention + head
@@ -13,16 +14,18 @@ A step is a sequence of kernels, so their times add:
 
 The root of squares is a smooth maximum. A plain maximum is off by 27 % at 128 tokens, where reading and
 computing take the same time (Llama-3-8B's projections on A100: measured 0.377 ms, plain maximum 0.276 ms,
-root of squares 0.37 ms). In a mixture of E experts, a token computes with k of them, but a step reads every
-expert that at least one of its tokens uses: on average E·(1 - (1 - k/E)^tokens) experts, if tokens choose
-uniformly. Tensor parallelism divides compute, weights and KV by ``tp``.
+root of squares 0.37 ms).
+
+In a mixture of E experts, a token computes with k of them. A step reads every expert that at least one of its
+tokens uses. If tokens choose uniformly, these are E·(1 - (1 - k/E)^tokens) experts on average. Tensor
+parallelism divides compute, weights and KV by ``tp``.
 
 Accuracy. The projections are within 15 % of the operators measured in microsoft/vidur's tables from 1 to
 16,384 tokens (tests/simulator/test_simulator_latency_published.py). Attention, the overheads and all of B200
 are estimates. Left out: power throttling, other work on PCIe, and the API server's time per request. Prefill
 throughput is an upper bound: expect engines to be 0 to 30 % slower. Expect an error of ±30 % in absolute
 seconds, and a far smaller one in ratios between policies on one device. A real load from host memory is
-slower while a store runs; the model ignores this (see the PCIe sources).
+slower while a store runs. The model ignores this (see the sources of the copy rates in the profiles).
 """
 
 from __future__ import annotations
