@@ -85,7 +85,7 @@ TICK_INTERVAL_S = 0.1
 on time: those that move waiting requests to other engines (work stealing, SAGA §5.2), divide capacity between
 tenants, or make requests yield (SAGA §6.2)."""
 RESIDENCY_POLL_S = 5.0
-"""Virtual seconds between two polls, in which the gateway asks the engines whose KV they have dropped."""
+"""Virtual seconds between two polls. A poll asks each engine which programs' KV it has dropped."""
 PREFIX_CHUNK_TOKENS = 256
 """Prompt tokens per hash that the routing core compares to find common prefixes."""
 MAX_WAITING_REQUESTS = 1_000_000
@@ -254,9 +254,8 @@ class GatewayClients(SimulatedClients):
                 raise AssertionError(f"{action}: unexpected, because engines do not fail in a simulation")
 
     def _order_yield(self, order: YieldPrograms) -> None:
-        """Order an engine to make the running requests of some programs yield, that is, be preempted for
-        another request. Send the engine's answer to the routing core. Order and answer take ``call_s``
-        seconds each."""
+        """Order an engine to preempt the running requests of some programs for another request, and send the
+        engine's answer to the routing core. Order and answer take ``call_s`` seconds each."""
         sim_replica = self._sim_replicas[order.replica_id]
         programs = [program_id for _, program_id in order.programs]
 

@@ -1,4 +1,5 @@
-"""Devices of a simulated cluster: storage NICs, memory, prefill and decode devices; state of an agent."""
+"""Devices of a simulated cluster: storage NICs, memory, prefill and decode devices; state of an agent.
+Sections are DualPath's."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ class AgentState:
     first_token_s: float
     second_token_s: float
     decoded_from_s: float
+    """Time at which decoding starts."""
     worker: int
     """Index of the prefill device that computes the turn."""
     decode: int
@@ -56,7 +58,7 @@ class AgentState:
 
 
 WINDOW_S = 10.0
-"""Length of the windows in which bytes are counted, to show how evenly NICs are used."""
+"""Length of the windows of time in which metrics of NICs and attention are summed."""
 
 
 class StorageNic:
@@ -111,7 +113,7 @@ Item = TypeVar("Item")
 
 class FcfsMemoryPool(Generic[Item]):
     """Memory that requests get in order of arrival. A request that does not fit waits, and so do all later
-    ones. A request larger than the pool waits until the whole pool is free, and then gets it."""
+    requests. A request larger than the pool waits until the whole pool is free, and then gets it."""
 
     __slots__ = ("free", "queue", "size", "waiting")
 
@@ -123,8 +125,8 @@ class FcfsMemoryPool(Generic[Item]):
         """Total demand of waiting requests."""
 
     def take(self, amount: float, item: Item) -> bool:
-        """Allocate ``amount`` for the request ``item``. Returns False if ``item`` must wait. A later
-        ``release_memory`` then allocates the memory and yields ``item``."""
+        """Allocate ``amount`` for the request ``item``. Returns whether it was allocated. If not, ``item``
+        waits; a later ``release_memory`` allocates the memory and yields ``item``."""
         if not self.queue and (amount <= self.free or self.free == self.size):
             self.free -= amount
             return True
@@ -178,14 +180,13 @@ class PrefillDevice:
 
 
 class PrefillGroup:
-    """Prefill devices that share expert layers and run steps together; each waits for the slowest (DualPath
-    §6.2).
+    """Prefill devices that share expert layers and run steps together; all wait for the slowest (§6.2).
 
     A step takes a fixed time, plus the longest attention time of any device, plus the time of the experts'
     work, which is spread over all devices. With layerwise prefill, KV is copied while all layers but one
-    compute. The copies can lengthen the step in two ways. They may slow the model's collectives
-    (``collective_s_per_copy_s``). And if the copies take longer than the compute of these layers, the step
-    waits until the copies end.
+    compute. The copies can lengthen the step in two ways: they may slow the model's collectives
+    (``collective_s_per_copy_s``), and if they take longer than the compute of these layers, the step waits
+    until they end.
     """
 
     __slots__ = (
@@ -277,7 +278,7 @@ class PrefillGroup:
 
 
 _EARLY = 1e-6
-"""Tolerance for rounding errors in ``DecodeDevice.progress``, in steps."""
+"""Tolerance, in steps, for rounding errors of ``DecodeDevice.progress``."""
 
 
 class DecodeDevice:
@@ -305,7 +306,7 @@ class DecodeDevice:
         """Context tokens of all current requests, each counted with its mean length."""
         self.requests = 0
         self.progress = 0.0
-        """Number of steps so far."""
+        """Number of steps so far, up to ``since_s``; a fraction while a step runs."""
         self.since_s = 0.0
         self.step_s = base_s
         self.ends: list[tuple[float, int, AgentState]] = []
@@ -319,8 +320,8 @@ class DecodeDevice:
         return state.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
     def enter(self, state: AgentState, load_s: float, stall_s: float, now: float) -> None:
-        """Add a request whose prompt is computed. ``load_s``: seconds until its KV is copied to the device
-        and its decoding starts. ``stall_s``: seconds for which this copy stops all other requests."""
+        """Add a request whose prompt is computed. ``load_s``: seconds to copy its KV to the device; then its
+        decoding starts. ``stall_s``: seconds for which this copy stops all other requests."""
         _, prompt_tokens, _, kv_tokens = state.request
         self.progress += (now - stall_s - self.since_s) / self.step_s
         self.since_s = now

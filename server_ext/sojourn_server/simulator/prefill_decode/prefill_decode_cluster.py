@@ -1,4 +1,4 @@
-"""The simulated cluster: its models, its machines, and the number of nodes.
+"""The simulated cluster: its models, its machines, and the number of nodes. Sections are DualPath's.
 
 FLOPs and bytes of DualPath's three models are counted from public configurations, not measured. The paper's
 Table 1 gives the KV bytes per operation of a turn, in GB/PFLOP, for contexts from 16K to 64K. The counts here
@@ -20,7 +20,7 @@ class PdModel:
     title: str
     layers: int
     kv_bytes_per_token: int
-    """Cached bytes of a token over all layers: its KV, and other data that attention reads (index keys)."""
+    """Cached bytes of a token over all layers: its KV and, with sparse attention, its index keys."""
     local_token_flops: float
     """FLOPs of a new token on its request's device: projections, and attention over the tokens that sparse
     attention selects."""
@@ -50,7 +50,7 @@ class PdModel:
 
 
 def _mla(layers: int, heads: int, index_heads: int, index_size: int, picked: int) -> tuple[int, float, float]:
-    """Costs of DeepSeek's sparse attention (MLA): KV bytes per token, FLOPs per new token, FLOPs per pair.
+    """Costs of DeepSeek's sparse attention (MLA): (KV bytes per token, FLOPs per new token, FLOPs per pair).
 
     The latent has 512 numbers in FP8 with four scales of 4 bytes, and 64 rotary numbers in BF16. The index
     key has one byte per number, and a scale of 4 bytes. The indexer compares every new token with all earlier
@@ -226,16 +226,16 @@ class PdCluster:
     short_queue_s: float = 3.0
     """The paper's α: the longest read queue, in seconds, that counts as short."""
     most_tokens_s: float = 5.0
-    """The paper's β, as seconds. A prefill device with more unfinished tokens than it computes in this time
-    gets no new request. Its assumed speed is the speed for the workload's mean turn."""
+    """The paper's β, as seconds. A prefill device gets no new request while it has more unfinished tokens
+    than it can compute in this time, at its speed for the workload's mean turn."""
     quota_s: float = 0.3
     """Compute quota: maximum attention seconds of a prefill step, the same for all systems."""
     step_tokens: int | None = None
-    """Maximum number of new tokens per device and prefill step. If ``step_tokens`` is ``None``, ``quota_s``
-    applies instead."""
+    """Maximum number of new tokens per device and prefill step, instead of ``quota_s``. ``None``: ``quota_s``
+    applies."""
     fetch_between_steps: bool = False
-    """Whether requests are assigned only while a prefill group is idle or between two steps. This is so in
-    the paper, whose engines fetch requests (§6.1). If false, requests are assigned at any event."""
+    """Whether requests are assigned only while a prefill group is idle or between two steps, as in the paper,
+    where engines fetch requests (§6.1). If false, requests are assigned at any event."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:

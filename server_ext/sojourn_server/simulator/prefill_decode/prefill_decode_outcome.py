@@ -1,4 +1,4 @@
-"""Metrics of a prefill/decode run: duration, balance, and latencies."""
+"""Metrics of a prefill/decode run: duration, balance, and latencies. Sections and figures are DualPath's."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from .cluster_devices import WINDOW_S
 from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
-"""Start and end of the loaded part of a run without arrivals, as shares of the run's duration. Metrics of
-storage NICs cover only the loaded part, because storage is empty at the start, and little work is left at the
-end (§7.5). In a run with arrivals, the loaded part is the second half."""
+"""Start and end of the *loaded part* of a run without arrivals, as shares of the run's duration. Metrics of
+storage NICs cover only this part, because storage is empty at the start, and little work is left at the end
+(§7.5). In a run with arrivals, the loaded part is the second half."""
 FULL = 0.9
-"""NICs count as full in a window of time if they read at least this share of the bytes that they can."""
+"""NICs count as full in a window of ``WINDOW_S`` if they read at least this share of the bytes that they
+can."""
 EARLY = 0.05
-"""Share of a run, from its start, for which attention times of devices are compared (Figure 14)."""
+"""Attention times of devices are compared in this first share of a run (Figure 14)."""
 TTFT_SLO_S = 4.0
 TPOT_SLO_S = 0.05
-"""The paper's SLO: ``TTFT_SLO_S`` limits the mean TTFT, and ``TPOT_SLO_S`` the mean TPOT (§7.4)."""
+"""DualPath's SLO (§7.4), in seconds: at most ``TTFT_SLO_S`` mean TTFT, and ``TPOT_SLO_S`` mean TPOT."""
 
 
 class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies, in seconds, of finished turns with more than one token that were submitted after the
-    warm-up. TTST is the time from the first token to the second."""
+    """Latencies, in seconds, of turns that were submitted after the warm-up and have finished with more than
+    one token. TTST is the time from the first token to the second."""
 
     turns: int
     ttft_mean: float
@@ -58,12 +59,12 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     read_tokens: int
     """Tokens read from storage."""
     nic_max_over_mean: float | None
-    """Evenness of the storage NICs: the bytes of the busiest NIC ÷ the mean of all NICs, per window of 10 s,
-    averaged over the loaded part of the run. ``None`` if no NIC read anything in this part."""
+    """Imbalance of the storage NICs: in each window of 10 s, the bytes of the busiest NIC ÷ the mean of all
+    NICs; averaged over the windows of the loaded part. ``None`` if no NIC read anything in this part."""
     nic_busy: tuple[float, float]
-    """Busy shares of storage NICs in the loaded part of the run: (prefill nodes, decode nodes)."""
+    """Bytes read ÷ bytes that the storage NICs can read in the loaded part: (prefill nodes, decode nodes)."""
     attention_max_over_mean: float | None
-    """Evenness of prefill groups: attention seconds of a step's slowest device ÷ the mean of its group's
+    """Imbalance of prefill groups: attention seconds of a step's slowest device ÷ the mean of its group's
     devices, over the first twentieth of the run. ``None`` without attention work."""
     prefill_busy: float
     """Busy share of the prefill groups over the whole run."""

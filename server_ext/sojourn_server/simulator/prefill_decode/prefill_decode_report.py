@@ -30,11 +30,11 @@ COLUMNS = {
 }
 """Columns of the table: title → meaning. The table prints the last word of a title on a second line."""
 OFFLINE_ONLY = {"took s", "faster", "attention"}
-"""Columns that are left out for runs with arrivals, which have a fixed length, and few agents in their first
-twentieth."""
+"""Columns of runs without arrivals only. Runs with arrivals have a fixed length, and few agents at first."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
+"""Columns of runs with arrivals only."""
 MOSTLY = 0.5
-"""``storage_note`` warns if the prefill nodes' storage NICs were full in less than this share of the run."""
+"""``storage_note`` warns if the prefill nodes' storage NICs were full for less than this share of the run."""
 
 
 def outcome_table(outcomes: Sequence[PdOutcome]) -> Table:
@@ -126,7 +126,8 @@ def outcomes_document(outcomes: Sequence[PdOutcome], made_with: Any) -> dict[str
 
 
 def plot_outcomes(outcomes: Sequence[PdOutcome], path: Path) -> None:
-    """Write a bar plot of run times (of mean TTFT for runs with arrivals) to ``path``. Needs matplotlib."""
+    """Write a bar plot to ``path``: of run times or, for runs with arrivals, of the mean TTFT. Needs
+    matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 

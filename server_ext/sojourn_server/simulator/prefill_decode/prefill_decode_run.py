@@ -35,7 +35,8 @@ class PdSpec:
     agents: int = 2000
     """Concurrent agents or, with ``rate_per_s``, the maximum number of arrivals."""
     rate_per_s: float | None = None
-    """Poisson arrivals of agents per second, until ``until_s``."""
+    """Mean arrivals of agents per second, a Poisson process until ``until_s``. ``None``: all agents are
+    present from the start."""
     until_s: float | None = None
     """Virtual end of the run; with ``None`` it ends when all agents have ended."""
     warm_up_s: float = 0.0
@@ -47,10 +48,11 @@ class PdSpec:
     """Maximum of a turn's prompt and output tokens together. A trajectory ends before its first turn with
     more tokens. ``None`` means the workload's limit, if any."""
     max_gap_s: float | None = None
+    """Upper limit of the gaps between turns, in seconds; ``None`` for no limit."""
     isolated: bool = True
+    """See ``PdCluster.isolated``."""
     step_tokens: int | None = None
-    """Maximum number of new tokens per device and prefill step. If it is ``None``, the compute quota is the
-    limit."""
+    """Maximum number of new tokens per device and prefill step. ``None``: the compute quota is the limit."""
     machine: PdMachine = PdMachine()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -138,8 +140,9 @@ def run_prefill_decode_suite(
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int, PdOutcome], None] = lambda number, outcome: None,
 ) -> list[PdOutcome]:
-    """Run all specifications on ``processes`` processes (default: one per core). Returns the outcomes in
-    order. Raises like ``run_prefill_decode``."""
+    """Run all specifications, up to ``processes`` at a time (default: one per core). Returns the outcomes in
+    the order of ``specs``. Callbacks get the index of a run in ``specs``. Raises like
+    ``run_prefill_decode``."""
     outcomes: list[PdOutcome] = run_in_processes(
         _run_spec_in_process,
         list(specs),

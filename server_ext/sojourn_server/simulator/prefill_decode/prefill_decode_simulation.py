@@ -49,7 +49,7 @@ from .prefill_decode_systems import PdSystem, RoundRobinPairs
 from .trajectories import Trajectory, workload_means
 
 HIGH_PRIORITY_SHARE = 0.99
-"""Share of a compute NIC that traffic classes give the model's messages while KV is copied too (§5.1)."""
+"""Share of a compute NIC that traffic classes give to the model's messages while KV is copied too (§5.1)."""
 
 PROGRESS_EVENTS = 1 << 16
 """Events between two calls of ``on_progress``."""
@@ -67,12 +67,12 @@ class PdSimulation:
         *,
         latencies_from_s: float | None = None,
     ) -> None:
-        """``arrivals_s`` has the arrival time of each agent. If ``arrivals_s`` is ``None``, all agents arrive
-        at once. The latencies of turns submitted at ``latencies_from_s`` or later are recorded. If
-        ``latencies_from_s`` is ``None``, no latencies are recorded.
+        """``arrivals_s`` has the arrival time of each agent; with ``None``, all agents arrive at once. The
+        latencies of turns submitted at ``latencies_from_s`` or later are recorded; with ``None``, none are.
 
-        Raises ``ValueError`` without agents. ``run`` raises it at the arrival of an agent that fits no decode
-        device."""
+        Raises ``ValueError`` without agents. If an agent fits no decode device, ``run`` raises ``ValueError``
+        at its arrival (``PairScheduler``), or the agent and all later ones wait for ever
+        (``RoundRobinPairs``)."""
         if not agents:
             raise ValueError("no agents to simulate")
         if arrivals_s is not None and len(arrivals_s) != len(agents):
@@ -90,8 +90,8 @@ class PdSimulation:
         self.prompt_tokens = self.output_tokens = 0
         """Prompt tokens and output tokens of all finished turns."""
         self.attention_in: list[list[float]] = []
-        """For each window of ``WINDOW_S``, [maximum, mean] of the devices' attention seconds, both summed
-        over the window's prefill steps."""
+        """For each window of ``WINDOW_S``, two sums over the prefill steps that began in it: of the maximum,
+        and of the mean, of the devices' attention seconds."""
         self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
         self._build(cluster, system, agents)
         arrivals: deque[Event] = deque()
@@ -205,8 +205,8 @@ class PdSimulation:
     # -- time --------------------------------------------------------------------------
 
     def run(self, until_s: float = math.inf, on_progress: Callable[[float, int], None] | None = None) -> None:
-        """Run until all agents have ended, or until ``until_s``. Calls ``on_progress(now, agents ended)``
-        every ``PROGRESS_EVENTS`` events and at the end."""
+        """Run until all agents have ended, or until ``until_s``. Calls ``on_progress(now, number of ended
+        agents)`` every ``PROGRESS_EVENTS`` events and at the end."""
         ran = PROGRESS_EVENTS
         while ran == PROGRESS_EVENTS:
             ran = self._queue.run_until(until_s, PROGRESS_EVENTS)
@@ -240,7 +240,7 @@ class PdSimulation:
         self.pairs.submit(request)
 
     def _dispatch(self, *, between_steps: bool = False) -> None:
-        """Start the turns for which the scheduler finds devices now."""
+        """Start the turns for which the pair scheduler finds devices now."""
         if self._fetches and not between_steps and all(group.busy for group in self.groups):
             return
         states = self._states

@@ -1,4 +1,5 @@
-"""The compared systems: DualPath with its parts added one by one (§7.5), split reads, and two oracles."""
+"""The compared systems: DualPath with its parts added one by one (§7.5), split reads, and two oracles.
+Sections are DualPath's."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class AlternatingReadSide:
 class RoundRobinPairs:
     """Chooses pairs of engines by round robin, regardless of load. Has the interface of ``PairScheduler``.
 
-    A request goes to the next prefill engine, and to the next decode engine with enough memory. If no decode
-    engine has enough, the request waits, and so do all later requests. Read queues are not tracked.
+    A request goes to the next prefill engine, and to the next decode engine with enough free KV memory. If no
+    decode engine has enough, the request waits, and so do all later requests. Read queues are not tracked.
     """
 
     def __init__(self, side: ReadSidePolicy) -> None:
@@ -103,8 +104,8 @@ class RoundRobinPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSystem:
-    """One system of DualPath's ablation: the settings in which the compared systems differ. The costs of a
-    step are those of the cluster, the same for all systems."""
+    """One compared system: the settings in which the systems of the ablation differ. All systems have the
+    same costs of a step, which are those of the cluster."""
 
     name: str
     title: str
@@ -113,8 +114,8 @@ class PdSystem:
     side: Callable[[], ReadSidePolicy]
     """Factory of the read-side policy; each run calls it once."""
     scheduled: bool = True
-    """Whether DualPath's scheduler (mechanisms D4 and D5) chooses the engines. If false, round robin does. In
-    both cases, ``side`` chooses the read side."""
+    """Whether DualPath's scheduler (§6.1; mechanisms D4 and D5) chooses the engines. If false, round robin
+    does. In both cases, ``side`` chooses the read side."""
     free_io: bool = False
     """Whether reads and copies take no time, as in the paper's Oracle."""
     knows_lengths: bool = False

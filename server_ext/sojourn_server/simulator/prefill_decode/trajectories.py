@@ -1,4 +1,4 @@
-"""Workloads without text: the numbers of cached, prompt and output tokens of every turn of each agent."""
+"""Workloads without text. A trajectory has the lengths of all turns of an agent. Sections are DualPath's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TurnShape(NamedTuple):
     """Lengths of one turn of a trajectory."""
 
     hit_blocks: int
-    """Number of blocks of the prompt that earlier turns have stored (DualPath's Full Blocks)."""
+    """Number of the prompt's leading Full Blocks (64 tokens each) that earlier turns have stored."""
     prompt_tokens: int
     output_tokens: int
     gap_s: float
@@ -36,9 +36,10 @@ class TrajectoryShaping:
     """Changes to the lengths of a workload's turns. Raises ``ValueError`` for an invalid scale or limit."""
 
     append_scale: float = 1.0
-    """Factor of the tokens that each turn after the first appends, as in §7.3. ``max_context_tokens`` is not
+    """Factor of the new prompt tokens of each turn after the first (§7.3). ``max_context_tokens`` is not
     scaled."""
     output_scale: float = 1.0
+    """Factor of the output tokens of each turn."""
     max_context_tokens: int | None = None
     """A trajectory ends before its first turn with more prompt and output tokens. ``None`` means no limit."""
     max_gap_s: float | None = None
@@ -55,9 +56,9 @@ class TrajectoryShaping:
 
 
 def load_trajectories(workload: str, shaping: TrajectoryShaping, seed: int = 0) -> list[Trajectory]:
-    """Trajectories of the workload: a trace file, or ``synthetic:NAME``.
+    """Trajectories of ``workload``, which is a trace file or ``synthetic:NAME``.
 
-    A synthetic workload has 500 programs, as in DualPath's experiments, made with ``seed``. Raises
+    A synthetic workload has 500 programs, as in DualPath's experiments, drawn with ``seed``. Raises
     ``TraceError`` if the file is unreadable, or if no trajectory fits the maximum context.
     """
     if workload.startswith(SYNTHETIC_PREFIX):
@@ -80,10 +81,11 @@ def _shaped_trajectories(programs: Iterable[TraceProgram], shaping: TrajectorySh
 
 
 def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Trajectory:
-    """Make the trajectory of one program, with the lengths changed by ``shaping``.
+    """Make the trajectory of one program, with the lengths changed by ``shaping``. Empty if the first turn
+    does not fit the maximum context.
 
     A turn's cache hit is the prefix that it shares with the program's previous turn, rounded down to Full
-    Blocks (DualPath A.4). A sub-agent is a program of its own. Programs share nothing.
+    Blocks (A.4). A sub-agent is a program of its own. Programs share nothing.
     """
     turns: list[TurnShape] = []
     context = recorded = 0  # tokens after the previous turn: as shaped, and as recorded
@@ -149,8 +151,8 @@ def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
 
 
 def sample_agents(trajectories: Sequence[Trajectory], count: int, seed: int) -> list[Trajectory]:
-    """Return ``count`` trajectories, one for each agent, drawn at random without replacement. If ``count``
-    exceeds the number of ``trajectories``, the others are drawn with replacement, as in the paper (A.3)."""
+    """Return ``count`` trajectories, one for each agent, in random order. No trajectory is drawn twice before
+    all have been drawn; further ones are drawn with replacement, as in the paper (A.3)."""
     rng = random.Random(f"pd agents/{seed}")
     order = list(trajectories)
     rng.shuffle(order)
