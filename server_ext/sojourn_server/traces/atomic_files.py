@@ -12,10 +12,9 @@ _MAX_LINKS = 40
 
 
 def file_to_replace(path: Path) -> Path | None:
-    """The regular or missing file that a write to ``path`` replaces, with symbolic links followed. ``None``
-    if ``path`` is a device, a pipe or an open file such as /dev/stdout: such a file must be written directly.
-
-    Raises ``OSError`` if links form a circle.
+    """The file that a write to ``path`` creates or replaces, with symbolic links followed. ``None`` if
+    ``path`` is a device, a pipe or an open file such as /dev/stdout, which must be written directly. Raises
+    ``OSError`` if links form a circle.
     """
     target = path
     for _ in range(_MAX_LINKS + 1):
@@ -36,8 +35,7 @@ def write_atomically(files: Mapping[Path, bytes]) -> None:
     created.
 
     If a path is a symbolic link, the link stays, and its target is replaced. Devices, pipes and open files
-    such as /dev/stdout are written directly.
-    Raises ``OSError``; new folders may then remain.
+    such as /dev/stdout are written directly. Raises ``OSError``; new folders may then remain.
     """
     partials: dict[Path, Path] = {}
     others: dict[Path, bytes] = {}

@@ -1,7 +1,8 @@
-"""Prompts recorded as ids of content blocks.
+"""Prompts recorded as ids of content blocks, one id per full block of ``TraceProgram.block_size`` tokens.
 
-The prompt of turn i has the block ids ``ids_i = ids_{i-1}[:hash_lcp] + concat(range(a, a + n) for a, n in
-hash_runs)``, one id per full block of ``block_size`` tokens. Equal ids mean equal text within ``hash_scope``.
+The ids of a turn's prompt are the first ``hash_lcp`` ids of the previous turn's prompt, then the ids of the
+turn's ``hash_runs``. A run (first, count) stands for the ids ``first`` to ``first + count - 1``. Equal ids
+mean equal text within ``hash_scope``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from .trace_schema import TraceProgram
 
 BlockRuns = tuple[tuple[int, int], ...]
-"""Block ids as runs of consecutive ids: (first, count) of each run."""
+"""Block ids of a prompt as runs of consecutive ids: (first, count) of each run."""
 
 
 def has_block_ids(program: TraceProgram) -> bool:
@@ -20,7 +21,7 @@ def has_block_ids(program: TraceProgram) -> bool:
 
 
 def block_runs(program: TraceProgram) -> list[BlockRuns]:
-    """Return the block ids of each turn's prompt, as runs that are merged as far as possible."""
+    """Return the block ids of each turn's prompt, as runs. Runs that continue one another are merged."""
     runs: list[BlockRuns] = []
     for turn in program.turns:
         kept = _first_blocks(runs[-1], turn.hash_lcp or 0) if runs else ()
@@ -44,7 +45,8 @@ def count_blocks(runs: BlockRuns) -> int:
 
 
 def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
-    """Return the number of leading blocks that two prompts have in common."""
+    """Return the number of leading blocks that two prompts have in common. Both must have merged runs, as
+    from ``block_runs``."""
     same = 0
     for (start_a, count_a), (start_b, count_b) in zip(a, b, strict=False):
         if start_a != start_b:
@@ -57,7 +59,7 @@ def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
 
 
 def system_blocks(programs: Sequence[TraceProgram]) -> frozenset[int]:
-    """Return the block ids of all shared prefixes (``shared_prefix_tokens``): system prompts and tools."""
+    """Return the block ids of all shared prefixes (``shared_prefix_tokens``), such as system prompts."""
     found: set[int] = set()
     for program in programs:
         if program.shared_prefix_tokens and program.block_size and has_block_ids(program):

@@ -1,9 +1,9 @@
 """Writes a run as a Chrome JSON trace, which Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open.
 
-A process of the trace is a group of programs, a thread is a program. Slices of one thread must nest, so
-parallel turns of a program get further threads (lanes). Times are microseconds since the first event; pid and
-tid are integers. The trace has at most ``max_events`` events. If there are more, the oldest are left out, and
-a note in the trace says how many.
+A process of the trace is a group of programs, such as a run; a thread is a program. Slices of one thread must
+nest, so parallel turns of a program get further threads (lanes). Times are microseconds since the first
+event. The trace has at most ``max_events`` events. If there are more, the oldest are left out, and a note in
+the trace says how many.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class _Group(NamedTuple):
 
 
 class PerfettoTrace:
-    """Collects slices and instants of one or more runs, and writes them."""
+    """Collects events of one or more runs. ``document`` returns them as a trace. Arguments in seconds are on
+    the clock of the run."""
 
     def __init__(self) -> None:
         self._metadata: list[dict[str, Any]] = []
@@ -54,8 +55,7 @@ class PerfettoTrace:
         self._leases = 0
 
     def process(self, name: str) -> int:
-        """Return the pid of the process ``name``. Pids count from 1, in the order in which names are first
-        given."""
+        """Return the pid of the process ``name``. A new name creates a process; pids count from 1."""
         pid = self._processes.get(name)
         if pid is None:
             pid = self._processes[name] = len(self._processes) + 1
@@ -113,7 +113,7 @@ class PerfettoTrace:
         self._groups.append(_Group(start_s, [begin, {"ph": "e", **at, "ts": max(start_s, end_s)}]))
 
     def add_counters(self, pid: int, slices: Iterable[Slice]) -> None:
-        """Add the numbers of running and waiting requests over time."""
+        """Add the numbers of running and waiting requests over time, counted from the ``parts`` of turns."""
         changes: dict[float, list[int]] = {}
         for found in slices:
             for name, start_s, end_s in found.parts:
@@ -132,7 +132,7 @@ class PerfettoTrace:
     def document(
         self, *, max_events: int = MAX_EVENTS, notes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The trace as JSON data. ``notes`` says where the trace comes from."""
+        """The trace as JSON data. ``notes`` go into its ``otherData``, such as where the trace comes from."""
         kept: list[_Group] = []
         room = max_events
         groups = sorted(self._groups, key=lambda group: -group.at_s)
@@ -191,8 +191,8 @@ def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:
 def add_ledger_program(
     trace: PerfettoTrace, pid: int, program: Mapping[str, Any], *, since_s: float = float("-inf")
 ) -> list[Slice]:
-    """Add a program from the answer of ``GET /sojourn/v1/programs/{id}``: its turns, gaps and leases. Return
-    the slices.
+    """Add the turns, gaps and leases of ``program``, an answer of ``GET /sojourn/v1/programs/{id}``. Return
+    the slices of turns and gaps, for ``add_counters``.
 
     Turns that ended before ``since_s`` are left out. The slice of a gap has the argument ``inferred``,
     because the engine sees only the time between two requests; the tool itself may have been shorter."""

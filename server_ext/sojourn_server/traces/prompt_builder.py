@@ -1,7 +1,7 @@
 """Prompts of synthetic token ids with the recorded lengths and common prefixes.
 
 A trace has no text, and a KV cache depends only on lengths and common prefixes. The prompts have the recorded
-lengths. The recorded fields determine which earlier tokens a prompt repeats:
+lengths. The recorded fields determine the case, and so the earlier tokens that a prompt repeats:
 
     append    previous prompt + previous output + fresh ids
     dropped   previous prompt + rest of the output + fresh ids   (thinking removed)
@@ -13,8 +13,8 @@ lengths. The recorded fields determine which earlier tokens a prompt repeats:
     blocks    if the trace has block ids, prompts are built block by block, so any two prompts share the
               same prefix as in the recording; an output is taken from the next prompt, which repeats it
 
-Token ids depend on program, turn and ``copy`` only. So repeated runs send equal prompts, and copies of a
-program share only the prefix of their group.
+Token ids depend only on program, turn and ``copy``, the number of a program's replay. So repeated runs send
+equal prompts, and copies of a program share only the prefix of their group.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from sojourn_server.traces.token_ids import TokenIdGenerator, seed_from_text
 from sojourn_server.traces.trace_schema import TraceProgram
 
 DEFAULT_VOCABULARY = 8000
-"""Upper bound of token ids; common models have larger vocabularies."""
+"""Token ids are below this number. Common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
-"""A prompt counts as a continuation if its recorded common prefix is at most this many tokens shorter than
-the previous prompt. Traces round common prefixes down to whole blocks."""
+"""A prompt counts as a continuation if its recorded common prefix with the previous prompt is at most this
+many tokens shorter than that prompt. Traces round common prefixes down to whole blocks."""
 MIN_CONTINUED = 0.98
 """A prompt shorter than this fraction of the previous one, without a recorded reason, is a reset."""
 _HISTORY_TURNS = 12
@@ -54,8 +54,8 @@ class TurnPlan(NamedTuple):
     """Number of leading prompt tokens that repeat turn ``base``: its prompt, then its output. A cache could
     provide their KV."""
     dropped_tokens: int = 0
-    """Number of tokens at the start of the previous output (thinking) that this prompt omits. The rest of
-    that output follows the reused tokens."""
+    """Number of tokens at the start of the output of turn ``base`` (thinking) that this prompt omits. The
+    rest of that output follows the reused tokens."""
     base: int | None = None
     """Index of the earlier turn that this turn continues, usually the previous one; ``None`` for the first
     turn."""
@@ -118,7 +118,7 @@ def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int,
 
 
 class PromptPlan:
-    """Plan and recorded blocks of every turn, common to all copies of a program.
+    """Plan and recorded blocks of every turn, the same for all copies of a program.
 
     With a ``token_scale`` other than 1, recorded blocks are ignored, because block sizes do not scale; only
     lengths and ``shared_prefix_tokens`` are used.
@@ -158,10 +158,11 @@ class PromptBuilder:
         outline: PromptPlan | None = None,
         ids: TokenIdGenerator | None = None,
     ) -> None:
-        """Raises ``ValueError`` for a vocabulary that is too small or a scale that is not positive.
+        """Each ``copy`` of a program has its own tokens; copy 0 is the recorded program. ``system_blocks``
+        are recorded blocks that all copies share. Builders of one program may share ``outline``, which
+        replaces ``token_scale``. Any builders may share ``ids``, which replaces ``vocabulary``.
 
-        Each ``copy`` of a program has its own tokens; copy 0 is the recorded program. ``system_blocks`` are
-        recorded blocks that all copies share. Several builders may share ``outline`` and ``ids``.
+        Raises ``ValueError`` for a vocabulary that is too small or a scale that is not positive.
         """
         self._outline = outline if outline is not None else PromptPlan(program, token_scale)
         self._ids = ids if ids is not None else TokenIdGenerator(vocabulary)
@@ -195,7 +196,7 @@ class PromptBuilder:
         return list(ids)
 
     def planned_output(self, index: int) -> list[int]:
-        """Return the token ids to force as the output of turn ``index``."""
+        """Return the token ids that the server shall generate as the output of turn ``index``."""
         plan = self.plans[index]
         following = self.plans[index + 1] if index + 1 < len(self.plans) else None
         if self._outline.runs is None or following is None or not _continues(plan, following, index):

@@ -1,5 +1,5 @@
-"""Generates lists of synthetic token ids fast. Each list begins with ids that encode its seed. The rest is
-copied in slices from one long list."""
+"""Generates lists of synthetic token ids fast. Each list begins with ids that encode its seed; the rest is
+copied, in slices, from one long list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST_ID = 300
 MIN_VOCABULARY = FIRST_ID + 100
 _MASK = (1 << 64) - 1
 _CHUNK = 4096
-"""Maximum length of a slice. The list to slice from is longer, so that a long draw needs few slices."""
+"""Maximum length of a slice. The list from which slices are copied is longer."""
 
 
 def seed_from_text(text: str) -> int:
@@ -28,11 +28,11 @@ def splitmix64(value: int) -> int:
 
 
 class TokenIdGenerator:
-    """Generator of ids from ``FIRST_ID`` to below ``vocabulary``.
+    """Generator of token ids, from ``FIRST_ID`` to below ``vocabulary``.
 
-    A draw begins with its 64-bit seed, encoded in as few ids as possible, and continues with consecutive ids.
-    vLLM identifies a KV block by the hash of its whole prefix, so draws with different beginnings share no
-    block, as with random ids. A list of 50,000 ids takes microseconds. All lists share their ``int`` objects.
+    A list begins with its 64-bit seed, encoded in as few ids as possible, and continues with consecutive ids.
+    vLLM identifies a KV block by the hash of its whole prefix, so lists with different seeds share no block,
+    as if their ids were random. A list of 50,000 ids takes microseconds. All lists share ``int`` objects.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -45,8 +45,7 @@ class TokenIdGenerator:
         self._ring = self._ids * (1 + math.ceil(_CHUNK / self._base))
 
     def draw(self, seed: int, count: int) -> list[int]:
-        """Return ``count`` ids that identify ``seed``. A shorter draw with the same seed is a prefix of a
-        longer one."""
+        """Return the first ``count`` ids of the endless list that ``seed`` determines."""
         if count <= 0:
             return []
         rest = splitmix64(seed & _MASK)

@@ -40,7 +40,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     append_tokens: int | None = None
     """New prompt tokens since the previous turn's prompt and output."""
     reset: bool | int = False
-    """Whether the prompt does not continue the previous one (compaction, rewind, interleaved
+    """Whether the prompt does *not* continue the previous one (compaction, rewind, interleaved
     conversations)."""
     out_dropped: int = 0
     """Number of tokens at the start of the previous output (thinking) that this prompt omits."""
@@ -51,7 +51,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int | None = None
     """Prompt tokens that the recorded service had cached."""
     tool: str | None = None
-    """Names of the tools after this turn, joined by ``+``."""
+    """Names of the tools that run after this turn, joined by ``+``."""
     tool_seconds: float | None = None
     """Seconds from the end of the LLM message to the last tool result."""
     tools: tuple[TraceToolRun, ...] | None = None
@@ -66,7 +66,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     llm_s: float | None = None
     """Duration of the call in seconds, on the recorded service."""
     dt_s: float | None = None
-    """Seconds from this request to the next, if the source has only times of requests."""
+    """Seconds from the start of this call to the start of the next, if the source has only starts."""
     hash_lcp: int | None = None
     """Number of leading blocks of the previous prompt that this prompt keeps, if block ids were recorded."""
     hash_runs: tuple[tuple[int, int], ...] | None = None
@@ -74,9 +74,9 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def idle_s(self) -> float:
-        """Seconds for which the program's KV is idle after this turn.
+        """Seconds between this turn's end and the next request, for which the program's KV is idle.
 
-        The first of these that was recorded:
+        The value is the first of these that was recorded:
 
         1. ``gap_s``
         2. ``tool_seconds``
@@ -99,8 +99,8 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def tool_run(self) -> TraceToolRun | None:
         """The tool call that determines the gap; ``None`` without tools.
 
-        The longest foreground call or, if there is none, the longest background call. If ``tools`` was not
-        recorded: the first name in ``tool``, without a duration."""
+        It is the longest foreground call or, if there is none, the longest background call. If ``tools`` was
+        not recorded, it is the first name in ``tool``, without a duration."""
         runs = [run for run in self.tools or () if not run.bg] or list(self.tools or ())
         if runs:
             return max(runs, key=lambda run: run.s or 0.0)
@@ -146,13 +146,13 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 MAX_REPLAYED_ID_BYTES = 180
-"""Maximum length of a program id that a replay keeps unchanged, in bytes of UTF-8. Replays append the number
-of the copy or the id of the run, and the wire accepts at most ``sojourn.ids.MAX_ID_BYTES``."""
+"""Maximum length of a program id that a replay keeps unchanged, in bytes of UTF-8. A replay appends the
+number of the copy or the id of the run, and servers accept at most ``sojourn.ids.MAX_ID_BYTES``."""
 
 
 def replayed_id(program_id: str) -> str:
-    """Return ``program_id`` if the wire accepts it with a suffix. Otherwise return its visible ASCII
-    characters, as many as fit, and a digest of the whole id."""
+    """Return ``program_id`` if it is a valid id of at most ``MAX_REPLAYED_ID_BYTES``. Otherwise return its
+    visible ASCII characters, as many as fit, and a digest of the whole id."""
     if id_problem(program_id) is None and len(program_id.encode()) <= MAX_REPLAYED_ID_BYTES:
         return program_id
     digest = f"~{seed_from_text(program_id):016x}"
@@ -178,7 +178,8 @@ _SCOPES = (None, "global", "program")
 
 
 def check_program(program: TraceProgram) -> None:
-    """Check constraints that the types do not express. Raises ``TraceError``, which names turn and field."""
+    """Check constraints that the types do not express. Raises ``TraceError``, which names the turn and the
+    field."""
     if not program.program_id:
         raise TraceError("program_id is empty")
     if not program.turns:
@@ -201,9 +202,9 @@ def check_program(program: TraceProgram) -> None:
 
 
 def check_parents(programs: Sequence[TraceProgram]) -> None:
-    """Check the parents that the programs of a whole trace name. A parent that is not in the trace is
-    allowed. Raises ``TraceError`` for a program that is its own ancestor, and for a ``parent_turn`` that the
-    parent does not have."""
+    """Check the field ``parent`` of all programs of a trace. A parent may be missing in the trace. Raises
+    ``TraceError`` for a program that is its own ancestor, and for a ``parent_turn`` that the parent does not
+    have."""
     by_id = {program.program_id: program for program in programs}
     done: set[str] = set()
     for program in programs:
@@ -255,7 +256,7 @@ def _check_blocks(program: TraceProgram) -> None:
 
 def _at_least_zero(holder: object, name: str, where: str) -> float:
     """Return the field ``name`` of ``holder``; 0 if the field is ``None``. Raises ``TraceError`` for a
-    negative or undefined number."""
+    negative number or NaN."""
     value: float = getattr(holder, name) or 0
     if not value >= 0:
         raise TraceError(f"{where}: {name} is {value}; expected ≥ 0")

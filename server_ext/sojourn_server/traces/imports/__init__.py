@@ -15,5 +15,5 @@ IMPORT_FORMATS: Mapping[str, Callable[[Sequence[str | Path]], ImportedTrace]] = 
     "otel": read_otel,
     "sojourn": read_ledgers,
 }
-"""Formats that ``sojourn trace import --from`` reads. Name → function that reads files, plain or gzipped, as
-one trace. The function raises ``TraceError``, which names the file."""
+"""Formats that ``sojourn trace import --from`` reads: name → function that reads several files, plain or
+gzipped, as one trace. The function raises ``TraceError``, which names the file."""

@@ -1,4 +1,4 @@
-"""What an import returns: programs and notes. Also estimates the prefix that an agent's runs share."""
+"""The result of an import: programs and notes. Also estimates the prefix that the runs of an agent share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]
     """Return the programs with ``shared_prefix_tokens`` estimated from the cached tokens of first prompts.
 
     All runs of an agent (the programs of one ``group``) get the same number: the smallest number of cached
-    tokens above 0 in any of their first prompts. If no first prompt had cached tokens, the field stays unset.
-    The minimum is used because runs on the same task share more than the system prompt. A count of 0 says
-    nothing, because the agent's first run finds no blocks of an earlier run.
+    tokens above 0 in any of their first prompts, but no more than the length of the program's first prompt.
+    If no first prompt had cached tokens, the field stays unset. The minimum is used because runs on the same
+    task share more than the system prompt. Counts of 0 are ignored, because the first run of an agent finds
+    no blocks of an earlier run.
     """
     least: dict[str | None, int] = {}
     for program in programs:

@@ -1,7 +1,7 @@
 """Import of sojourn's turn ledgers, the answers of ``GET /sojourn/v1/programs/{id}``.
 
-For every finished turn, a ledger has times, token counts, the cached and changed parts of the prompt, and the
-tool call before it. It lacks tools that ran in parallel with that call, so the trace lacks them too.
+For every finished turn, a ledger has times, token counts, the cached and changed parts of the prompt, and one
+tool call before the turn. It lacks tools that ran in parallel with that call, so the trace lacks them too.
 
 A decision log cannot be imported, because it lacks the lengths of prompts and outputs.
 """
@@ -52,8 +52,9 @@ class _LedgerProgram(msgspec.Struct, kw_only=True):
 
 
 def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
-    """Return the programs in files with ledgers: one ledger per file, one per line, or an array of them. All
-    times must be on the clock of one engine. Raises ``TraceError``, which names file and line."""
+    """Return the programs in files with ledgers. A file has one ledger, one ledger per line, or an array of
+    ledgers. All times must be on the clock of one engine. Raises ``TraceError``, which names file and
+    line."""
     found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]] = {}
     notes = _SkippedCounts()
     for path in paths:

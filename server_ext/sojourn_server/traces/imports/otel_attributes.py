@@ -1,8 +1,8 @@
 """Parsers of span attributes in three conventions: GenAI (``gen_ai.*``, current and older names),
 OpenInference (``openinference.span.kind``, ``llm.*``) and OpenLLMetry (``traceloop.*``).
 
-``kind_of`` finds the same kinds as ``sojourn_integrations.otel.semantic_conventions``. This package must not
-import that module, so a test compares the two.
+``kind_of`` finds the same kinds as ``sojourn_integrations.otel.semantic_conventions``. A test compares the
+two, because this package must not import that module.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class SpanTokenUsage(NamedTuple):
     """Prompt tokens that the call wrote to the provider's cache."""
 
     def with_cache(self) -> SpanTokenUsage:
-        """Return a copy whose prompt includes the cached and the created tokens, for a call that reports the
-        prompt without them."""
+        """Return a copy whose ``prompt`` includes the cached and the created tokens. Use it for a call whose
+        reported prompt excludes them (``input_excludes_cache``)."""
         return self._replace(prompt=self.prompt + (self.cached or 0) + self.created)
 
 
 def kind_of(span_name: str, attributes: Mapping[str, Any]) -> str | None:
-    """Return a span's kind: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for others.
-    ``attributes`` has the span's attributes. ``span_name`` is used only if no attribute gives the kind."""
+    """Return a span's kind: ``agent``, ``workflow``, ``chain``, ``tool`` or ``model``; ``None`` for other
+    spans. ``span_name`` is used only if no attribute gives the kind."""
     operation = attributes.get("gen_ai.operation.name")
     if operation is not None:
         return _OPERATIONS.get(str(operation))
@@ -93,8 +93,8 @@ def kind_of(span_name: str, attributes: Mapping[str, Any]) -> str | None:
 
 def usage_of(attributes: Mapping[str, Any]) -> SpanTokenUsage | None:
     """Return the token counts that a model call reports; ``None`` if the prompt's or the output's count is
-    missing, or if the prompt has no tokens. Use ``input_excludes_cache`` to find out whether the prompt's
-    count includes cached tokens."""
+    missing, or if the prompt has no tokens. Whether the prompt's count includes cached tokens depends on the
+    program: see ``input_excludes_cache``."""
     prompt, output, cached, created = (
         _count(attributes, names) for names in (_INPUT, _OUTPUT, _CACHED, _CREATED)
     )
@@ -107,9 +107,9 @@ def usage_of(attributes: Mapping[str, Any]) -> SpanTokenUsage | None:
 def input_excludes_cache(usages: Iterable[SpanTokenUsage]) -> bool:
     """Return whether the input tokens of one program's calls exclude cached and created tokens.
 
-    By the conventions input tokens include both. Some instrumentations of Anthropic and Bedrock report the
-    provider's own count, which excludes both. A single call may have more new than cached tokens, so all
-    calls of a program are compared.
+    The conventions require that input tokens include both. Some instrumentations of Anthropic and Bedrock
+    report the provider's own count, which excludes both. This shows in a call with more cached and created
+    than input tokens. One such call is enough; the other calls of the program may have more new tokens.
     """
     return any((usage.cached or 0) + usage.created > usage.prompt for usage in usages)
 

@@ -1,4 +1,4 @@
-"""Import of OpenTelemetry's GenAI spans of agent runs as a trace.
+"""Import of OpenTelemetry's GenAI spans of agent runs as a trace. Parts of the trace and their spans:
 
     program     the outermost agent or workflow span of a trace; spans of one ``gen_ai.conversation.id`` are
                 one program, even in several traces
@@ -8,9 +8,10 @@
     gap         time from a turn's end to the next turn's start. Its kind is ``human`` if the answer called
                 no tool and no tool ran
 
-Lengths and times come from the spans. Everything else is inferred. A prompt that grew by less than the last
-output omits part of that output. A prompt that shrank by more than 2 % is a reset, which keeps the tokens
-that the provider had cached. ``with_shared_prefixes`` estimates the prefix that runs of one agent share.
+Lengths and times come from the spans. Everything else is inferred. A prompt that grew by less than the length
+of the last output omits part of that output. A prompt that shrank by more than 2 % is a reset; its common
+prefix with the previous prompt is assumed to be the tokens that the provider had cached.
+``with_shared_prefixes`` estimates the prefix that runs of one agent share.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class _AgentRun:
 
 
 def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
-    """Return the programs of all files with spans as one trace. Raises ``TraceError`` if the files hold no
-    programs."""
+    """Return the programs of all files with spans as one trace. Raises ``TraceError`` for an unreadable file,
+    or if the files hold no programs."""
     files = [read_spans(path) for path in paths]
     unended = sum(count for _, count in files)
     try:
@@ -249,8 +250,8 @@ class _SpanAssigner:
 def _merged_conversations(runs: Sequence[_AgentRun]) -> list[_AgentRun]:
     """Merge runs of one conversation into the first of them. Return the remaining runs in order.
 
-    Such runs exist if only model calls carry the conversation's id, not their agents' spans. A sub-agent with
-    its parent's conversation stays a run of its own, since the id does not identify it.
+    Such runs exist if model calls carry the conversation's id, but the spans of their agents do not. A
+    sub-agent with the conversation of its parent stays a run of its own.
     """
     first_of: dict[str, _AgentRun] = {}
     merged: dict[_AgentRun, _AgentRun] = {}
@@ -277,7 +278,8 @@ def _merged_conversations(runs: Sequence[_AgentRun]) -> list[_AgentRun]:
 
 
 def _parent_cycles(by_id: dict[tuple[str, str], OtelSpan]) -> set[tuple[str, str]]:
-    """Return one span of each cycle of parents. No tracer writes cycles, but a file may contain them."""
+    """Return the key of one span of each cycle of parents. No tracer writes cycles, but a file may have
+    them."""
     cut: set[tuple[str, str]] = set()
     done: set[tuple[str, str]] = set()
     for key in by_id:

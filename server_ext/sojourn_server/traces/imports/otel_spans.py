@@ -19,10 +19,11 @@ from ..trace_schema import TraceError
 from .json_records import read_records
 
 _RELATIVE_NANOS = 1e9
-"""If a file's first span starts at or before this number of nanoseconds, the file's times are relative to its
+"""If the first span of a file starts at or before this number, the file's times are taken as relative to its
 own beginning."""
 _EARLIEST_NANOS = 1e17
-"""March 1973 in nanoseconds since 1970. Current times in any larger unit are smaller numbers."""
+"""March 1973 in nanoseconds since 1970. A smaller number is a present time in a larger unit, such as
+microseconds."""
 _SCOPES = ("scopeSpans", "scope_spans", "instrumentationLibrarySpans")
 
 
@@ -44,8 +45,8 @@ class OtelSpan(NamedTuple):
 
 
 def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
-    """Return the ended spans of a file, in order, and the number of spans without an end. Raises
-    ``TraceError``, which names the file and, for a fault of one span, the line."""
+    """Return (ended spans of a file, in order; number of spans without an end). Raises ``TraceError``, which
+    names the file and, for a fault of one span, the line."""
     spans: list[OtelSpan] = []
     unended = 0
     first_otlp_s = math.inf
