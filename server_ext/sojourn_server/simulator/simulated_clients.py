@@ -388,7 +388,7 @@ class SimulatedClients:
         self._unsent_events.pop(program_id, None)
 
     def _queue_events(self, hints: ClientHints, *events: dict[str, Any]) -> None:
-        """Queue client events, and schedule their sending after the emitter's delay."""
+        """Queue client events. They are sent after ``EVENT_SEND_DELAY_S``, or with an earlier request."""
         now = self._event_queue.now_s
         if events and hints.queue_events(events, now):
             self._event_queue.schedule_at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))

@@ -279,8 +279,7 @@ class Simulation:
         self._event_queue.schedule_at(every_s, sample, background=True)
 
     def _sample(self) -> OccupancySample:
-        """Occupancy now. Blocks are means over the engines, since the log's pool size is that of one
-        engine."""
+        """Occupancy now. Block counts are means over the engines, because pool sizes are per engine."""
         active = self._clients.active
         acting = [program for program in active.values() if program.state == "acting"]
         held = 0

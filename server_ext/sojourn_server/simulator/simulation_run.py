@@ -187,8 +187,7 @@ def _policy_name(spec: RunSpec) -> str:
 
 
 def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
-    """Check ``specs`` without running them. Returns notes for the user. Raises the errors of
-    ``run_simulation``."""
+    """Check ``specs`` without running them. Returns notes for the user. Raises like ``run_simulation``."""
     notes: dict[str, None] = {}
     seen = set()
     sources: dict[str, str] = {}

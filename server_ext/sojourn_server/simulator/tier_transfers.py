@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from .latency.latency_protocol import LatencyModel
 
 _DISK_BLOCKS = "lab_disk_blocks"
-"""Key in the connector's settings for the number of blocks on the disk. ``SimulatedTierConnector`` reads
-it."""
+"""Key of the connector's setting that tells ``SimulatedTierConnector`` the number of blocks on the disk."""
 
 
 class _FileTransfer(NamedTuple):

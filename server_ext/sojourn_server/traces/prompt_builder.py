@@ -301,8 +301,8 @@ def _continues(plan: TurnPlan, following: TurnPlan, index: int) -> bool:
 
 
 def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None:
-    """Return (continued turn, kept tokens) if turn ``index`` does not extend the previous prompt, else
-    ``None``."""
+    """Return ``None`` if turn ``index`` extends the previous prompt. Otherwise return (index of the earlier
+    turn that it continues, number of that turn's leading tokens that it keeps)."""
     turn, before = program.turns[index], program.turns[index - 1]
     kept = turn.prefix_tokens
     shrank = not turn.out_dropped and turn.prompt_tokens < MIN_CONTINUED * before.prompt_tokens

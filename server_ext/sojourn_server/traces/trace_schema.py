@@ -178,8 +178,7 @@ _SCOPES = (None, "global", "program")
 
 
 def check_program(program: TraceProgram) -> None:
-    """Check constraints that the types do not express. Raises ``TraceError``, which names the turn and the
-    field."""
+    """Check constraints that the types do not express. Raises ``TraceError``, which names turn and field."""
     if not program.program_id:
         raise TraceError("program_id is empty")
     if not program.turns:

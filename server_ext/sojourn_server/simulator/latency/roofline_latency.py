@@ -5,8 +5,8 @@ peak times an efficiency of ``HardwareProfile``:
 
     step    = step_overhead + requests · request_overhead
             + layers · (layer_overhead + linear + 2 · all_reduce) + attention + head
-    linear  = √( compute² + read² )     compute = 2 · active parameters · tokens / achieved FLOP/s
-                                        read    = touched weights / achieved bytes/s
+    linear  = √( compute² + read² )     compute = 2 · active parameters of a layer · tokens / achieved FLOP/s
+                                        read    = touched weights of a layer / achieved bytes/s
     attention = 4 · heads · head_size · layers · pairs / achieved FLOP/s
               + KV bytes read / achieved bytes/s
     head    = √( compute² + read² ) of the output matrix, for the tokens that are sampled

@@ -65,7 +65,7 @@ from .eviction_replay import EvictionReplayCounters, EvictionReplayResult, repla
 from .replay_eviction_orders import OPTIMAL_ORDER, eviction_order_factory, eviction_order_names
 
 _NEVER = 2**31 - 1
-"""Next use of a block without one: larger than every entry index, and fits an ``array('i')``."""
+"""The next use "never": larger than the index of every entry, and fits an ``array('i')``."""
 
 
 def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:

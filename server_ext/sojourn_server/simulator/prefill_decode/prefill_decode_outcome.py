@@ -14,8 +14,7 @@ LOADED = (0.05, 0.5)
 storage NICs cover only this part, because storage is empty at the start, and little work is left at the end
 (§7.5). In a run with arrivals, the loaded part is the second half."""
 FULL = 0.9
-"""NICs count as full in a window of ``WINDOW_S`` if they read at least this share of the bytes that they
-can."""
+"""NICs count as full in a window (``WINDOW_S``) if they read at least this share of what they can read."""
 EARLY = 0.05
 """Attention times of devices are compared in this first share of a run (Figure 14)."""
 TTFT_SLO_S = 4.0

@@ -126,8 +126,7 @@ def outcomes_document(outcomes: Sequence[PdOutcome], made_with: Any) -> dict[str
 
 
 def plot_outcomes(outcomes: Sequence[PdOutcome], path: Path) -> None:
-    """Write a bar plot to ``path``: of run times or, for runs with arrivals, of the mean TTFT. Needs
-    matplotlib."""
+    """Write a bar plot of run times, or of mean TTFTs for runs with arrivals. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -52,9 +52,8 @@ class _LedgerProgram(msgspec.Struct, kw_only=True):
 
 
 def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
-    """Return the programs in files with ledgers. A file has one ledger, one ledger per line, or an array of
-    ledgers. All times must be on the clock of one engine. Raises ``TraceError``, which names file and
-    line."""
+    """Return the programs in files with ledgers. A file has one ledger, one per line, or an array of them.
+    All times must be on the clock of one engine. Raises ``TraceError``, which names file and line."""
     found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]] = {}
     notes = _SkippedCounts()
     for path in paths:

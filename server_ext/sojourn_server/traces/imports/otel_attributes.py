@@ -153,7 +153,7 @@ def calls_tool(attributes: Mapping[str, Any]) -> bool | None:
 
 
 def _count(attributes: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    """Return the first usable token count among the attributes ``names``."""
+    """Return the first usable token count among the attributes ``names``; ``None`` if there is none."""
     for name in names:
         value = attributes.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
@@ -162,7 +162,7 @@ def _count(attributes: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _text(attributes: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return the first non-empty string among the attributes ``names``."""
+    """Return the first non-empty string among the attributes ``names``; ``None`` if there is none."""
     for name in names:
         value = attributes.get(name)
         if isinstance(value, str) and value:

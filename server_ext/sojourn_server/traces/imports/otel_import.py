@@ -278,8 +278,8 @@ def _merged_conversations(runs: Sequence[_AgentRun]) -> list[_AgentRun]:
 
 
 def _parent_cycles(by_id: dict[tuple[str, str], OtelSpan]) -> set[tuple[str, str]]:
-    """Return the key of one span of each cycle of parents. No tracer writes cycles, but a file may have
-    them."""
+    """Return the key of one span of each cycle of parents. Tracers write no cycles, but files may have
+    some."""
     cut: set[tuple[str, str]] = set()
     done: set[tuple[str, str]] = set()
     for key in by_id:
