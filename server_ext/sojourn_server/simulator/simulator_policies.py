@@ -53,7 +53,7 @@ class SimulatorPolicy:
 
     name: str
     preset: str | None = None
-    """Sojourn's preset; ``None`` for vLLM's own scheduler class, without code of sojourn."""
+    """Name of sojourn's preset. Without it and ``preset_file``, the engine has vLLM's own scheduler class."""
     preset_file: str | None = None
     """Path of a preset file, instead of ``preset``."""
     request_router: type[RequestRouter] = PassThroughRouter
@@ -79,7 +79,7 @@ class SimulatorPolicy:
 
     @property
     def settings(self) -> dict[str, Any] | None:
-        """The adapter's settings; ``None`` without an adapter."""
+        """Settings of sojourn's adapter in the engine; ``None`` for vLLM's own scheduler class."""
         # Simulated clients wait for ever, so placement must not refuse or release their requests.
         more = dict.fromkeys(("gate_timeout_s", "hold_timeout_s"), UNLIMITED_S) if self.own_tiers else {}
         if self.preset_file is not None:

@@ -39,13 +39,14 @@ from dataclasses import dataclass
 from .request_router import RequestRouterView, RoutableRequest, RoutedProgramView
 
 BUFFER_TOKENS = 100
-"""Tokens kept free for each active program (``BUFFER_PER_PROGRAM``)."""
+"""Tokens kept free for each active program (the public router's ``BUFFER_PER_PROGRAM``)."""
 
 CHECK_EVERY_S = 5.0
-"""Check interval (``--scheduler-interval``)."""
+"""Seconds between two rounds of resuming and pausing (the public router's ``--scheduler-interval``)."""
 
 FORCE_RESUME_AFTER_S = 1800.0
-"""Seconds after which a waiting request passes even without capacity (``_wait_for_resume``)."""
+"""Seconds after which a waiting request passes without capacity (the public router's
+``_wait_for_resume``)."""
 
 
 @dataclass(slots=True)

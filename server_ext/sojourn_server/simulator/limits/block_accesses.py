@@ -20,7 +20,7 @@ class BlockAccessKind(IntEnum):
     ADMIT = 0
     """The request got its first blocks and reuses cached leading blocks."""
     GROW = 1
-    """The request holds more blocks than before."""
+    """The request holds more blocks, or more full blocks, than before."""
     FREE = 2
     """The request freed all its blocks: it finished, or was aborted or preempted. Full blocks stay cached
     until the pool reuses their memory."""

@@ -1,8 +1,9 @@
 """Event-driven simulation of a cluster of prefill and decode nodes (DualPath §4, §6, §7).
 
-A turn is submitted → gets a pair of devices and a read side (the router's own ``PairScheduler``) → queues its
-reads at the storage NICs, once its nodes have memory → is ready on the prefill device → is computed in one or
-more steps → its KV moves to the decode device → is decoded → the agent's next turn follows.
+A turn is submitted. The router's own ``PairScheduler`` gives it a pair of devices and a read side. Once its
+nodes have memory, its reads queue at the storage NICs. After the reads, the prefill device computes the rest
+of the prompt in one or more steps. The KV moves to the decode device, which decodes the output. Then the
+agent's next turn follows.
 
 The model:
 

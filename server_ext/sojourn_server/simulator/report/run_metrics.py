@@ -70,10 +70,10 @@ def summarize_run(
       ``at_least`` names the lower bounds. Otherwise a policy that starves requests would look best.
     - ``tpot_s``: (last token or end of the run − first token) ÷ (output tokens − 1), for turns with more than
       one token, including preempted turns that still wait.
-    - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ time. A turn that began before
-      ``since_s`` counts in proportion.
+    - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ seconds since ``since_s``. A turn that
+      began before ``since_s`` counts in proportion.
     - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: sums over turns that got blocks.
-    - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ time.
+    - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ hours since ``since_s``.
     - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another preemption.
     - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
       ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
