@@ -66,7 +66,7 @@ class _DiskTransferLane:
             yield self._jobs.popleft()
 
     def next_done_s(self) -> float:
-        """End of the job that ends next; ``inf`` if no job is running."""
+        """Time at which the next job ends; ``inf`` if no job is running."""
         return self._jobs[0].done_s if self._jobs else float("inf")
 
 
