@@ -382,6 +382,17 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         await until(lambda: "[b]because[/b] of queued" in text.render_line(0).text)
         await pilot.press("escape")
         assert not isinstance(app.screen, ExplanationScreen)
+        await pilot.press("question_mark")
+        await until(lambda: isinstance(app.screen, ExplanationScreen))
+        meanings = app.screen.query_one("#explanation-text")
+
+        def shown_meanings() -> str:
+            return "\n".join(meanings.render_line(y).text for y in range(meanings.size.height))
+
+        await until(lambda: all(f"{column.name} " in shown_meanings() for column in COLUMNS))
+        assert "computed again, because their KV was lost" in " ".join(shown_meanings().split())
+        await pilot.press("question_mark")
+        assert not isinstance(app.screen, ExplanationScreen)
         await pilot.press("escape")
         assert len(table.views) == 105
 

@@ -28,6 +28,7 @@ from .top_view import (
     MIN_WIDTH,
     Line,
     ProgramView,
+    column_meanings,
     cut,
     duration,
     empty_line,
@@ -149,22 +150,23 @@ class ProgramTable(ScrollView, can_focus=True):
 
 
 class ExplanationScreen(ModalScreen[None]):
-    """Shows why a program took as long as it did. Escape, q or e closes the screen."""
+    """Shows what ``explain`` returns for a title, such as why a program took as long as it did. Escape, q, e
+    or ? closes the screen."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,e", "dismiss", "Back")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,e,question_mark", "dismiss", "Back")]
     CSS = """
     ExplanationScreen { align: center middle; }
     #explanation { width: 100%; height: 100%; border: round $primary; background: $surface; }
     """
 
-    def __init__(self, program_id: str, explain: Explain) -> None:
+    def __init__(self, title: str, explain: Explain) -> None:
         super().__init__()
-        self._program_id = program_id
+        self._title = title
         self._explain = explain
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="explanation") as box:
-            box.border_title = cut(self._program_id, 60).replace("[", "\\[")
+            box.border_title = cut(self._title, 60).replace("[", "\\[")
             box.border_subtitle = "Escape: back"
             yield Static("asking the server …", id="explanation-text", markup=False)
         yield Footer()
@@ -176,7 +178,7 @@ class ExplanationScreen(ModalScreen[None]):
     @work(thread=True)
     def _ask(self) -> None:
         try:
-            text: RenderableType = self._explain(self._program_id)
+            text: RenderableType = self._explain(self._title)
         except CliError as failed:
             text = f"{failed.message}\n\nnext: {failed.next_step}"
         self.app.call_from_thread(self._show, text)
@@ -204,6 +206,7 @@ class TopApp(App[None]):
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("p,space", "pause", "Pause", key_display="p"),
         Binding("e,enter", "explain", "Explain", key_display="e"),
+        Binding("question_mark", "columns", "Columns", key_display="?"),
         Binding("escape", "unfilter", show=False),
     ]
 
@@ -346,6 +349,10 @@ class TopApp(App[None]):
     def _close_filter(self) -> None:
         self.query_one("#filter", Input).display = False
         self.set_focus(self.query_one(ProgramTable))
+
+    def action_columns(self) -> None:
+        """Say what the columns mean."""
+        self.push_screen(ExplanationScreen("columns", lambda _: column_meanings()))
 
     def action_explain(self) -> None:
         """Explain the program under the cursor."""

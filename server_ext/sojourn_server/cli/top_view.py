@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
+from rich.table import Table
 
 from ..metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 from ..metrics.turn_explanation import UNNAMED_TOOL
@@ -73,6 +74,7 @@ class Column:
     width: int
     text: Callable[[ProgramView], str]
     key: Callable[[ProgramView], tuple[float, ...]]
+    meaning: str
     right: bool = True
 
 
@@ -127,29 +129,62 @@ def _current_tool(view: ProgramView) -> str:
 
 
 COLUMNS = (
-    Column("STATE", 8, lambda view: view.state, _state_sort_key, right=False),
-    Column("TOOL", _TOOL_WIDTH, _current_tool, lambda view: (0.0,), right=False),
-    Column("FOR", 5, lambda view: duration(view.for_s), lambda view: (view.for_s,)),
+    Column(
+        "STATE", 8, lambda view: view.state, _state_sort_key,
+        "thinking: a request runs. waiting: a request is in vLLM's queue. gated: the policy has not admitted "
+        "it yet. tool, idle: between two turns. silent: the client reports nothing more. ended: the run "
+        "is over",
+        right=False,
+    ),
+    Column(
+        "TOOL", _TOOL_WIDTH, _current_tool, lambda view: (0.0,),
+        "tool that runs, as the client reports it", right=False,
+    ),
+    Column("FOR", 5, lambda view: duration(view.for_s), lambda view: (view.for_s,), "time in this state"),
     Column(
         "LEASE", 5, _lease,
         # The lease that ends first comes first; programs without one come last.
         lambda view: (-(math.inf if view.lease_left_s is None else view.lease_left_s),),
+        "time until the lease on the program's KV ends; due: it ends when no request of the program waits",
     ),
-    Column("REUSE", 5, lambda view: count(view.row.reused_tokens), lambda view: (view.row.reused_tokens,)),
-    Column("CTX", 5, lambda view: count(view.row.context_tokens), lambda view: (view.row.context_tokens,)),
-    Column("KV", 9, _tier, lambda view: (view.kv_bytes,), right=False),
-    Column("TURN", 4, lambda view: count(view.row.turns), lambda view: (view.row.turns,)),
+    Column(
+        "REUSE", 5, lambda view: count(view.row.reused_tokens), lambda view: (view.row.reused_tokens,),
+        "prompt tokens of all turns that were not computed, because their KV was kept",
+    ),
+    Column(
+        "CTX", 5, lambda view: count(view.row.context_tokens), lambda view: (view.row.context_tokens,),
+        "tokens of the context",
+    ),
+    Column(
+        "KV", 9, _tier, lambda view: (view.kv_bytes,),
+        "where the context's KV is: dev (device, with its size), host, disk; waiting: in no tier",
+        right=False,
+    ),
+    Column("TURN", 4, lambda view: count(view.row.turns), lambda view: (view.row.turns,), "finished turns"),
     Column(
         "TTFT", 5,
         lambda view: "–" if view.row.ttft_s is None else duration(view.row.ttft_s),
         lambda view: (view.row.ttft_s or 0.0,),
+        "time to first token of the newest request that has one",
     ),
-    Column("LOST", 5, lambda view: count(view.row.lost_tokens) if view.row.lost_tokens else "0",
-           lambda view: (view.row.lost_tokens,)),
+    Column(
+        "LOST", 5, lambda view: count(view.row.lost_tokens) if view.row.lost_tokens else "0",
+        lambda view: (view.row.lost_tokens,),
+        "prompt tokens of all turns that were computed again, because their KV was lost",
+    ),
 )  # fmt: skip
 """All columns. LEASE and REUSE are not shown together: see ``_columns``."""
 SORTABLE = tuple(column.name.lower() for column in COLUMNS if column.name != "TOOL")
 """Names of the columns by which the table can be sorted."""
+
+
+def column_meanings() -> Table:
+    """Return a table of all columns with their meanings."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("PROGRAM", "name or agent type of the agent's run, and its id")
+    for column in COLUMNS:
+        table.add_row(column.name, column.meaning)
+    return table
 
 
 def shows_leases(frame: LiveFrame) -> bool:
