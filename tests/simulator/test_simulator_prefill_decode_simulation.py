@@ -225,6 +225,13 @@ def test_no_system_beats_its_links(agents: list[Trajectory], prefill: int, decod
         assert played(system, agents, cluster).now >= hits / nics  # a block a second and NIC
 
 
+@pytest.mark.parametrize("system", ["basic", "scheduling"])
+def test_an_agent_that_fits_no_decode_device_is_an_error_not_an_endless_wait(system: str) -> None:
+    turn = TurnShape(hit_blocks=0, prompt_tokens=1_000_000_000, output_tokens=1, gap_s=0.0)
+    with pytest.raises(ValueError, match="the capacity of the largest decode engine"):
+        played(system, [(turn,)])
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="no agents"):
         PdSimulation(PAIR, PD_SYSTEMS["basic"], [])

@@ -76,11 +76,11 @@ def replay_belady(log: AccessLog | AccessSequence) -> EvictionReplayResult:
     """
     sequence = prepare_access_sequence(log)
     next_uses = _next_uses(sequence)
-    game = _OptimalEviction(sequence)
+    eviction = _OptimalEviction(sequence)
     for index, entry in enumerate(sequence.entries):
-        game.take_in(entry, next_uses[index])
+        eviction.take_in(entry, next_uses[index])
         next_uses[index] = None  # not needed again
-    return game.tally.result(OPTIMAL_ORDER, sequence.block_size)
+    return eviction.tally.result(OPTIMAL_ORDER, sequence.block_size)
 
 
 def _touched_blocks(entry: SequenceEntry) -> int:

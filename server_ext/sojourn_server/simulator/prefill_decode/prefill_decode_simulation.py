@@ -72,8 +72,7 @@ class PdSimulation:
         latencies of turns submitted at ``latencies_from_s`` or later are recorded; with ``None``, none are.
 
         Raises ``ValueError`` without agents. If an agent fits no decode device, ``run`` raises ``ValueError``
-        at its arrival (``PairScheduler``), or the agent and all later ones wait for ever
-        (``RoundRobinPairs``)."""
+        at its arrival."""
         if not agents:
             raise ValueError("no agents to simulate")
         if arrivals_s is not None and len(arrivals_s) != len(agents):

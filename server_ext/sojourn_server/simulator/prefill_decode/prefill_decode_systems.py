@@ -46,6 +46,8 @@ class RoundRobinPairs:
         self._prefill: list[tuple[int, int]] = []
         self._decode: list[tuple[int, int]] = []
         self._free: dict[int, int] = {}
+        self._largest = 0
+        """KV capacity in tokens of the largest decode engine."""
         self._queue: deque[PdRequest] = deque()
         self._at: dict[int | str, tuple[int, int]] = {}
         self._next_prefill = self._next_decode = 0
@@ -60,8 +62,15 @@ class RoundRobinPairs:
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
         self._decode.append((number, node))
         self._free[number] = kv_tokens
+        self._largest = max(self._largest, kv_tokens)
 
     def submit(self, request: PdRequest) -> None:
+        """Add a request. Raises ``ValueError`` if all decode engines are too small."""
+        if request.kv_tokens > self._largest:
+            raise ValueError(
+                f"request {request.request_id!r} needs {request.kv_tokens:,} tokens of KV; expected at most "
+                f"{self._largest:,}, the capacity of the largest decode engine"
+            )
         self._queue.append(request)
 
     def prefilled(self, request_id: int | str) -> None:
