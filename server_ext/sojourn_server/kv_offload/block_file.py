@@ -4,26 +4,28 @@ A file's name is the block's key in hex. The key is the chain hash of all tokens
 
 Format
 ------
-A header of 128 bytes, little-endian, then the payload, which has the bytes of one layer after the other.
+A header of 128 bytes, then the payload: the KV of each layer, in order. Numbers are little-endian.
 
-      0    8  magic
-      8    2  version of the format
-     10    2  length of the key
-     12    4  CRC-32 of the payload
-     16    8  bytes of payload
-     24   16  digest of the ``KvIdentity``
-     40   64  key, padded with zeros
-    104   16  the first 16 bytes of the key of the parent, the previous block of the context, or zeros
-    120    4  zeros
-    124    4  CRC-32 of the first 124 bytes
+    offset  size  content (offset and size in bytes)
+         0     8  magic
+         8     2  version of the format
+        10     2  length of the key in bytes
+        12     4  CRC-32 of the payload
+        16     8  length of the payload in bytes
+        24    16  digest of the ``KvIdentity``
+        40    64  key, padded with zeros
+       104    16  first 16 bytes of the parent's key; zeros if there is no parent
+       120     4  zeros
+       124     4  CRC-32 of the first 124 bytes
 
 A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
-the identity, and a file copied from another model's store is refused. The parent's key is not needed for
-reading. It shows which blocks become useless when the parent is deleted.
+the ``KvIdentity``, and a file copied from another model's store is refused.
 
-A file is written under a temporary name and renamed, so a process that dies leaves a complete file or none.
-If the machine fails, a file may have been renamed before its bytes were on disk; length and checksum reveal
-that.
+The parent is the previous block of the context. Reading a block does not need the parent's key. It shows
+which blocks become useless when their parent is deleted.
+
+A file is written under a temporary name and then renamed. If the process dies, the block's file is complete
+or absent. If the machine fails, a renamed file may lack bytes; its length or a checksum reveals that.
 """
 
 from __future__ import annotations
@@ -47,8 +49,7 @@ FORMAT_VERSION = 1
 HEADER_BYTES = 128
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 PARENT_BYTES = 16
-"""Number of leading bytes of the parent's key that a block's file stores. They suffice to identify the
-parent."""
+"""A block's file stores this many leading bytes of the parent's key. They suffice to identify the parent."""
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or quota."""
@@ -66,7 +67,7 @@ _checksum = zlib.crc32
 
 
 class OffloadError(Exception):
-    """Base of all errors of this package. The docstring of ``disk_store`` lists them."""
+    """Base of all errors that block stores raise. The docstring of ``disk_store`` lists them."""
 
 
 class BlockDefect(Enum):
@@ -82,8 +83,8 @@ class BlockDefect(Enum):
 
 
 class BlockCorrupt(OffloadError):
-    """Raised if a file is not the expected block; ``reason`` says why. The buffers that were to be filled
-    then have undefined content."""
+    """Raised if a file is not the expected block; ``reason`` says why. The content of the buffers that the
+    read should have filled is undefined."""
 
     def __init__(self, path: Path, reason: BlockDefect) -> None:
         super().__init__(f"KV block {path} cannot be used: {reason.value}")
@@ -103,17 +104,17 @@ class KvIdentity:
     any field use different stores."""
 
     model: str
-    """Name and revision of the weights, or their fingerprint, and everything else that changes KV."""
+    """Name and revision of the weights, or their fingerprint, and all other model settings that change KV."""
     kv_dtype: str
-    """Data type, and the order in which a block is packed if that depends on the machine."""
+    """Data type of the KV, and how a block's bytes are ordered on this kind of machine."""
     block_tokens: int
     """Tokens of one Full Block (the unit of storage), a multiple of the engine's block size."""
     block_bytes: int
-    """Bytes of one Full Block on this rank, in all layers. Every file's payload has this size."""
+    """Bytes of one Full Block on this rank, over all layers. Every file's payload has this size."""
     layers: int
     """Number of layers on this rank."""
     hash_scheme: str
-    """Algorithm, seed and block size of the engine's prefix hashes, such as ``sha256_cbor/seed=0/16``."""
+    """Algorithm, seed and block size of the engine's prefix hashes, as in ``sha256_cbor/seed=0/16``."""
     vllm_version: str
     """vLLM's version, which determines the layout within a layer."""
     tp_rank: int = 0
@@ -127,7 +128,7 @@ class KvIdentity:
             raise ValueError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
 
     def digest(self) -> bytes:
-        """Return 16 bytes that identify these fields, the same in every process."""
+        """Return a hash of all fields, 16 bytes long. Equal fields give equal digests in every process."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -135,8 +136,8 @@ class KvIdentity:
 def byte_views(buffers: Iterable[Buffer], *, writable: bool = False) -> list[memoryview]:
     """Return the memory of ``buffers`` as bytes, in order, without a copy. Empty buffers are left out.
 
-    Raises ``ValueError`` for memory that is not contiguous or, with ``writable``, read-only; ``TypeError``
-    for an object that is not a buffer.
+    Raises ``ValueError`` for memory that is not contiguous and, if ``writable`` is set, for read-only memory.
+    Raises ``TypeError`` for an object that is not a buffer.
     """
     views = []
     for buffer in buffers:
@@ -160,9 +161,9 @@ def write_block(
     *,
     parent: bytes = b"",
 ) -> None:
-    """Write ``payload`` to the file ``partial``, and rename that file to ``path``. ``identity``: digest of
-    the ``KvIdentity``. ``parent``: the key of the previous block, empty if there is none.
+    """Write a block's file: header and ``payload`` to ``partial``, which is then renamed to ``path``.
 
+    ``identity``: digest of the ``KvIdentity``. ``parent``: key of the previous block, empty if there is none.
     The payload must not change during the call; otherwise reads of the block raise ``BlockCorrupt``. Raises
     ``OSError``; the caller must then remove the files ``partial`` and ``path``, if they exist.
     """
@@ -174,9 +175,10 @@ def write_block(
 def read_block(
     files: FileSystem, path: Path, key: bytes, identity: bytes, payload: Sequence[memoryview]
 ) -> None:
-    """Read the file ``path`` into ``payload``, and check that it is the block of ``key`` and ``identity``.
+    """Read the payload of the file ``path`` into ``payload``. Check that the file is the intact block of
+    ``key`` and of ``identity``, the digest of a ``KvIdentity``.
 
-    After any exception the content of ``payload`` is undefined. Raises ``BlockCorrupt`` and ``OSError``."""
+    Raises ``BlockCorrupt`` and ``OSError``. After any exception the content of ``payload`` is undefined."""
     header = bytearray(HEADER_BYTES)
     fd = files.open(path, os.O_RDONLY)
     try:
@@ -192,10 +194,10 @@ def read_block(
 
 
 def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
-    """Return the first ``PARENT_BYTES`` bytes of the parent's key, or ``None`` if the file names no parent.
+    """Return the first ``PARENT_BYTES`` bytes of the parent's key; ``None`` if the block has no parent.
 
-    The parent is the previous block of the context. Reads only the file's header. Raises ``BlockCorrupt``
-    for an invalid header, and ``OSError``.
+    The parent is the previous block of the context. Reads only the file's header. ``identity``: digest of the
+    ``KvIdentity``. Raises ``BlockCorrupt`` for an invalid header, and ``OSError``.
     """
     header = read_file(files, path, HEADER_BYTES)
     flaw = BlockDefect.LENGTH if len(header) < HEADER_BYTES else _header_defect(header, key, identity)
@@ -206,8 +208,8 @@ def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> b
 
 
 def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, fsync: bool) -> None:
-    """Write a file, replacing any existing one; ``fsync``: return only when it is on disk. Raises
-    ``OSError``; a partly written file may remain."""
+    """Write a file; an existing file is replaced. With ``fsync``, the content is on disk when the call
+    returns. Raises ``OSError``; a partly written file may remain."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         fd = files.open(path, flags)
@@ -231,7 +233,7 @@ def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, 
 
 
 def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
-    """Return the content of a small file, at most ``max_bytes``. Raises ``OSError``."""
+    """Return the content of a file, but at most its first ``max_bytes`` bytes. Raises ``OSError``."""
     fd = files.open(path, os.O_RDONLY)
     try:
         content = bytearray(min(files.size(fd), max_bytes))

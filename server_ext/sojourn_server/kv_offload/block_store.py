@@ -1,12 +1,14 @@
 """The interface of a store of Full Blocks.
 
 A Full Block is the KV of a fixed number of tokens: one layer after the other, and within a layer one engine
-block after the other. It can be divided into its layers (Layer Blocks) without a copy, so callers may give a
-store one buffer per layer or one for all layers. The key of a Full Block is the chain hash of its last engine
+block after the other. It can be divided into its layers (Layer Blocks) without a copy, so callers may pass
+one buffer per layer or one for all layers. The key of a Full Block is the chain hash of its last engine
 block, which identifies all tokens up to the block's end (DualPath §4.1, A.5).
 
-    ``SharedStore``   files of this engine, with checksums and a budget; other engines' files are read too
-    ``VllmFsStore``   the folders of vLLM's ``fs`` tier, shared with stock engines; only sizes are checked
+Implementations:
+
+    ``SharedStore``   writes this engine's files, with checksums and a budget; also reads other engines' files
+    ``VllmFsStore``   uses the folders of vLLM's ``fs`` tier, like stock engines; checks only file sizes
 """
 
 from __future__ import annotations
@@ -22,33 +24,34 @@ FULL_BLOCK_TOKENS = 64
 
 
 class BlockStore(Protocol):
-    """Stores Full Blocks (the unit of storage) by key. Thread-safe; every call waits for the disk. A read
-    raises ``BlockCorrupt`` if it detects damaged content or content of another model."""
+    """Stores Full Blocks (the unit of storage) by key. Thread-safe. Each call blocks until the disk
+    answers."""
 
     @property
     def identity(self) -> KvIdentity:
-        """The kind of KV in the store."""
+        """Model, layout and rank of the KV in the store."""
         ...
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading ``keys`` the store has. The store may delete blocks before they are
-        read."""
+        """Return how many leading ``keys`` the store has. A later read may still find no block, because
+        the store may delete blocks at any time."""
         ...
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         """Fill ``buffers``, ``identity.block_bytes`` long in total, with the block of ``key``.
 
-        After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``,
-        ``BlockCorrupt``, ``StoreError``, and ``ValueError`` for buffers of another size.
+        Raises ``BlockNotFound``; ``BlockCorrupt`` for damaged content, or content of another model;
+        ``StoreError``; and ``ValueError`` for buffers of another size. After any exception the content of
+        ``buffers`` is undefined.
         """
         ...
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store ``buffers`` as the block of ``key``. ``parent``: key of the previous block of the context, if
-        any.
+        """Store ``buffers`` as the block of ``key``. ``parent``: key of the previous block of the context;
+        empty if there is none.
 
-        A full store returns ``FULL`` or ``DISK_FULL``, and keeps nothing of the block. Raises ``StoreError``,
-        after which nothing of the block is left, and ``ValueError`` for buffers of another size.
+        Returns ``FULL`` or ``DISK_FULL`` if the block does not fit. Raises ``StoreError``, and ``ValueError``
+        for buffers of another size. In all these cases the store does not have the block.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Computes which blocks a context needs in each KV cache group, and how much of it is available.
+"""Computes which blocks a context needs in each KV cache group, and how much of the context is available.
 
 In models with several groups, layers with full attention need all blocks of a context. Layers with a sliding
-window need only the last blocks, which are called blocks of windows here. A block's key consists of its
-content hash and its group. Plain Python, without vLLM.
+window need only the last blocks of a context; they are called window blocks here. A block's key consists of
+its content hash and a suffix for its group. Plain Python, without vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_OTHER_END_KEYS = 1 << 16
 """Maximum number of keys in ``ContextEnds`` that belong to no program."""
 
 HasBlock = Callable[[BlockKey], bool]
-"""Returns whether a block is available."""
+"""A function that returns whether a block is available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class GroupLayout:
     hashes_per_block: int
     """Number of a request's block hashes for each block of this group."""
     first_needed: Callable[[int], int]
-    """Number of tokens → index of the first block that the next token needs. More tokens never give a lower
-    index."""
+    """Function: length of a context in tokens → index of the first block that the context's next token
+    needs. A longer context never gives a lower index."""
     keeps_all: bool
-    """Whether a context needs all its blocks of this group."""
+    """Whether a context needs all its blocks of this group, as with full attention."""
 
 
 class NeededBlock(NamedTuple):
@@ -60,9 +60,9 @@ class ContextKeys:
         start_tokens: int,
         end_tokens: int,
     ) -> None:
-        """``hashes``: content hashes from the beginning of the context. ``start_tokens``: number of leading
-        tokens that are on the device, in every group; a multiple of ``step_tokens``. ``covered`` returns only
-        multiples of ``step_tokens``, up to ``end_tokens``.
+        """``hashes``: the request's block hashes, from the beginning of the context. ``step_tokens``: all
+        lengths are multiples of this. ``start_tokens``: number of leading tokens whose KV the device has in
+        every group. ``end_tokens``: greatest length considered; rounded down to a multiple.
         """
         self._groups = groups
         self._hashes = hashes
@@ -72,16 +72,16 @@ class ContextKeys:
 
     @property
     def identity(self) -> tuple[int, int, bytes]:
-        """Value that identifies the keys. Two ``ContextKeys`` of one request with equal identities have equal
-        keys, because a request only grows at its end."""
+        """Value that identifies the keys among those of one request. If two ``ContextKeys`` of a request have
+        the same identity, they have the same keys, because a request only grows at its end."""
         return self.start_tokens, self.end_tokens, self._hashes[0] if self._hashes else b""
 
     def covered(self, has: HasBlock) -> int:
-        """Return the length in tokens of the longest prefix whose needed blocks after ``start_tokens`` are
-        all available; ``start_tokens`` if there is none.
+        """Return the length in tokens of the longest prefix of the context that is available: all blocks that
+        it needs after ``start_tokens`` exist. Return ``start_tokens`` if there is no longer prefix.
 
-        A missing window block shortens the context for all groups, so the groups with windows are checked in
-        rounds until a round shortens nothing. A round takes O(blocks) per group."""
+        A missing window block shortens the prefix for all groups. So the groups with windows are checked in
+        rounds, until a round shortens nothing. A round takes O(blocks) per group."""
         end = self.covered_without_windows(has)
         while end > self.start_tokens:
             shorter = end
@@ -94,8 +94,7 @@ class ContextKeys:
         return self.start_tokens
 
     def covered_without_windows(self, has: HasBlock) -> int:
-        """Return the number of tokens that ``covered`` would return if the groups with windows lacked no
-        blocks."""
+        """Return what ``covered`` would return if all window blocks were available."""
         end = self.end_tokens
         for group in self._groups:
             if group.keeps_all:
@@ -103,22 +102,21 @@ class ContextKeys:
         return end
 
     def window_keys(self, tokens: int) -> list[BlockKey]:
-        """Return the keys of the blocks of windows that a context of ``tokens`` tokens needs."""
+        """Return the keys of the window blocks that a context of ``tokens`` tokens needs."""
         end = min(self._rounded(tokens), self.end_tokens)
         return [each.key for each in self.needed(end) if not self._groups[each.group].keeps_all]
 
     def needed(self, tokens: int) -> Iterator[NeededBlock]:
-        """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs. Blocks of
-        windows come first, because host memory reuses the last yielded blocks first, and the other blocks are
-        useless without the blocks of windows."""
+        """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs, window blocks
+        first. Host memory evicts in reverse order, and without the window blocks the others are useless."""
         for number, places in self._needed_places(tokens):
             group = self._groups[number]
             for place in places:
                 yield NeededBlock(number, place, self._key(group, place))
 
     def sample(self, most: int) -> tuple[int, list[BlockKey]]:
-        """Return the number of blocks in ``needed(end_tokens)``, and the keys of at most ``most`` of these
-        blocks, evenly spaced. No other key is computed."""
+        """Return the number of blocks in ``needed(end_tokens)``, and the keys of a sample of at most ``most``
+        of these blocks, evenly spaced. Only the keys of the sample are computed."""
         needed = self._needed_places(self.end_tokens)
         count = sum(len(places) for _, places in needed)
         every = -(-count // most) or 1
@@ -130,7 +128,7 @@ class ContextKeys:
         return count, keys
 
     def _needed_places(self, tokens: int) -> list[tuple[int, range]]:
-        """Return (number of a group, places of the blocks that it needs) for each group, windows first."""
+        """Return (index, places of the blocks needed) for each group; groups with windows come first."""
         return [
             (number, range(self._first(group, tokens), tokens // group.block_tokens))
             for all_kept in (False, True)
@@ -146,7 +144,7 @@ class ContextKeys:
         return self._rounded(min(end, index * size))
 
     def _trailing(self, group: GroupLayout, end: int, has: HasBlock) -> int:
-        """Return the largest length up to ``end`` for which the group has all blocks it needs."""
+        """Return the largest length up to ``end`` for which all needed blocks of the group are available."""
         index = end // group.block_tokens - 1
         while end > self.start_tokens and index >= self._first(group, end):
             if has(self._key(group, index)):
@@ -167,39 +165,40 @@ class ContextKeys:
 
 
 class ContextEnds:
-    """The keys of the blocks of windows at the ends of recent prompts and turns, for models with several KV
-    cache groups. Later requests continue from such an end, so they need no other blocks of windows.
+    """Keys of the window blocks at the end of each recent prompt and turn, for models with several KV cache
+    groups. A later request continues from such an end and needs only the window blocks there.
 
-    Holds the ends of each program's newest prompt and newest turn. If they have more than ``max_keys`` keys
-    in total, the oldest ends are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS`` keys that belong to
-    no program.
+    Holds the end of each program's newest prompt, and the end of its newest turn. If they have more than
+    ``max_keys`` keys in total, the oldest ends are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS``
+    keys that belong to no program.
     """
 
     def __init__(self, max_keys: int) -> None:
-        """``max_keys``: number of blocks in all tiers, because further keys have no blocks."""
+        """``max_keys``: number of blocks that all tiers can hold. More keys would be useless."""
         self._max_keys = max_keys
         self._ends: dict[tuple[str, str], Sequence[BlockKey]] = {}
-        """(``"prompt"`` or ``"turn"``, program) → keys of this end, oldest end first."""
+        """(``"prompt"`` or ``"turn"``, program id) → keys of the window blocks at this end. The oldest end
+        comes first."""
         self._keys = 0
         """Number of keys in ``_ends``."""
         self._users: Counter[BlockKey] = Counter()
+        """Key → number of ends that contain it."""
         self._others: dict[BlockKey, None] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._users or key in self._others
 
     def put_prompt(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Record the end of a program's newest prompt. It replaces the end of the previous prompt. If
-        ``program_id`` is ``None``, ``add`` the keys."""
+        """Replace the end of a program's prompt. If ``program_id`` is ``None``, ``add`` the keys instead."""
         self._put("prompt", program_id, keys)
 
     def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Record the end of a program's newest turn, output included. It replaces the end of the previous
-        turn. If ``program_id`` is ``None``, ``add`` the keys."""
+        """Replace the end of a program's turn, which includes the output. If ``program_id`` is ``None``,
+        ``add`` the keys instead."""
         self._put("turn", program_id, keys)
 
     def add(self, keys: Iterable[BlockKey]) -> None:
-        """Add keys of no program."""
+        """Add keys that belong to no program. The newest ``MAX_OTHER_END_KEYS`` of them are kept."""
         for key in keys:
             self._others.pop(key, None)  # the newest are last
             self._others[key] = None

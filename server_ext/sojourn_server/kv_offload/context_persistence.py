@@ -1,4 +1,4 @@
-"""Writes whole contexts to disk, for programs that move to another engine with the same disk."""
+"""Writes whole contexts to disk, so that a program can move to another engine that reads the same disk."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ def persist_context(
     chain: Sequence[BlockKey],
     on_device: Mapping[BlockKey, int],
 ) -> PersistStatus:
-    """Write a context to disk, and return the progress.
+    """Plan to write a context to disk, and return the progress so far. The writes take several steps. Without
+    a disk, or after a cache reset, nothing is written.
 
-    ``chain``: keys of the context's blocks. ``on_device``: key → block id, for blocks that the device has.
-    ``store``: ``OffloadPlanner.store``, which copies to host memory the blocks that only the device has. For
-    these, host memory evicts only blocks of rank ``PLAIN`` or below.
+    ``chain``: keys of the context's blocks, in order. ``on_device``: key → block id, for blocks that the
+    device has. ``store``: ``OffloadPlanner.store``. It copies blocks that only the device has to host memory,
+    which evicts only blocks of rank ``PLAIN`` or below for them.
     """
     if disk.closed:
         return PersistStatus(0, 0)
     idle = RetentionRank.IDLE
-    # Writing more would delete the first blocks of the context from disk, and so would writing the rest while
-    # those were used longest ago.
+    # Writes delete the least recently used files. So write no more than fits, and mark the blocks that are on
+    # disk already as just used. Otherwise the end of the context would displace its beginning.
     chain = chain[: disk.room]
     disk.touch(chain)
     unsaved: list[tuple[BlockKey, int]] = []
     for key in chain:
         entry = host.get(key)
         if entry is not None and entry.rank < idle and key not in disk:
-            host.set_rank(entry, idle)  # until it is written, this is the only copy
+            host.set_rank(entry, idle)  # keep the block until it is on disk
         elif entry is None and key in on_device and key not in disk:
             unsaved.append((key, on_device[key]))
     store(unsaved, idle, at_most=RetentionRank.PLAIN)

@@ -23,7 +23,8 @@ CHUNK_BLOCKS = 32
 
 
 def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
-    """Return one layer's KV tensor as an array with one row of bytes per block. Shares the tensor's memory.
+    """Return one layer's KV tensor as an array with one row of bytes for each of ``blocks`` blocks. The array
+    shares the tensor's memory.
 
     Raises ``UnsupportedKvCaches`` if the tensor is not on the CPU, or if a block's bytes are not contiguous.
     """
@@ -37,7 +38,7 @@ def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
 
 
 class CpuCopy(NamedTuple):
-    """Copies that are already complete, because on a CPU the call that begins a copy also completes it."""
+    """The result of copies on a CPU. They are complete before the call that begins them returns."""
 
     seconds: float
 
@@ -66,7 +67,8 @@ class CpuDeviceBackend:
         """Return ``None``, because on a CPU all earlier work is already complete."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: None = None) -> CpuCopy:
-        """Copy blocks of all layers to host memory, in the given order, so the last copy into a slot wins."""
+        """Copy blocks of all layers to host memory, in order. If several copies have the same slot, the last
+        one determines its content."""
         began = time.perf_counter()
         for start in range(0, len(copies), CHUNK_BLOCKS):
             blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
@@ -95,7 +97,7 @@ class CpuDeviceBackend:
 
 
 class KvBlockArrays:
-    """Copies a CPU engine's KV blocks layer by layer. ``per_full`` engine blocks make up a Full Block."""
+    """Copies a CPU engine's KV blocks layer by layer. A Full Block consists of ``per_full`` engine blocks."""
 
     def __init__(self, layers: Mapping[str, ByteArray], per_full: int) -> None:
         """``layers``: the ``block_rows`` of each layer, in the order of the forward pass. Raises
@@ -142,11 +144,12 @@ class KvBlockArrays:
         after: None = None,
         hold: bool = False,
     ) -> list[int]:
-        """Copy one layer of the Full Blocks ``blocks`` into the engine blocks ``block_ids``. The first
-        ``skip`` engine blocks in ``blocks`` are left out. Returns the ids that were filled.
+        """Copy layer number ``layer`` of the Full Blocks ``blocks`` into the engine blocks ``block_ids``.
+        Returns the ids that were filled.
 
-        ``part``: position of the layer within each of ``blocks``; 0 if they hold only this layer. Fences and
-        ``hold`` have no effect, because the copy is complete when the call returns.
+        ``skip``: number of engine blocks at the beginning of ``blocks`` that are not copied. ``part``:
+        position of the layer in each of ``blocks``; 0 if they hold only this layer. ``after`` and ``hold``
+        have no effect, because the copy is complete when the call returns.
         """
         into = self._layers[layer]
         filled: list[int] = []

@@ -1,10 +1,10 @@
 """Copies a CUDA engine's KV blocks layer by layer, through pinned host memory. For transfers between engines.
 
-``CudaBlockArrays`` is the counterpart of ``cpu_device_backend.KvBlockArrays``:
+``CudaBlockArrays`` is the counterpart of ``cpu_device_backend.KvBlockArrays``. Time runs to the right:
 
-    compute stream   ── layer n ──● fence ── layer n+1 ──(hold)── layer n+2 ──
-    copies out                    └▶ pages to pinned memory ──● the calling thread waits, copies again, sends
-    copies in        ▲ fence: earlier work of the model ──▶ pinned memory to pages ──● hold, or a wait
+    compute stream  ── layer n ──● fence ── layer n+1 ──(hold)── layer n+2 ──
+    gather                       └▶ device to pinned memory ──● the caller copies on to unpinned memory
+    scatter                      └▶ pinned memory to device ──● hold: layer n+2 waits; else the caller waits
 
 A gather returns ordinary (unpinned) memory that nothing else writes to. When the call returns, the device has
 read the blocks, so other requests may overwrite them. A scatter is complete when the call returns, unless
@@ -37,10 +37,10 @@ STAGING_BYTES = 64 * 2**20
 
 
 class CudaBlockArrays:
-    """Copies KV blocks of a CUDA device layer by layer. ``per_full`` engine blocks make up a Full Block.
+    """Copies KV blocks of a CUDA device layer by layer. A Full Block consists of ``per_full`` engine blocks.
 
-    Any thread may call ``gather``, ``gather_full``, and ``scatter`` without ``hold``. Only the thread that
-    runs the model may call ``fence``, and ``scatter`` with ``hold``.
+    Only the thread that runs the model may call ``fence``, or ``scatter`` with ``hold``. Any thread may call
+    ``gather``, ``gather_full``, and ``scatter`` without ``hold``.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class CudaBlockArrays:
         after: CudaEvent,
         hold: bool = False,
     ) -> list[int]:
-        """Once ``after`` is complete, copy one layer of the Full Blocks ``blocks`` into the engine blocks
-        ``block_ids``. The first ``skip`` engine blocks in ``blocks`` are left out. Returns the ids that are
-        filled.
+        """Once ``after`` is complete, copy layer number ``layer`` of the Full Blocks ``blocks`` into the
+        engine blocks ``block_ids``. Returns the ids that are filled.
 
-        ``part``: position of the layer within each of ``blocks``; 0 if they hold only this layer. ``hold``:
-        return without waiting for the copy. The device then finishes the copy before any work that the
-        calling thread queues later. Only the thread that runs the model may set ``hold``.
+        ``skip``: number of engine blocks at the beginning of ``blocks`` that are not copied. ``part``:
+        position of the layer in each of ``blocks``; 0 if they hold only this layer. ``hold``: return without
+        waiting for the copy; the device finishes it before any work that the calling thread queues later.
+        Only the thread that runs the model may set ``hold``.
         """
         count = min(len(block_ids), max(0, len(blocks) * self.per_full - skip))
         start, size = part * self.layer_bytes, self.engine_bytes
@@ -151,7 +151,7 @@ class CudaBlockArrays:
     # -- inside --------------------------------------------------------------------------
 
     def _read(self, places: Sequence[tuple[int, int]], into: np.ndarray[Any, Any], after: CudaEvent) -> None:
-        """Copy blocks, given as layer and block id, into the rows of ``into``."""
+        """Copy blocks into the rows of ``into``. ``places``: (layer, block id) of each block."""
         with self._out_lock:
             self._out_stream.wait_event(after)
             for low in range(0, len(places), len(self._out)):
@@ -163,8 +163,9 @@ class CudaBlockArrays:
     def _addresses(
         self, places: Sequence[tuple[int, int]], staging: np.ndarray[Any, Any]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return three arrays: addresses of the blocks' pages on the device, addresses of the matching parts
-        of the first rows of ``staging``, and sizes in bytes."""
+        """Return three arrays with an item per page of the blocks ``places``, (layer, block id): the page's
+        address on the device, the address of its place in ``staging``, and its size in bytes. Each block
+        uses one row of ``staging``."""
         found: tuple[list[Any], list[Any], list[Any]] = [], [], []
         for row, (layer, block) in enumerate(places):
             address, stride, size = self._pages[layer].T
@@ -186,7 +187,7 @@ class CudaBlockArrays:
         copy.wait()
 
     def _await_filled(self) -> None:
-        """Wait until blocks are filled, before their request is reported."""
+        """Wait until blocks are filled, before their request is reported as loaded."""
         self._await_staging()
 
     def _await_staging(self) -> None:

@@ -2,12 +2,12 @@
 
     compute stream  ── step N ──● fence ─────────────────(hold)── step N+1 ──
     store stream                └▶ copies to host ──● done ─┘
-    load stream                 └▶ (after the saves of its slots) copies to the device ──● done
+    load stream                 └▶ copies to the device, once earlier copies have filled their slots ──● done
 
-The thread that runs the model never waits for a copy. To save a block that the next step overwrites, it
-calls ``to_host`` with a fence, then ``hold_compute``, so that the device itself waits. Only the transfer
-threads of ``OffloadWorker`` wait: before they report the end of a copy, and before they read a slot that a
-copy fills.
+The thread that runs the model never waits for these copies on the host. To save a block that the next step
+overwrites, it calls ``to_host`` with a fence, then ``hold_compute``, so that the device itself waits. Only
+the transfer threads of ``OffloadWorker`` wait: before they report the end of a copy, and before they read a
+slot that a copy fills.
 
 Only ``TorchCuda`` imports torch, so that the order of copies can be tested without a device.
 """
@@ -116,7 +116,7 @@ def queue_copy(
     *,
     stable_sources: bool,
 ) -> CudaCopy:
-    """Queue the copies that ``CudaRuntime.copy`` describes, and return them."""
+    """Queue copies on ``stream``, and return them. ``CudaRuntime.copy`` describes the arguments."""
     begun = record_event(cuda, stream)
     cuda.copy(sources, destinations, sizes, stream, stable_sources=stable_sources)
     return CudaCopy(begun, record_event(cuda, stream), (sources, destinations, sizes))
@@ -198,8 +198,8 @@ class CudaDeviceBackend:
     # -- inside --------------------------------------------------------------------------
 
     def _follow_stores(self, slots: Sequence[int]) -> bool:
-        """Make the load stream wait for unfinished copies into these slots. Return true if there is no such
-        copy. Only then are the slots stable sources (see ``CudaRuntime.copy``)."""
+        """Make the load stream wait for unfinished copies into ``slots``. Return whether there are none, so
+        that the slots are stable sources (see ``CudaRuntime.copy``)."""
         filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:
@@ -210,8 +210,8 @@ class CudaDeviceBackend:
         return not pending
 
     def _addresses(self, block_ids: list[int], slots: list[int]) -> tuple[Int64Array, Int64Array]:
-        """Return two arrays of addresses: of the blocks' pages on the device, and of the matching parts of
-        the slots."""
+        """Return two arrays with an item per page of the blocks: the page's address on the device, and the
+        address of its place in the block's slot."""
         ids, at = np.array(block_ids, np.int64), np.array(slots, np.int64)
         if at.size and not 0 <= at.min() <= at.max() < len(self._host):
             # A copy by address would reach other memory of the process.
@@ -244,7 +244,7 @@ class TorchCuda:
         return self._torch.cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
-        # The lowest priority, so that copies never go before the model if they need the device's processors.
+        # 0 is the lowest priority. If copies need the device's processors, the model goes first.
         return self._torch.cuda.Stream(self._device, priority=0)
 
     def new_event(self) -> Any:
@@ -274,7 +274,7 @@ class TorchCuda:
 
 
 def page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
-    """Return an array of ``slots`` rows of ``slot_bytes`` bytes, which begins at a page of memory. The
+    """Return an array of ``slots`` rows of ``slot_bytes`` bytes. It begins at the start of a memory page. The
     operating system allocates each page when it is first written or pinned."""
     raw = np.empty(slots * slot_bytes + MEMORY_PAGE_BYTES, np.uint8)
     start = -raw.ctypes.data % MEMORY_PAGE_BYTES
@@ -284,8 +284,8 @@ def page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
 def pin_memory(cuda: CudaRuntime, host: np.ndarray[Any, Any]) -> list[int]:
     """Pin all of ``host`` in chunks, and return the addresses of the chunks.
 
-    Each chunk ends where both a slot and a page of memory end. So no copy of a slot crosses chunks, and no
-    page is pinned twice. Raises ``RuntimeError``; nothing stays pinned then.
+    Each chunk except the last ends where both a slot and a memory page end. So no copy of a slot crosses
+    chunks, and no page is pinned twice. Raises ``RuntimeError``; nothing stays pinned then.
     """
     slots, slot_bytes = host.shape
     unit = MEMORY_PAGE_BYTES // math.gcd(slot_bytes, MEMORY_PAGE_BYTES)

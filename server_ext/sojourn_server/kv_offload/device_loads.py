@@ -1,4 +1,4 @@
-"""Loads of blocks from host memory to the device that have not ended."""
+"""Table of the unfinished loads of blocks from host memory to the device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DeviceLoads:
         self._host = host
         self.by_request: dict[str, DeviceLoad] = {}
         self.keys: set[BlockKey] = set()
-        """Keys of the blocks of all loads. Another request that needs such a block waits for the load instead
-        of loading the block again."""
+        """Keys of the blocks of all loads. Another request that needs one of these blocks waits for its load
+        instead of loading it again."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.by_request
@@ -34,7 +34,8 @@ class DeviceLoads:
         return len(self.by_request)
 
     def begin(self, request_id: str, entries: list[HostEntry], block_ids: Sequence[int]) -> list[BlockCopy]:
-        """Add a load of the pinned ``entries`` into the leading ``block_ids``. Returns the copies to make."""
+        """Add a load of ``entries``, which must be pinned, into the first ``len(entries)`` of ``block_ids``.
+        Returns the copies to make."""
         load = self.by_request[request_id] = DeviceLoad(entries, block_ids[: len(entries)])
         self.keys.update(entry.key for entry in entries)
         return [
@@ -42,7 +43,7 @@ class DeviceLoads:
         ]
 
     def end(self, request_id: str) -> DeviceLoad | None:
-        """Remove a load, release its entries and return it; ``None`` if the request has no load."""
+        """Remove a request's load, unpin its entries and return the load; ``None`` if there is none."""
         load = self.by_request.pop(request_id, None)
         if load is not None:
             self.keys.difference_update(entry.key for entry in load.entries)
@@ -50,8 +51,8 @@ class DeviceLoads:
         return load
 
     def blocks(self, without: Collection[str] = ()) -> set[int]:
-        """Return the ids of the device blocks of all loads that have not ended, without the loads of the
-        requests ``without``."""
+        """Return the ids of the device blocks of all unfinished loads, except those of the requests
+        ``without``."""
         return {
             block_id
             for request_id, load in self.by_request.items()
@@ -60,6 +61,6 @@ class DeviceLoads:
         }
 
     def block_count(self) -> int:
-        """Return the number of device blocks of all loads that have not ended. Unlike ``blocks`` this builds
-        no set, because it is called in every step."""
+        """Return the number of device blocks of all unfinished loads. Called in every step, so it builds no
+        set."""
         return sum(len(load.block_ids) for load in self.by_request.values())

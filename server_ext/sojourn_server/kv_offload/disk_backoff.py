@@ -1,4 +1,4 @@
-"""``DiskBackoff``: pauses disk writes after a failure, and tells whether the disk counts as broken."""
+"""``DiskBackoff``: how long disk writes pause after a failure, and whether the disk counts as broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Plans which blocks are written to disk, read back and deleted, below one engine's host memory."""
+"""Plans which blocks are written to disk, read back and deleted. The disk is the tier below host memory.
+
+To spill is to write a block from host memory to disk. To stage is to read it back into host memory. A probe
+is a search in the stores of other engines.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,11 @@ from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, ProbeResu
 from .tier_limits import TierLimits
 
 DISK_INDEX_TIMEOUT_STEPS = 100
-"""Number of steps after which the engine stops waiting for the worker's list of files on disk."""
+"""Number of steps after which the engine stops waiting for the worker's list of files left on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""Minimum seconds between the beginnings of two searches if the first found no other engine's store."""
+"""If a search finds no store of another engine, no search begins in the next ``NO_SIBLINGS_RECHECK_S``
+seconds, counted from the beginning of that search."""
 
 MAX_OPEN_PROBES = 256
 """Maximum number of searches of other engines' stores that have no answer yet."""
@@ -25,11 +30,12 @@ MAX_FOUND_KEYS = 1 << 16
 """Maximum number of blocks for which the planner remembers that another engine's store has them."""
 
 STAGE_BATCH_BLOCKS = 32
-"""Number of blocks per job that reads from disk. The worker reports a job at its end. Until then its blocks
-are of no use, and a disk that reads one long job looks like one that hangs."""
+"""Maximum number of blocks per job that reads from disk. The worker reports only whole jobs, so blocks of a
+long job would be usable late, and a slow disk could not be told from one that hangs."""
 
 MAX_PINNED_SHARE = 0.5
-"""Maximum share of host memory that several requests waiting for the disk may pin together."""
+"""Maximum share of host memory that requests waiting for the disk may pin together. A single waiting request
+may pin more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,9 +45,9 @@ class _PendingStage:
     since_s: float
     missing: int = 0
     entries: list[HostEntry] = field(default_factory=list)
-    """Host memory entries pinned for the request, so that they stay until vLLM asks for the request again."""
+    """Host memory entries pinned for the request, so that they stay until vLLM's next look-up for it."""
     given_up: bool = False
-    """Whether the request goes on without the missing blocks."""
+    """Whether the request no longer waits for the missing blocks."""
     disk_answers: bool = False
     """Whether any read has ended since the wait began."""
 
@@ -57,20 +63,20 @@ class _PendingProbe:
 class DiskPlanner:
     """Plans disk writes, reads and deletions for an ``OffloadPlanner``.
 
-    Three invariants hold. (1) A block that the planner reports as on disk can be read. For this, the worker
-    must do a step's deletions before its writes. A block that turns out to be missing is forgotten. (2) The
-    files, including those being written, never exceed the disk's budget. (3) A slot of host memory keeps its
-    block while the block is written to disk or read from disk.
+    Three invariants hold. (1) A block that the planner reports as on disk can be read, if the worker does a
+    step's deletions before its writes. A block that turns out to be missing is forgotten. (2) The files,
+    including those being written, never exceed the disk's budget. (3) A slot of host memory keeps its block
+    while the block is written to disk or read from disk.
 
     With ``limits.shared``, other engines' stores in the same folder are searched when a request needs blocks.
-    Their files are read like this engine's files, but never count as its own. Such files may disappear before
-    they are read.
+    Files found there are read like this engine's files, but do not count as on disk, because their owner may
+    delete them before they are read.
     """
 
     def __init__(
         self, limits: TierLimits, host: HostBlockPool, counts: Counter[str], numbers: Iterator[int]
     ) -> None:
-        """``counts``: counter of blocks by outcome. ``numbers``: source of job numbers."""
+        """``counts``: receives the number of blocks by outcome. ``numbers``: source of job numbers."""
         self.limits = limits
         self._host = host
         self._counts = counts
@@ -80,29 +86,28 @@ class DiskPlanner:
         self.known = False
         """Whether the worker has reported the files that an earlier engine left."""
         self._asked_steps = 0
-        """Number of steps planned so far. At ``DISK_INDEX_TIMEOUT_STEPS`` the engine stops waiting for the
-        worker's list of files."""
+        """Number of steps planned so far, to compare with ``DISK_INDEX_TIMEOUT_STEPS``."""
         self.closed = False
-        """Whether the cache was reset, after which the disk is neither written nor read. The weights may have
-        changed, and the store's identity names the weights with which the engine started."""
+        """Whether the cache was reset. From then on the disk is neither written nor read: the weights may
+        have changed, but the store's identity still names the weights with which the engine started."""
         self.room = limits.disk_blocks
-        """Maximum number of files; lower for a while after the disk itself was full."""
+        """Maximum number of files; for a while after the disk itself was full, a lower number."""
         self._pause = DiskBackoff()
         self._spilling: dict[int, list[HostEntry]] = {}
+        """Number of a job that writes to disk → the entries that it writes."""
         self.being_spilled: set[BlockKey] = set()
         self._requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
-        """Blocks in host memory whose write to disk was requested, each with its rank after the write."""
+        """Blocks in host memory whose write to disk was requested → the rank that each gets after it."""
         self._lowered = False
-        """Whether the blocks of ``_requested_writes`` already have their rank after the write, because the
-        disk is broken."""
+        """Whether these blocks already have that rank, because the disk is broken."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         """Number of a job that reads from disk → the entries that it fills."""
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
         """Block being read → requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
         self._reads_hang = False
-        """Whether a request has waited for ``limits.max_stage_wait_s`` and no read has ended since the wait
-        began."""
+        """Whether some request waited for ``limits.max_stage_wait_s`` without the end of any read. False
+        again once a read ends."""
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks found in other engines' stores for requests, least recently used first."""
         self._borrowed: set[BlockKey] = set()
@@ -135,8 +140,8 @@ class DiskPlanner:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether the engine must run a step even without requests, because jobs wait for a step, or the
-        files of an earlier engine are not known yet."""
+        """Whether the engine must run a step even without requests: jobs wait for a step, or the worker has
+        not yet listed the files that an earlier engine left."""
         if self._drops or self._spills or self._stages or self._probes:
             return True
         if not self.known:
@@ -155,8 +160,8 @@ class DiskPlanner:
     # -- files --------------------------------------------------------------------
 
     def add_existing(self, keys: Sequence[BlockKey]) -> None:
-        """Add the files that an earlier engine left, least recently used first. Delete the files beyond the
-        budget. After a cache reset, delete all files instead."""
+        """Add the files that an earlier engine left. ``keys``: their blocks, least recently used first. Files
+        beyond the budget are deleted; after a cache reset, all of them."""
         self.known = True
         if self.closed:
             self._drops += keys
@@ -166,8 +171,8 @@ class DiskPlanner:
         self.make_room(0)
 
     def drop_parts(self, keys: Iterable[BlockKey]) -> None:
-        """Delete the files of ``keys``, blocks that only some of the engine's workers have on disk. Skips
-        blocks that the planner counts as on disk."""
+        """Delete the files of ``keys``, blocks that only some of the engine's workers have on disk. Blocks
+        that the planner counts as on disk are kept."""
         self._drops += [key for key in keys if key not in self._files]
 
     def make_room(self, blocks: int) -> None:
@@ -182,7 +187,8 @@ class DiskPlanner:
             self._counts["disk_dropped"] += 1
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Mark the files of ``keys``, in context order, as just used. The end is deleted first."""
+        """Mark the files of ``keys`` as just used. ``keys`` are in context order, and the end of the context
+        will be deleted first."""
         for key in reversed(keys):
             if key in self._files:
                 self._files.move_to_end(key)
@@ -207,17 +213,17 @@ class DiskPlanner:
     # -- to disk --------------------------------------------------------------------
 
     def request_spill(self, key: BlockKey, rank: RetentionRank) -> None:
-        """Request that a block in host memory is written to disk as soon as possible. It gets the retention
-        rank ``rank`` after the write. If the disk is broken, it gets this rank at once, because blocks that
-        wait for ever would take host memory from others. Does nothing if the planner is ``closed``."""
+        """Request that a block in host memory is written to disk as soon as possible. After the write it gets
+        the retention rank ``rank``. If the disk is broken, it gets this rank at once; otherwise blocks that
+        wait for ever would fill host memory. Does nothing if the planner is ``closed``."""
         if self.closed:
             return
         self._requested_writes[key] = rank
         if self._lowered:
             self._lower([key])
         if len(self._requested_writes) > 2 * self.limits.host_slots:
-            # Requests pile up if the disk always fails. Host memory has slots for at most half of these keys,
-            # so the scan removes at least half of them and costs O(1) per request.
+            # If the disk always fails, requested writes pile up. Host memory has slots for at most half of
+            # these keys, so each scan removes at least half of them. It costs O(1) per requested write.
             has = self._host.get
             kept = [order for order in self._requested_writes.items() if has(order[0]) is not None]
             self._requested_writes = OrderedDict(kept)
@@ -245,22 +251,22 @@ class DiskPlanner:
         room -= self.spill(self._first_requested(min(room, self.room)))
         lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
         spare = host.free + host.idle_on_disk + lost + len(self.being_spilled)
-        # No more than fits on the disk, because a larger batch would evict blocks that it has just written.
+        # No more than fits on the disk. A larger batch would delete files that it has just written.
         wanted = min(int(limits.spill_below * limits.host_slots), self.room) - spare
         if room <= 0 or wanted <= 0:
             return
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
     def _lower(self, keys: Iterable[BlockKey]) -> None:
-        """Give blocks whose write was requested the ranks that they would have after it."""
+        """Give ``keys``, blocks whose write was requested, the ranks that they would get after the write."""
         for key in keys:
             entry = self._host.get(key)
             if entry is not None and entry.rank != RetentionRank.WANTED:
                 self._host.set_rank(entry, self._requested_writes[key])
 
     def _first_requested(self, most: int) -> list[HostEntry]:
-        """Return the entries of the first ``most`` requested writes, last requested first. Removes requests
-        that need no write. Stops at a block whose slot is still being filled."""
+        """Return the entries of the ``most`` oldest requested writes, newest first. Requests that need no
+        write any more are removed. Stops at a block whose slot is still being filled."""
         found: list[HostEntry] = []
         for key in list(islice(self._requested_writes, max(0, most))):
             entry = self._host.get(key)
@@ -273,8 +279,8 @@ class DiskPlanner:
         return found[::-1]  # as in any batch, the end of a context first
 
     def spill(self, entries: Sequence[HostEntry]) -> int:
-        """Plan to write idle entries to disk, as many as fit. They also stay in host memory. Returns the
-        number of entries to write."""
+        """Plan to write idle entries to disk, as many as fit. The entries stay in host memory too. Returns
+        the number of entries to write."""
         entries = [entry for entry in entries if not entry.on_disk and entry.key not in self.being_spilled]
         self.make_room(min(len(entries), self.room))
         # Files being written or read cannot be deleted.
@@ -329,8 +335,10 @@ class DiskPlanner:
         return request_id in self._staging
 
     def must_wait(self, request_id: str, now: float) -> bool:
-        """Return whether the request must still wait for a search (at most ``limits.max_probe_wait_s``) or a
-        disk read (at most ``limits.max_stage_wait_s``, and no longer once reads hang)."""
+        """Return whether the request must still wait for its search of other stores or for its disk read.
+
+        It waits at most ``limits.max_probe_wait_s`` for the search and ``limits.max_stage_wait_s`` for the
+        read, and not at all for a read while reads hang. After that the request gives up the wait."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
             if now - probe.since_s < self.limits.max_probe_wait_s:
@@ -348,8 +356,8 @@ class DiskPlanner:
         return False
 
     def probe(self, request_id: str, keys: Sequence[BlockKey], now: float) -> bool:
-        """Plan a search of other engines' stores for a request's ``keys``, at most once per request. The
-        search begins at the first key without a known copy. Returns whether a search was planned."""
+        """Plan a search of other engines' stores for a request's ``keys``, beginning with the first key that
+        has no known copy. Returns whether a search was planned. A request gets at most one search."""
         if not self.limits.shared or self.closed or request_id in self._probed or self._probes_hang(now):
             return False
         missing = self._from_first_missing(keys)
@@ -378,8 +386,8 @@ class DiskPlanner:
             self._elsewhere.popitem(last=False)
 
     def _probes_hang(self, now: float) -> bool:
-        """Return whether another engine's store does not answer, or too many searches are open. If so, no
-        further search begins: searches run one after the other, so all would wait for that store."""
+        """Return whether a search takes too long, or too many searches are open. If so, no further search
+        begins. Searches run one after the other, so it would only wait."""
         oldest = next((probe for probe, _ in self._probing.values()), None)
         return oldest is not None and (
             now - oldest.since_s >= self.limits.max_probe_wait_s or len(self._probing) >= MAX_OPEN_PROBES
@@ -397,8 +405,8 @@ class DiskPlanner:
     ) -> bool:
         """Plan to read the leading ``keys`` of a request from disk. Returns false if no block can be read.
 
-        ``found``: the request's earlier blocks, which are in host memory. These and the blocks read stay
-        pinned until ``abandon``."""
+        ``found``: entries of the request's blocks before ``keys``, which are in host memory. They and the
+        blocks read stay pinned until ``abandon``."""
         self.touch([*(entry.key for entry in found), *keys])
         waiting = _PendingStage(since_s=now, entries=list(found))
         for entry in found:  # reads must not evict them
@@ -411,8 +419,8 @@ class DiskPlanner:
         return True
 
     def fetch(self, keys: Iterable[BlockKey], rank: RetentionRank) -> int:
-        """Plan to read the leading ``keys`` from disk before a request needs them. Returns the number of
-        blocks being read."""
+        """Plan to read the leading ``keys`` from disk before a request needs them. Returns how many of them
+        are being read now."""
         return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
 
     def _read(
@@ -424,8 +432,11 @@ class DiskPlanner:
         at_most: RetentionRank,
     ) -> int:
         """Plan to read the leading ``keys`` from disk. Stops at a key that is neither in host memory nor on
-        disk, or when there is no room. Plans nothing while reads hang. Returns the number of blocks being
-        read. ``at_most``: highest rank of the host memory entries that may be evicted for this."""
+        disk, or when there is no room. Returns how many of ``keys`` are being read, also by earlier jobs.
+        While reads hang, plans nothing and returns 0.
+
+        ``waiting``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
+        highest rank of entries that host memory may evict for them."""
         if self._reads_hang:
             return 0
         host, job, coming, missing = self._host, 0, 0, 0

@@ -3,23 +3,24 @@
 Folders
 -------
     ROOT/
-      3f9a0c51d2e47b68/     one store: 16 hex digits of the digest of a ``KvIdentity``
+      3f9a0c51d2e47b68/     a store; its name has the first 16 hex digits of the digest of its ``KvIdentity``
       3f9a0c51d2e47b68-b/   another store of the same identity, named b
         manifest.json       the ``KvIdentity`` in full, and the version of the format
         lock                held by the one process that has the store open
         a7/a7c0….kv         a block; its name is the key in hex, its folder the key's first byte
         a7/a7c0….partial    a block being written
 
-The manifest, not the folder's name, identifies the store. A folder with another manifest is refused. Stores
-of several identities can share a root. But a root with only stores of other identities is refused unless
-``alongside`` is set, because a restart with another model or block size is usually not meant to fill the disk
-a second time. Stores of other ranks of the same engine do not count as other identities here. Files and
+The manifest, not the folder's name, identifies the store. A folder with another manifest is refused.
+
+Stores of several identities can share a root. But ``open`` refuses a root that has stores of other identities
+and none of its own, unless ``alongside`` is set: after a change of model or block size, a second set of
+blocks on the disk is usually a mistake. Stores that differ only in the rank count as its own here. Files and
 folders that are not sojourn's are never deleted.
 
 Errors
 ------
     OffloadError
-     ├ StoreError          the operating system reported an error, ``errno``
+     ├ StoreError          the operating system reported the error ``errno``
      ├ StoreInUse          another process has the store open
      ├ IncompatibleStore   the store has another model, block size, …, listed in ``differences``
      ├ BlockNotFound       there is no such block (any more)
@@ -62,12 +63,13 @@ from .file_system import FileSystem, LocalFileSystem
 from .store_folder import StoreLock, check_store_root, claim_folder, folder_name, is_store_name
 
 CLOSE_WAIT_S = 5.0
-"""Maximum seconds that ``close`` waits for running calls, because a disk may hang."""
+"""Maximum seconds that ``close`` waits for running calls. A disk may hang."""
 _FANOUT = re.compile(r"[0-9a-f]{2}")
 _BLOCK = re.compile(r"((?:[0-9a-f]{2}){%d,%d})\.(kv|partial)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
 
 _NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Error numbers of reads that fail because open files or memory ran out. The block's file may be intact."""
+"""Error numbers of reads that fail because the process or machine has too many open files or too little
+memory. The block's file may be intact."""
 
 
 def block_path(store: Path, key: bytes) -> Path:
@@ -79,8 +81,8 @@ def block_path(store: Path, key: bytes) -> Path:
 
 
 def block_payload(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
-    """Return the memory of one block as bytes. Raises ``ValueError`` if ``buffers`` do not have the size of
-    ``identity``'s blocks."""
+    """Return ``byte_views`` of the buffers of one block. Raises ``ValueError`` if ``buffers`` do not have
+    ``identity.block_bytes`` bytes in total, or if ``writable`` is set and one is read-only."""
     views = byte_views(buffers, writable=writable)
     found = sum(view.nbytes for view in views)
     if found != identity.block_bytes:
@@ -110,7 +112,7 @@ class PutOutcome(Enum):
 
     STORED = "stored"
     ALREADY = "already"
-    """The store has the key already; the given content was ignored."""
+    """The store already had a block of this key. The given content was ignored."""
     FULL = "full"
     """The block would exceed the budget. Nothing was written."""
     DISK_FULL = "disk_full"
@@ -121,10 +123,11 @@ class DiskStore:
     """Stores blocks of one ``KvIdentity`` as files in a folder, at most ``budget_bytes`` in total.
 
     Thread-safe. Calls for one key are serialised. Calls for different keys run concurrently. Calls wait for
-    the disk. The exceptions are ``has``, ``keys``, ``len`` and ``used_bytes``: they read only the index,
-    which is never locked during I/O, so the scheduler's thread may call them.
+    the disk, except ``has``, ``keys``, ``len`` and ``used_bytes``. These read only the index, which is never
+    locked during I/O, so the scheduler's thread may call them.
 
-    The store evicts no blocks. At its budget ``put`` returns ``FULL``. Only unreadable files are replaced.
+    An open store evicts no blocks. At the budget ``put`` returns ``FULL``, unless removing an unusable file
+    makes room.
     """
 
     def __init__(
@@ -137,12 +140,12 @@ class DiskStore:
         clock_ns: Callable[[], int],
         lock: StoreLock,
     ) -> None:
-        """Open a folder that ``open`` has made, checked and locked; only ``open`` calls this."""
+        """Only ``open`` calls this, after it has made, locked and checked the folder ``path``."""
         self.path = path
         self.identity = identity
         self.budget_bytes = budget_bytes
         self.file_bytes = HEADER_BYTES + identity.block_bytes
-        """Size of every block's file, as counted against the budget."""
+        """Size of every block's file. It counts against the budget."""
         self._digest = identity.digest()
         self._files = files
         self._clock_ns = clock_ns
@@ -171,14 +174,14 @@ class DiskStore:
         files: FileSystem | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> DiskStore:
-        """Open or create the store of ``identity`` in ``root``, with its blocks in order of last use.
+        """Open or create the store of ``identity`` in ``root``.
 
-        ``name`` distinguishes the stores of engines that serve the same identity (``is_store_name``).
-        ``alongside``: other identities' stores may be in ``root``. ``clock_ns``: clock for the times of last
-        use; it may jump.
+        ``name`` distinguishes the stores of engines with the same identity (``is_store_name``).
+        ``alongside``: accept a root that has stores of other identities only. ``clock_ns``: clock for the
+        times of last use, which become the files' modification times; it may jump.
 
-        Files of the wrong size and partial files are removed, then the least recently used files beyond the
-        budget. Payloads are verified when they are read.
+        Partial files and files of the wrong size are removed, then the least recently used files beyond the
+        budget. Payloads are not verified until they are read.
 
         Raises ``IncompatibleStore``, ``StoreInUse``, ``StoreError``, and ``ValueError`` for a negative budget
         or an invalid name.
@@ -188,7 +191,7 @@ class DiskStore:
         if name is not None and not is_store_name(name):
             raise ValueError(f"a store cannot be named {name!r}; expected letters, digits, '.', '_' and '-'")
         files = files or LocalFileSystem()
-        # The same store reached by another path must be recognised.
+        # The same store must be recognised if it is opened by another path.
         path = Path(os.path.realpath(root)) / folder_name(identity, name)
         files.confine(path.parent)
         try:
@@ -211,7 +214,8 @@ class DiskStore:
 
     def close(self) -> None:
         """Wait for running calls to end, at most ``CLOSE_WAIT_S``, and release the store's lock. If a call
-        still runs, the process keeps the lock, because the call may write. No other call may follow."""
+        still runs then, the process keeps the lock, because the call may write. Later calls that read, write
+        or remove a block raise ``ValueError``."""
         with self._changed:
             self._closed = True
             is_idle = self._changed.wait_for(lambda: not self._busy, CLOSE_WAIT_S)
@@ -227,12 +231,13 @@ class DiskStore:
         self.close()
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store ``buffers``, in order, as the block of ``key``. If the store has the block already, the call
-        counts as a use.
+        """Store ``buffers``, in order, as the block of ``key``. If the store already has the block, mark it
+        as the most recently used.
 
         ``parent``: key of the previous block of the context, for ``parent_of``; empty if there is none. The
-        buffers must have ``identity.block_bytes`` bytes in total and not change during the call. Raises
-        ``StoreError``, after which nothing of the block is left, and ``ValueError``.
+        buffers must not change during the call. Raises ``StoreError``, after which ``has`` is false for the
+        block. Raises ``ValueError`` if the buffers do not have ``identity.block_bytes`` bytes in total, if
+        ``key`` is invalid, or if the store is closed.
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=False)
@@ -256,13 +261,16 @@ class DiskStore:
             return PutOutcome.STORED
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers``, in order, with the block of ``key``. The block may be divided into buffers
-        differently than for ``put``.
+        """Fill ``buffers``, in order, with the block of ``key``, and mark it as the most recently used. The
+        block may be divided into buffers differently than for ``put``.
 
-        After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``. Raises
-        ``BlockCorrupt`` after removing a damaged file. Raises ``StoreError`` if the file cannot be read. If
-        the file itself is the cause, ``has`` is false from then on, until the block is stored again or the
-        store is opened again. Raises ``ValueError`` for read-only buffers or another size.
+        After any exception the content of ``buffers`` is undefined. Raises:
+
+            ``BlockNotFound``   the store has no such block
+            ``BlockCorrupt``    the file was damaged; it has been removed
+            ``StoreError``      the file cannot be read. Unless open files or memory ran out, ``has`` is false
+                                until the block is stored again or the store is opened again
+            ``ValueError``      read-only buffers, wrong total size, invalid key, or the store is closed
         """
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=True)
@@ -292,7 +300,7 @@ class DiskStore:
         a block.
 
         Raises ``StoreError`` if the file cannot be removed. Then ``has`` is false, but the file still counts
-        against the budget.
+        against the budget. Raises ``ValueError`` if ``key`` is invalid or the store is closed.
         """
         path = self._path(key)
         with self._exclusive_use(key):
@@ -306,13 +314,16 @@ class DiskStore:
             return True
 
     def has(self, key: bytes) -> bool:
-        """Return whether there is a block of ``key``. Does not count as a use."""
+        """Return whether the store has a readable block of ``key``. Does not change the LRU order."""
         with self._changed:
             return key in self._index
 
     def parent_of(self, key: bytes) -> bytes | None:
-        """Return the leading bytes of the key of the previous block in the context of ``key``'s block. Return
-        ``None`` if the file names no previous block or cannot be read. Does not count as a use."""
+        """Return the first 16 bytes of the parent's key. The parent is the previous block of the context.
+
+        Returns ``None`` if the block of ``key`` has no parent, or if its file is missing, damaged or
+        unreadable. Does not change the LRU order. Raises ``ValueError`` if ``key`` is invalid or the store is
+        closed."""
         path = self._path(key)
         with self._exclusive_use(key):
             try:
@@ -321,7 +332,7 @@ class DiskStore:
                 return None
 
     def keys(self) -> list[bytes]:
-        """Return all keys, least recently used first."""
+        """Return the keys of all readable blocks, least recently used first."""
         with self._changed:
             return list(self._index)
 
@@ -331,7 +342,7 @@ class DiskStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all block files, including partial and unreadable ones."""
+        """Bytes that count against the budget: all blocks' files, including partial and unusable ones."""
         with self._changed:
             return self._used_bytes
 
@@ -369,8 +380,7 @@ class DiskStore:
         with self._changed:
             self._index[key] = None
             self._index.move_to_end(key)
-            # File times have a resolution of milliseconds, and clocks jump. Neither may change the order of
-            # uses.
+            # The times must keep the order of uses, although the clock may jump back.
             self._last_use_ns = now_ns = max(self._clock_ns(), self._last_use_ns + 1)
         with contextlib.suppress(OSError):  # a wrong order after a restart costs little
             self._files.set_mtime(self._path(key), now_ns)
@@ -416,8 +426,8 @@ class DiskStore:
                     self._changed.notify_all()
 
     def _erase(self, key: bytes) -> OSError | None:
-        """Remove a key's files, which count against the budget but are not in the index. Returns the error if
-        that fails."""
+        """Remove the files of ``key``, which must not be in the index, and release their budget. If that
+        fails, mark the key as unusable and return the error."""
         path = self._path(key)
         for name in (path.with_suffix(".partial"), path):
             try:
@@ -433,8 +443,8 @@ class DiskStore:
         return None
 
     def _find_blocks(self) -> None:
-        """Rebuild the index from the files' names, sizes and times; remove invalid files and those beyond the
-        budget."""
+        """Build the index from the names, sizes and times of the files. Remove partial files, files of the
+        wrong size, and the least recently used files beyond the budget."""
         found: list[tuple[int, bytes]] = []
         torn: set[bytes] = set()
         for folder in self._files.scan(self.path):

@@ -1,13 +1,13 @@
 """File operations of a store. They follow no symbolic links and use only folders private to this user.
 
 Below a store's root, each folder is opened by name in its parent, with ``O_NOFOLLOW``, and each file in its
-folder. So no link is followed, even if one replaces a folder at any moment. New files are created with
-``O_EXCL``. KV determines a model's answers, so every folder below the root must belong to this user and be
-writable by this user only.
+folder. So no link is followed, even if somebody replaces a folder by a link between two calls. New files are
+created with ``O_EXCL``. KV determines a model's answers, so every folder below the root must belong to this
+user and be writable by this user only. ``confine(private=False)`` switches the check of owners off.
 
 The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made. Other users may
-change names in it, so everything below the root is checked on each access. A root is refused if other users
-may rename its folders and its owner is neither this user nor user 0.
+create and rename entries in it, so everything below the root is checked on each access. A root is refused if
+other users may rename this user's folders in it and its owner is neither this user nor user 0.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from typing import NamedTuple, Protocol
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-"""Flags for opening any file. With ``O_NONBLOCK``, opening does not hang if a pipe is in the file's place. On
-regular files this flag has no effect."""
+"""Flags for opening any file. ``O_NONBLOCK`` has no effect on regular files. If a pipe is in the file's
+place, it keeps the call from hanging."""
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class FileEntry(NamedTuple):
-    """One entry of a folder. A symbolic link is neither a file nor a folder here, because no store creates
-    links."""
+    """One entry of a folder. For a symbolic link, ``is_file`` and ``is_folder`` are both false."""
 
     name: str
     is_file: bool
@@ -43,20 +42,21 @@ class FileSystem(Protocol):
     """All file operations of a store; tests replace it to inject faults. Methods raise ``OSError``."""
 
     def confine(self, root: Path, *, private: bool = True) -> None:
-        """Follow no symbolic links below ``root`` from now on; ``root`` itself must be a path without links.
-        ``private``: use only folders that no other user can change."""
+        """From now on, follow no symbolic links below ``root``, which must be a path without links itself.
+        ``private``: also refuse folders that another user owns or can write to."""
         ...
 
     def open(self, path: Path, flags: int) -> int: ...
     def close(self, fd: int) -> None: ...
     def size(self, fd: int) -> int: ...
     def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Read into ``buffers`` from the current position; returns the number of bytes, which may be less
-        than requested and is 0 at the end."""
+        """Read into ``buffers`` from the current position. Returns the number of bytes read: 0 at the end of
+        the file, otherwise possibly less than the buffers' size."""
         ...
 
     def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Write ``buffers``; returns the number of bytes written, which may be less than their size."""
+        """Write ``buffers``. Returns the number of bytes written, which may be less than the buffers'
+        size."""
         ...
 
     def fsync(self, fd: int) -> None: ...
@@ -66,7 +66,7 @@ class FileSystem(Protocol):
 
     def unlink(self, path: Path) -> None: ...
     def mkdir(self, path: Path, *, parents: bool) -> None:
-        """Make a folder. No error if it exists."""
+        """Make a folder; ``parents``: also its missing parents. No error if the folder exists."""
         ...
 
     def set_mtime(self, path: Path, mtime_ns: int) -> None: ...
@@ -74,11 +74,12 @@ class FileSystem(Protocol):
 
 
 class LocalFileSystem:
-    """The local file system. KV reveals prompts, so only the owner may access files and folders."""
+    """The local file system. KV reveals prompts, so new files and stores are accessible only to their
+    owner."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """``root``: as for ``confine``. Without a root, a link is refused only as the last part of a file's
-        path."""
+        """``root``: path without symbolic links, below which none is followed. Without a root, only the last
+        part of a file's path is checked for a link."""
         self._root = root
         self._private = True
 
@@ -219,8 +220,8 @@ def _check_own(status: os.stat_result, path: Path) -> None:
 
 
 def _check_root(status: os.stat_result, path: Path) -> None:
-    """Raise ``OSError`` if other users can rename entries of a folder whose owner is neither this user nor
-    user 0."""
+    """Raise ``PermissionError`` for a root whose owner is neither this user nor user 0, if other users can
+    rename this user's entries in it."""
     if status.st_uid in (0, os.geteuid()) or status.st_mode & stat.S_ISVTX or not status.st_mode & _BY_OTHERS:
         return
     raise PermissionError(

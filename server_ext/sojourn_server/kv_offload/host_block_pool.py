@@ -1,4 +1,4 @@
-"""Keeps track of the slots of host memory: which block each slot has, and in which order slots are reused."""
+"""Keeps track of the slots of host memory: which block each slot holds, and which slot is reused next."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from .offload_jobs import BlockKey
 
 
 class RetentionRank(IntEnum):
-    """Rank of a block in host memory. Slots of the lowest rank are reused first, and within a rank the least
-    recently used slot.
+    """Rank of a block in host memory. Blocks of the lowest rank are evicted first. Within a rank, the least
+    recently used block is evicted first.
 
-    Members hash and compare as fast as numbers. Accessing a member by attribute is slower, so code that runs
-    for each block assigns members to variables first.
+    Members hash and compare as fast as numbers. But ``RetentionRank.COLD`` is a slow expression, so code that
+    runs for each block assigns the members to variables first.
     """
 
     WORTHLESS = 0
     """No request is known to need the block again. Not written to disk."""
     SPARE = 1
-    """The device also has the block, because the copy was made ahead of eviction. Not written to disk."""
+    """The device also has the block, because it was copied before its eviction there. Not written to disk."""
     COLD = 2
-    """Block of a program that has been idle so long that its KV belongs on disk. The disk has the block."""
+    """Block of a program that has been idle so long that its KV belongs on disk. The disk has a copy."""
     PLAIN = 3
     """Block of a busy program whose KV belongs on the device, or of an unknown program."""
     IDLE = 4
     """Block of an idle program whose KV belongs in host memory."""
     WANTED = 5
-    """Block that a request will load soon, because its program has just been placed on the device or the
-    request was preempted. No block of a lower rank replaces it."""
+    """Block that a request will load soon: its program's KV was just assigned to the device, or the request
+    was preempted. It is not evicted for a block of a lower rank."""
 
     @property
     def until_written(self) -> RetentionRank:
-        """Rank of a block before its write to disk, if ``self`` is its rank after the write: ``IDLE`` for
-        ``COLD``, because until then host memory has the only copy; otherwise ``self``."""
+        """Rank that a block has until it is written to disk, if it gets rank ``self`` after the write. This
+        is ``IDLE`` for ``COLD``, because host memory still has the only copy. For other ranks it is
+        ``self``."""
         return _IDLE if self is _COLD else self
 
 
@@ -50,20 +51,21 @@ class HostEntry:
     slot: int
     rank: RetentionRank
     job: int | None
-    """Number of the job that fills the slot; ``None`` if the slot is filled."""
+    """Number of the job that is filling the slot; ``None`` if the slot is filled."""
     on_disk: bool
     """Whether the disk has a copy."""
     pins: int = 0
-    """Number of current or expected readers. A pinned entry is not reused."""
+    """Number of current or expected readers. A pinned entry is not evicted."""
     removal_pending: bool = False
-    """Whether the entry has been removed but its slot is still read or filled."""
+    """Whether the entry was removed. Its slot becomes free once no job reads or fills it."""
 
 
 class HostBlockPool:
     """The slots of one engine's host memory and their order of reuse. Every operation is O(1) per block."""
 
     def __init__(self, slots: int, counts: Counter[str] | None = None) -> None:
-        """``counts``: counter of evicted blocks."""
+        """``counts``: receives the numbers of blocks that ``take`` evicts. Blocks with a copy on disk count
+        as ``dropped_on_disk``, others as ``dropped``."""
         self.slots = slots
         self._counts: Counter[str] = counts if counts is not None else Counter()
         self._free = list(range(slots - 1, -1, -1))
@@ -74,7 +76,7 @@ class HostBlockPool:
         self._dirty: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
         """Idle entries without a copy on disk, by rank."""
         self.idle_on_disk = 0
-        """Number of idle entries with a copy on disk. Their reuse loses nothing."""
+        """Number of idle entries with a copy on disk. Evicting them loses nothing."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -87,7 +89,7 @@ class HostBlockPool:
         return self._entries.get(key)
 
     def entry_in_slot(self, slot: int) -> HostEntry | None:
-        """Return the entry to which a slot belongs; ``None`` if the slot is empty."""
+        """Return the entry that a slot belongs to; ``None`` if the slot is empty."""
         return self._by_slot.get(slot)
 
     @property
@@ -102,8 +104,9 @@ class HostBlockPool:
     def begin(
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
-        """Assign an empty slot to a new block and return its entry. Return ``None`` if no slot is empty (call
-        ``reuse`` first). ``job``, ``on_disk``: as in ``HostEntry``."""
+        """Assign an empty slot to a new block and return its entry. Return ``None`` if no slot is empty; call
+        ``reuse`` first then. ``job``: number of the job that will fill the slot, ``None`` if it counts as
+        filled. ``on_disk``: whether the disk has a copy."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
@@ -122,8 +125,10 @@ class HostBlockPool:
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
         """Assign a slot to a new block and return its entry. If no slot is empty, evict an entry whose rank
-        is at most ``at_most`` (default: ``rank``). Return ``None`` if there is no such entry. ``job``,
-        ``on_disk``: as in ``HostEntry``."""
+        is at most ``at_most`` (default: ``rank``). Return ``None`` if there is no such entry.
+
+        ``job``: number of the job that will fill the slot, ``None`` if it counts as filled. ``on_disk``:
+        whether the disk has a copy."""
         if not self._free:
             reused = self.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:
@@ -132,8 +137,8 @@ class HostBlockPool:
         return self.begin(key, rank, job, on_disk=on_disk)
 
     def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
-        """Evict the entry that is next in the order of reuse, and return it. Return ``None`` if every entry
-        has a rank above ``at_most``, is pinned, or is being filled."""
+        """Evict the least recently used idle entry of the lowest rank, and return it. Return ``None`` if
+        every entry has a rank above ``at_most``, is pinned, or is being filled."""
         rank = min(self._idle, default=None)
         if rank is None or rank > at_most:
             return None
@@ -147,14 +152,14 @@ class HostBlockPool:
         self._mark_idle_or_free(entry)
 
     def pin(self, entry: HostEntry) -> None:
-        """Keep the entry from being reused."""
+        """Protect the entry from eviction until a matching ``unpin``."""
         if self._is_idle(entry):
             self._unmark_idle(entry)
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
-        """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank or, with
-        ``used=False``, the least recently used. Set ``used=False`` for an entry that was only copied."""
+        """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank. With
+        ``used=False``, for an entry that was only copied to disk, it becomes the least recently used."""
         entry.pins -= 1
         self._mark_idle_or_free(entry)
         if not used and self._is_idle(entry):
@@ -163,7 +168,7 @@ class HostBlockPool:
                 self._dirty[entry.rank].move_to_end(entry.key, last=False)
 
     def release(self, entries: Sequence[HostEntry]) -> None:
-        """Unpin the entries of a context, given in context order, so that its last block is reused first."""
+        """Unpin the entries of a context, given in context order. The last block will be evicted first."""
         for entry in reversed(entries):
             self.unpin(entry)
 
@@ -203,8 +208,8 @@ class HostBlockPool:
         return len(self._dirty.get(rank, ()))
 
     def next_unspilled(self, most: int, *, above: RetentionRank) -> list[HostEntry]:
-        """Return up to ``most`` idle entries of ranks above ``above`` without a copy on disk, in the order in
-        which they would be reused."""
+        """Return up to ``most`` idle entries that have a rank above ``above`` and no copy on disk, in the
+        order of their eviction."""
         found: list[HostEntry] = []
         for rank in sorted(rank for rank in self._dirty if rank > above):
             for entry in self._dirty[rank].values():
@@ -227,7 +232,7 @@ class HostBlockPool:
         return not entry.pins and entry.job is None and not entry.removal_pending
 
     def _mark_idle_or_free(self, entry: HostEntry) -> None:
-        """If no pin or job uses the entry, make it idle. If it was removed, free its slot instead."""
+        """If no pin or job uses the entry, make it idle or, if it was removed, free its slot."""
         if entry.removal_pending and not entry.pins and entry.job is None:
             del self._by_slot[entry.slot]
             self._free.append(entry.slot)

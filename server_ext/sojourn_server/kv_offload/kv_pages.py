@@ -1,9 +1,10 @@
-"""Finds KV blocks in a worker's memory, where each layer has one or more rows of equally spaced pages.
+"""Finds the bytes of KV blocks in a worker's memory.
 
-A page is a run of consecutive bytes of one block. vLLM orders the dimensions of a KV cache as the attention
-backend needs them. Pages of several layers may be next to each other in one block. If a layer's dimension of
-heads comes before its dimension of blocks, the layer has one row of pages per head. One vLLM block may
-consist of several blocks of the attention kernel.
+A page is a run of consecutive bytes that belong to one block. A row of pages has one page for each block, at
+equal distances. A layer's KV tensor consists of one or more such rows. The attention backend chooses the
+order of the tensor's dimensions: if heads come before blocks, the layer has one row per head. Pages of
+several layers may be next to each other. One vLLM block may consist of several blocks of the attention
+kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class UnsupportedKvCaches(RuntimeError):
 
 
 class KvPages(NamedTuple):
-    """One row of pages, one per block. Block ``b``'s page begins at ``address + b * stride_bytes``."""
+    """A row of pages, one page per block. The page of block ``b`` is ``page_bytes`` long and begins at
+    address ``address + b * stride_bytes``."""
 
     address: int
     stride_bytes: int
@@ -27,12 +29,13 @@ class KvPages(NamedTuple):
 
 
 def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
-    """Return views of one layer's KV tensor as bytes, each of shape ``(blocks, page bytes)``.
+    """Return the rows of pages of one layer, each as a tensor of bytes with the shape ``(blocks, page
+    bytes)``. The tensors share the memory of ``cache``.
 
-    ``cache``: a torch tensor whose first dimension counts blocks, or kernel blocks that divide a block
-    equally. There is one view per row of pages. A layer usually has one row. It has one row per attention
-    head if the heads lie outside the blocks. Raises ``UnsupportedKvCaches`` if the bytes of a page are not
-    consecutive.
+    ``cache``: the layer's KV tensor. Its first dimension counts blocks, or kernel blocks that divide a block
+    equally. ``blocks``: number of blocks. ``name``: the layer's name, for errors. Usually there is one row.
+    If heads lie outside the blocks, there is one per head. Raises ``UnsupportedKvCaches`` if the bytes of a
+    page are not consecutive.
     """
     import torch
 
@@ -75,10 +78,10 @@ def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
 
 
 def merge_neighbours(pages: Sequence[KvPages]) -> list[KvPages]:
-    """Merge rows whose pages touch in memory. Returns rows with the same bytes.
+    """Merge rows whose pages are adjacent in memory. Returns rows that cover the same bytes.
 
-    Only rows that follow each other in ``pages`` are merged. Layers interleaved within a block become one
-    row, so that one copy moves a block of all these layers.
+    Only rows that follow each other in ``pages`` are merged. If the layers of a block are adjacent in memory,
+    they become one row, so that one copy moves a block of all these layers.
     """
     merged: list[KvPages] = []
     for each in pages:
@@ -96,15 +99,15 @@ def merge_neighbours(pages: Sequence[KvPages]) -> list[KvPages]:
 
 
 def device_layout(kv_caches: Mapping[str, Any], blocks: int) -> str:
-    """Return ``block_layout`` of a worker's KV tensors; on a CPU, return an empty text. A CPU engine's
-    ``KvIdentity`` already names the order of bytes in its data type."""
+    """Return ``block_layout`` of a GPU worker's KV tensors. On a CPU, return an empty text, because a CPU
+    engine's ``KvIdentity.kv_dtype`` already names the order of bytes."""
     is_cpu = next(iter(kv_caches.values())).device.type == "cpu"
     return "" if is_cpu else block_layout(kv_caches, blocks)
 
 
 def block_layout(kv_caches: Mapping[str, Any], blocks: int) -> str:
-    """Return a text that is equal for KV tensors with the same order of bytes in a block, wherever the blocks
-    lie and however many there are. The attention backend chooses the order."""
+    """Return a hash of the order of bytes within a block, which the attention backend chooses. It does not
+    depend on where the blocks lie or how many there are."""
     kinds = []
     for cache in kv_caches.values():
         inner = cache.unflatten(0, (blocks, -1))

@@ -2,7 +2,8 @@
 
 The planner, in the scheduler's process, writes ``OffloadJobs``. The worker, in the model's process, carries
 them out in the order of the fields below and answers with ``OffloadResults``. Block ids are the engine's.
-Slots of host memory count from 0. A key is the chain hash of a block's content.
+Slots of host memory are numbered from 0. A key is a block's chain hash, with a suffix for its KV cache group
+if there are several.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ class FileCopy(NamedTuple):
     slot: int
     key: BlockKey
     shared: bool = False
-    """Whether the block is read from another engine's store, not from this engine's."""
+    """Whether the block is read from another engine's store instead of this engine's."""
 
 
 class ProbeResult(NamedTuple):
     """Result of a search in other engines' stores."""
 
     found: int
-    """Number of leading keys found."""
+    """Number of leading keys that were found."""
     stores: int
-    """Number of other engines' stores."""
+    """Number of other engines' stores that were searched."""
 
 
 class CopyResult(Enum):
@@ -59,27 +60,27 @@ class CopyResult(Enum):
 @dataclass(slots=True)
 class OffloadJobs:
     """The jobs of one step. The worker reports one result for each job number, and one for each request in
-    ``loads``."""
+    ``loads``. "Host" is host memory."""
 
     settles: bool = False
     """Whether the worker must first wait for all loads of earlier steps, because one of them was
     cancelled."""
     awaited: dict[int, list[BlockCopy]] = field(default_factory=dict)
-    """Job number → copies of a store of an earlier step. The store must end before this step, which
-    overwrites its blocks or uses its slots. The worker repeats a store that failed."""
+    """Number of a store job of an earlier step → its copies. They must end before this step, which overwrites
+    their blocks or uses their slots. If the store failed, the worker repeats it."""
     saves: list[BlockCopy] = field(default_factory=list)
     """Copies from device to host, in this order, before this step's forward pass overwrites the blocks."""
     loads: dict[str, list[BlockCopy]] = field(default_factory=dict)
-    """Copies from host to device, by request. They begin after the saves and run in parallel with this step
+    """Request id → copies from host to device. They begin after the saves and run in parallel with this step
     and later ones. vLLM runs a request once the worker has reported its load."""
     stores: dict[int, list[BlockCopy]] = field(default_factory=dict)
-    """Copies from device to host while the model computes, by job number."""
+    """Job number → copies from device to host while the model computes."""
     drops: list[BlockKey] = field(default_factory=list)
-    """Keys of files to delete before anything is written, because a later write may have the same key."""
+    """Keys of files to delete. Deleted before ``spills``, which may write other files under the same keys."""
     spills: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Copies from host to disk, by job number."""
+    """Job number → copies from host to disk."""
     stages: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Copies from disk to host, by job number, in increasing order of job number."""
+    """Job number → copies from disk to host. Job numbers are in increasing order."""
     probes: dict[int, Sequence[BlockKey]] = field(default_factory=dict)
     """Job number → keys, in context order, to search for in other engines' stores."""
 
@@ -89,29 +90,30 @@ class OffloadJobs:
 
 @dataclass(slots=True)
 class OffloadResults:
-    """One worker's results since its last report."""
+    """One worker's results since its last report, or the combined results of all workers
+    (``RankResults``)."""
 
     on_disk: Sequence[BlockKey] | None = None
-    """Keys that an earlier engine left on disk, least recently used first. Reported once; ``None`` in all
-    other reports."""
+    """Keys that an earlier engine left on disk, least recently used first. In all reports but the first,
+    ``None``."""
     partly_on_disk: list[BlockKey] = field(default_factory=list)
-    """Keys that only some workers of the engine have on disk."""
+    """Keys that only some workers of the engine have on disk. Only in combined results."""
     stored: dict[int, CopyResult] = field(default_factory=dict)
-    """Results of the stores that have ended, by job number."""
+    """Number of a store job that has ended → its result."""
     spilled: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
-    """Job number → results of its copies from host to disk. A key that is absent has failed."""
+    """Job number → results of its copies from host to disk. The copy of an absent key has failed."""
     staged: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
-    """Job number → results of its copies from disk to host. A key that is absent has failed."""
+    """Job number → results of its copies from disk to host. The copy of an absent key has failed."""
     probed: dict[int, ProbeResult] = field(default_factory=dict)
     lost_slots: list[int] = field(default_factory=list)
     """Slots of failed ``saves`` and ``awaited`` stores. Their content is undefined."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of copying since the last report, by direction."""
+    """Direction (one of ``TRANSFER_DIRECTIONS``) → seconds of copying since the last report."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes copied since the last report, by direction."""
+    """Direction → bytes copied since the last report."""
     waited_s: float = 0.0
-    """Seconds since the last report for which the thread that runs the model waited for copies before a
-    forward pass. Waits of the device itself are not counted."""
+    """Seconds for which the thread that runs the model waited for copies before a forward pass, since the
+    last report. Waits of the device itself are not counted."""
 
     def __bool__(self) -> bool:
         return bool(
@@ -137,10 +139,10 @@ _WORST_FIRST = (
 
 
 class RankResults:
-    """Combines the reports of an engine's workers, which arrive in different steps.
+    """Combines the reports of an engine's workers, which may arrive in different steps.
 
-    Each worker copies its own part of every block. A job has ended when all workers have reported it. A block
-    counts as copied only if all workers have copied their parts.
+    Each worker copies its own part of every block. A job has ended when all workers have reported it. A
+    block counts as copied only if all workers have copied their parts.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -153,8 +155,9 @@ class RankResults:
         self._probed: defaultdict[int, list[ProbeResult]] = defaultdict(list)
 
     def add(self, reports: Sequence[OffloadResults]) -> OffloadResults:
-        """Add the reports of one step, at most one from each worker. Return the results that are complete
-        now."""
+        """Add the reports of one step, at most one from each worker. Return the results of the jobs that all
+        workers have reported now. ``seconds`` and ``waited_s`` are those of the slowest worker, and
+        ``moved_bytes`` is the sum."""
         combined = OffloadResults()
         for report in reports:
             self._add(report, combined)
@@ -207,8 +210,8 @@ def _worst(results: Iterable[CopyResult]) -> CopyResult:
 
 
 def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[BlockKey, CopyResult]:
-    """Return key → the worst of its results in all answers. A key that an answer lacks is left out, because
-    its copy has failed."""
+    """Return key → its worst result in all answers. A key that is absent from an answer is left out, which
+    means that its copy has failed."""
     return {
         key: _worst(each[key] for each in answers)
         for key in answers[0]
@@ -217,15 +220,15 @@ def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[Bloc
 
 
 TRANSFER_DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")
-"""Names of the directions in which blocks are copied. Each direction's thread has the same name."""
+"""Names of the directions in which a worker copies blocks. Each direction has a thread of the same name."""
 
 SPEED_SAMPLES = 16
-"""Number of newest reports from which the speed of a direction is computed. They are enough to average out
-one slow copy, and few enough to notice that a link has become slow."""
+"""The speed of a direction is computed from this many of its newest reports. They are enough to average out
+one slow copy, and few enough to notice soon that a link has become slow."""
 
 SPEED_MAX_AGE_S = 30.0
-"""Seconds for which a report counts towards its direction's speed. A slow direction is used little. Once its
-reports have expired, its speed is unknown, so that it is used and measured again."""
+"""Seconds after which a report no longer counts for its direction's speed. A slow direction is used little.
+Once its reports have expired its speed is unknown, so it is used and measured again."""
 
 
 class OffloadStats:
@@ -241,7 +244,8 @@ class OffloadStats:
         """Direction → (time, seconds, bytes) of each of its newest reports."""
 
     def add(self, results: OffloadResults, now: float) -> None:
-        """Add the combined report of an engine's workers (``RankResults``)."""
+        """Add the combined results of an engine's workers (``RankResults.add``). ``now``: seconds on the
+        clock that ``seconds_a_byte`` uses too."""
         for lane, seconds in results.seconds.items():
             self._seconds[lane] += seconds
             self._newest[lane].append((now, seconds, results.moved_bytes.get(lane, 0)))
@@ -249,7 +253,7 @@ class OffloadStats:
         self._waited_s += results.waited_s
 
     def seconds_a_byte(self, lane: str, now: float) -> float | None:
-        """Return the recent seconds per byte in a direction; ``None`` without a recent copy."""
+        """Return the recent seconds per byte in the direction ``lane``; ``None`` without a recent copy."""
         newest = self._newest[lane]
         while newest and now - newest[0][0] > SPEED_MAX_AGE_S:
             newest.popleft()
@@ -257,11 +261,13 @@ class OffloadStats:
         return took_s / moved if moved and took_s > 0 else None
 
     def totals(self) -> dict[str, Any]:
-        """Return totals since the engine started.
+        """Return totals since the engine started, by name:
 
-        ``moved_bytes`` and busy ``seconds``: by direction. ``waited_s``: seconds for which forward passes
-        waited for copies between device and host memory. ``overlapped``: share of these copies' time in which
-        no forward pass waited; ``None`` before the first copy.
+        ``moved_bytes``   direction → bytes copied
+        ``seconds``       direction → seconds of copying
+        ``waited_s``      seconds for which forward passes waited for copies to or from the device
+        ``overlapped``    share of the time of these copies in which no forward pass waited; ``None``
+                          before the first copy
         """
         copied_s = self._seconds["to_host"] + self._seconds["to_device"]
         return {

@@ -1,13 +1,13 @@
 """Plans which KV blocks are copied between the device and the tiers below it: no vLLM, no tensors, no clock.
 
-One planner serves one engine's scheduler. The scheduler saves blocks that the device overwrites
-(``plan_save``), copies blocks before they are overwritten (``store``), and finds and loads blocks
-(``lookup``, ``load``). ``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their
-results. The planner itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
+One planner serves one engine's scheduler. The scheduler calls ``plan_save`` for a block that this step
+overwrites, ``store`` for blocks that may be overwritten later, and ``lookup`` and ``load`` for a request.
+``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their results. The planner
+itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
-the worker carries out jobs in sequence. (2) While a job reads or writes a slot, no other job writes the slot.
-(3) Blocks whose copy failed are forgotten. In the worst case, their KV is computed again.
+the worker follows the order of ``OffloadJobs``. (2) While a job reads or writes a slot, no other job writes
+the slot. (3) Blocks whose copy failed are forgotten. In the worst case, their KV is computed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STORE_BATCH_BLOCKS = 32
 """Number of blocks per store job. If the device overwrites one of them early, the step waits for the whole
 job."""
 
-# Names of their own: reading an enum member for each block is slow.
+# Module variables, because ``RetentionRank.WANTED`` is slow to evaluate for each block.
 _WANTED, _SPARE = RetentionRank.WANTED, RetentionRank.SPARE
 
 
@@ -40,8 +40,9 @@ class _Lookup(NamedTuple):
     """Value that identifies the keys looked up: their number and the first key, or ``ContextKeys.identity``.
     Equal values of one request mean equal keys, because a request only grows at its end."""
     found: list[HostEntry]
+    """Entries of the leading keys that were found; pinned."""
     tokens: int = 0
-    """Result of ``lookup_context``."""
+    """Result of ``lookup_context``; unused by ``lookup``."""
 
 
 class OffloadPlanner:
@@ -53,21 +54,22 @@ class OffloadPlanner:
         """Number of blocks by outcome; ``docs/kv-offload.md`` explains the names."""
         self.host = HostBlockPool(limits.host_slots, self.counts)
         self._numbers = count(1)
-        """Job numbers, shared with the ``DiskPlanner`` so that no number is used twice."""
+        """Source of job numbers. The ``DiskPlanner`` uses it too, so that no number is used twice."""
         self.disk = DiskPlanner(limits, self.host, self.counts, self._numbers)
         self._storing: dict[int, tuple[list[HostEntry], list[BlockCopy]]] = {}
+        """Number of an unfinished store job → the entries that it fills, and its copies."""
         self._looked_up: dict[str, _Lookup] = {}
         """Request → the pinned blocks that its look-up found."""
         self._last_asked: str | None = None
         """Request of the latest look-up."""
         self._lost = False
-        """Whether a block has been lost since the last ``take_jobs``. If so, earlier look-ups, which may have
-        found it, are repeated."""
+        """Whether a block has been lost since the last ``take_jobs``. Earlier look-ups may have found it, so
+        their results are not used again."""
         self.loads = DeviceLoads(self.host)
         self._jobs = OffloadJobs()
         """Jobs of the step being planned, without disk jobs."""
         self._wants_step = False
-        """Whether ``persist`` waits for disk writes, so that the engine must run a step even when idle."""
+        """Whether a ``persist`` waits for disk writes. The engine must then run a step even when idle."""
 
     # -- copies from the device ---------------------------------------------
 
@@ -79,9 +81,11 @@ class OffloadPlanner:
         *,
         may_lower: bool = True,
     ) -> bool:
-        """Plan the copy to host memory of a block that this step overwrites, unless host memory has the block
-        already. Returns false if there is no room. ``may_lower``: whether a copy that host memory has
-        already, with a rank above ``SPARE``, may get a lower rank."""
+        """Plan to copy a block that this step overwrites to host memory with the rank ``rank``. If host
+        memory already has the block, only set its rank. Returns false if host memory has no room.
+
+        ``may_lower=False``: the rank of a block that host memory already has is not lowered, unless it is
+        ``SPARE`` or below."""
         entry = self.host.get(key)
         if entry is not None:
             self.await_store(key)
@@ -99,8 +103,8 @@ class OffloadPlanner:
         return True
 
     def await_store(self, key: BlockKey) -> None:
-        """If a store of the block may be running, make it end before this step, which may overwrite the
-        block."""
+        """If an unfinished store job copies the block, make the job end before this step, which may overwrite
+        the block."""
         entry = self.host.get(key)
         if entry is not None and entry.job in self._storing:
             self._await_store(entry.job)
@@ -112,13 +116,13 @@ class OffloadPlanner:
         *,
         at_most: RetentionRank | None = None,
     ) -> int:
-        """Copy cached blocks to host memory before the device evicts them. Returns the number of copies
-        planned.
+        """Plan to copy blocks of a context to host memory before the device evicts them. Returns the number
+        of copies planned; blocks that host memory already has need none.
 
-        The device keeps its blocks. If a block will change before its copy ends, the caller must call
-        ``plan_save`` for it. ``blocks``: (key, block id) in context order. If space is short, only the
-        beginning of the context is stored, because host memory evicts the end first. Only entries whose rank
-        is at most ``at_most`` (default: ``rank``) are replaced.
+        ``blocks``: (key, block id) in context order. If space is short, only the beginning of the context is
+        copied. For the new entries, host memory evicts only entries whose rank is at most ``at_most``
+        (default: ``rank``). If the device overwrites a block before its copy ends, the caller must call
+        ``plan_save`` for it first.
         """
         used: list[HostEntry] = []
         begun: dict[int, list[tuple[HostEntry, BlockCopy]]] = {}
@@ -139,8 +143,8 @@ class OffloadPlanner:
         for entry in reversed(used):
             self.host.touch(entry)
             self._rerank(entry, rank)
-        # Jobs end in order, and blocks of the job that ends first are reused first. So the first job gets the
-        # end of the context.
+        # Jobs end in order, and the blocks of the job that ends first are evicted first. So the first job
+        # copies the end of the context.
         for job, together in reversed(begun.items()):
             copies = [copy for _, copy in together]
             self._storing[job] = [entry for entry, _ in reversed(together)], copies
@@ -149,11 +153,11 @@ class OffloadPlanner:
         return stored
 
     def store_if_room(self, newest_first: Iterable[tuple[BlockKey, int]]) -> int:
-        """Copy a turn's new blocks to host memory, into slots that are empty or whose block has the rank
-        ``WORTHLESS``. Returns the number of copies planned.
+        """Plan to copy a turn's new blocks to host memory with the rank ``SPARE``, but only into empty slots
+        and slots of ``WORTHLESS`` blocks. Returns the number of copies planned.
 
-        ``newest_first``: (key, block id) of the context's blocks, last block first. Reading stops at the
-        first block that host memory already has.
+        ``newest_first``: (key, block id) of the context's blocks, last block first. Blocks count as new up to
+        the first one that host memory already has.
         """
         added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
         # Spare copies do not replace each other. Otherwise, if not all contexts fit, each turn would copy a
@@ -161,7 +165,7 @@ class OffloadPlanner:
         return self.store(reversed(added), RetentionRank.SPARE, at_most=RetentionRank.WORTHLESS)
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
-        """Remove all copies of these keys below the device, because their content may be wrong."""
+        """Remove the copies of ``keys`` in host memory and on disk, because their content may be wrong."""
         for key in keys:
             if (entry := self.host.get(key)) is not None:
                 self._lost = True
@@ -173,8 +177,8 @@ class OffloadPlanner:
         self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
     ) -> None:
         """Set the retention rank of a context's blocks in host memory, and cancel their requested writes to
-        disk. ``keys`` must be in context order, so that the end of the context is evicted first. If ``only``
-        is given, only blocks that now have this rank are changed."""
+        disk. ``keys`` must be in context order; the end of the context will be evicted first. ``only``:
+        change only blocks that have this rank now."""
         get, cancel_spill = self.host.get, self.disk.cancel_spill
         for key in reversed(keys):
             entry = get(key)
@@ -186,7 +190,7 @@ class OffloadPlanner:
 
     def write_to_disk(self, keys: Iterable[BlockKey], rank: RetentionRank) -> None:
         """Request that blocks in host memory are written to disk, in this order, as soon as the disk allows.
-        After the write they have the retention rank ``rank``."""
+        Each gets the retention rank ``rank`` after its write; a block that is on disk already gets it now."""
         for key in keys:
             entry = self.host.get(key)
             if entry is not None and entry.on_disk:
@@ -195,8 +199,8 @@ class OffloadPlanner:
                 self.disk.request_spill(key, rank)
 
     def persist(self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int]) -> PersistStatus:
-        """Write a context to disk with ``persist_context``. Returns the progress; call again until all blocks
-        are stored."""
+        """Plan to write a context to disk (``persist_context``), and return the progress. Call it in later
+        steps too, until all blocks are stored."""
         status = persist_context(self.host, self.disk, self.store, chain, on_device)
         self._wants_step = self._wants_step or status.pending > 0
         return status
@@ -204,22 +208,22 @@ class OffloadPlanner:
     # -- requests -------------------------------------------------
 
     def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
-        """Return how many leading ``keys`` can be loaded now.
+        """Return how many leading ``keys`` can be loaded from host memory now.
 
-        Returns ``None`` (ask again) while a disk read or a search of other engines' stores is in progress, or
-        while another request is loading the first key. A repeated look-up, or one during a disk read, takes
-        O(1).
+        ``None`` means: look up again in a later step. It is returned while a search of other engines' stores
+        or a disk read for this request is in progress, which this call may begin, or while another request is
+        loading the first key. A repeated look-up, or one during a disk read, takes O(1).
 
-        Found blocks are pinned. ``take_jobs`` removes the pins, except those of the latest look-up. So the
-        first request of the queue, which the scheduler looks up in every step, keeps its blocks while it
-        waits. If a block was lost since the last ``take_jobs``, all pins are removed.
+        Found blocks are pinned. ``take_jobs`` unpins them, except those of the latest look-up: the scheduler
+        looks up the first waiting request in every step, and its blocks must stay while it waits. If a block
+        was lost since the last ``take_jobs``, the next ``take_jobs`` unpins all.
         """
         if not keys:
             self._drop_lookup(request_id)
             return 0
         if keys[0] in self.loads.keys:
-            # Wait, because the other request's load brings the block to the device. Checking the first key is
-            # enough, because hashes are chained, and every load begins after the last block on the device.
+            # The other request's load brings the block to the device. Checking the first key is enough:
+            # hashes are chained, and every load begins after the last block on the device.
             return None
         disk = self.disk
         if disk.must_wait(request_id, now):
@@ -241,15 +245,15 @@ class OffloadPlanner:
         return len(found)
 
     def lookup_context(self, request_id: str, context: ContextKeys) -> int | None:
-        """Return how many leading tokens of a context the device can have after a load from host memory.
+        """Return how many leading tokens of a context the device can have after a load from host memory. For
+        models with several KV cache groups; these have no disk tier.
 
-        Host memory has all blocks, in every KV cache group, that these tokens need after
-        ``context.start_tokens``. The result is ``context.start_tokens`` if nothing can be loaded, and
-        ``None`` (ask again) while another request is loading the beginning of this context.
+        The result includes ``context.start_tokens``, the tokens that the device has already; it equals them
+        if nothing can be loaded. ``None`` means: look up again in a later step, because another request is
+        loading the beginning of this context.
 
         To load, pass the keys of ``context.needed(result)`` to ``load`` in the same order. Found blocks are
-        pinned as by ``lookup``. The disk is not searched, because models with several groups have no disk
-        tier.
+        pinned, and unpinned by ``take_jobs``, like those of ``lookup``.
         """
         if self.remembers(request_id, context):
             self._last_asked = request_id
@@ -266,15 +270,16 @@ class OffloadPlanner:
         return tokens
 
     def remembers(self, request_id: str, context: ContextKeys) -> bool:
-        """Return whether ``lookup_context`` would repeat the answer of the request's last look-up."""
+        """Return whether ``lookup_context`` would return its last answer for the request in O(1)."""
         before = self._looked_up.get(request_id)
         return before is not None and before.identity == context.identity and not self._lost
 
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Plan to copy the blocks ``keys`` to the request's device blocks ``block_ids``.
+        """Plan to copy the blocks ``keys``, in order, to the request's device blocks ``block_ids``. This ends
+        the request's look-up.
 
-        The slots of ``keys`` are pinned until ``take_loaded``. Raises ``KeyError`` if the request's last
-        look-up did not find all ``keys``, or if the request is loading already.
+        The slots of ``keys`` are pinned until ``take_loaded``. Raises ``KeyError`` if ``keys`` are not the
+        leading keys that the request's last look-up found, or if the request is loading already.
         """
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)
@@ -290,8 +295,8 @@ class OffloadPlanner:
             self._jobs.loads[request_id] = self.loads.begin(request_id, found[: len(keys)], block_ids)
 
     def loadable(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many leading ``keys`` are loadable now, for ``load_ahead``. A key is loadable if its
-        copy in host memory is complete and no load is already copying it to the device."""
+        """Return how many leading ``keys`` ``load_ahead`` can load now. A key can be loaded if its copy in
+        host memory is complete and no other load is copying it to the device."""
         count = 0
         for key in keys:
             entry = self.host.get(key)
@@ -301,9 +306,9 @@ class OffloadPlanner:
         return count
 
     def load_ahead(self, name: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Plan to copy ``keys``, which must be ``loadable``, to device blocks before any request needs them.
-
-        ``name`` takes the place of a request's id in ``take_loaded`` and ``cancel_load``."""
+        """Plan to copy ``keys``, all of which must be ``loadable``, to the device blocks ``block_ids`` before
+        a request needs them. Pass ``name`` instead of a request's id to ``take_loaded`` and
+        ``cancel_load``."""
         entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
         for entry in entries:
             self.host.pin(entry)
@@ -311,25 +316,27 @@ class OffloadPlanner:
         self.load(name, keys, block_ids)
 
     def withdraw_load(self, name: str) -> bool:
-        """Take back a load that no step has begun yet. Returns whether there was such a load; if not, call
-        ``cancel_load``."""
+        """Remove a planned load that ``take_jobs`` has not returned yet. Returns whether there was one; if
+        not, call ``cancel_load``."""
         if self._jobs.loads.pop(name, None) is None:
             return False
         self.loads.end(name)
         return True
 
     def cancel_load(self, request_id: str) -> bool:
-        """Handle a request that gives up its device blocks during their load. Returns whether there was a
-        load.
+        """Handle a request that gives up its device blocks during their load. Returns whether the request is
+        loading.
 
-        The next step waits for the copies before it writes anything. ``take_loaded`` must still be called.
+        The next step waits for the load's copies before it writes to the device. The load still ends with
+        ``take_loaded``.
         """
         self._jobs.settles = self._jobs.settles or request_id in self.loads
         return request_id in self.loads
 
     def take_loaded(self, request_id: str, not_filled: Collection[int] = ()) -> int:
-        """Handle the end of a request's load. Returns how many leading blocks arrived. ``not_filled``: device
-        blocks that the worker could not fill; later look-ups do not find their keys."""
+        """Handle the end of a request's load. Returns how many leading blocks arrived; 0 without a load.
+        ``not_filled``: ids of device blocks that the worker could not fill. Other copies of these blocks are
+        removed, so later look-ups do not find them."""
         load = self.loads.end(request_id)
         if load is None:
             return 0
@@ -344,7 +351,8 @@ class OffloadPlanner:
         return sum(1 for _ in takewhile(lambda block_id: block_id not in not_filled, load.block_ids))
 
     def abandon(self, request_id: str) -> None:
-        """End the look-ups of a request that has finished, or will not be looked up again."""
+        """End the look-up and the disk waits of a request that has finished or will not be looked up
+        again."""
         self.disk.abandon(request_id)
         self._drop_lookup(request_id)
 
@@ -358,8 +366,8 @@ class OffloadPlanner:
         return sum(1 for key in keys if self.host.get(key) is None and key not in self.disk)
 
     def fetch(self, keys: Sequence[BlockKey], rank: RetentionRank = RetentionRank.PLAIN) -> int:
-        """Plan to read the leading ``keys`` from disk into host memory before a request needs them. Returns
-        the number of blocks being read."""
+        """Plan to read the leading ``keys`` from disk into host memory, with the rank ``rank``, before a
+        request needs them. Returns how many of them are being read now."""
         if not self.disk:
             return 0
         self.disk.touch(keys)
@@ -373,8 +381,8 @@ class OffloadPlanner:
     # -- steps ----------------------------------------------------------------------
 
     def take_jobs(self, *, spill: bool = True) -> OffloadJobs:
-        """Return the jobs of the step just planned. ``spill``: whether this step may begin new writes of host
-        memory to disk."""
+        """Return the jobs of the step just planned, and unpin the blocks of earlier look-ups (``lookup``).
+        ``spill``: whether new writes from host memory to disk may begin."""
         for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
             self._drop_lookup(request_id)
         self._lost = self._wants_step = False
@@ -407,12 +415,13 @@ class OffloadPlanner:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether the engine must run a step even without requests, because jobs wait for a step, or the keys
-        left on disk by an earlier engine are not known yet."""
+        """Whether the engine must run a step even without requests: jobs wait for a step, or the worker has
+        not yet listed the blocks that an earlier engine left on disk."""
         return bool(self._jobs) or self._wants_step or self.disk.has_jobs
 
     def state(self) -> dict[str, dict[str, int]]:
-        """Return used and free blocks by tier, and ``counts`` under the key ``moves``."""
+        """Return ``{"host": {"used": …, "free": …}, "disk": …, "moves": counts}``, in blocks. Without a disk,
+        ``disk`` is absent."""
         state = {"host": {"used": len(self.host), "free": self.host.slots - len(self.host)}}
         if self.limits.disk_blocks:
             state["disk"] = {"used": len(self.disk), "free": max(0, self.disk.room - len(self.disk))}
@@ -435,8 +444,8 @@ class OffloadPlanner:
         return len(self._storing) + len(self.loads) + self.disk.under_way
 
     def forget(self) -> None:
-        """Forget all blocks, because the engine's cache was reset, as after a change of weights. Running jobs
-        end as usual; their results are discarded."""
+        """Forget all blocks, because the engine's cache was reset, for example after a change of weights.
+        Running jobs end as usual, but the blocks that they copied are not kept."""
         for request_id in list(self._looked_up):
             self._drop_lookup(request_id)
         self.disk.forget()
@@ -446,8 +455,8 @@ class OffloadPlanner:
     # -- inside ------------------------------------------------------------------------
 
     def _found(self, keys: Sequence[BlockKey]) -> list[HostEntry]:
-        """Return the entries of the leading ``keys`` that this step can read. Stores that still fill such
-        entries are made to end before the step."""
+        """Return the entries of the leading ``keys`` that this step can read. Store jobs that still fill
+        these entries are made to end before the step."""
         found: list[HostEntry] = []
         get = self.host.get
         for key in keys:
@@ -468,7 +477,7 @@ class OffloadPlanner:
 
     def _await_store(self, job: int) -> None:
         """Make store job ``job`` end before this step's loads and forward pass. Its slots count as filled
-        from now."""
+        from now on."""
         entries, copies = self._storing.pop(job)
         if self._jobs.stores.pop(job, None) is None:
             self._jobs.awaited[job] = copies

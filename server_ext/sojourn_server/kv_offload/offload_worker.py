@@ -1,8 +1,8 @@
 """Carries out the jobs of ``offload_planner`` in each step, in the process that runs the model.
 
 A ``DeviceBackend`` copies the KV blocks of one kind of device. Each direction has a thread of its own: host
-memory to device, device to host, host to disk, disk to host. A request is scheduled only after its load has
-ended; other requests compute meanwhile. So a step waits for loads only if one was cancelled.
+memory to device, device to host, host to disk, disk to host. vLLM schedules a request only after its load has
+ended, and other requests compute meanwhile. So a step waits for loads only if one was cancelled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .transfer_thread import Moved, TransferThread
 
 
 class Copy(Protocol):
-    """Copies that have begun."""
+    """The result of ``DeviceBackend.to_host`` and ``to_device``: copies that have begun."""
 
     def wait(self) -> float:
         """Wait until the copies are complete. Returns the seconds that they took, without the time before
@@ -37,7 +37,7 @@ class DeviceBackend(Protocol):
     """Bytes of one block over all layers."""
 
     def fence(self) -> Any:
-        """Return a fence, which marks the end of all work that the device was given so far."""
+        """Return a fence, which marks the end of all work that has been queued on the device so far."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
         """Queue copies to host memory. They begin once the device has passed fence ``after``. If several
@@ -58,18 +58,18 @@ class DeviceBackend(Protocol):
 
 
 class _PendingStore:
-    """One job's copies from device to host memory. They run while the model computes.
-
-    The first thread that calls ``begin`` makes them."""
+    """One job's copies from device to host memory. They run while the model computes. The first thread that
+    calls ``begin`` makes them: the device-to-host thread, or the model's thread if a step must wait for
+    them."""
 
     def __init__(self, copies: Sequence[BlockCopy]) -> None:
         self.copies = copies
         self._begun = threading.Lock()  # taken once, by the thread that copies
         self.begun = threading.Event()
-        """Event that is set once ``copy`` has its value, or once the attempt to begin the copies has
-        failed."""
+        """Set once ``copy`` has its value, or once the attempt to begin the copies has failed."""
         self.copy: Copy | None = None
         self.over = threading.Event()
+        """Set once ``copy_result`` is final."""
         self.copy_result = CopyResult.FAILED
 
     def begin(self) -> bool:
@@ -94,12 +94,13 @@ class OffloadWorker:
         self._to_disk = TransferThread("to_disk")
         self._from_disk = TransferThread("from_disk")
         self._probe = TransferThread("probe") if sibling_stores is not None else None
-        """Thread for searches of other engines' stores, so that they do not wait for disk reads."""
+        """Thread for searches of other engines' stores. It is separate, so that searches need not wait for
+        disk reads."""
         self._stores: dict[int, _PendingStore] = {}
         self.loading: set[str] = set()
         """Requests whose loads have begun and have not been returned by ``take_loaded``."""
         self._loaded: dict[str, set[int]] = {}
-        """Request whose load has ended → device blocks that were not filled."""
+        """Request whose load has ended → ids of its device blocks that were not filled."""
         self._lost: set[int] = set()
         """Slots whose last save failed. Jobs that were planned before the failure may still name them."""
         self._lock = threading.Lock()
@@ -112,8 +113,8 @@ class OffloadWorker:
         """Begin a step's jobs, before its forward pass. The device completes saves and awaited stores before
         any work that is queued later. All other jobs run in parallel with that work.
 
-        If this raises, ``take_results`` returns the jobs that have not begun as failed. The caller must
-        reject the loads that are not in ``loading``."""
+        If this raises, ``take_results`` reports the jobs that have not begun as failed. The caller must treat
+        the loads that are not in ``loading`` as failed."""
         # Files are deleted even if the step fails, because the planner has forgotten them. Drops come first,
         # because spills need their space and may write other content under the same keys.
         for key in jobs.drops:
@@ -146,7 +147,7 @@ class OffloadWorker:
             self._waited_s += time.perf_counter() - began
 
     def _begin_jobs(self, jobs: OffloadJobs, begun: set[int]) -> None:
-        """Begin the jobs that run beside the step, and add their numbers to ``begun``."""
+        """Begin the jobs that run in parallel with the step, and add their numbers to ``begun``."""
         # After the saves, because a load may fill a block that this step saves.
         fence = self._device.fence() if jobs.loads or jobs.stores else None
         for request_id, load in jobs.loads.items():
@@ -190,13 +191,13 @@ class OffloadWorker:
 
     def wait_for_copies(self, timeout_s: float) -> bool:
         """Wait until all copies from and to the device have ended, at most ``timeout_s`` seconds. Return
-        whether they have ended."""
+        whether all have ended."""
         deadline = time.monotonic() + timeout_s
         ends = [lane.end_of_work() for lane in (self._to_host, self._to_device)]
         return all(end.wait(max(0.0, deadline - time.monotonic())) for end in ends)
 
     def take_results(self) -> OffloadResults:
-        """Return the results since the last call."""
+        """Return the results of the jobs that have ended since the last call."""
         with self._lock:
             results, self._results = self._results, OffloadResults()
         for job, store in list(self._stores.items()):
@@ -221,7 +222,8 @@ class OffloadWorker:
         return bool(self._stores)
 
     def close(self) -> None:
-        """Finish queued work, at most 5 s per thread. Then close the device backend and the ``DiskStore``."""
+        """Wait for queued work, at most 5 s per thread. Then close the device backend and the
+        ``DiskStore``."""
         lanes = (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk)
         for lane in filter(None, lanes):
             lane.close()
@@ -232,8 +234,8 @@ class OffloadWorker:
     # -- inside --------------------------------------------------------------------------
 
     def _unfinished(self, job: int, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
-        """Return the copies of store job ``job`` that the caller must make before the step. Copies that have
-        begun are left out, and the device ends them before the step."""
+        """Return the copies of store job ``job`` that the caller must make before the step: all, or none if
+        they have begun. If they have begun, the device is made to end them before the step."""
         store = self._stores.get(job)
         if store is None:
             return copies  # already reported, possibly as failed; copying again is harmless

@@ -1,10 +1,10 @@
-"""A ``BlockStore`` that combines one engine's files with those of its sibling engines on the same disk.
+"""A ``BlockStore`` that combines one engine's files with the files of other engines on the same disk.
 
-Each engine writes its own ``DiskStore`` and reads the others'. No coordination is needed, no file has two
-writers, and the files of a dead engine stay readable. An engine deletes only its own files, the last blocks
-of a context first.
+Each engine writes its own ``DiskStore`` and reads the stores of the others, its siblings. No coordination is
+needed, no file has two writers, and the files of a dead engine stay readable. An engine deletes only its own
+files, the last blocks of a context first.
 
-A lookup of a missing key tries to open a file in every sibling store. With dozens of engines ``VllmFsStore``
+A look-up of a missing key tries to open a file in every sibling store. With dozens of engines ``VllmFsStore``
 is faster, because all engines share one folder there.
 """
 
@@ -26,30 +26,33 @@ from .offload_jobs import ProbeResult
 from .store_folder import find_identity_stores
 
 _MAX_STALE_RATIO = 2
-"""``BlockPrefixTree`` removes outdated items from its heap when the heap is longer than this multiple of the
-number of blocks."""
+"""``BlockPrefixTree`` removes outdated items from its heap once there are more than this many items for each
+block."""
 
 
 class BlockPrefixTree:
-    """Index of a store's blocks by last use and parent block, to evict the last blocks of contexts first.
+    """Index of a store's blocks by last use and parent, to evict the last blocks of contexts first.
 
-    A block is useful only with all blocks before it, so only blocks without a child in the store are evicted.
-    The index records each block's parent, because a key does not reveal the parent's key. It compares only
-    the first ``PARENT_BYTES`` bytes of keys (short keys), because files record that much of the parent's key.
-    No clock and no I/O.
+    A block's parent is the previous block of its context. A block is useful only with all blocks before it,
+    so only blocks without a child in the store are evicted. The index compares only the first
+    ``PARENT_BYTES`` bytes of keys (short keys), because files record no more of the parent's key. No clock
+    and no I/O.
     """
 
     def __init__(self) -> None:
         self._keys: dict[bytes, bytes] = {}
         """Short key → full key, for blocks in the store."""
         self._parents: dict[bytes, bytes] = {}
+        """Short key → short key of the parent."""
         self._children: Counter[bytes] = Counter()
         """Short key → number of the block's children in the store. The block itself need not be in the
         store."""
         self._used: dict[bytes, int] = {}
+        """Short key → number of the block's last use. Uses are numbered from 1."""
         self._uses = 0
         self._ends: list[tuple[int, bytes]] = []
-        """A heap of (last use, short key) of the blocks without children. Outdated items are skipped."""
+        """A heap of (number of the last use, short key), with an item for each block without children. It
+        also has outdated items, which are skipped."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -58,8 +61,9 @@ class BlockPrefixTree:
         return key[:PARENT_BYTES] in self._keys
 
     def add(self, key: bytes, parent: bytes | None = None) -> None:
-        """Add a block and mark it as just used. If the block is known without a parent, it gets ``parent``.
-        Raises ``ValueError`` for a block that is its own parent."""
+        """Add a block, or mark a known block as just used. ``parent``: key of the parent, if known; it does
+        not replace a parent that is known already. Raises ``ValueError`` if ``parent`` is the block
+        itself."""
         short = key[:PARENT_BYTES]
         before = parent[:PARENT_BYTES] if parent else None
         if before == short:
@@ -71,7 +75,7 @@ class BlockPrefixTree:
         self.touch(key)
 
     def touch(self, key: bytes) -> None:
-        """Mark a block as used. Ignores unknown blocks."""
+        """Mark a block as just used. Does nothing for an unknown block."""
         short = key[:PARENT_BYTES]
         if short not in self._keys:
             return
@@ -80,7 +84,7 @@ class BlockPrefixTree:
         self._note_end(short)
 
     def remove(self, key: bytes) -> bool:
-        """Remove a block, even if it has children. Returns whether it was there."""
+        """Remove a block, even if it has children. Returns whether the block was known."""
         short = key[:PARENT_BYTES]
         if self._keys.pop(short, None) is None:
             return False
@@ -104,7 +108,7 @@ class BlockPrefixTree:
         return None
 
     def discard_stale(self) -> None:
-        """Rebuild the heap without outdated entries."""
+        """Rebuild the heap without outdated items."""
         self._ends = [(used, one) for one, used in self._used.items() if not self._children[one]]
         heapq.heapify(self._ends)
 
@@ -117,18 +121,18 @@ class BlockPrefixTree:
 
 
 SEARCH_S = 0.5
-"""Seconds after which a search of sibling stores ends with what it has found. Requests wait longer than this
-(``TierLimits.max_probe_wait_s``), so they can use the result."""
+"""Seconds after which a search of sibling stores ends with what it has found. This is less than the wait of
+requests (``TierLimits.max_probe_wait_s``), so they can use the result."""
 _SEARCH_BATCH_KEYS = 32
-"""Number of keys after which a search looks at the clock."""
+"""A search looks at the clock each time it has found this many keys."""
 
 
 class SiblingStores:
-    """Reads other engines' stores of ``identity`` in the folder that contains ``own``, this engine's store.
+    """Reads the stores of other engines with the same ``identity``, in the folder that contains ``own``.
 
-    ``own``: a path without symbolic links. Thread-safe; every call waits for the disk. ``leading`` lists the
-    stores again each time, since engines start and stop. A file that its owner deletes is reported as
-    missing; a damaged or foreign file is refused and left for its owner to remove.
+    ``own``: path of this engine's store, without symbolic links. Thread-safe; every call waits for the disk.
+    ``leading`` lists the stores again each time, since engines start and stop. A file that its owner deletes
+    is reported as missing. A damaged file, or one of another identity, is refused but not removed.
     """
 
     def __init__(
@@ -147,13 +151,13 @@ class SiblingStores:
         self._clock = clock
         self._lock = threading.Lock()
         self._stores: list[Path] = []
-        """The other stores; the one with the last hit comes first, since one engine wrote most of a
-        context."""
+        """The other stores. The store in which a block was found last comes first, because usually one engine
+        wrote most of a context."""
 
     def leading(self, keys: Sequence[bytes]) -> ProbeResult:
-        """Return how many leading ``keys`` these stores have together, and the number of stores. Reads only
-        file sizes. Unreadable files count as missing. On a slow disk the stores may have more, because the
-        search ends after ``SEARCH_S``."""
+        """Return how many leading ``keys`` these stores have together, and the number of stores. Only the
+        sizes of files are checked. Unreadable files count as missing. The search ends after ``SEARCH_S``, so
+        on a slow disk the number of keys may be too low."""
         end_s = self._clock() + SEARCH_S
         self.rescan()
         found = 0
@@ -165,11 +169,11 @@ class SiblingStores:
         return ProbeResult(found, len(self._stores))
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers`` with the block of ``key``, like ``DiskStore.get_into``.
+        """Fill ``buffers``, in order, with the block of ``key``, from the first store that has a usable copy.
 
         Raises ``BlockNotFound`` if no store has the block. If all copies are unusable, raises the
-        ``BlockCorrupt`` or ``StoreError`` of the last copy. Raises ``ValueError`` for read-only buffers or a
-        wrong size.
+        ``BlockCorrupt`` or ``StoreError`` of the last copy tried. Raises ``ValueError`` for read-only buffers
+        or a wrong size. After any exception the content of ``buffers`` is undefined.
         """
         payload = block_payload(self.identity, buffers, writable=True)
         failed: BlockCorrupt | StoreError | None = None
@@ -189,7 +193,7 @@ class SiblingStores:
         raise failed or BlockNotFound(key)
 
     def rescan(self) -> None:
-        """List the stores again."""
+        """List the stores again, because engines start and stop."""
         try:
             there = find_identity_stores(self._files, self.own.parent, self.identity)
         except OSError:
@@ -200,8 +204,8 @@ class SiblingStores:
             self._stores = known + [store for store in there if store not in known]
 
     def has(self, key: bytes) -> bool:
-        """Return whether one of the stores found by the last ``rescan`` has the block. Tries to open the
-        block's file in each store in turn."""
+        """Return whether one of the stores that the last ``rescan`` found has the block. Opens the block's
+        file in each store in turn and checks its size."""
         for store in self._in_order():
             try:
                 fd = self._files.open(block_path(store, key), os.O_RDONLY)
@@ -228,18 +232,19 @@ class SiblingStores:
 
 
 SIBLINGS_RESCAN_S = 5.0
-"""Seconds after which sibling stores are listed again."""
+"""``SharedStore`` lists the sibling stores again after this many seconds."""
 
 EVICTION_RETRY_S = 60.0
-"""Seconds without evictions after a file could not be removed, or after the disk stayed full. On a read-only
-file system, or a disk that others fill, each attempt costs a readable block."""
+"""Seconds for which ``SharedStore`` evicts nothing after a file could not be removed, or after evictions left
+the disk full. Each such attempt loses readable blocks and gains no room."""
 
 DISK_FULL_EVICTIONS = 2
-"""Maximum number of blocks evicted to write one block to a full disk. Other data may take the room."""
+"""Maximum number of blocks evicted to write one block to a full disk. Other data may take the freed space."""
 
 
 class SharedStore:
-    """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads those of sibling engines."""
+    """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads the stores of its
+    siblings."""
 
     def __init__(
         self, own: DiskStore, *, files: FileSystem | None = None, clock: Callable[[], float] = time.monotonic
@@ -252,13 +257,14 @@ class SharedStore:
         self._no_evictions_until_s = float("-inf")
         self._lock = threading.Lock()
         self._tree: BlockPrefixTree | None = None
-        """The prefix tree; built when blocks must be evicted for the first time."""
+        """The prefix tree of this engine's blocks. ``None`` until blocks must be evicted for the first
+        time."""
         self._new: dict[bytes, bytes] = {}
-        """Key → key of the parent, for blocks stored before the tree was built. Their files need not be
-        read to find the parent."""
+        """Key → key of the parent, for blocks that this process stored before the tree was built. The parents
+        of other blocks are read from their files."""
         self._building = threading.Lock()
-        """Held while the tree is built. ``_lock`` is free meanwhile, because reading the headers of a large
-        store takes seconds."""
+        """Held while the tree is built. ``_lock`` stays free meanwhile, because reading the headers of a
+        large store takes seconds."""
         self._pending_changes: list[Callable[[BlockPrefixTree], object]] | None = None
         """Changes to apply to the tree once it is built; ``None`` while it is not being built."""
 
@@ -309,9 +315,12 @@ class SharedStore:
     def _put_evicting(
         self, key: bytes, buffers: Sequence[Buffer], parent: bytes, outcome: PutOutcome
     ) -> PutOutcome:
-        """Store a block after evicting the least recently used blocks without children. Ancestors of the new
-        block are never evicted, because the block would be useless without them. Return ``outcome``, which
-        is ``FULL`` or ``DISK_FULL``, if no store has the parent, or if a file cannot be removed."""
+        """Evict least recently used blocks without children until the new block fits, and store it. Its
+        ancestors are never evicted, because it would be useless without them.
+
+        ``outcome``: ``FULL`` or ``DISK_FULL``, the outcome of the attempt without evictions. Returns the
+        outcome of the last attempt. Evicts nothing if no store has the parent, if the budget is smaller than
+        a block, or for ``EVICTION_RETRY_S`` after useless evictions. Stops when a file cannot be removed."""
         evicted = 0
         if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
             return outcome
@@ -343,8 +352,8 @@ class SharedStore:
         return outcome
 
     def _build_tree(self) -> BlockPrefixTree:
-        """Return the prefix tree, built from the files' headers at first use. Reads do not wait for the
-        building."""
+        """Return the prefix tree. The first call builds it from the files' headers, while other threads can
+        still read blocks."""
         with self._building:
             with self._lock:
                 if self._tree is not None:

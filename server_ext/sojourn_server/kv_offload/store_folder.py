@@ -1,6 +1,7 @@
-"""A ``DiskStore``'s folder. The manifest describes its content, and the lock names the process that uses it.
+"""The folder of a ``DiskStore``: its manifest, its lock, and the search for such folders.
 
-``disk_store`` describes the layout, and when a folder is refused.
+The manifest describes the folder's content. The lock names the process that has the store open. The docstring
+of ``disk_store`` describes the layout, and says when a folder is refused.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class ManifestMismatch(NamedTuple):
 
 
 class IncompatibleStore(OffloadError):
-    """Raised if a store, or every store in the root folder, is for another ``KvIdentity``."""
+    """Raised if a store, or every store in the root folder, is for another ``KvIdentity`` or format."""
 
     def __init__(self, path: Path, differences: Sequence[ManifestMismatch], advice: str) -> None:
         listed = "; ".join(
@@ -89,8 +90,8 @@ class StoreLock:
     """The lock that lets only one process have a store open. The operating system releases it when the
     process ends for any reason."""
 
-    # POSIX locks, not flock's. A POSIX lock belongs to the process, so a forked child that outlives the
-    # process does not keep it. It does not exclude threads of the same process; ``_held`` does.
+    # A POSIX lock, not one of ``flock``: it belongs to the process, so a forked child that outlives the
+    # process does not keep it. It does not exclude threads of the same process, so ``_held`` does.
     _guard = threading.Lock()
     _held: dict[Path, int] = {}  # noqa: RUF012
 
@@ -126,8 +127,8 @@ class StoreLock:
         """Return a description of the process that has the store open, with its id if known; ``None`` if the
         store is not open.
 
-        Queries the lock without taking it, so that an engine starting now is not refused. Only on Linux;
-        other systems see only this process's own lock. Raises ``OSError``.
+        Queries the lock without taking it, because taking it could make an engine's start fail. On other
+        systems than Linux, only this process's own lock is seen. Raises ``OSError``.
         """
         with cls._guard:
             # Closing the lock's file here would release our own lock.
@@ -161,14 +162,14 @@ class StoreLock:
 
 
 def _process(fd: int, pid: int = 0) -> str:
-    """Return a description of the process that holds a lock, by its id ``pid``. If ``pid`` is 0, the id is
-    read from the lock file ``fd``."""
+    """Return a description of the process that holds a lock: its id ``pid`` or, if that is 0, the id in the
+    lock file ``fd``."""
     return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
 def is_store_name(name: str) -> bool:
-    """Whether the name is valid: 1 to 64 letters, digits, ``.``, ``_`` and ``-``, beginning with a letter or
-    digit."""
+    """Return whether a store may have this name: 1 to 64 letters, digits, ``.``, ``_`` and ``-``, beginning
+    with a letter or digit."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -198,15 +199,15 @@ class FoundStore(NamedTuple):
 def find_stores(
     root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
 ) -> list[FoundStore]:
-    """Return the stores in ``root`` that a starting engine may use, judged by the known fields of the
-    engine's identity.
+    """Return the stores in ``root`` whose manifests match what is known of a starting engine's identity. The
+    list is empty if there is no store or no root. Changes nothing.
 
-    ``root``: a path without symbolic links. ``known``: fields of the engine's ``KvIdentity``. ``weights``:
-    the beginning of its field ``model``, if known. ``name``: the name of the engine's own store. Changes
-    nothing. Returns an empty list if there is no store or no root.
+    ``root``: a path without symbolic links. ``known``: known fields of the engine's ``KvIdentity``.
+    ``weights``: the first word of its field ``model``; ``None`` if unknown. ``name``: name of the store that
+    the engine will write.
 
-    Raises the errors that the engine itself would raise later: ``IncompatibleStore`` if all stores are of
-    another format or identity; ``StoreInUse`` if all stores that it may write are open; and ``OSError``.
+    Raises the errors that the engine itself would raise later: ``IncompatibleStore`` if there are stores but
+    none matches; ``StoreInUse`` if all matching stores named ``name`` are open; and ``OSError``.
     """
     others: list[tuple[list[ManifestMismatch], Path]] = []
     found: list[FoundStore] = []
@@ -232,7 +233,8 @@ def find_stores(
 
 
 def block_files_bytes(store: Path) -> int:
-    """Return the bytes of the store's files that count against its budget. Raises ``OSError``."""
+    """Return the total bytes of the store's block files, which count against its budget. Raises
+    ``OSError``."""
     files = LocalFileSystem(store.parent)
     folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
     return sum(file.size for folder in folders for file in files.scan(folder))
@@ -252,7 +254,8 @@ def check_store_root(files: FileSystem, path: Path, identity: KvIdentity) -> Non
 
 
 def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) -> list[Path]:
-    """Return the folders in ``root`` that are stores of ``identity``, with any name. Raises ``OSError``."""
+    """Return the folders of all stores of ``identity`` in ``root``, whatever their names. Raises
+    ``OSError``."""
     expected = _manifest(identity)
     digits = folder_name(identity, None)
     return [
@@ -263,8 +266,8 @@ def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) ->
 
 
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
-    """Check that the manifest in ``path`` is for ``identity``; in a new folder, write it. Raises
-    ``IncompatibleStore`` and ``OSError``."""
+    """Check that the manifest in ``path`` is for ``identity``. In an empty folder, write one. Raises
+    ``IncompatibleStore``, also for a folder with other files and no manifest, and ``OSError``."""
     advice = "Name another directory, or delete this one if what it holds is no longer wanted."
     manifest = _read_manifest(files, path)
     if manifest is not None:
@@ -288,8 +291,9 @@ def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
 def _manifests(
     files: FileSystem, root: Path, beginning: str = ""
 ) -> Iterator[tuple[Path, dict[str, Any] | ManifestMismatch]]:
-    """Yield (folder, its manifest) for each folder in ``root`` that has a manifest and a store's name that
-    starts with ``beginning``. Raises ``OSError``."""
+    """Yield (folder, its manifest) for each folder in ``root`` that has a manifest, is named like a store and
+    has a name that starts with ``beginning``. An unreadable or foreign manifest is yielded as a
+    ``ManifestMismatch``. Raises ``OSError``."""
     try:
         folders = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
     except FileNotFoundError:
@@ -307,8 +311,8 @@ def _manifests(
 
 
 def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMismatch | None:
-    """Return the manifest in ``path``. If it is not sojourn's, return a ``ManifestMismatch``; if there is
-    none, ``None``. Raises ``OSError``."""
+    """Return the manifest in ``path``: ``None`` if there is none, and a ``ManifestMismatch`` if it is not
+    sojourn's. Raises ``OSError``."""
     try:
         content = read_file(files, path / MANIFEST, _MANIFEST_BYTES)
     except FileNotFoundError:
@@ -325,7 +329,7 @@ def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMi
 def _manifest_mismatches(
     manifest: dict[str, Any] | ManifestMismatch, expected: Mapping[str, Any]
 ) -> list[ManifestMismatch]:
-    """Return the fields of a manifest whose values differ from ``expected``, and fields of unknown name."""
+    """Return the fields of a manifest that differ from ``expected``, and the fields with unknown names."""
     if isinstance(manifest, ManifestMismatch):
         return [manifest]
     return [

@@ -18,18 +18,20 @@ class TierLimits:
     """Number of blocks that fit on the disk; 0 if there is no disk."""
     spill_below: float = 0.25
     """Blocks are written to disk while less than this share of host memory can be reused without loss. A slot
-    can be reused without loss if it is empty, or if its block is worthless, on disk or on the device."""
+    can be reused without loss if it is empty, or if its block has rank ``WORTHLESS`` or ``SPARE`` or is on
+    disk."""
     max_spilling: int = 256
     """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_staging: int = 4096
     """Maximum number of blocks being read from disk at once."""
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
-    """Maximum seconds that a request waits for the disk. After that it computes the missing blocks."""
+    """Maximum seconds that a request waits for a read from disk. After that it computes the missing
+    blocks."""
     shared: bool = False
     """Whether this engine also reads the stores of other engines in the same root folder."""
     min_probe_blocks: int = 8
-    """Minimum number of missing blocks for which other engines' stores are searched. Computing fewer blocks
-    is faster than the search."""
+    """Other engines' stores are searched if a request misses at least this many blocks. Computing fewer
+    blocks is faster than the search."""
     max_probe_wait_s: float = 1.0
-    """Maximum seconds that a request waits for a search of other engines' stores. While any search has been
-    running for longer, no further search begins."""
+    """Maximum seconds that a request waits for a search of other engines' stores. While any search runs
+    longer than this, no further search begins."""

@@ -18,7 +18,7 @@ class Moved(NamedTuple):
 
 
 Work = Callable[[], "Moved | int | None"]
-"""A piece of work. Returns a ``Moved``, or just the number of bytes that it moved, or ``None`` for none."""
+"""A piece of work. Returns a ``Moved``, or only the number of bytes moved, or ``None`` if it moved none."""
 
 
 class TransferThread:
@@ -34,7 +34,7 @@ class TransferThread:
         self._thread.start()
 
     def submit(self, work: Work) -> None:
-        """Queue ``work``, which must handle its own errors."""
+        """Queue ``work``, which must handle its own errors. Others reach only ``threading.excepthook``."""
         self._work.put(work)
 
     def end_of_work(self) -> threading.Event:
@@ -44,14 +44,14 @@ class TransferThread:
         return ended
 
     def take_moved(self) -> tuple[float, int]:
-        """Return the seconds of work and the bytes moved since the last call."""
+        """Return the seconds of work, and the bytes moved, since the last call."""
         with self._lock:
             moved = self._seconds, self._bytes
             self._seconds, self._bytes = 0.0, 0
         return moved
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the thread after the queued work. Waits at most ``timeout_s`` seconds for that."""
+        """End the thread after the queued work. Waits at most ``timeout_s`` seconds for the thread to end."""
         self._work.put(None)
         self._thread.join(timeout_s)
 

@@ -2,16 +2,15 @@
 
 Layout of vLLM 0.32 (``vllm/v1/kv_offload/file_mapper.py`` and ``tiering/fs``); a test checks it:
 
-    ROOT/MODEL_<12 hex digits>/config.json         the fields whose SHA-256 gives the digits
-    ROOT/MODEL_<12 hex digits>_r0/abc/de_g0/abcde….bin
+    ROOT/MODEL_<12 hex digits>/config.json               the fields whose SHA-256 gives the digits
+    ROOT/MODEL_<12 hex digits>_r0/abc/de_g0/abcde….bin   a block; its name is the key in hex
 
-A file holds one offloaded chunk, one layer after the other, and within a layer one engine block after the
-other. It is padded to whole pages. Apart from that, this is the layout of a Full Block, so the tier's
-``block_size`` must be ``block_tokens``.
+A file holds one chunk of vLLM's: a Full Block (one layer after the other, and within a layer one engine block
+after the other), padded to whole pages. So the tier's ``block_size`` must be ``KvIdentity.block_tokens``.
 
 There is no header and no checksum, so a file of the right size is trusted, as in vLLM. A file of another size
-is removed. Neither vLLM nor this store limits the folder's size, so the operator must clean it
-up. This module imports no vLLM.
+is removed. Neither vLLM nor this store limits the folder's size, so the operator must clean it up. This
+module imports no vLLM.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class VllmFsLayout:
     """The fields from which vLLM's ``FileMapper`` derives the folder's name, for one worker and one cache
     group.
 
-    ``parallel_agnostic``: vLLM's value, which depends on the attention layout. With one worker it affects
-    only the folder's name.
+    ``parallel_agnostic``: vLLM's field of this name, which depends on the attention layout. With one worker
+    it affects only the folder's name.
     """
 
     model_name: str
@@ -84,8 +83,8 @@ class VllmFsLayout:
         return {**found, **self.extra}
 
     def folder(self, root: Path) -> Path:
-        """Return the folder of ``config.json``. The blocks are in the folder beside it whose name ends in
-        ``_r0``."""
+        """Return the folder of ``config.json``. The blocks are in another folder, whose name has ``_r0``
+        appended."""
         text = json.dumps(self.fields(), sort_keys=True, separators=(",", ":"))
         digits = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
         return root / f"{self.model_name.replace('/', '_')}_{digits}"
@@ -97,7 +96,8 @@ class VllmFsLayout:
 
 
 class VllmFsStore:
-    """A ``BlockStore`` in the folders of vLLM's ``fs`` tier."""
+    """A ``BlockStore`` in the folders of vLLM's ``fs`` tier. ``put`` returns ``DISK_FULL``, but not ``FULL``,
+    because there is no budget."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class VllmFsStore:
         files: FileSystem | None = None,
         page_bytes: int = PAGE_BYTES,
     ) -> None:
-        """Make the folder and its ``config.json`` as vLLM does, if they are missing. Raises ``StoreError``,
-        and ``ValueError`` if ``layout`` and ``identity`` disagree."""
+        """Make the folder and its ``config.json`` as vLLM does, if they are missing. Raises ``StoreError``.
+        Raises ``ValueError`` if ``layout`` and ``identity`` disagree, or if there are several workers."""
         tokens = layout.engine_block_tokens * layout.blocks_per_file
         if tokens != identity.block_tokens:
             raise ValueError(
@@ -162,7 +162,8 @@ class VllmFsStore:
         raise BlockCorrupt(path, BlockDefect.LENGTH)
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store a block, as ``BlockStore.put`` does; the layout does not record ``parent``."""
+        """Store ``buffers`` as the block of ``key``. ``parent`` is ignored, because the layout has no place
+        for it. Returns and raises what ``BlockStore.put`` does."""
         path = self._path(key)
         payload = block_payload(self.identity, buffers, writable=False)
         try:
@@ -190,8 +191,8 @@ class VllmFsStore:
         return PutOutcome.STORED
 
     def _read(self, path: Path, payload: Sequence[memoryview]) -> bool:
-        """Read a block's file. Returns false for a wrong size. vLLM accepts a longer file; this store does
-        not, because a longer file has other blocks."""
+        """Read a block's file. Returns false if the file has the wrong size. vLLM accepts a longer file. This
+        store does not, because a longer file was written with another block size."""
         fd = self._files.open(path, os.O_RDONLY)
         try:
             return self._files.size(fd) == self._file_bytes and read_all(self._files, fd, payload)
@@ -199,7 +200,8 @@ class VllmFsStore:
             self._files.close(fd)
 
     def _has(self, path: Path) -> bool:
-        """Return whether ``path`` is a block's file of the right size."""
+        """Return whether ``path`` is a file of a block's size. Raises ``StoreError`` if too many files are
+        open."""
         try:
             fd = self._files.open(path, os.O_RDONLY)
         except OSError as error:
