@@ -1,12 +1,12 @@
 """Saves Full Blocks to the store between steps, without making the forward pass wait for the store.
 
-A lookup thread finds blocks that the store already has. They are not copied. If a block's lookup has not
+A lookup thread asks the store which blocks it already has. These are not copied. If a block's lookup has not
 returned when the step ends, the block is copied and given to the store, which ignores duplicates. While a
 lookup hangs (for ``patience_s`` or more), no further lookup starts.
 
 Blocks of a finished request stay pinned until they are saved. Each step saves a limited number of them. They
-are given up if the store accepts none of them for ``patience_s``, or if the store is so slow that finished
-requests pin too much of the device.
+are given up, and not saved, if the store accepts none of them for ``patience_s``, or if finished requests
+would pin more than ``max_held_blocks`` of the device.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 LOOKUP_BATCH_KEYS = 16
-"""Number of block keys per store lookup for a finished request. The store counts as hung if one lookup takes
-longer than ``patience_s``."""
+"""Number of block keys per lookup in the store. The store counts as hung if a lookup takes ``patience_s``."""
 
 FINISHED_BLOCKS_PER_STEP = 32
 """Maximum number of Full Blocks of finished requests that one step copies."""
 
 MAX_HELD_SHARE = 0.25
-"""Maximum share of the device's blocks that finished requests pin until their blocks are saved."""
+"""Maximum share of the device's blocks that finished requests may pin until their blocks are saved."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,13 +41,13 @@ class _FinishedRequestSaves:
 
     saves: deque[SaveJob]
     pinned_blocks: int
-    """Number of engine blocks that the request pins, all of its context."""
+    """Number of engine blocks of the request's context up to its last block to save; all are pinned."""
     stored: int | None = None
-    """Number of leading blocks that the store already has; ``None`` if not looked up yet."""
+    """Number of leading blocks of ``saves`` that the store already has; ``None`` if not looked up yet."""
     content: list[memoryview] | None = None
     """Copy of the first block of ``saves``, if the store has refused it so far."""
     wanted: bool = True
-    """Whether the blocks are still to be saved. A lookup that finds this false asks the store no more."""
+    """Whether the blocks are still to be saved. If false, a running lookup stops to ask the store."""
 
 
 class BlockSaver:
@@ -69,10 +68,11 @@ class BlockSaver:
         concurrent_steps: int = 1,
     ) -> None:
         """``leading`` returns how many leading keys the store has; it may block. ``patience_s``: maximum
-        seconds for one lookup. ``attempt(what, call, *arguments)`` makes a call and handles its errors.
-        ``log`` receives errors of the lookup thread. ``max_held_blocks``: maximum number of engine blocks
-        that finished requests pin together; a single request may pin more. ``concurrent_steps``: maximum
-        number of steps whose saved blocks the planner does not know yet when a request finishes."""
+        seconds for one lookup, and without progress on finished requests. ``attempt(what, call, *arguments)``
+        makes a call and handles its errors. ``log`` receives errors of the lookup thread.
+        ``max_held_blocks``: maximum number of engine blocks that finished requests pin together; a single
+        request may pin more. ``concurrent_steps``: maximum number of planned steps whose results the planner
+        does not know yet. It may plan the saves of these steps again when their request finishes."""
         self._manager = manager
         self._leading = leading
         self._kv = kv
@@ -96,7 +96,8 @@ class BlockSaver:
         self._moved_s = clock()
         """Time of the last progress on blocks of finished requests."""
         self._recent: deque[set[tuple[str, bytes]]] = deque(maxlen=concurrent_steps)
-        """For each of the last steps, (request, key) of the blocks saved or found in the store."""
+        """For each of the last ``concurrent_steps`` steps: (request, key) of the blocks that were saved or
+        found in the store."""
         self._lane = TransferThread("paths-stored")
 
     def __contains__(self, request: str) -> bool:
@@ -107,8 +108,8 @@ class BlockSaver:
         return len(self._late)
 
     def begin_step(self, saves: Sequence[SaveJob], ended: Iterable[str]) -> None:
-        """Begin a step: look up the blocks of ``saves`` in the store. ``ended``: finished requests, whose
-        blocks stay pinned and may be saved in later steps."""
+        """Begin a step: look up the blocks of ``saves`` in the store. ``ended``: ids of finished requests.
+        Their blocks are pinned and may be saved in later steps."""
         late: dict[str, list[SaveJob]] = {request: [] for request in ended}
         self._saves = []
         for save in saves:
@@ -149,8 +150,8 @@ class BlockSaver:
         that were not filled. A Full Block is not saved if it contains one of them, or comes after one of them
         in the request's context.
 
-        Returns request → index of its first Full Block that was not saved. Requests whose blocks were all
-        saved are absent.
+        Returns request → index in its context of the first Full Block that was not saved. Requests whose
+        blocks were all saved are absent.
         """
         with self._lock:
             known = set(self._known)

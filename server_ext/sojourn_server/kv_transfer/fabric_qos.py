@@ -1,4 +1,4 @@
-"""Generates, as text, quality-of-service settings that separate KV from model traffic on a network fabric
+"""Generates quality-of-service settings that separate KV from the model's traffic on a network fabric
 (DualPath §5.1, A.1).
 
 The InfiniBand values are from the paper. The RoCE values are sojourn's, because the paper gives none. No
@@ -31,13 +31,13 @@ VIRTUAL_LANES: Mapping[int, VirtualLane] = {
     2: VirtualLane("KV", 0, 64),
     3: VirtualLane("the model's point-to-point messages", 192, 192),
 }
-"""Number of a virtual lane → the lane. The lane's service level has the same number. Which lanes the model's
-traffic uses is a guess."""
+"""Number of a virtual lane, and of its service level → the lane. The division of the model's traffic between
+lanes 1 and 3 is a guess."""
 
 MODEL_LANE, KV_LANE = 1, 2
 HIGH_LIMIT = 240
-"""Units of 4 KiB that the high-priority arbiter may send before the low-priority one gets a turn; 255: no
-limit."""
+"""Number of 4 KiB units that the high-priority arbiter may send before the low-priority one gets a turn; 255
+means no limit."""
 
 DSCP: Mapping[int, int] = {0: 0, 1: 26, 2: 10, 3: 34}
 """Traffic class → its DSCP value on RoCE, chosen by sojourn."""

@@ -1,8 +1,10 @@
-"""Assembles one prompt in this engine's buffers, from blocks read for a peer and blocks pushed by the peer.
+"""Assembles the KV of one prompt in this engine's buffers. The prompt's prefill runs on a peer.
 
-    Read     the peer asks this engine to read blocks:
+Blocks come from storage or from the peer, after these messages of the peer:
+
+    Read     the peer asks this engine to read stored blocks for it:
              lease for the whole prompt ── read from storage ── stream layers to the peer ──▶ blocks stay
-    Offer    the peer offers all blocks of the prompt:
+    Offer    the peer has computed the prompt and offers all its blocks:
              lease, unless Read has one ── Need (the missing blocks) ── Data ──▶ Complete
 
 A prompt may have both messages, or only one of them. ``incoming_prompt_table`` notifies peers and the engine.
@@ -61,13 +63,13 @@ class PromptReadSide:
     missing: set[int] = field(default_factory=set)
     """Indices of slots that are not complete yet."""
     in_queue: dict[int, ReadChunk] = field(default_factory=dict)
-    """Number of a link item → the prompt's chunk that the item sends, waiting on the link or in flight."""
+    """Number of a link item that waits or is in flight → the chunk that it sends."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptOfferSide:
-    """What the peer offers of a prompt: all its blocks. The peer pushes the blocks that this engine neither
-    has already nor reads itself."""
+    """The peer's offer of all blocks of a prompt. The peer then pushes only the blocks that this engine
+    neither has nor reads itself."""
 
     conn: int | None
     keys: list[bytes]
@@ -78,7 +80,7 @@ class PromptOfferSide:
 
 
 class ReadChunk(NamedTuple):
-    """One layer of some blocks read for a peer, as an item in the queue of the link to peers."""
+    """One layer of some blocks that were read for a peer: the work of one item of the link to peers."""
 
     prompt: IncomingPrompt
     layer: int
@@ -102,9 +104,9 @@ class IncomingPrompt:
         self.expected = False
         """Whether the engine waits for the prompt (``IncomingPromptTable.expect``)."""
         self.claimed = False
-        """Whether the engine has taken the complete blocks, which are pinned since then."""
+        """Whether the engine has taken the complete blocks. They are pinned from then on."""
         self.idle_since_s: float | None = None
-        """Time at which the prompt became complete or its peer went away; ``None`` while data is expected."""
+        """Time at which the prompt became complete, or its peer disconnected; ``None`` before that."""
         self.moved_s = now
         """Time at which data last arrived, or at which the lease was granted."""
         self.watch = StallDetector(prompts.ctx.limits.patience_s, now)
@@ -180,8 +182,8 @@ class IncomingPrompt:
             return
         place = read.slots.index(slot)
         self._prompts.send(read.conn, FailedMessage(transfer=self.transfer, index=place, reason=why))
-        # Blocks after a missing block are useless to the peer that reads. Their slots stay, because the peer
-        # may offer the blocks once it has computed them.
+        # The peer cannot use blocks after a missing block. Their slots stay, because the peer may offer the
+        # blocks once it has computed them.
         given_up, read.slots = read.slots[place + 1 :], read.slots[:place]
         offered = {each.index for each in self.offer.slots} if self.offer is not None else set()
         for each in given_up:
@@ -197,7 +199,7 @@ class IncomingPrompt:
         slots = read.slots
         if read.missing:
             return
-        if read.conn is None:  # the reading peer has disconnected
+        if read.conn is None:  # the peer has disconnected
             read.state = PromptReadState.DONE
             return
         read.state = PromptReadState.STREAMING
@@ -225,8 +227,8 @@ class IncomingPrompt:
             self._begin_taking(offer, now)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Copy one received layer of some blocks into their slots. Returns false if the message has a block
-        that this engine did not request, a layer that is not the block's next, or a wrong size."""
+        """Copy one received layer of some blocks into their slots. Returns false for a wrong size, a block
+        that this engine did not request, or a layer that is not the next of its block."""
         ctx, offer = self._prompts.ctx, self.offer
         size = ctx.memory.layer_bytes
         if offer is None or len(payload) != len(message.indices) * size:
@@ -282,8 +284,8 @@ class IncomingPrompt:
     # -- the end --------------------------------------------------------------------
 
     def fail(self, why: str, now: float, notify: bool) -> None:
-        """Mark the prompt as failed for the reason ``why``, and release its buffers. Ignores a prompt that is
-        complete or has failed. ``notify``: whether to send its peers an abort."""
+        """Mark the prompt as failed for the reason ``why``, and release its buffers. Does nothing if the
+        prompt is complete or has failed. ``notify``: whether to send its peers an ``AbortMessage``."""
         if self.state is not PromptState.GATHERING:
             return
         self.state = PromptState.FAILED
@@ -315,8 +317,8 @@ class IncomingPrompt:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the prompt may be evicted: the engine has not asked for it, and no more data will come,
-        because the prompt is complete or its peer has disconnected."""
+        """Whether the prompt may be evicted. The engine must not have asked for it, and its reads for the
+        peer must be over. It must be complete, or its peer must have disconnected without an offer."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:
@@ -330,7 +332,7 @@ class IncomingPrompt:
 
     @property
     def waits_for_local_resources(self) -> bool:
-        """Whether the prompt waits for buffers or for this engine's own links."""
+        """Whether the prompt waits for buffers, or for reads or sends of this engine."""
         if self.waits_for_room:
             return True
         return self.read is not None and self.read.state is not PromptReadState.DONE
@@ -341,7 +343,7 @@ class IncomingPrompt:
         return {conn for conn in halves if conn is not None}
 
     def forget_connection(self, conn: int, now: float) -> bool:
-        """Forget an ended connection. Returns whether the peer had offered blocks over it."""
+        """Handle the end of connection ``conn``. Returns whether the prompt was offered over it."""
         if self.read is not None and self.read.conn == conn:
             self.read.conn = None
             if self.idle_since_s is None:

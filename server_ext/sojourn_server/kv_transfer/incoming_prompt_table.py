@@ -1,13 +1,14 @@
 """Table of the prompts that peers send to this engine.
 
-A prompt's blocks are read from storage for the peer, or pushed by the peer. The engine calls ``expect`` to
-wait for a transfer, before or after its data arrives. When all blocks are present, the engine uses them and
-then calls ``forget``. A transfer without progress fails within ``patience_s``. While a request is queued, the
-engine repeats ``want``, which keeps the complete prompt in the buffers.
+The id of a transfer names its prompt. The prompt's blocks are read from storage for the peer, or pushed by
+the peer. The engine calls ``expect`` to wait for a transfer, before or after its data arrives. When all
+blocks are present, the engine uses them and then calls ``forget``. An expected transfer without progress
+fails after ``patience_s``. While a request is queued, the engine repeats ``want``, which keeps the complete
+prompt in the buffers.
 
-Prompts are evicted only while other transfers wait for buffers. Prompts that no queued request wants go
-first. If prompts of queued requests still use more than ``queue_share`` of the slots, the last in the queue
-are evicted until the rest fits this share. The first in the queue is always kept.
+Prompts are evicted only while other transfers wait for buffers. Prompts that no queued request wants are
+evicted first. After that, if prompts of queued requests use more than ``queue_share`` of the slots, those
+last in the queue are evicted until the rest fits this share. The first in the queue is always kept.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from .transfer_wire import (
 )
 
 MAX_REMEMBERED_EVICTIONS = 4096
-"""Maximum number of evicted transfers whose reason is remembered."""
+"""Maximum number of evicted or failed transfers whose reason is remembered."""
 EVICTED_UNCLAIMED = "evicted before any request asked for it: other transfers waited for its buffers"
 EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others waited for its buffers"
 BAD_KEYS = "no blocks, or a duplicate block"
 ALL_PEERS_FACTOR = 4
 """The limits for all peers together are this many times the limits for one peer."""
 MAX_SILENT_LEASES = 4
-"""A prompt that has buffers fails after this many times ``lease_s`` without data, even if its peer reports
-progress. This bounds the time for which a peer can hold buffers."""
+"""A prompt that has buffers fails if no data arrives for this many times ``lease_s``, even if its peer
+reports progress. This bounds the time for which a peer can hold buffers."""
 
 
 class IncomingPromptTable:
@@ -56,9 +57,9 @@ class IncomingPromptTable:
         self.ctx = ctx
         self._prompts: dict[str, IncomingPrompt] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
-        """Evicted or failed transfer that the engine has not asked for → reason."""
+        """Evicted or failed transfer that the engine had not asked for → reason."""
         self._wanted: dict[str, float] = {}
-        """Transfers that queued requests will expect → deadline, in queue order as of the latest ``want``."""
+        """Transfer that a queued request will ``expect`` → time until which it is kept. In queue order."""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -71,7 +72,8 @@ class IncomingPromptTable:
     # -- what the engine asks for ---------------------------------------------------
 
     def expect(self, transfer: str, now: float) -> None:
-        """Announce that the engine waits for a transfer. Raises ``ValueError`` if it waits already."""
+        """Announce that the engine waits for a transfer. The event ``PromptTransferEnded`` reports its end,
+        at once if it has ended already. Raises ``ValueError`` if the engine waits for it already."""
         prompt = self._prompts.get(transfer)
         if prompt is None:
             prompt = self._prompts[transfer] = IncomingPrompt(self, transfer, now)
@@ -87,8 +89,8 @@ class IncomingPromptTable:
             self._event(prompt)
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Announce, in queue order, transfers that queued requests will ``expect``. Their complete prompts
-        then stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
+        """Announce transfers that queued requests will ``expect``, in queue order. Their complete prompts
+        stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
         for transfer in transfers:
             prompt = self._prompts.get(transfer)
             if prompt is not None and prompt.expected:
@@ -111,8 +113,8 @@ class IncomingPromptTable:
         return [self.ctx.memory.block(slot.index) for slot in prompt.offer.slots]
 
     def forget(self, transfer: str, now: float, why: str = "") -> None:
-        """Remove a prompt that was used or is not needed, and release its buffers. If it is not complete, its
-        peers get the reason ``why``, by default ``GIVEN_UP``. Ignores unknown transfers."""
+        """Remove a prompt that was used or is not needed, and release its buffers. Ignores unknown transfers.
+        If the prompt is not complete, its peers get the reason ``why`` (default: ``GIVEN_UP``)."""
         self._wanted.pop(transfer, None)
         prompt = self._prompts.get(transfer)
         if prompt is None:
@@ -125,7 +127,8 @@ class IncomingPromptTable:
         self.release_buffers(prompt, now)
 
     def discard(self, transfer: str, now: float) -> bool:
-        """Remove a prompt that no request will ask for. Returns false if the engine expects it."""
+        """Remove a prompt that no request will ask for. Returns false, and keeps it, if the engine expects
+        it."""
         prompt = self._prompts.get(transfer)
         if prompt is not None and prompt.expected:
             return False
@@ -198,7 +201,7 @@ class IncomingPromptTable:
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
         """Copy data from a peer into the buffers. Returns false if the data belong to no prompt of this
-        table."""
+        table. Unexpected data make their prompt fail."""
         prompt = self._prompts.get(message.transfer)
         if prompt is None or prompt.offer is None or prompt.offer.conn != conn:
             return False
@@ -215,9 +218,9 @@ class IncomingPromptTable:
         prompt.fail(message.reason, now, notify=False)
 
     def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
-        """Handle a peer's progress report by renewing the prompt's lease. If the prompt waits for buffers,
-        its lease is renewed only if the counter ``done`` has grown. ``MAX_SILENT_LEASES`` limits the time
-        without data."""
+        """Handle a peer's progress report: renew the prompt's lease. While the prompt waits for buffers, the
+        lease is renewed only if the peer's counter ``done`` has grown. ``MAX_SILENT_LEASES`` limits how long
+        reports keep a prompt that gets no data."""
         prompt = self._prompts.get(transfer)
         if prompt is None or conn not in prompt.conns() or prompt.claimed:
             return
@@ -225,7 +228,7 @@ class IncomingPromptTable:
             self.ctx.buffers.renew(prompt.name, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Return the open transfers in which the peer of this connection waits for this engine."""
+        """Return the ids of open transfers in which the peer of connection ``conn`` waits for this engine."""
         return [
             transfer
             for transfer, prompt in self._prompts.items()
@@ -244,8 +247,8 @@ class IncomingPromptTable:
         return {conn for prompt in self._prompts.values() for conn in prompt.conns()}
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
-        """Handle the end of a connection. Prompts offered over it fail. Blocks read for the peer stay for a
-        while, because the peer may reconnect and offer them."""
+        """Handle the end of a connection. Prompts that were offered over it fail. Blocks that were read for
+        the peer stay for a while, because the peer may reconnect and offer their prompt."""
         for prompt in list(self._prompts.values()):
             if prompt.forget_connection(conn, now):
                 prompt.fail(why, now, notify=False)
@@ -289,7 +292,7 @@ class IncomingPromptTable:
         self.ctx.actions.append(SendMessage(read.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle the end of a link item, sent or not. The memory of its chunk is no longer read."""
+        """Handle the end of a link item, sent or not. From now on, the link does not read its memory."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None
@@ -336,9 +339,9 @@ class IncomingPromptTable:
         return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
-        """Return the prompts to evict, last in the queue first, so that the other prompts of queued requests
-        fit ``queue_share`` of the slots. ``rest``: transfers of the prompts to consider. The first of these
-        prompts in the queue is never returned, because it is needed next."""
+        """Return the prompts of queued requests to evict so that the others fit ``queue_share`` of the slots,
+        last in the queue first. ``rest``: transfers to consider. The first of them in the queue is needed
+        next and is never returned."""
         most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []
@@ -360,8 +363,8 @@ class IncomingPromptTable:
         self.ctx.grant(now)
 
     def remember(self, prompt: IncomingPrompt, why: str) -> None:
-        """Record why a prompt that the engine has not asked for was removed, so that a later ``expect`` fails
-        at once."""
+        """Record why a prompt was removed, so that a later ``expect`` of it fails at once. Does nothing if
+        the engine already expects the prompt."""
         if prompt.expected:
             return
         self._gone[prompt.transfer] = why
@@ -369,12 +372,12 @@ class IncomingPromptTable:
             self._gone.popitem(last=False)
 
     def _refusal(self, conn: int, transfer: str, keys: int) -> str | None:
-        """Return the reason to refuse a peer's next prompt of ``keys`` blocks; ``None`` to accept it."""
+        """Return why a peer's next prompt of ``keys`` blocks is refused; ``None`` if it is accepted."""
         limits = self.ctx.limits
         contexts = {True: 0, False: 0}
         held = {True: keys, False: 0}
-        """Number of block keys in this peer's prompts (true) and in all other prompts (false). Prompts of
-        ended connections count among the others until their leases end."""
+        """Number of block keys in this peer's prompts (key ``True``) and in all others (key ``False``).
+        Prompts of ended connections count among the others until their leases end."""
         for prompt in self._prompts.values():
             halves = [half for half in (prompt.read, prompt.offer) if half is not None]
             for half in halves:

@@ -1,5 +1,5 @@
-"""The protocol by which transfers copy a device's KV blocks. ``KvBlockArrays`` (CPU) and ``CudaBlockArrays``
-implement it."""
+"""The interface through which transfers copy a device's KV blocks. ``KvBlockArrays`` (CPU) and
+``CudaBlockArrays`` implement it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class KvBlocks(Protocol):
-    """Copies a device's KV blocks layer by layer. ``per_full`` engine blocks make up a Full Block.
+    """Copies a device's KV blocks layer by layer. A Full Block consists of ``per_full`` engine blocks.
 
     A *fence* marks a point in the device's queue of model work. It completes when the device has done all
     work queued before that point. A copy begins once its fence ``after`` has completed.
@@ -45,8 +45,8 @@ class KvBlocks(Protocol):
         ...
 
     def gather(self, layer: int, block_ids: Sequence[int], after: Any) -> list[memoryview]:
-        """Return copies of one layer of engine blocks, as Layer Blocks. Waits until the device has read the
-        blocks."""
+        """Return copies of one layer of engine blocks, as Layer Blocks; an incomplete last one is padded with
+        zeros. Waits until the device has read the blocks."""
         ...
 
     def gather_full(self, block_ids: Sequence[int], after: Any) -> list[memoryview]:
@@ -65,10 +65,10 @@ class KvBlocks(Protocol):
         after: Any,
         hold: bool = False,
     ) -> list[int]:
-        """Copy one layer of the Full Blocks ``blocks`` into the engine blocks ``block_ids``. Returns the ids
-        of the filled blocks. The first ``skip`` engine blocks of ``blocks`` are left out. ``part``: index of
-        the layer within each of ``blocks``.
+        """Copy layer number ``layer`` of the Full Blocks ``blocks`` into the engine blocks ``block_ids``.
+        Returns the ids of the filled blocks.
 
-        With ``hold``, the call may return before the copy ends; model work queued later waits for the copy.
-        Without ``hold``, the call returns after the copy."""
+        ``skip``: number of engine blocks at the beginning of ``blocks`` that are not copied. ``part``:
+        position of the layer in each of ``blocks``; 0 if they hold only this layer. With ``hold``, the call
+        may return before the copy ends, and model work queued later waits for the copy."""
         ...

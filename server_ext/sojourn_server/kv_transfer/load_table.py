@@ -1,11 +1,11 @@
 """Loads blocks into this engine's buffers, from storage or through a peer that reads them from storage.
 
-    waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── taken ──▶ gone
+    waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── ``end`` ──▶ gone
 
 A load returns the *leading* blocks that arrived, because blocks after a missing block are useless. If another
 load is already reading a block, this load waits for that read. If the peer does not send its blocks, this
-engine can read the blocks itself, into the buffers that the load already has. A new lease would wait behind
-other transfers.
+engine can read the blocks itself. It uses the buffers that the load already has, because a new lease would
+wait behind other transfers.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class ReadingPeer:
     address: str
     transfer: str
     total: int
-    """Number of blocks of the whole transfer."""
+    """Number of blocks of the whole prompt, for which the peer reserves buffers."""
     epoch: str | None = None
     """Identifies the run of the peer's process that the router chose; ``None`` for any run. A restarted peer
     has another epoch."""
     or_read_locally: bool = False
-    """Whether this engine reads missing blocks from storage itself if the peer fails before the first layer
-    of all blocks has arrived. After that, a step may already wait for the other layers."""
+    """Whether this engine reads missing blocks from storage itself if the peer fails before every block has
+    its first layer. Later failures lose these blocks, because a step may already wait for their layers."""
 
 
 class PeerFetch:
-    """The part of a load that a peer reads. Implements ``SlotFiller`` for the slots of these blocks, and
-    ``PeerCaller`` for the connection to the peer."""
+    """The blocks of a load that a peer reads. Implements ``SlotFiller`` for their slots, and ``PeerCaller``
+    for the connection to the peer."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class PeerFetch:
             self._loads.end_fetch(self, GIVEN_UP)
 
     def data(self, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Copy one received layer of some blocks into their slots. Returns false if the layer is not the next
-        layer of each block, or has a wrong size."""
+        """Copy one received layer of some blocks into their slots. Returns false if the message is invalid:
+        an unknown block, a layer that is not the next of its block, or a wrong size."""
         ctx, size = self._loads.ctx, self._loads.ctx.memory.layer_bytes
         if len(payload) != len(message.indices) * size:
             return False
@@ -123,7 +123,7 @@ class PeerFetch:
         return True
 
     def fail(self, index: int, why: str, now: float) -> None:
-        """Give up the blocks from index ``index`` on, except blocks that have arrived."""
+        """Give up the blocks from index ``index`` on that have not arrived, for the reason ``why``."""
         self._failing = True
         for slot in self.slots[max(0, index) :]:
             if slot is not None:
@@ -221,8 +221,8 @@ class BlockLoad:
         self._loads.begin_fetch(fetch, now)
 
     def _read_instead(self, slot: BufferSlot, now: float) -> bool:
-        """Read from storage a block that the peer did not send, at most once per slot. Returns whether the
-        block is being read."""
+        """Read a block from storage that the peer did not send, if ``or_read_locally`` allows it, at most
+        once per slot. Returns whether the read was queued."""
         ctx = self._loads.ctx
         if self._peer is None or not self._peer.or_read_locally or self._layers:
             return False
@@ -257,14 +257,15 @@ class LoadTable:
         self._fetches: dict[str, PeerFetch] = {}
         """Transfer → the blocks that a peer reads for it."""
         self._done = self._queue = -1
-        """Largest values so far of the two progress counters of ``tick``."""
+        """Largest values so far of the two progress counters that ``tick`` reads."""
 
     def __len__(self) -> int:
         return len(self._loads) + len(self._fetches)
 
     def begin(self, load: str, keys: Sequence[bytes], peer: ReadingPeer | None, now: float) -> int:
-        """Start a load. Returns the number of blocks to load, at most the number of slots. Raises
-        ``ValueError`` for a load id or peer transfer in use, no keys, or a duplicate key."""
+        """Start a load. ``load``: a new id. ``peer``: the peer that reads the blocks; ``None`` if this engine
+        reads them. Returns the number of blocks to load, at most the number of slots. Raises ``ValueError``
+        for an id or peer transfer in use, no keys, or a duplicate key."""
         if load in self._loads:
             raise ValueError(f"load {load!r} is in progress already")
         if not keys or len(set(keys)) != len(keys):
@@ -283,8 +284,8 @@ class LoadTable:
         return load in self._loads
 
     def blocks(self, load: str) -> list[memoryview]:
-        """Return the blocks that arrived for a load, in order, once the load is over. Their slots stay pinned
-        until ``end``. Raises ``ValueError`` if the load is not over or unknown."""
+        """Return the leading blocks that have arrived for a load that is over. Their slots stay pinned until
+        ``end``. Raises ``ValueError`` if the load is not over or unknown."""
         made = self._loads.get(load)
         if made is None or made.state is not LoadState.OVER:
             raise ValueError(f"load {load!r} is {'not over' if made else 'unknown'}")
@@ -295,8 +296,7 @@ class LoadTable:
         return [self.ctx.memory.block(slot.index) for slot in made.slots]
 
     def layer(self, load: str, layer: int) -> list[memoryview]:
-        """Return one layer of each of a load's blocks. Raises ``ValueError`` before the layer's
-        ``LayerLoaded``."""
+        """Return one layer of each block of a load. Raises ``ValueError`` unless all have this layer."""
         made = self._loads.get(load)
         if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
             raise ValueError(f"layer {layer} of load {load!r} has not arrived")
@@ -311,8 +311,8 @@ class LoadTable:
     def end(self, load: str, why: str, now: float) -> None:
         """End a load, whether or not its blocks have arrived, and release its buffers. Ignores unknown loads.
 
-        ``why``: the reason that the event ``LoadEnded`` gives. If empty, there is no event, because the
-        engine itself ends the load.
+        ``why``: reason for the event ``LoadEnded``. It is empty if the engine itself ends the load; there is
+        no event then.
         """
         made = self._loads.pop(load, None)
         if made is None:
@@ -343,7 +343,7 @@ class LoadTable:
         self._peers.reach(fetch.peer.address, fetch, now)
 
     def end_fetch(self, fetch: PeerFetch, why: str) -> None:
-        """End the part of a load that a peer reads. A non-empty ``why`` is sent to the peer as the reason."""
+        """End a peer's part of a load. If ``why`` is not empty, send it to the peer as the reason."""
         if self._fetches.get(fetch.peer.transfer) is fetch:
             del self._fetches[fetch.peer.transfer]
             if why and fetch.conn is not None:
@@ -352,8 +352,8 @@ class LoadTable:
                 )
 
     def data(self, conn: int, message: DataMessage, payload: memoryview, now: float) -> bool:
-        """Copy data from a peer into a load's slots. Returns false if the data belong to no load. If the data
-        are not the expected ones, gives up the blocks of this peer and closes the connection."""
+        """Copy data from a peer into a load's slots. Returns false if the data belong to no load. Unexpected
+        data make the peer's part of the load fail, and the connection is closed."""
         fetch = self._fetches.get(message.transfer)
         if fetch is None or fetch.conn != conn:
             return False
@@ -375,14 +375,14 @@ class LoadTable:
             self.renew(fetch.load, now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
-        """Return the transfers for which the peer of this connection still has to send data."""
+        """Return the ids of the transfers for which the peer of ``conn`` still has to send data."""
         return [transfer for transfer, fetch in self._fetches.items() if fetch.conn == conn]
 
     def conns(self) -> set[int]:
         return {fetch.conn for fetch in self._fetches.values() if fetch.conn is not None}
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
-        """Handle the end of a connection: give up the blocks that were to arrive over it."""
+        """Handle the end of a connection: give up the blocks that should have arrived over it."""
         for fetch in list(self._fetches.values()):
             if fetch.conn == conn:
                 fetch.fail(0, why, now)

@@ -1,7 +1,7 @@
 """Connections to peers, and the handshake that checks that both sides have KV of the same kind.
 
-The side that dials sends ``HelloMessage``. The other side compares the two kinds of KV and accepts or
-refuses. No KV is sent before that.
+The side that dials sends a ``HelloMessage``. The other side compares the two kinds of KV (``KvIdentity``) and
+accepts or refuses. No KV is sent before that.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def incompatibility_reason(
 ) -> str | None:
     """Return why two engines cannot exchange blocks, as a message for the operator; ``None`` if they can.
 
-    ``for_unidentified_peer``: leave out the values of private fields, which contain local paths and the hash
-    seed.
+    ``theirs``: the fields of the peer's ``KvIdentity``. ``for_unidentified_peer``: leave out the values of
+    private fields, which contain local paths and the hash seed.
     """
     mine = asdict(ours)
     names = [*mine, *sorted(theirs.keys() - mine.keys())]
@@ -68,14 +68,14 @@ EXPECTED_MESSAGES: Mapping[HandshakeStage, tuple[type[WireMessage], ...]] = {
     HandshakeStage.DIALLED: (WelcomeMessage, RefusedMessage),
     HandshakeStage.ANSWERED: (HelloMessage,),
 }
-"""Handshake stage → handshake messages that the peer may send in this stage; none in stage ``READY``."""
+"""Handshake stage → handshake messages that the peer may send in it. In ``READY`` it may send none."""
 MAX_KEPT_REFUSALS = 256
 """Maximum number of refused peers whose reason is remembered."""
 HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)
 
 
 class PeerCaller(Protocol):
-    """A transfer that needs a connection to a peer."""
+    """A transfer that needs a connection to a peer. ``PeerTable.reach`` calls one of the methods, once."""
 
     def reached(self, conn: int, epoch: str, now: float) -> None: ...
     def unreachable(self, why: str, now: float) -> None: ...
@@ -111,7 +111,7 @@ class PeerTable:
         self._addresses: dict[str, _DialedAddress] = {}
         self._dials = 0
         self.refusals: dict[str, str] = {}
-        """Peer name or address → reason why it was first refused."""
+        """Name or address of a peer → reason of its first refusal, by this engine or by the peer."""
 
     @property
     def busy(self) -> bool:
@@ -121,8 +121,9 @@ class PeerTable:
         )
 
     def reach(self, address: str, caller: PeerCaller, now: float) -> None:
-        """Connect to ``address``, or use the existing connection. Then call ``caller.reached`` with the
-        connection, or ``caller.unreachable`` with the reason, now or later."""
+        """Connect to ``address``, or use the existing connection. Calls ``caller.reached`` with the
+        connection's number and the peer's epoch, or ``caller.unreachable`` with the reason. The call may come
+        before this method returns."""
         known = self._addresses.get(address)
         if known is not None and known.conn is not None:
             conn = self._conns[known.conn]

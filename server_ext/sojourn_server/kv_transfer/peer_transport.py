@@ -1,8 +1,8 @@
 """Byte streams between engines, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport that you add.
 
-To add a transport, implement ``PeerTransport``. A write may return only once its memory may be reused, and
-bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in;
-addresses with its scheme are refused with a message.
+To add a transport, implement ``PeerTransport``. Its writes may return only once their memory may be reused,
+and its bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built
+in; addresses with its scheme are refused with a message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ByteStream(Protocol):
         ...
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send the parts in order; returns when their memory may be reused. Raises ``OSError``."""
+        """Send the parts in order. Returns when their memory may be reused. Raises ``OSError``."""
         ...
 
     def close(self) -> None:
@@ -66,8 +66,8 @@ class PeerTransport(Protocol):
         ...
 
     async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
-        """Listen on ``rest``, the address without its scheme. ``accept`` is called for each connection,
-        concurrently."""
+        """Listen on ``rest``, an address without its scheme. ``accept`` is called for each connection; calls
+        may run concurrently."""
         ...
 
 
@@ -94,7 +94,8 @@ def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tupl
 
 
 def check_address(address: str) -> None:
-    """Raise ``ValueError`` or ``UnknownTransport`` for an address at which no engine can listen."""
+    """Check that a built-in transport can use an address. Raises ``ValueError`` for a malformed address, and
+    ``UnknownTransport`` for another scheme."""
     transport, rest = transport_for(address, builtin_transports())
     if isinstance(transport, UnixTransport):
         _unix_path(rest)
@@ -225,15 +226,15 @@ def _host_and_port(rest: str) -> tuple[str, int]:
 
 
 MAX_QUEUED_BYTES = 64 << 20
-"""Maximum bytes of messages queued for one peer, enough to offer a thousand long prompts at once. A
-connection that would exceed it is closed."""
+"""Maximum bytes of messages queued on one connection, without payloads; a connection that would exceed it is
+closed. It is enough to offer a thousand long prompts at once."""
 PIECE_BYTES = 256 << 10
 """Maximum bytes of one write to a stream; larger messages are sent in pieces. A peer must accept each piece
 within ``patience_s`` seconds."""
 _STALL_CHECKS = 4
-"""Number of timer steps into which ``patience_s`` is divided. If this process pauses, only the current step
-expires; waiting socket events are then handled before the next step. So a pause is not taken for a stalled
-peer."""
+"""A write's timeout ``patience_s`` is divided into this many timer steps. After a pause of this process only
+one step has expired, and the event loop handles waiting socket events before the next one. So a pause is not
+taken for a stalled peer."""
 
 
 class _QueuedMessage(NamedTuple):
@@ -243,15 +244,15 @@ class _QueuedMessage(NamedTuple):
 
 
 class PeerConnection:
-    """Sends queued messages on one stream. Use it only in its event loop. The limit of the queue counts
-    messages without their payloads, because the link already limits payloads."""
+    """Sends queued messages on one stream. Use it only in its event loop. The queue's limit does not count
+    payloads, because the link to peers already limits them."""
 
     def __init__(
         self, stream: ByteStream, patience_s: float, sent: Callable[[int], None], stalled: Callable[[], None]
     ) -> None:
-        """``sent`` is called for each item whose memory is no longer read, whether it was sent or not.
-        ``stalled`` is called when the peer has accepted nothing for ``patience_s``; it must close the
-        stream."""
+        """``sent`` is called with the number of each link item whose memory ``run_sender`` no longer reads,
+        whether the item was sent or not. ``stalled`` is called when the peer has accepted nothing for
+        ``patience_s`` seconds; it must close the stream."""
         self.stream = stream
         self.tasks: list[asyncio.Task[None]] = []
         self.waiting_bytes = 0
@@ -264,8 +265,8 @@ class PeerConnection:
         """Messages to send; ``None`` ends the queue."""
 
     def send(self, action: SendMessage) -> bool:
-        """Queue a message. Returns False if the queue is full. Raises ``PeerWireError`` for a message that is
-        too long."""
+        """Queue a message. Returns false, without queueing, if the queue is full. Raises ``PeerWireError``
+        for a message that is too long."""
         frame = encode(action.message, sum(part.nbytes for part in action.payload))
         if self.waiting_bytes + len(frame) > MAX_QUEUED_BYTES:
             return False
@@ -292,7 +293,7 @@ class PeerConnection:
                     self._sent(said.item)
 
     def drain(self) -> list[int]:
-        """Empty the queue of a closed connection; returns the numbers of the link items whose messages were
+        """Empty the queue of a closed connection. Returns the numbers of the link items whose messages were
         in it."""
         items = []
         while not self._queue.empty():
@@ -311,8 +312,8 @@ class PeerConnection:
             self._timer.cancel()
 
     def _watch_write(self, left: int) -> None:
-        """Start the timer that detects a stalled write. ``left``: timer steps left. If it is 0, call
-        ``stalled`` instead."""
+        """Start the timer that detects a stalled write. ``left``: number of timer steps left. If it is 0, the
+        write has stalled: call ``stalled`` instead."""
         if not left:
             self._stalled()
             return

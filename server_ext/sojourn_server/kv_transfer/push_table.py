@@ -1,12 +1,12 @@
-"""Pushes a prompt's blocks to the peer that continues the request: offers all keys, then sends the blocks
-that the peer needs.
+"""Pushes a prompt's blocks to the peer that decodes the request: offers all keys, then sends the blocks that
+the peer lacks.
 
     reaching ── Welcome ──▶ offered ── Need ──▶ sending ── Complete ──▶ over
        └────────────── lost, refused, stalled, aborted ──────────────────▲
 
 The peer may already have some of the blocks, read from storage or received with another push. It answers with
-the indices of the blocks that it lacks. Layers are sent in the order of computation. The engine may call
-``give`` before the peer has answered.
+the indices of the blocks that it lacks. Layers are sent in the order of computation. The engine may ``give``
+layers before the peer has answered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PushState(Enum):
 
 
 class PushChunk(NamedTuple):
-    """One layer of some blocks of a push, as an item in the queue of the link to peers."""
+    """One layer of some blocks of a push: the work of one item of the link to peers."""
 
     push: BlockPush
     layer: int
@@ -53,7 +53,7 @@ class BlockPush:
         self.conn: int | None = None
         self.watch = StallDetector(pushes.ctx.limits.patience_s, now)
         self.needed: dict[int, None] = {}
-        """Indices of the blocks that the peer has asked for, in that order."""
+        """Indices of the blocks that the peer has asked for, in the order of its requests."""
         self.layers: list[Sequence[memoryview]] = []
         """The layers given so far, each with one buffer per offered block."""
         self.in_queue: set[int] = set()
@@ -89,7 +89,7 @@ class BlockPush:
             self._pushes.end(self, why, now)
 
     def queue_needed(self, indices: Sequence[int], now: float) -> bool:
-        """Queue the blocks that the peer asks for. Returns false for an index that was not offered."""
+        """Queue the blocks that the peer asks for. Returns false if one of ``indices`` was not offered."""
         if any(not 0 <= index < len(self.keys) for index in indices):
             return False
         self.state = PushState.SENDING
@@ -101,7 +101,7 @@ class BlockPush:
         return True
 
     def give(self, blocks: Sequence[memoryview], now: float) -> None:
-        """Add the next computed layer; ``blocks`` has the layer's part of each block."""
+        """Add the next computed layer. ``blocks``: this layer of each offered block, in order."""
         self.layers.append(blocks)
         self._enqueue(len(self.layers) - 1, list(self.needed), now)
 
@@ -139,8 +139,9 @@ class PushTable:
         epoch: str | None,
         now: float,
     ) -> None:
-        """Start a push: connect to the peer at ``address`` and offer it the blocks ``keys``. Raises
-        ``ValueError`` for a transfer that is already open, no keys, or a duplicate key."""
+        """Start a push: connect to the peer at ``address`` and offer it the blocks ``keys``. ``epoch``: the
+        run of the peer's process that must answer; ``None`` for any. Raises ``ValueError`` for a transfer
+        that is already open, no keys, or a duplicate key."""
         if transfer in self._pushes:
             raise ValueError(f"transfer {transfer!r} was offered already")
         if not keys or len(set(keys)) != len(keys):
@@ -155,7 +156,7 @@ class PushTable:
         """Add the next layer of all offered blocks. The memory of ``blocks`` must not change until
         ``PushEnded``. Returns whether the push is still open.
 
-        Raises ``ValueError`` for a layer that is not the next, or blocks of another number or size.
+        Raises ``ValueError`` if ``layer`` is not the next, or the number or size of the blocks is wrong.
         """
         push = self._pushes.get(transfer)
         if push is None:
@@ -187,7 +188,7 @@ class PushTable:
         self.ctx.actions.append(SendMessage(push.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle the end of a link item, sent or not. The memory of its chunk is no longer read."""
+        """Handle the end of a link item, sent or not. From now on, the link does not read its memory."""
         push: BlockPush = item.work.push
         push.in_queue.discard(item.number)
         push.watch.record_progress(now)
@@ -216,14 +217,14 @@ class PushTable:
             push.watch.record_counter(done, now)
 
     def abort(self, transfer: str, why: str, now: float) -> None:
-        """Cancel a push. Ignores unknown transfers."""
+        """Cancel a push, and send the peer the reason ``why``. Ignores unknown transfers."""
         push = self._pushes.get(transfer)
         if push is not None:
             self.end(push, why, now, notify=True)
 
     def end(self, push: BlockPush, why: str, now: float, notify: bool = False) -> None:
-        """End a push. ``why``: the reason of a failure; empty for a success. ``notify``: whether to tell the
-        peer."""
+        """End a push. ``why``: the reason of a failure; empty for a success. ``notify``: whether to send the
+        peer an ``AbortMessage``. The event ``PushEnded`` follows when the push's memory is no longer read."""
         del self._pushes[push.transfer]
         self.ctx.counts["pushes_failed" if why else "pushes_complete"] += 1
         for number in list(push.in_queue):

@@ -4,7 +4,7 @@ Each worker of a tensor-parallel or pipeline-parallel engine has a part of every
 some of the layers. It has a transfer manager and a store of its own, and exchanges its part with the worker
 of the same rank in the peer. Both engines therefore need equal parallel sizes.
 
-To requests and the gateway, an engine has one address and one epoch. Each is a comma-separated list of one
+Requests and the gateway see one address and one epoch per engine. Each is a comma-separated list with one
 value per worker, in the order of ranks.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from .transfer_jobs import TransferJobs
 
 _NEXT_ADDRESS = re.compile(r",(?=[a-z][a-z0-9+.-]*:)")
-"""A comma that separates two addresses. The path of a Unix socket may have commas of its own."""
+"""A comma that separates two addresses. The path of a Unix socket may contain other commas."""
 
 
 def split_addresses(text: str) -> list[str]:
@@ -59,8 +59,8 @@ def rank_address(address: str, rank: int, ranks: int) -> str:
 
 
 def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
-    """Return an engine's jobs for one of its workers, with the addresses and epochs of the peer's worker of
-    the same rank. The planner has checked that the peer has as many workers."""
+    """Return an engine's jobs for its worker ``rank``: addresses and epochs are those of the peer's worker of
+    the same rank. The peer must have as many workers; ``TransferPlanner.arrived`` checks this."""
     if ranks == 1:
         return jobs
 
@@ -114,8 +114,8 @@ class RankAnswers:
 
 
 def combined_status(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Return an engine's status, from the statuses of its workers (``transfer_manager_stats``) by rank;
-    ``None`` if a worker has no status.
+    """Return an engine's status; ``None`` if one of its workers has no status. ``workers``: the statuses of
+    its workers (``transfer_manager_stats``), in the order of ranks.
 
     ``peer`` in the result is the address for peers. Byte counts are summed. Other numbers are the maximum
     over the workers: all workers do the same transfers, and the maximum shows a failure of any worker.

@@ -1,9 +1,9 @@
 """Reads one request's stored blocks in two parts: this engine reads the first, its peer the second.
 
 The router chooses how large each part is. (DualPath reads a request on one side only, and names reading on
-both sides as future work.) If the peer fails before the first layer of all its blocks has arrived, this
-engine reads these blocks into the same buffers, without a new lease. If the peer fails later, the blocks that
-have arrived are used and the others are computed.
+both sides as future work.) If the peer fails before the first layer of each of its blocks has arrived, this
+engine reads these blocks itself, into the same buffers. If the peer fails later, the blocks that have arrived
+are used and the others are computed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class FetchPart:
-    """Consecutive blocks of a fetch, and the load that fetches them."""
+    """One part of a fetch: consecutive blocks, and the load that gets them."""
 
     load: LoadHandle
     first: int
@@ -51,7 +51,7 @@ class SplitFetch:
         self._name = f"{fetch.context}#{fetch.ask}"
 
     def begin(self, stored: int) -> None:
-        """Start to read the fetch's leading blocks. ``stored``: how many of them the store has."""
+        """Start to read the leading blocks of the fetch that the store has. ``stored``: their number."""
         fetch = self._fetch
         theirs = round(stored * fetch.decode_share) if fetch.peer else 0
         self._begin(0, stored - theirs)
@@ -60,7 +60,7 @@ class SplitFetch:
 
     @property
     def leading_blocks(self) -> int:
-        """Number of leading blocks of the fetch that have arrived or are on their way."""
+        """Number of leading blocks of the fetch that have arrived or may still arrive."""
         found = 0
         for piece in self.pieces:
             if piece.first > found:
@@ -72,8 +72,8 @@ class SplitFetch:
 
     def ready(self, layerwise: bool = True) -> int | None:
         """Return how many leading blocks the request can use now; ``None`` if the request must wait. Blocks
-        that this engine reads can be used once they are complete. Blocks from the peer can be used once their
-        first layer has arrived if ``layerwise`` is true, and once they are complete if it is false."""
+        can be used once they are complete. With ``layerwise``, blocks from the peer can be used once their
+        first layer has arrived."""
         self._pin_loaded()
         for piece in self.pieces:
             streams = layerwise and piece.by_peer and piece.load.layers_loaded
@@ -89,8 +89,8 @@ class SplitFetch:
         return sum(piece.load.streamed_s for piece in self.pieces)
 
     def layer(self, layer: int, timeout_s: float) -> list[memoryview]:
-        """Wait for one layer, up to ``timeout_s`` seconds for each part. Returns the layer of the leading
-        blocks, up to the first block whose layer has not arrived."""
+        """Wait for one layer, at most ``timeout_s`` seconds for each part. Returns this layer of the leading
+        blocks, up to the first block for which it has not arrived."""
         return self._collect(lambda load: load.layer(layer) if load.wait_layer(layer, timeout_s) else [])
 
     def contents(self) -> list[memoryview]:
@@ -155,11 +155,14 @@ class LayerStream:
     """Blocks of one request that a step fills layer by layer from a fetch."""
 
     split_fetch: SplitFetch | None
+    """The fetch; ``None`` if it has ended, so that no block is filled."""
     skip: int
+    """Number of leading engine blocks of the fetched KV to leave out."""
     block_ids: list[int]
 
     def fill(self, kv: KvBlocks, layer: int, timeout_s: float, times: TransferStepTimes) -> list[int]:
-        """Wait for a layer and copy it. Returns the blocks that were filled, and adds to ``times``."""
+        """Wait for a layer and copy it into the blocks. Returns the ids of the filled blocks. Adds the time
+        spent to ``times``."""
         if self.split_fetch is None:
             return []
         began_s = time.perf_counter()

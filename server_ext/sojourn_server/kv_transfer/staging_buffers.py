@@ -2,10 +2,10 @@
 
 A transfer requests one lease on all its blocks, plus a number of slots for blocks whose keys it does not know
 yet. A lease is granted as a whole, in the order of requests, so two transfers never wait for each other with
-half of their slots each. A lease that is not renewed for ``lease_s`` expires.
+half of their slots each. A lease that is not renewed for ``lease_s`` seconds expires.
 
-A block has at most one slot, which all leases on the block share. If a thousand requests need one prefix, the
-first reads it and the others wait for that read.
+All leases on a block share one slot. If a thousand requests need one prefix, the first reads it and the
+others wait for that read.
 
 A slot becomes free when it has no lease and no pin. A pin outlives leases, because a thread may still write
 to the slot after every lease on it has ended.
@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 
 class SlotMemory:
-    """Memory for ``slots`` Full Blocks of ``layers`` layers each. A page takes physical memory only once it
-    is written."""
+    """Memory for ``slots`` Full Blocks of ``layers`` layers each. The operating system allocates each page
+    when it is first written."""
 
     def __init__(self, slots: int, block_bytes: int, layers: int) -> None:
         """Raises ``ValueError`` for a size below 1 or layers of different sizes."""
@@ -70,14 +70,13 @@ class BufferSlot:
     filled: int = 0
     """Number of leading layers that are present."""
     filler: object | None = None
-    """The source that fills the slot; ``None`` if no source does."""
+    """The storage read or peer transfer that is filling the slot; ``None`` if there is none."""
     holders: dict[str, None] = field(default_factory=dict)
     """Names of the leases on this slot, oldest first."""
     pins: int = 0
     """Number of threads and messages that are reading or writing the slot."""
     bad: bool = False
-    """Whether the content is unusable, because a fill failed halfway. A thread may still write to the
-    slot."""
+    """Whether the content is unusable, because a fill failed. A thread may still write to the slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +89,8 @@ class _BufferLease:
 
 
 class BufferPool:
-    """Pool of ``slots`` buffer slots, which transfers lease. Each lease has a name."""
+    """Pool of ``slots`` buffer slots, which transfers lease. Each lease has a name. ``lease_s``: seconds
+    after which a lease expires if it is not renewed."""
 
     def __init__(self, slots: int, lease_s: float) -> None:
         self.slots = slots
@@ -105,12 +105,13 @@ class BufferPool:
         self._reserved = 0
         """Number of slots that granted leases have reserved for blocks whose keys are not known yet."""
         self.released = 0
-        """Number of granted leases that have ended. Waiting transfers take its growth as progress."""
+        """Number of granted leases that have ended. Its growth counts as progress of waiting transfers."""
         self.most_used = 0
         self._changes = 0
+        """Counter of changes that may let a waiting lease fit."""
         self._refused_at = -1
-        """Value of the counter ``_changes`` when the first waiting lease last did not fit. The lease is tried
-        again only when the counter has changed."""
+        """Value of ``_changes`` when the first waiting lease last did not fit. It is not tried again before
+        the counter changes."""
 
     @property
     def used(self) -> int:
@@ -127,8 +128,7 @@ class BufferPool:
         return len(self._queue)
 
     def request_lease(self, name: str, keys: Sequence[bytes], extra: int, now: float) -> None:
-        """Request a lease on the blocks ``keys`` and on ``extra`` more slots; ``take_granted`` reports when
-        it is granted.
+        """Request a lease on the blocks ``keys`` and on ``extra`` more slots. ``take_granted`` grants it.
 
         Raises ``LeaseTooLarge`` if the pool is too small, and ``ValueError`` for a name that already has a
         lease.
@@ -162,8 +162,8 @@ class BufferPool:
         return granted
 
     def extend(self, name: str, keys: Sequence[bytes]) -> bool:
-        """Add blocks to a granted lease, within its ``extra`` slots. If they do not fit, returns false and
-        changes nothing."""
+        """Add blocks to a granted lease; new slots come from its ``extra`` slots. Returns false, and changes
+        nothing, if these do not suffice or the lease is not granted."""
         lease = self._leases[name]
         added = [key for key in OrderedDict.fromkeys(keys) if key not in lease.slots]
         fresh = sum(key not in self._by_key for key in added)
@@ -202,8 +202,7 @@ class BufferPool:
         return [name for name, lease in self._leases.items() if lease.deadline_s <= now]
 
     def drop(self, name: str, key: bytes) -> BufferSlot | None:
-        """Remove one block from a lease. Returns the block's slot if no other lease holds the slot, else
-        ``None``."""
+        """Remove one block from a lease. Returns its slot if no other lease holds the slot, else ``None``."""
         slot = self._leases[name].slots.pop(key, None)
         return self._let_go(name, slot) if slot is not None else None
 
@@ -232,8 +231,8 @@ class BufferPool:
         self._free_if_unused(slot)
 
     def invalidate(self, slot: BufferSlot) -> None:
-        """Mark a slot's content as unusable after a failed fill. A new lease on the block then gets another
-        slot. A thread may still write to the old slot. Every holder must drop the old slot."""
+        """Mark a slot's content as unusable after a failed fill. New leases on the block get another slot,
+        because a thread may still write to this one. Every holder of this slot must drop it."""
         slot.bad = True
         self._changes += 1
         if self._by_key.get(slot.key) is slot:

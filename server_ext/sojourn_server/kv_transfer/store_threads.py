@@ -13,11 +13,10 @@ from .transfer_actions import ReadBlock, WriteBlock
 
 
 class StoreThreads:
-    """Runs one thread per concurrent read, and one for all writes. Every read and write is reported exactly
-    once.
+    """Runs one thread per concurrent read, and one for all writes. Every read and write is reported once.
 
-    The threads report a read with ``read_done(item, why)``. ``why`` is the read's error, or ``None`` for a
-    success. The threads report a write with ``write_done(item, outcome)``. ``outcome`` is a ``PutOutcome``
+    A thread reports the end of a read with ``read_done(item, why)``; ``why`` is the error, or ``None`` for a
+    success. It reports the end of a write with ``write_done(item, outcome)``; ``outcome`` is a ``PutOutcome``
     value, or ``failed``.
     """
 
@@ -44,12 +43,11 @@ class StoreThreads:
         thread.submit(partial(self._read, thread, action))
 
     def write(self, action: WriteBlock) -> None:
-        """Queue a write."""
+        """Queue a write; ``write_done`` reports its end."""
         self._writer.submit(partial(self._write, action))
 
     def close(self) -> bool:
-        """Stop all threads, waiting at most 5 s for each. Returns whether all have ended; false, for example,
-        if the store hangs."""
+        """Stop all threads; wait at most 5 s for each. Returns false if one still runs in a hanging store."""
         threads = [*self._readers, self._writer]
         for thread in threads:
             thread.close()

@@ -9,8 +9,8 @@ from .transfer_wire import WireMessage
 
 
 class DialPeer(NamedTuple):
-    """Connect to a peer. The manager then calls the core's ``dialled`` or ``dial_failed``, perhaps after the
-    core has given up the dial."""
+    """Connect to a peer. The manager then calls the core's ``dialled`` or ``dial_failed``. The core may have
+    given up the dial by then."""
 
     address: str
     number: int
@@ -34,7 +34,7 @@ class CloseConnection(NamedTuple):
 
 
 class ReadBlock(NamedTuple):
-    """Read a block from the store into the memory ``into``. The manager reports the end with
+    """Read a block from the store into the memory ``into``. The manager then calls the core's
     ``read_done``."""
 
     item: int
@@ -43,7 +43,7 @@ class ReadBlock(NamedTuple):
 
 
 class WriteBlock(NamedTuple):
-    """Write a block to the store. The manager reports the end with ``write_done``."""
+    """Write a block to the store. The manager then calls the core's ``write_done``."""
 
     item: int
     key: bytes
@@ -59,15 +59,16 @@ GIVEN_UP = "the engine has given it up"
 
 
 class LayerLoaded(NamedTuple):
-    """One layer has arrived for all blocks that the load will get. Layers are reported in order."""
+    """Layer number ``layer`` has arrived for all blocks of the load, except those already given up. Layers
+    are reported in order."""
 
     load: str
     layer: int
 
 
 class LoadEnded(NamedTuple):
-    """A load has ended: its first ``good`` blocks have arrived, the others will not. ``why``: the reason if
-    blocks are missing."""
+    """A load has ended: its first ``good`` blocks have arrived, the others will not. ``why``: why blocks are
+    missing; empty if none is."""
 
     load: str
     good: int
@@ -75,8 +76,8 @@ class LoadEnded(NamedTuple):
 
 
 class PushEnded(NamedTuple):
-    """A push has ended. If not ``complete``, the peer lacks blocks and ``why`` is the reason. The memory of
-    the pushed blocks may be reused."""
+    """A push has ended, and the memory of the pushed blocks may be reused. If not ``complete``, the peer
+    lacks blocks, and ``why`` is the reason."""
 
     transfer: str
     complete: bool

@@ -26,8 +26,8 @@ class StallDetector:
         self._seen_s = now
 
     def record_counter(self, done: int, now: float, by: str = "peer") -> bool:
-        """Record the progress counter of a source (``by``). Returns whether the counter has grown since the
-        last call for this source."""
+        """Record the progress counter ``done`` of the source ``by``. If it is higher than ever before for
+        this source, this counts as progress, and the result is true."""
         if done <= self._done.get(by, -1):
             return False
         self._done[by] = done
@@ -39,7 +39,7 @@ class StallDetector:
 
 
 class LeaseHolder(Protocol):
-    """A transfer that holds a lease on buffer slots. It is called when the slots change."""
+    """A transfer that holds a lease on buffer slots. The methods report changes of the lease and slots."""
 
     def granted(self, now: float) -> None: ...
     def layers_advanced(self, slot: BufferSlot, before: int, now: float) -> None:
@@ -47,17 +47,17 @@ class LeaseHolder(Protocol):
         ...
 
     def slot_lost(self, slot: BufferSlot, why: str, now: float) -> None:
-        """Handle a slot whose block will not arrive."""
+        """Handle a slot whose block will not arrive, for the reason ``why``."""
         ...
 
     def lease_expired(self, now: float) -> bool:
-        """Handle the expiry of the lease. Returns whether the lease ends. It does not end while its blocks
-        are in use; the caller then renews it."""
+        """Handle the expiry of the lease. Returns false if its blocks are in use; the caller then renews the
+        lease instead of ending it."""
         ...
 
 
 class SlotFiller(Protocol):
-    """A transfer that fills slots with data from a peer, not from storage."""
+    """A transfer that fills slots with data from a peer."""
 
     def unwanted(self, slot: BufferSlot, now: float) -> None:
         """Stop filling ``slot``. No lease holds the slot any more, and another block may use it at once."""
@@ -69,7 +69,7 @@ class _StorageFiller(NamedTuple):
 
 
 class _SlotRead(NamedTuple):
-    """The read of one block, as an item of the storage link's queue."""
+    """The read of one block into its slot: the work of one item of the storage link."""
 
     slot: BufferSlot
 
@@ -79,8 +79,8 @@ SEND_WIDTH = 4
 
 
 class TransferContext:
-    """Links and buffers of one engine, and pending actions and events. ``now``: seconds of a monotonic
-    clock."""
+    """Links and buffers of one engine, and pending actions and events. The argument ``now`` of the methods is
+    in seconds of a monotonic clock."""
 
     def __init__(self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates) -> None:
         share = limits.kv_share
@@ -111,7 +111,7 @@ class TransferContext:
         return self.memory.layers
 
     def progress_counter(self, now: float) -> int:
-        """Return a counter that grows with any progress of this engine's transfers."""
+        """Return a counter that grows whenever any transfer of this engine makes progress."""
         moved = sum(link.moved(now) for link in self.links)
         return moved + self.buffers.released
 
@@ -138,7 +138,7 @@ class TransferContext:
             self._unwanted(slot, now)
 
     def drop(self, name: str, slot: BufferSlot, now: float) -> None:
-        """Remove one block from the lease ``name``."""
+        """Remove the block of ``slot`` from the lease ``name``."""
         if self.buffers.drop(name, slot.key) is not None:
             self._unwanted(slot, now)
 
@@ -165,7 +165,8 @@ class TransferContext:
     def read(
         self, request: str, slot: BufferSlot, now: float, traffic_class: TrafficClass = TrafficClass.KV
     ) -> None:
-        """Queue a read of a slot's block from storage, unless the block is present or being filled."""
+        """Queue a read of a slot's block from storage, unless the slot is full or being filled. ``request``:
+        whose place in the link's queue the read uses."""
         if slot.filled == self.layers or slot.filler is not None:
             self.counts["blocks_merged"] += 1
             return
@@ -173,7 +174,7 @@ class TransferContext:
         slot.filler = _StorageFiller(number)
 
     def stop_reading(self, slot: BufferSlot) -> None:
-        """Cancel the read of a slot that still has a lease. A read that has begun continues."""
+        """Cancel the queued read of a slot that still has a lease. A read that has begun continues."""
         if isinstance(slot.filler, _StorageFiller) and self.reads.cancel(slot.filler.item):
             slot.filler = None
             self.counts["reads_cancelled"] += 1
@@ -206,13 +207,13 @@ class TransferContext:
                 self.fail(slot, why, now)
 
     def give_up_stuck_reads(self, now: float) -> None:
-        """Report the blocks of reads that have hung for half of ``patience_s`` as failed. Their slots stay
+        """Treat the blocks of reads that have hung for half of ``patience_s`` as failed. Their slots stay
         pinned until the reader threads return.
 
-        If every reader thread hangs, the blocks of queued reads are reported as failed too.
+        If every reader thread hangs, the blocks of queued reads fail too.
         """
-        # Half of ``patience_s``, so that a peer that waits for the block learns of the failure before its
-        # timeout.
+        # Half of ``patience_s``, so that a peer that waits for the block learns of the failure before it
+        # gives up itself.
         stuck = self.reads.stuck(now, self.limits.patience_s / 2)
         behind = self.reads.in_queue() if len(stuck) == self.limits.read_width else []
         for item in [*stuck, *behind]:
@@ -223,7 +224,7 @@ class TransferContext:
                 self.fail(slot, "storage has not answered", now)
 
     def advance(self, slot: BufferSlot, layers: int, now: float) -> None:
-        """Record that a slot has ``layers`` layers, and notify its holders."""
+        """Record that a slot now has its first ``layers`` layers, and notify its holders."""
         before, slot.filled = slot.filled, layers
         self._tell(slot, lambda holder: holder.layers_advanced(slot, before, now))
 

@@ -1,11 +1,11 @@
-"""Decides the KV transfers of one engine, without I/O: requests and messages in, actions and events out.
+"""Decides the KV transfers of one engine, without I/O: calls and messages in, actions and events out.
 
     engine ── load, offer, give, expect, store ──▶ ┌──────┐ ── actions ──▶ connections, storage
     engine ◀── events ──────────────────────────── │ core │ ◀── received, read_done, sent, lost ──
                                                    └──────┘ ◀── tick, at ``wake_at``
 
-Every call gets ``now``, seconds of a monotonic clock, and may add to the results of ``take_actions`` and
-``take_events``. No call blocks. Not thread-safe.
+Every call gets ``now``, the seconds of a monotonic clock. It may add actions and events, which
+``take_actions`` and ``take_events`` return. No call blocks. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .transfer_wire import (
 
 
 class _StoreWrite(NamedTuple):
-    """The write of one block, as an item of the storage link's queue."""
+    """The write of one block: the work of one item of the storage write link."""
 
     request: str
     key: bytes
@@ -75,11 +75,11 @@ class TransferCore:
     # -- what the engine asks for ---------------------------------------------------
 
     def load(self, load: str, keys: Sequence[bytes], now: float, *, peer: ReadingPeer | None = None) -> int:
-        """Start to load blocks from storage, or through a ``peer`` that reads them. Returns the number of
-        blocks to load, at most as many as fit the buffers.
+        """Start to load the blocks ``keys`` from storage, or through a ``peer`` that reads them. ``load``: a
+        new id. Returns the number of blocks to load, at most as many as fit the buffers.
 
         Events: ``LayerLoaded`` for each layer, then ``LoadEnded``. After that, call ``loads.blocks`` and then
-        ``end_load``.
+        ``end_load``. Raises ``ValueError`` for an id or peer transfer in use, no keys, or a duplicate key.
         """
         count = self.loads.begin(load, keys, peer, now)
         self._advance_transfers(now)
@@ -99,7 +99,12 @@ class TransferCore:
         *,
         epoch: str | None = None,
     ) -> None:
-        """Start to push a whole prompt to a peer. Then call ``give`` for each layer. Event: ``PushEnded``."""
+        """Start to push a whole prompt to the peer at ``address``. Then call ``give`` for each layer. Event:
+        ``PushEnded``.
+
+        ``keys``: the prompt's Full Blocks, in order. ``epoch``: the run of the peer's process that the router
+        chose; ``None`` for any. Raises ``ValueError`` for an open transfer, no keys, or a duplicate key.
+        """
         self.pushes.offer(transfer, address, keys, epoch, now)
         self._advance_transfers(now)
 
@@ -118,9 +123,9 @@ class TransferCore:
         """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
         After that, call ``prompts.blocks`` if the prompt is complete, and ``end_prompt``.
 
-        ``epoch``: the run of this engine that the router chose; ``None`` for any run. Returns false if
-        ``epoch`` is an earlier run, whose buffers the prompt was pushed to. Raises ``ValueError`` if the
-        prompt is expected already.
+        ``epoch``: the run of this engine's process to which the prompt is pushed; ``None`` if unknown.
+        Returns false, and there is no event, if that was an earlier run, because its buffers are gone. Raises
+        ``ValueError`` if the prompt is expected already.
         """
         if self._is_stale(epoch):
             return False
@@ -129,8 +134,9 @@ class TransferCore:
         return True
 
     def discard(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
-        """Release a pushed prompt that no request will ask for. ``epoch`` is as in ``expect``. Returns false
-        if the engine expects the prompt."""
+        """Release a pushed prompt that no request will ask for. ``epoch``: the run of this engine's process
+        to which it is pushed; ``None`` if unknown. Returns false, and keeps the prompt, if the engine expects
+        it."""
         if self._is_stale(epoch):
             return True
         discarded = self.prompts.discard(transfer, now)
@@ -138,14 +144,14 @@ class TransferCore:
         return discarded
 
     def _is_stale(self, epoch: str | None) -> bool:
-        """Whether ``epoch`` names an earlier run of this engine. Counts it if so."""
+        """Return whether ``epoch`` names another run of this engine's process, and count it if so."""
         stale = epoch is not None and epoch != self.peers.epoch
         self.ctx.counts["stale"] += stale
         return stale
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Announce, in queue order, transfers that queued requests will ``expect``. Their complete prompts
-        then stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
+        """Announce transfers that queued requests will ``expect``, in queue order. Their complete prompts
+        stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
         self.prompts.want(transfers, now)
 
     def end_prompt(self, transfer: str, now: float) -> None:
@@ -156,9 +162,11 @@ class TransferCore:
     def store(
         self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview], now: float
     ) -> bool:
-        """Queue a write of a block to the store. ``content`` must not change until ``BlockStoreEnded``.
-        Returns false, without queueing, if too many writes wait or the store hangs. Raises ``ValueError`` for
-        a wrong size."""
+        """Queue a write of a block to the store. Event: ``BlockStoreEnded``; ``content`` must not change
+        before it. ``parent``: key of the previous block of the context; empty if there is none.
+
+        Returns false, without queueing, if too many writes wait or the store hangs. Raises ``ValueError`` if
+        ``content`` does not have the size of a block."""
         block_bytes, found = self.ctx.memory.block_bytes, sum(part.nbytes for part in content)
         if found != block_bytes:
             raise ValueError(f"a block of {found} bytes; expected {block_bytes}")
@@ -187,7 +195,7 @@ class TransferCore:
         self._advance_transfers(now)
 
     def received(self, conn: int, message: WireMessage, payload: memoryview, now: float) -> None:
-        """Handle a complete message from a peer. The call copies what it needs of ``payload``."""
+        """Handle a complete message from a peer. ``payload`` may be reused after the call."""
         if isinstance(message, HANDSHAKE_MESSAGES) or not self.peers.is_ready(conn):
             if not self.peers.received(conn, message, now):
                 self.close_connection(conn, f"{type(message).__name__} is not allowed here now", now)
@@ -222,8 +230,8 @@ class TransferCore:
         self.connection_lost(conn, why, now)
 
     def stalled(self, conn: int, now: float) -> None:
-        """End the transfers of a peer that has accepted no data for ``patience_s``. The caller closes the
-        connection."""
+        """End the transfers of a peer that has accepted no data for ``patience_s`` seconds. The caller must
+        close the connection."""
         self.ctx.counts["stalls"] += 1
         self.connection_lost(conn, "the peer accepts no data", now)
 
@@ -234,7 +242,7 @@ class TransferCore:
         self._advance_transfers(now)
 
     def sent(self, item: int, now: float) -> None:
-        """Handle the end of a ``SendMessage``, sent or not. The memory of its payload is no longer read."""
+        """Handle the end of a ``SendMessage``, sent or not. From now on, its payload is not read."""
         self.ctx.peer_send.end_io(item, now)
         self._advance_transfers(now)
 
@@ -244,13 +252,14 @@ class TransferCore:
         self._advance_transfers(now)
 
     def write_done(self, item: int, outcome: str, now: float) -> None:
-        """Handle the end of a ``WriteBlock``. ``outcome``: as in ``BlockStoreEnded``."""
+        """Handle the end of a ``WriteBlock``. ``outcome``: a ``PutOutcome`` value; ``failed`` after an
+        error."""
         self._written[item] = outcome
         self.ctx.writes.end_io(item, now)
         self._advance_transfers(now)
 
     def close(self, now: float) -> None:
-        """End all transfers, and notify peers and the engine."""
+        """End all transfers and connections, with an event for each transfer of the engine."""
         why = "the engine is closing"
         for conn in self.peers.conns():
             self.close_connection(conn, why, now)
@@ -260,7 +269,7 @@ class TransferCore:
         self._advance_transfers(now)
 
     def tick(self, now: float) -> None:
-        """Handle what is due at ``now``: rate-limited items, timeouts and lease expiries."""
+        """Handle what is due at ``now``: items of rate-limited links, timeouts and expired leases."""
         if now - self._checked_s >= self._check_s:
             self._checked_s = now
             self._check(now)
@@ -302,12 +311,12 @@ class TransferCore:
         return not self.busy and not self.ctx.buffers.used and not places
 
     def stats(self, now: float) -> dict[str, Any]:
-        """Return the use of buffers, the state of links by name, and counters, for operators.
+        """Return the use of buffers, the state of each link by its name, and counters, for operators.
 
-        ``queued_s`` of a link: estimated seconds until a new item would begin; ``None`` while the speed is
-        unknown and items are queued. If the link's I/O hangs, this is at least the time for which it has
-        hung. ``received_bytes``: bytes from peers. ``block_s``: seconds to read a Full Block from storage; 0
-        while the speed is unknown.
+        ``queued_s`` of a link: estimated seconds until a new item would begin; ``None`` if items are queued
+        and the speed is unknown. It is at least ``patience_s`` if some of the link's I/O hangs, and at least
+        the seconds of the hang if all of it hangs. ``received_bytes``: bytes received from peers.
+        ``block_s``: seconds to read a Full Block from storage; 0 while the speed is unknown.
         """
         ctx, buffers = self.ctx, self.ctx.buffers
         return {
@@ -351,8 +360,8 @@ class TransferCore:
             self._report_progress(now)
 
     def _give_up_writes(self, now: float) -> None:
-        """If a write hangs, drop the queued writes, because the engine needs their memory. The memory of the
-        hanging write stays in use until the store returns."""
+        """If a write hangs, drop the queued writes, because the engine needs their memory. The hanging write
+        keeps its memory until the store returns."""
         writes = self.ctx.writes
         if writes.stuck(now, self.ctx.limits.patience_s):
             self.ctx.counts["stalls"] += 1

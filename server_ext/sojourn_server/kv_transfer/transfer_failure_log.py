@@ -12,10 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class TransferFailureLog:
-    """Logs failed transfers, at a limited rate, and refused peers, once each."""
+    """Logs failed transfers at a limited rate, and each refused peer once."""
 
     def __init__(self, engine: str, refusals: Mapping[str, str]) -> None:
-        """``refusals``: peer → reason why it was refused. The core adds peers while the log is in use."""
+        """``engine``: name of the engine, for the messages. ``refusals``: peer → reason of its refusal;
+        ``PeerTable`` adds peers to it."""
         self._engine = engine
         self._refusals = refusals
         self._logged_peers: set[str] = set()
@@ -31,9 +32,9 @@ class TransferFailureLog:
                 logger.warning("%s: no KV goes to or from %s: %s", self._engine, peer, why)
 
     def takes(self, why: str) -> bool:
-        """Whether to log a transfer that ended for the reason ``why``: an engine has not cancelled it, and no
-        refusal explains it."""
-        # A peer's abort quotes the peer's reason.
+        """Return whether to log a transfer that ended for the reason ``why``. False if it was successful
+        (``why`` is empty), if an engine cancelled it, or if it ended because of a logged refusal."""
+        # A peer's abort contains the peer's reason.
         return bool(why) and GIVEN_UP not in why and why not in self._refusals.values()
 
     def log_failure(self, event: LoadEnded | PushEnded | PromptTransferEnded) -> None:

@@ -16,15 +16,15 @@ OutcomeT = TypeVar("OutcomeT", LoadEnded, PushEnded, PromptTransferEnded)
 
 
 class HandleOwner(Protocol):
-    """The part of ``TransferManager`` that handles use."""
+    """The attributes and methods of ``TransferManager`` that handles use."""
 
     core: TransferCore
     changed: threading.Condition
-    """Condition that is notified after every event. Its lock guards the core."""
+    """Notified after every event. Its lock guards the core."""
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
-        carry out the resulting actions, and return the method's result."""
+        start the resulting actions, and return the method's result."""
         ...
 
     def forget(self, handle: TransferHandle[Any]) -> None:
@@ -50,8 +50,8 @@ class TransferHandle(Generic[OutcomeT]):
             self.outcome = event
 
     def wait(self, timeout_s: float | None = None) -> OutcomeT | None:
-        """Wait at most ``timeout_s`` seconds for the end of the transfer. Returns the outcome; ``None`` if
-        the transfer is still open."""
+        """Wait at most ``timeout_s`` seconds (``None``: without limit) for the end of the transfer. Returns
+        the outcome; ``None`` if the transfer is still open."""
         self._wait(lambda: self.outcome is not None, timeout_s)
         return self.outcome
 
@@ -71,7 +71,7 @@ class LoadHandle(TransferHandle[LoadEnded]):
         self.requested_blocks = 0
         """Number of blocks that the load tries to get: at most as many as fit the buffers."""
         self.layers_loaded = 0
-        """Number of leading layers that have arrived for all blocks of the load."""
+        """Number of leading layers that have arrived for all blocks that the load still expects."""
         self._first_s = self._newest_s = 0.0
 
     def on_event(self, event: TransferEvent) -> None:
@@ -88,18 +88,20 @@ class LoadHandle(TransferHandle[LoadEnded]):
         return self._newest_s - self._first_s
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Wait for a layer or the end of the load. Returns whether the layer has arrived."""
+        """Wait for a layer or the end of the load, at most ``timeout_s`` seconds (``None``: without limit).
+        Returns whether the layer has arrived."""
         self._wait(lambda: self.layers_loaded > layer or self.outcome is not None, timeout_s)
         return self.layers_loaded > layer and (self.outcome is None or self.outcome.good > 0)
 
     def layer(self, layer: int) -> list[memoryview]:
-        """Return one layer of each block of the load. Raises ``ValueError`` before the layer has arrived."""
+        """Return layer number ``layer`` of each block of the load. Raises ``ValueError`` if it has not
+        arrived."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.loads.layer(self.name, layer))
         return found
 
     def blocks(self) -> list[memoryview]:
-        """Return the blocks that have arrived, valid until ``end``. Raises ``ValueError`` before the load is
-        over."""
+        """Return the leading blocks that have arrived. They are valid until ``end``. Raises ``ValueError``
+        before the load is over."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.loads.blocks(self.name))
         return found
 
@@ -116,8 +118,9 @@ class PushHandle(TransferHandle[PushEnded]):
     _ended_by = PushEnded
 
     def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
-        """Add the next layer of all blocks. The memory of ``blocks`` must not change until the push is over.
-        Returns whether the push is still open."""
+        """Add the next layer of all blocks. The memory of ``blocks`` must not change until ``outcome`` is
+        set. Returns whether the push is still open. Raises ``ValueError`` for a wrong layer or wrong
+        blocks."""
         wanted: bool = self._owner.do(self._owner.core.give, self.name, layer, blocks)
         return wanted
 
@@ -133,8 +136,8 @@ class PromptHandle(TransferHandle[PromptTransferEnded]):
     _ended_by = PromptTransferEnded
 
     def blocks(self) -> list[memoryview]:
-        """Return the prompt's blocks in order, valid until ``end``. Raises ``ValueError`` if the prompt is
-        not complete."""
+        """Return the prompt's blocks, in order. They are valid until ``end``. Raises ``ValueError`` if the
+        prompt is not complete."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.prompts.blocks(self.name))
         return found
 

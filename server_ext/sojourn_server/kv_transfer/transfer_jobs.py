@@ -1,8 +1,10 @@
 """Transfer jobs of one step, which the planner gives the worker, and the worker's results.
 
 An *ask* is one attempt to get a request's KV from storage or a peer. The planner gives each ask a number that
-is never reused, and ignores results of asks that have ended. A *context* is a prompt whose KV is transferred;
-jobs name it by its ``transfer_request.context_name``.
+is never reused, and ignores results of asks that have ended. A *context* is a prompt whose KV one engine
+sends to another. Jobs name it by its ``transfer_request.context_name``. An ``epoch`` is the run of the peer's
+process that the router chose; ``None`` for any run. In an ``ExpectJob`` it is the run of this engine's
+process.
 """
 
 from __future__ import annotations
@@ -11,21 +13,21 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 WANT_INTERVAL_S = 0.5
-"""Seconds between announcements of the contexts that queued requests will ask for. An announcement keeps a
-context in the transfer buffers for ``lease_s`` seconds, which is much longer."""
+"""Seconds between announcements of the contexts that queued requests will ask for. Each announcement keeps
+the contexts in the transfer buffers for ``lease_s`` seconds, which is much longer."""
 
 
 class FetchJob(NamedTuple):
-    """Find out which leading blocks of ``keys`` are stored, and read them. The result is in
+    """Find out how many leading ``keys`` are stored, and read these blocks. The result is in
     ``TransferResults.ready``."""
 
     ask: int
     keys: list[bytes]
     """Keys of consecutive Full Blocks of a context."""
     decode_share: float = 0.0
-    """Share of the stored blocks that the peer, a decode engine, reads."""
+    """Share of the stored blocks that the peer, a decode engine, reads: the last ones."""
     peer: str = ""
-    """Address of the peer that reads the last part of the blocks; empty if there is none."""
+    """Address of the peer; empty if this engine reads all blocks. The fields below are for the peer."""
     context: str = ""
     total: int = 0
     """Number of Full Blocks of the whole context."""
@@ -33,8 +35,8 @@ class FetchJob(NamedTuple):
 
 
 class StreamJob(NamedTuple):
-    """Fill a request's blocks with fetched KV, layer by layer while this step computes. The job ends the ask
-    (the attempt to get KV)."""
+    """Fill the request's blocks ``block_ids`` with fetched KV, layer by layer while this step computes. The
+    job ends the ask (the attempt to get KV)."""
 
     ask: int
     skip: int
@@ -52,10 +54,10 @@ class ExpectJob(NamedTuple):
 
 class FillJob(NamedTuple):
     """Fill a request's blocks with a complete context, or with fetched KV, while other requests compute. The
-    job ends the ask. The worker then tells vLLM that the request's KV has arrived."""
+    job ends the ask (the attempt to get KV). After the job, the worker tells vLLM that the KV has arrived."""
 
     ask: int
-    """Number of the ask; 0 if nothing fills the blocks. The worker then reports them as not filled."""
+    """Number of the ask. If it is 0, there is no KV, and the worker reports the blocks as not filled."""
     request: str
     skip: int
     """Number of leading engine blocks of the context or the fetched KV to leave out."""
@@ -63,7 +65,7 @@ class FillJob(NamedTuple):
 
 
 class PushJob(NamedTuple):
-    """Send a prompt's KV to the peer while this step computes the prompt's last tokens."""
+    """Send a prompt's KV to the peer at ``address`` while this step computes the prompt's last tokens."""
 
     request: str
     context: str
@@ -74,8 +76,8 @@ class PushJob(NamedTuple):
 
 
 class SaveJob(NamedTuple):
-    """Store a Full Block that this step fills. If the request has finished (``TransferJobs.holds``), the
-    block is full already and may be stored in a later step."""
+    """Store a Full Block that this step fills. The block of a finished request (``TransferJobs.holds``) is
+    full already, and may be stored in a later step."""
 
     request: str
     place: int
@@ -90,33 +92,34 @@ class SaveJob(NamedTuple):
 
 @dataclass(slots=True)
 class TransferJobs:
-    """The jobs of one step. The worker starts most jobs when the step begins. When the step ends, it copies
-    the blocks of ``saves`` and starts the jobs of ``fills``."""
+    """The jobs of one step. The worker starts them when the step begins, except two kinds: when the step
+    ends, it copies the blocks of ``saves`` and starts ``fills``."""
 
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more."""
     wants: list[str] = field(default_factory=list)
     """Contexts that queued requests will ask for, next one first: only the new ones, or all if their order
-    has changed. Such a context stays in the buffers until a later step has it in ``expects`` or ``drops``. If
-    the engine takes no steps, it stays for at most ``lease_s`` seconds."""
+    has changed. The worker keeps them in the buffers until a later step has them in ``expects`` or ``drops``.
+    If the engine takes no steps, they are kept for at most ``lease_s`` seconds."""
     drops: list[ExpectJob] = field(default_factory=list)
-    """Contexts that peers push to this engine and that no request will ask for. Their ``ask`` is 0."""
+    """Contexts that are pushed to this engine but that no request will ask for. Their ``ask`` is 0."""
     aborts: list[str] = field(default_factory=list)
     """Requests whose push is cancelled."""
     fetches: list[FetchJob] = field(default_factory=list)
     expects: list[ExpectJob] = field(default_factory=list)
     streams: list[StreamJob] = field(default_factory=list)
     not_filled: list[int] = field(default_factory=list)
-    """Ids of blocks that a request relies on and that no job fills. The worker reports them to vLLM."""
+    """Ids of blocks that a request relies on but no job fills. The worker reports them to vLLM as not
+    filled."""
     pushes: list[PushJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     fills: list[FillJob] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
-    """Finished requests whose blocks vLLM keeps until their push has ended, or until the store has accepted
-    their ``saves``. The worker then reports these requests to vLLM as sent."""
+    """Finished requests whose blocks vLLM keeps until their push has ended and the store has accepted their
+    ``saves``. The worker then reports these requests to vLLM as sent."""
     unreported: list[str] = field(default_factory=list)
-    """Finished requests that vLLM forgets when their fill job ends. The worker therefore does not report the
-    end of their push to vLLM."""
+    """Finished requests whose push must not be reported to vLLM, because vLLM forgets them when their fill
+    job ends."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -127,12 +130,13 @@ class TransferResults:
     """Results of the jobs of earlier steps."""
 
     ready: dict[int, int] = field(default_factory=dict)
-    """Ask → number of leading blocks that have arrived or are still arriving. Has only asks whose request can
-    use the blocks now."""
+    """Ask of a fetch that the request can use now → number of leading blocks that have arrived or are
+    arriving."""
     prompts: dict[int, int] = field(default_factory=dict)
-    """Ask → number of Full Blocks of the expected context; 0 if the context will never be complete."""
+    """Ask of an expected context that has ended → number of its Full Blocks; 0 if it is not complete."""
     stored: dict[str, int] = field(default_factory=dict)
-    """Request → index of its first Full Block that the store did not accept in the last step."""
+    """Request → index in its context of the first Full Block that the store did not accept in the last
+    step."""
 
     def __bool__(self) -> bool:
         return bool(self.ready or self.prompts or self.stored)

@@ -33,7 +33,7 @@ def check_rate(name: str, rate: float | None) -> None:
 
 
 MAX_WAITING_WRITE_BYTES = 256 << 20
-"""Default maximum memory, in bytes, of blocks that wait to be written to the store."""
+"""Default limit of the bytes of copied blocks that wait to be written to the store."""
 
 MAX_KEYS_PER_MESSAGE = 1 << 17
 """Maximum number of block keys in one message. ``TransferLimits.peer_keys`` is at least this, so that each
@@ -48,25 +48,25 @@ class TransferLimits:
     """Number of Full Blocks (the unit of storage, 64 tokens) that the buffers hold. A prompt can be sent to
     this engine only if all its blocks fit."""
     patience_s: float = 1.5
-    """Seconds without progress after which a transfer fails. The total duration has no limit."""
+    """Seconds without progress after which a transfer fails. The total duration of a transfer is not
+    limited."""
     report_interval_s: float = 0.4
     """Seconds between progress reports to waiting peers."""
     lease_s: float = 30.0
     """Seconds after which a lease on buffers expires if its holder does not renew it."""
     chunk_bytes: int = 1 << 20
     """Maximum payload of a message that this engine sends. If one layer of a block is larger, it is sent
-    whole. The engine accepts payloads up to the largest of this size, one layer of a block, and 1 MiB. Use
-    one value on all engines."""
+    whole. The engine accepts payloads up to the largest of three sizes: this one, one layer of a block, and
+    1 MiB. Use one value on all engines."""
     read_width: int = 1
     """Maximum number of concurrent reads from storage. Reads start in the order of the queue."""
     max_waiting_writes: int = 256
-    """Maximum number of copied blocks that wait to be stored. Further blocks are refused until some are
-    stored."""
+    """Maximum number of copied blocks that wait to be stored. Further blocks are refused meanwhile."""
     kv_share: float = 0.01
     """Share of a link's bytes that KV traffic gets while model traffic also waits (DualPath §5.1)."""
     queue_share: float = 0.75
-    """Maximum share of the slots that complete prompts of queued requests keep while other transfers wait for
-    slots. The prompt of the first queued request is always kept."""
+    """While other transfers wait for slots, complete prompts of queued requests keep at most this share of
+    the slots. The prompt of the first queued request is always kept."""
     peer_contexts: int = 1024
     """Maximum number of open prompts of one peer on this engine. All peers together may have four times as
     many."""

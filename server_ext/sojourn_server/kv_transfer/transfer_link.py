@@ -5,8 +5,8 @@ keeps its place in the queue until ``close``. If it queues another item later, s
 push, that item goes before the items of later requests. While a request has no item in the queue, the link
 serves the next request.
 
-A rate simulates a slower link. Items are paced by timestamps, not by sleeps, so an item that starts late by
-up to ``MAX_LAG_S`` does not delay the items after it.
+A rate limit makes a link as slow as the rate. Items are timed by timestamps, not by sleeps, so an item that
+starts up to ``MAX_LAG_S`` late does not delay the items after it.
 
 The module has no clock and does no I/O. ``take`` returns items to start, ``end_io`` records the end of an
 item's I/O, and ``take_finished`` returns items that are over and whose time at the link's rate has passed.
@@ -28,9 +28,9 @@ from .transfer_limits import check_rate
 class TrafficClass(Enum):
     """The purpose of a transfer, which sets its priority (DualPath §5.1).
 
-    In this module the class only orders this engine's own queue. It is also sent with every transfer, for
-    networks that separate KV from the model's collectives with virtual lanes or hardware queues. Software
-    cannot separate the two, because bursts of collectives are shorter than a millisecond.
+    In this module the class only orders this engine's own queue. It is also sent with every transfer, because
+    a network can separate KV from the model's collectives with virtual lanes or hardware queues. Software
+    cannot separate them, because bursts of collectives are shorter than a millisecond.
     """
 
     MODEL = "model"
@@ -42,8 +42,8 @@ class TrafficClass(Enum):
 class TrafficClassArbiter:
     """Chooses the class that sends next: model traffic first, except for a small guaranteed share for KV.
 
-    While both classes wait, KV gets ``kv_share`` of the bytes, to within one item of each class. If only one
-    class waits, it gets the whole link. KV's share accumulates only while KV waits.
+    While items of both classes wait, KV gets ``kv_share`` of the bytes, to within one item of each class. If
+    only one class waits, it gets the whole link. KV's share accumulates only while KV waits.
     """
 
     def __init__(self, kv_share: float) -> None:
@@ -52,7 +52,7 @@ class TrafficClassArbiter:
             raise ValueError(f"KV's share of a link must be at least 0 and below 1, not {kv_share}")
         self._factor = kv_share / (1 - kv_share)
         self._owed = 0.0
-        """Bytes that KV may send before model traffic. This is KV's share, accumulated while KV waited."""
+        """Bytes of KV that may go before model traffic: KV's share, accumulated while KV waited."""
 
     def take(self, heads: Mapping[TrafficClass, int]) -> TrafficClass:
         """Return the class that sends next. ``heads``: bytes of the first waiting item of each class."""
@@ -69,10 +69,10 @@ class TrafficClassArbiter:
 
 
 MAX_LAG_S = 0.1
-"""Maximum delay, in seconds, that a rate-limited link catches up on."""
+"""If an item starts late, a rate-limited link makes up for at most this many seconds of the delay."""
 
 SPEED_SAMPLE_BYTES = 64 << 20
-"""The speed of an unlimited link is measured over this number of its newest bytes."""
+"""The speed of a link without a rate limit is measured over this many of its newest bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ class LinkItem:
     peer: int | None = None
     began_s: float = 0.0
     until_s: float = 0.0
-    """Earliest end of the item, by the link's rate."""
+    """Earliest time at which the item can end at the link's rate; its start, if the rate is unlimited."""
     is_held: bool = False
     """Whether the item occupies the link already but starts only at ``until_s``."""
     is_over: bool = False
@@ -122,9 +122,11 @@ class TransferLink:
     ) -> None:
         """``rate``: bytes per second; ``None`` if unlimited. Raises ``ValueError`` for 0 or less.
 
-        ``sends``: whether items are sent to peers. A sent item arrives as soon as it starts, so a rate delays
-        its start. ``peer_width``: maximum number of items in flight to one peer. ``late_s``: items late by
-        this many seconds do not count towards ``width``, so that a hanging peer does not block others.
+        ``width``: maximum number of items in flight. ``kv_share``: share of the bytes that KV gets while
+        model traffic waits too. ``sends``: whether items are sent to peers. A sent item arrives as soon as it
+        starts, so a rate limit delays its start. ``peer_width``: maximum number of items in flight to one
+        peer. ``late_s``: items late by this many seconds do not count towards ``width``, so that a hanging
+        peer does not block others.
         """
         check_rate(name, rate)
         if width < 1:
@@ -139,14 +141,14 @@ class TransferLink:
         self._numbers = 0
         self._requests: dict[str, _LinkRequest] = {}
         self._queues: dict[_QueueKey, list[tuple[int, str]]] = {}
-        """Class and peer → heap of requests that may have queued items."""
+        """Class and peer → heap of (number, id) of the requests that may have queued items."""
         self._waiting: dict[int, LinkItem] = {}
         self._waiting_bytes = 0
         self._in_flight: dict[int, LinkItem] = {}
         self._busy_until_s = float("-inf")
         self._newest: deque[tuple[float, int]] = deque()
-        """(seconds, bytes) of each of the newest items; empty for a link with a rate. The seconds of an item
-        begin with the end of the item that ended before it, so that items in flight together count once."""
+        """(seconds, bytes) of each of the newest items; empty for a link with a rate limit. An item's seconds
+        do not begin before the end of the previous item, so time with several items in flight counts once."""
         self._ended_s = float("-inf")
         self._newest_s, self._newest_bytes = 0.0, 0
         self.moved_bytes = 0
@@ -162,7 +164,8 @@ class TransferLink:
         peer: int | None = None,
     ) -> int:
         """Queue an item and return its number. Requests are served in the order of their first items.
-        ``work``: the caller's data. ``peer``: connection of the destination, if any."""
+        ``work``: the caller's data, which the link only keeps. ``peer``: connection of the destination peer,
+        if any. Raises ``ValueError`` for a negative ``nbytes``."""
         if nbytes < 0:
             raise ValueError(f"an item of {nbytes} bytes; expected 0 or more")
         self._numbers += 1
@@ -197,7 +200,7 @@ class TransferLink:
             yield item
 
     def end_io(self, number: int, now: float) -> None:
-        """Record that the item's I/O has ended."""
+        """Record that the I/O of item ``number`` has ended, with or without an error."""
         item = self._in_flight[number]
         item.is_over = True
         if self.rate is None:
@@ -214,13 +217,13 @@ class TransferLink:
         return found
 
     def wake_at(self) -> float:
-        """Return the time at which the caller must call ``take`` and ``take_finished`` again, because the
-        link's rate lets an item start or finish; infinity if there is no such item."""
+        """Return the time at which the link's rate lets the next item start or finish; infinity if there is
+        none. The caller must then call ``take`` and ``take_finished``."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 
     def stuck(self, now: float, patience_s: float) -> list[LinkItem]:
-        """Return the items in flight whose I/O is late by ``patience_s``. Their threads stay busy."""
+        """Return the items in flight whose I/O is late by ``patience_s`` seconds or more."""
         return [
             item
             for item in self._in_flight.values()
@@ -244,8 +247,8 @@ class TransferLink:
         return True
 
     def close(self, request: str) -> None:
-        """Declare that a request queues no more items for now. The request gives up its place in the queue
-        once all its items have started."""
+        """Declare that a request queues no more items. It loses its place in the queue once all its items
+        have started."""
         entry = self._requests.get(request)
         if entry is not None:
             entry.is_closed = True
@@ -281,11 +284,9 @@ class TransferLink:
         return self.seconds_for(queued)
 
     def hung_s(self, now: float, patience_s: float) -> float:
-        """Return for how many seconds the link's I/O has hung. An item hangs when its I/O is late by
-        ``patience_s``.
-
-        Returns 0 if no item hangs, ``patience_s`` if fewer than ``width`` items hang, and otherwise the
-        longest delay."""
+        """Return for how many seconds the link has hung. An item hangs if it is late by ``patience_s`` or
+        more. If all ``width`` items hang, this is their longest delay. If some hang, it is ``patience_s``. If
+        none hangs, it is 0."""
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
@@ -300,9 +301,9 @@ class TransferLink:
         return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
-        """Return the bytes transferred so far. Items in flight count in part: the share of an item's time at
-        the link's rate that has passed. So a long item shows progress until this time is over, and none once
-        it is late."""
+        """Return the bytes transferred so far. With a rate limit, an item in flight counts in proportion to
+        the time that has passed of its time at this rate. So a long item shows progress, but none once it is
+        late."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:
@@ -321,8 +322,8 @@ class TransferLink:
         return item
 
     def _head(self, traffic_class: TrafficClass) -> LinkItem | None:
-        """Return the first waiting item of a class, or ``None`` if there is no such item. Skips items to
-        peers that may get no further item now."""
+        """Return the first waiting item of a class; ``None`` if there is none. Items to peers that already
+        have ``peer_width`` items in flight are skipped."""
         found: tuple[int, LinkItem] | None = None
         for line in [line for line in self._queues if line[0] is traffic_class]:
             first = self._first(line)
@@ -356,7 +357,7 @@ class TransferLink:
 
     @staticmethod
     def _hangs_s(item: LinkItem, now: float) -> float:
-        """Return the seconds by which an item is late."""
+        """Return the seconds since the item began or, if later, since the end that its rate allows."""
         return now - max(item.began_s, item.until_s)
 
     def _unqueue(self, item: LinkItem) -> None:

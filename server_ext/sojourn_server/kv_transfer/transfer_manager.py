@@ -1,7 +1,7 @@
 """Runs one engine's KV transfers with a ``TransferCore``, an event loop for sockets, and store threads.
 
-The manager carries out the core's actions and reports their results to the core, which makes all decisions.
-Engine threads call the core directly, under one lock that is never held during a wait.
+The core makes all decisions. The manager carries out the core's actions and reports their results to it.
+Calls of the engine's threads run the core in these threads, under one lock that is not held during I/O.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from .transfer_limits import LinkRates, TransferLimits
 from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decode_head
 
 ReportedEvent = BlockStoreEnded | LoadEnded | PushEnded | PromptTransferEnded
-"""Events that the manager itself reports: ended writes, and transfers that failed."""
+"""Events that the manager reports to ``on_stored`` (ended writes) or logs (failed transfers)."""
 START_TIMEOUT_S = 30.0
 CLOSE_GRACE_S = 1.0
-"""Maximum seconds for sending the last messages when the engine closes."""
+"""Maximum seconds for sending the last messages when the manager closes."""
 MAX_HANDSHAKE_BYTES = 64 << 10
-"""Maximum bytes of a message from a peer that is not identified yet. Such a peer may send no payload."""
+"""Maximum bytes of a message from a peer that has not identified itself. Such a peer may send no payload."""
 MIN_PAYLOAD_BYTES = 1 << 20
 """Payloads up to this size, in bytes, are accepted from every identified peer, even if this engine sends
 smaller ones."""
@@ -80,9 +80,10 @@ class TransferManager:
     ) -> None:
         """Start the threads, and listen on the addresses ``listen``; port 0 selects a free port.
 
-        The caller keeps ownership of ``store``. ``on_stored`` gets the outcome of each write, from any
-        thread. Raises ``ValueError`` or ``UnknownTransport`` for a bad address, ``OSError`` if it cannot
-        listen.
+        ``name``: this engine's name, for peers and logs. ``transports``: scheme of an address → transport;
+        ``None`` for the built-in ones. ``on_stored`` is called with the outcome of each write, in any thread.
+        ``close`` does not close ``store``. Raises ``ValueError`` or ``UnknownTransport`` for a bad address,
+        ``OSError`` if it cannot listen, and ``TimeoutError``.
         """
         self.epoch = secrets.token_hex(8)
         self.name = name
@@ -132,10 +133,11 @@ class TransferManager:
     # -- what the engine asks for ---------------------------------------------------
 
     def load(self, load: str, keys: Sequence[bytes], *, peer: ReadingPeer | None = None) -> LoadHandle:
-        """Start to load blocks from storage, or through a ``peer`` that reads them. ``load``: a new id.
+        """Start to load the blocks ``keys`` from storage, or through a ``peer`` that reads them. Returns a
+        handle to wait for them. ``load``: a new id.
 
-        Raises ``ValueError`` for an id in use, no keys, a duplicate key, this engine's own address as peer,
-        or after ``close``."""
+        Raises ``ValueError`` for an id or peer transfer in use, no keys, a duplicate key, this engine's own
+        address as peer, or after ``close``."""
         if peer is not None and peer.address in self.addresses:
             raise ValueError(
                 f"{peer.address} is this engine's own address: the engine cannot be its own peer"
@@ -152,15 +154,20 @@ class TransferManager:
         *,
         epoch: str | None = None,
     ) -> PushHandle:
-        """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers. Raises
-        ``ValueError`` for a transfer that is open already, no keys, or a duplicate key."""
+        """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers.
+
+        ``keys``: the prompt's Full Blocks, in order. ``epoch``: the run of the peer's process that the router
+        chose; ``None`` for any. Raises ``ValueError`` for a transfer that is open already, no keys, a
+        duplicate key, or after ``close``."""
         handle = PushHandle(self, transfer)
         self._begin(handle, self.core.offer, transfer, address, keys, epoch=epoch)
         return handle
 
     def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
         """Announce that the engine needs a prompt that a peer pushes to it, and return a handle to wait for
-        it. Raises ``ValueError`` if the prompt is expected already."""
+        it. ``epoch``: the run of this engine's process to which the prompt is pushed; ``None`` if unknown. If
+        that was an earlier run, the handle has failed already. Raises ``ValueError`` if the prompt is
+        expected already, or after ``close``."""
         handle = PromptHandle(self, transfer)
         if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
             handle.outcome = PromptTransferEnded(
@@ -171,19 +178,20 @@ class TransferManager:
         return handle
 
     def discard(self, transfer: str, *, epoch: str | None = None) -> bool:
-        """Release a prompt that a peer has pushed and that no request will ask for. Returns false if this
-        engine expects the prompt."""
+        """Release a pushed prompt that no request will ask for. Returns false, and keeps the prompt, if this
+        engine expects it. ``epoch``: the run of this engine's process to which it is pushed."""
         discarded: bool = self.do(self.core.discard, transfer, epoch=epoch)
         return discarded
 
     def want(self, transfers: Sequence[str]) -> None:
-        """Announce, in queue order, transfers that queued requests will ``expect``. Their complete prompts
-        then stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
+        """Announce transfers that queued requests will ``expect``, in queue order. Their complete prompts
+        stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
         self.do(self.core.want, transfers)
 
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
         """Queue a write of a block to the store. ``content`` must not change until ``on_stored`` is called.
-        Returns false if too many writes wait or the store hangs. Raises ``ValueError`` for a wrong size."""
+        Returns false, without queueing, if too many writes wait or the store hangs. Raises ``ValueError`` for
+        a wrong size."""
         taken: bool = self.do(self.core.store, request, key, parent, content)
         return taken
 
@@ -193,8 +201,8 @@ class TransferManager:
         return found
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End all transfers and threads. Returns false if a thread still runs, for example in a hanging
-        store."""
+        """End all transfers and threads. Returns false if a thread still runs afterwards, for example in a
+        hanging store. ``timeout_s``: maximum seconds to wait for the event loop."""
         with self.changed:
             if self._closing:
                 return not self._thread.is_alive()
@@ -211,7 +219,7 @@ class TransferManager:
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
-        carry out the resulting actions, and return the method's result."""
+        deliver the resulting events, start the resulting actions, and return the method's result."""
         events: list[ReportedEvent] = []
         try:
             with self.changed:
@@ -236,8 +244,8 @@ class TransferManager:
     def _begin(
         self, handle: TransferHandle[Any], what: Callable[..., Any], *arguments: Any, **options: Any
     ) -> Any:
-        """Call ``what`` as ``do`` does. ``handle`` gets all events of its transfer, including those of this
-        call. Raises ``ValueError`` if the manager is closed."""
+        """Call ``what`` as ``do`` does, and register ``handle``, so that it gets all events of its transfer,
+        including those of this call. Raises ``ValueError`` if the manager is closed."""
         name = handle.kind, handle.name
 
         def begin(now: float) -> Any:
@@ -350,7 +358,7 @@ class TransferManager:
 
     def _send(self, action: SendMessage) -> bool:
         """Queue a message on its connection. Returns false if the connection is gone. If the queue is full or
-        the message is too long, closes the connection and returns false."""
+        the message is too long, close the connection and return false."""
         conn = self._conns.get(action.conn)
         if conn is None:
             return False
@@ -453,7 +461,7 @@ class TransferManager:
         self._drop(number, "the peer accepts no data")
 
     def _drop(self, number: int, why: str) -> None:
-        """Close a connection. Its tasks end, and its queued messages are dropped."""
+        """Close a connection at once, for the reason ``why``. Its queued messages are dropped."""
         conn = self._conns.pop(number, None)
         if conn is None:
             return

@@ -1,18 +1,18 @@
 """Plans the KV transfers of each request, on the scheduler's side of the vLLM connector. No I/O.
 
+Two engines may share a request: one does its prefill, the other its decode. A *whole* request needs no other
+engine. It fetches as in the left column, pushes nothing, and saves as in the right column. Names such as
+Fetch are jobs (``transfer_jobs``), and names in capitals are phases of the request:
+
     prefill, or whole                          decode
     ────────────────                           ──────
-                                               while queued: its context is wanted
-    matched ── Fetch ──▶ FETCHING              matched ── Expect ──▶ EXPECTING
+                                               queued: its context is kept in the buffers
+    asked ── Fetch ──▶ FETCHING                asked ── Expect ──▶ EXPECTING
       waits, without KV blocks                   waits, without KV blocks
-    first layers arrived ──▶ READY             all arrived ──▶ READY        failed ──▶ as whole
+    first layers arrived ──▶ READY             all arrived ──▶ READY; failed ──▶ as a whole request
     allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ FILLING ──▶ RUNNING
-    last chunk of the prompt ── Push ──▶       each Full Block once full ── Save ──▶
-    finished: held until the push is over      finished: the rest ── Save ──▶ held until saved
-
-Prefill and decode are the two halves of a request that two engines share. A *whole* request needs no other
-engine: it fetches as in the left column, pushes nothing, and saves as in the right column. While a decode
-request is queued, the worker keeps the context that a prefill engine sends for it.
+    last chunk of the prompt ── Push           each Full Block once it is full ── Save
+    finished: held until the push is over      finished: the rest ── Save; held until it is saved
 
 An *ask* is one attempt to get a request's KV. It may last for many steps. In each of them vLLM calls the
 method ``ask`` for the waiting request, and all these calls belong to the same ask. The worker reports a
@@ -56,8 +56,8 @@ from .transfer_request import (
 )
 
 MAX_FETCHES = 3
-"""Maximum number of consecutive fetches for one request. A second fetch is needed if, during the first fetch,
-the device evicts blocks that precede the fetched blocks in the context."""
+"""Maximum number of consecutive fetches for one request. A further fetch is needed if, during a fetch, the
+device evicts blocks that precede the fetched blocks in the context."""
 
 NULL_BLOCK = 0
 """Id of vLLM's placeholder for a block that it does not keep, for example one outside a sliding window."""
@@ -78,9 +78,9 @@ class TransferPlanner:
     ) -> None:
         """``block_tokens``: tokens per engine block. ``blocks_per_full``: engine blocks per Full Block.
         ``saves``: whether blocks are stored. ``max_saves``: maximum number of Full Blocks that one step
-        stores for one request. ``ranks``: number of workers; each one reports its results.
-        ``concurrent_steps``: maximum number of planned steps whose results are not known yet. It is more than
-        1 if steps are planned ahead, or run in the stages of a pipeline."""
+        stores for one request. ``ranks``: number of workers, each of which reports its results.
+        ``concurrent_steps``: maximum number of planned steps whose results are not known yet. It is above 1
+        with async scheduling or pipeline parallelism."""
         self.counts: Counter[str] = Counter()
         self._block_tokens = block_tokens
         self._per_full = blocks_per_full
@@ -113,8 +113,8 @@ class TransferPlanner:
     # -- what vLLM asks ---------------------------------------------------------------
 
     def arrived(self, view: RequestView) -> str | None:
-        """Add a new request. Returns ``None``, or the reason why its ``kv_transfer_params`` are invalid; an
-        invalid request is computed entirely by this engine."""
+        """Add a new request. If its ``kv_transfer_params`` are invalid, this engine computes it alone, and
+        the reason is returned; otherwise ``None``."""
         self._forget(view.request_id)
         try:
             params, wrong = parse_transfer_params(view.kv_transfer_params), None
@@ -130,7 +130,7 @@ class TransferPlanner:
         if params.role is TransferRole.DECODE:
             entry.stored = entry.saved = params.stored
             entry.waits_for_prompt = True
-            # The request may be queued for long; until it asks, its context must be kept in the buffers.
+            # The request may be queued for a long time. Until it asks, its context must stay in the buffers.
             if not entry.has_context_mismatch and self._wants.add(params.context):
                 orders = self._orders
                 orders.drops = [drop for drop in orders.drops if drop.context != params.context]
@@ -146,8 +146,9 @@ class TransferPlanner:
         self._orders.wants = self._wants.reorder(order) or self._orders.wants
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
-        """Return how many tokens of KV can be supplied after the first ``computed`` tokens, whose KV the
-        device has. ``computed`` is a multiple of the engine's block size."""
+        """Return for how many tokens KV can be supplied after the first ``computed`` tokens, whose KV the
+        device has. The first call begins an ask and returns ``MATCH_PENDING``, if there is KV to ask for.
+        ``computed`` must be a multiple of the engine's block size."""
         entry = self._entries.get(request_id)
         if entry is None:
             return NO_MATCH
@@ -170,9 +171,9 @@ class TransferPlanner:
         return self._fetch(entry, computed)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Plan the job that fills a request's new blocks. ``block_ids``: all blocks that vLLM has allocated
-        to the request, in context order. First come blocks whose KV the device has, then blocks to fill with
-        the KV of ``external_tokens`` tokens, then blocks to compute."""
+        """Plan the job that fills a request's new blocks. ``block_ids``: all blocks of the request, in
+        context order: first those whose KV the device has, then those to fill with the KV of
+        ``external_tokens`` tokens (as returned by ``ask``), then those to compute."""
         entry = self._entries.get(request_id)
         if entry is None or entry.phase is not TransferPhase.READY:
             if external_tokens:  # a mistake of the caller: report the blocks as not filled
@@ -201,7 +202,7 @@ class TransferPlanner:
 
     def reject_fill(self, request_id: str, block_ids: Sequence[int], is_async: bool) -> None:
         """Make the worker report the blocks ``block_ids`` as not filled, so that vLLM computes them.
-        ``is_async``: the value in the ``ExternalMatch`` that vLLM got for the request."""
+        ``is_async``: ``ExternalMatch.is_async`` of the answer that vLLM got for the request."""
         if is_async:
             self._orders.fills.append(FillJob(0, request_id, 0, list(block_ids)))
             entry = self._entries.get(request_id)
@@ -211,14 +212,14 @@ class TransferPlanner:
             self._orders.not_filled += block_ids
 
     def filled(self, request_id: str) -> None:
-        """Record that all workers have reported the end of a request's fill job, and that vLLM knows this."""
+        """Record that vLLM has learned from all workers that a request's fill job has ended."""
         entry = self._entries.get(request_id)
         if entry is not None:
             entry.is_filling = False
 
     def scheduled(self, step: Sequence[ScheduledRequest], block_ids: Callable[[str], Sequence[int]]) -> None:
-        """Plan the pushes and saves of a step that vLLM has scheduled. ``block_ids`` returns the block ids of
-        a request."""
+        """Plan the pushes and saves of a step that vLLM has scheduled. ``step``: its requests. ``block_ids``:
+        function that returns the block ids of a request."""
         for request_id, tokens_after in step:
             entry = self._entries.get(request_id)
             if entry is None:
@@ -239,13 +240,12 @@ class TransferPlanner:
 
     @property
     def _streams(self) -> bool:
-        """Whether fetched blocks are filled layer by layer in the step that computes from them. If not, they
-        are filled before that step.
+        """Whether fetched blocks are filled layer by layer in the step that uses them. If not, they are
+        filled before that step.
 
-        If a worker cannot fill a block during the step, it does not store or send anything computed from the
-        block. But other workers would learn of the failure only after the step. By then, a scheduler that
-        plans ahead would have planned another step that relies on the block, and vLLM does not cancel that
-        step.
+        Filling may fail in the middle of the step. The worker then neither stores nor sends KV that was
+        computed from the block. Other workers, and a step that is planned already, would learn of the failure
+        too late. So this needs a single worker, and a single planned step.
         """
         return self._ranks == self._concurrent_steps == 1
 
@@ -272,8 +272,8 @@ class TransferPlanner:
                 self.counts["saves_put_off"] += 1
 
     def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
-        """Handle a finished request. ``well``: whether it completed normally. If so, its blocks ``block_ids``
-        will be stored, unless they are saved already."""
+        """Handle a finished request, and return whether vLLM must keep its blocks for now. ``well``: whether
+        it completed normally. If so, those of its blocks ``block_ids`` that are not stored yet are saved."""
         entry = self._entries.get(request_id)
         if entry is None:
             return FinishOutcome(False, None)
@@ -298,8 +298,8 @@ class TransferPlanner:
 
     def abandon(self) -> None:
         """Cancel the transfers that requests wait for. Called after an error of sojourn or a cache reset.
-        Present requests start no new transfers unless they are preempted later. KV that vLLM has already been
-        promised is still filled in, and held blocks stay held."""
+        Present requests start no new transfers unless they are preempted later. Blocks that vLLM has already
+        allocated for KV are still filled, and held blocks stay held."""
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)
@@ -326,8 +326,8 @@ class TransferPlanner:
         return (entry.first + entry.blocks) * self._full_tokens
 
     def _ready_tokens(self, entry: TransferRequest, computed: int) -> int:
-        """Return the number of ready tokens after the first ``computed`` tokens; -1 if tokens between the two
-        are missing."""
+        """Return the number of ready tokens after the first ``computed`` tokens. Return -1 if the ready
+        blocks begin later, so that tokens between are missing."""
         if entry.first * self._full_tokens > computed:
             return -1
         return max(0, self._ready_end(entry) - computed)
@@ -408,8 +408,8 @@ class TransferPlanner:
         return [save for save in saves if NULL_BLOCK not in save.block_ids]
 
     def _count_full_blocks(self, entry: TransferRequest) -> int:
-        """Return the number of the request's Full Blocks that are full after the last planned step, and whose
-        tokens are known, because a block's key is a hash of its tokens."""
+        """Return the number of the request's Full Blocks that are full after the last planned step and have
+        a key. The key is a hash of tokens, which must be known for it."""
         return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
 
     def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:
@@ -444,14 +444,14 @@ class TransferPlanner:
             entry.fetches = MAX_FETCHES  # the store would give the same answer again
 
     def _end(self, entry: TransferRequest) -> None:
-        """End the open ask of the request."""
+        """End the request's ask, if one is open."""
         if entry.ask and not self._take_back(entry.ask):
             self._orders.ends.append(entry.ask)
         self._close(entry)
         entry.phase = TransferPhase.NEW
 
     def _take_back(self, ask: int) -> bool:
-        """Remove the ask's job if the worker has not received it yet. Returns whether the job was removed."""
+        """Remove the ask's job, if the worker has not received it yet. Returns whether it was removed."""
         orders = self._orders
         for fetch in orders.fetches:
             if fetch.ask == ask:
@@ -478,8 +478,8 @@ class TransferPlanner:
         self._drop(entry)
 
     def _drop(self, entry: TransferRequest) -> None:
-        """Plan to release the context that a peer pushes for the request, because the request will not ask
-        for it. Keeps a context that another queued request wants."""
+        """Plan to release the context that is pushed for the request, because the request will not ask for
+        it. A context that another queued request needs is kept."""
         if entry.waits_for_prompt:
             self._remove_want(entry)
             self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))

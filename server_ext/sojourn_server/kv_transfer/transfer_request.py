@@ -1,6 +1,6 @@
-"""A request's ``kv_transfer_params``, which the router writes, and the transfer planner's state of a request.
+"""A request's ``kv_transfer_params``, and the transfer planner's state of a request.
 
-Parameters for the prefill engine::
+The router writes these parameters for the prefill engine::
 
     {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_share": 0.0, "epoch": EPOCH}
 
@@ -12,9 +12,9 @@ decode engine::
 
     {"do_remote_prefill": true, "transfer": ID, "context": NAME, "epoch": EPOCH, "stored": 12}
 
-``context`` identifies the transfer *and* its tokens, so that KV of other tokens is never used. ``stored`` is
-the number of leading Full Blocks (64 tokens each) that the store already has. Unknown keys are ignored,
-because vLLM adds some. vLLM itself also reads ``do_remote_prefill`` and ``do_remote_decode``.
+``context`` identifies the transfer *and* the prompt's tokens, so that KV of other tokens is never used.
+``stored`` is the number of leading Full Blocks (64 tokens each) that the store already has. Unknown keys are
+ignored, because vLLM adds some. vLLM itself also reads ``do_remote_prefill`` and ``do_remote_decode``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 MAX_TRANSFER_BYTES = 200
-"""Maximum bytes of a transfer's id. ``context_name`` adds 33 bytes, and the wire allows 256 in all."""
+"""Maximum bytes of a transfer's id. ``context_name`` adds 33 bytes, and ``MAX_ID_BYTES`` allows 256."""
 MAX_CONTEXT_BYTES = MAX_TRANSFER_BYTES + 33
 
 
@@ -58,7 +58,7 @@ WHOLE_REQUEST = TransferParams()
 
 def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     """Validate ``kv_transfer_params`` and return them; ``WHOLE_REQUEST`` if no other engine takes part.
-    Raises ``ValueError`` with what was expected."""
+    Raises ``ValueError`` if a value is invalid."""
     given = given or {}
     prefill, decode = given.get("do_remote_decode"), given.get("do_remote_prefill")
     for name, value in (("do_remote_decode", prefill), ("do_remote_prefill", decode)):
@@ -92,8 +92,9 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
 
 
 def transfer_answer_params(params: TransferParams, context: str, stored: int) -> dict[str, Any]:
-    """Return the prefill engine's answer: the ``kv_transfer_params`` for the decode engine. ``stored``:
-    number of leading Full Blocks (64 tokens each) that the store has."""
+    """Return the prefill engine's answer: the ``kv_transfer_params`` for the decode engine. ``context``: the
+    prompt's ``context_name``. ``stored``: number of leading Full Blocks (64 tokens each) that the store
+    has."""
     answer: dict[str, Any] = {
         "do_remote_prefill": True,
         "transfer": params.transfer,
@@ -125,9 +126,9 @@ def prompt_context(view: RequestView, transfer: str, block_tokens: int) -> str:
 
 
 def tail_key(context: str) -> bytes:
-    """Return the key of a prompt's last Full Block (64 tokens) if the prompt fills the block only in part.
-    ``context``: the prompt's name, from ``context_name``. No other transfer uses the key, and the block is
-    never stored."""
+    """Return a key for a prompt's last Full Block (64 tokens) if the prompt fills this block only in part.
+    ``context``: the prompt's ``context_name``. Such a block is pushed but not stored, and no other transfer
+    uses its key."""
     return hashlib.blake2b(f"tail of {context}".encode(), digest_size=32).digest()
 
 
@@ -183,8 +184,9 @@ class FinishOutcome(NamedTuple):
     """What happens to a finished request's blocks, and the ``kv_transfer_params`` for its decode engine."""
 
     hold: bool
-    """Whether vLLM must keep the blocks for now, because they are still being pushed or saved."""
+    """Whether vLLM must keep the blocks for now, because a transfer still uses them."""
     answer: dict[str, Any] | None
+    """The parameters (``transfer_answer_params``); ``None`` unless the prompt was pushed."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -209,20 +211,20 @@ class WantedContexts:
         return context in self._requests
 
     def add(self, context: str) -> bool:
-        """Count a request. Return whether it is the first for this context."""
+        """Count a request that will ask for ``context``. Return whether it is the only one."""
         self._requests[context] += 1
         return self._requests[context] == 1
 
     def remove(self, context: str) -> None:
-        """Stop counting a request, because it asks for its context now or never will."""
+        """Stop counting a request that asks for ``context`` now, or never will."""
         self._requests[context] -= 1
         if not self._requests[context]:
             del self._requests[context]
 
     def reorder(self, queue: Iterable[str]) -> list[str]:
-        """Put the contexts in the order of ``queue``, next one first. Unknown contexts in ``queue`` are
-        skipped; contexts that ``queue`` lacks go to the end. Return all contexts, or an empty list if their
-        order has not changed."""
+        """Put the contexts in the order of ``queue``, next one first. Contexts that ``queue`` lacks go to the
+        end; unknown ones in ``queue`` are ignored. Return all contexts in the new order, or an empty list if
+        the order has not changed."""
         order = [each for each in dict.fromkeys([*queue, *self._requests]) if each in self._requests]
         if order == list(self._requests):
             return []
@@ -257,29 +259,29 @@ class TransferRequest:
     ask: int = 0
     """Number of the open ask (an attempt to get KV from storage or a peer); 0 if none is open."""
     first: int = 0
-    """Index in the prompt of the first Full Block that was fetched."""
+    """Index in the context of the first Full Block of the ask."""
     blocks: int = 0
-    """Number of Full Blocks that are ready."""
+    """Number of Full Blocks of the ask that are ready, from ``first`` on."""
     is_pushed: bool = False
     """Whether the ready blocks were pushed to this engine by a peer. If not, this engine fetched them."""
     fetches: int = 0
-    """Number of consecutive fetches so far."""
+    """Number of consecutive fetches so far, at most ``MAX_FETCHES``."""
     waits_for_prompt: bool = False
-    """Whether a peer pushes the prompt's KV to this engine and the request has not asked for it yet."""
+    """Whether the prompt's KV is pushed to this engine, but the request has not asked for it yet."""
     pushed: bool = False
     """Whether a push of the prompt to the decode engine has been planned."""
     saved: int = 0
-    """Number of leading Full Blocks that need no further save."""
+    """Number of leading Full Blocks for which no further save is planned."""
     stored: int = 0
     """Number of leading Full Blocks that are known to be stored."""
     saved_before: list[int] = field(default_factory=list)
-    """Value of ``saved`` before each of the last steps. The results of these steps may still be missing, so
-    the store may yet refuse their saves."""
+    """Value of ``saved`` before each of the last ``concurrent_steps`` steps. The results of these steps may
+    be missing, so the store may still refuse their saves."""
     computed: int = 0
     """Number of tokens whose KV is in the request's blocks after the last planned step. If steps are planned
     ahead, the last of these tokens are not known yet."""
     is_filling: bool = False
-    """Whether a fill job of the request has not been reported as ended."""
+    """Whether the request has a fill job whose end vLLM does not know yet."""
 
     @property
     def has_context_mismatch(self) -> bool:

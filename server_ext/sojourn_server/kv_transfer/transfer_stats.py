@@ -1,7 +1,7 @@
 """Statistics of an engine's KV transfers: times of steps, status of the manager, and a local stats server.
 
 The engine asks a worker once for the address of its ``StatsServer``, and then reads the worker's statistics
-from that server. It does not poll the worker itself: vLLM's worker processes spin for a second after each
+from that server. It does not call the worker each time: vLLM's worker processes spin for a second after a
 call, so a call every second would keep a core busy.
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TransferStepTimes:
-    """Seconds spent in transfers, in one step or summed over many."""
+    """Seconds spent on transfers, in one step or summed over many."""
 
     waited_s: float = 0.0
     """Seconds that the forward pass waited for a layer to arrive."""
@@ -37,9 +37,9 @@ class TransferStepTimes:
     """Seconds between the arrival of a load's first and last layer, summed over loads. Blocks read from local
     storage arrive whole and add nothing."""
     gathered_s: float = 0.0
-    """Seconds of copying layers out of blocks for pushes, in parallel with the forward pass."""
+    """Seconds for which layers were copied out of blocks for pushes, in parallel with the forward pass."""
     push_waited_s: float = 0.0
-    """Seconds that steps waited at their end for the copies counted in ``gathered_s``."""
+    """Seconds that steps waited at their end for these copies."""
 
     def add(self, other: TransferStepTimes) -> None:
         for field in fields(self):
@@ -50,7 +50,7 @@ class TransferStepTimes:
 
 
 ANSWER_TIMEOUT_S = 1.0
-"""Maximum seconds of one answer, for the server and for its client."""
+"""Maximum seconds that the server or its client waits for the other side."""
 _MAX_ANSWER_BYTES = 1 << 20
 
 
@@ -65,13 +65,14 @@ class StatsServer:
     def __init__(
         self, document: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        """Open the socket and start the thread. For each answer, the thread calls ``document``. Raises
-        ``OSError`` if no socket can be opened."""
+        """Open the socket and start the thread. For each connection, the thread calls ``document`` and sends
+        what it returns. ``answer_s``: maximum seconds to send an answer. Raises ``OSError`` if no socket can
+        be opened."""
         self._document = document
         self._answer_s = answer_s
         self._folder = tempfile.mkdtemp(prefix="sojourn-paths-")
         self.address = os.path.join(self._folder, "stats")
-        """Address for ``fetch_stats``."""
+        """Path of the Unix socket; the address for ``fetch_stats``."""
         self._over = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -141,11 +142,11 @@ def read_stats(answer: bytes, address: str) -> dict[str, Any] | None:
 
 
 def transfer_manager_stats(manager: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return the status of an engine's transfers. ``counts``: the worker's counters, which are merged with
-    the manager's.
+    """Return the status of a worker's transfers: ``TransferCore.stats`` and three more fields. ``counts``:
+    the worker's counters, which are merged into the field ``counts``.
 
-    ``addresses`` and ``epoch`` are for peers. ``kv``: a digest that is equal for engines that can exchange
-    KV. All other fields are those of ``TransferCore.stats``.
+    ``addresses`` and ``epoch`` are the manager's, for peers. ``kv`` is a digest that is equal for workers
+    that can exchange KV.
     """
     stats = manager.stats()
     return {

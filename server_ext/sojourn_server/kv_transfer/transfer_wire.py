@@ -1,24 +1,24 @@
 """Messages between engines (peers), the frames that carry them, and the version of the wire format.
 
-A frame is a head of 12 bytes (little-endian), then a message, then a payload. The head (offset, bytes):
+A frame is a head of 12 bytes, then a message, then a payload. The head, with numbers in little-endian:
 
-      0   2  "SJ"
-      2   1  version of the wire
-      3   1  0
-      4   4  length of the message
-      8   4  length of the payload
+    offset  size  content (offset and size in bytes)
+         0     2  "SJ"
+         2     1  version of the wire format
+         3     1  0
+         4     4  length of the message in bytes
+         8     4  length of the payload in bytes
 
 A message is a msgpack array that begins with the message's name. Most messages have the id of a transfer,
 which both sides and the router know:
 
-    side that connects                  side that accepts
+    side that connects                  answer of the side that accepts
     Hello     my name and kind of KV    Welcome; or Refused, and the connection ends
     Read      read these blocks         Data, Data, …; or Failed from some block on
     Offer     I have these blocks       Need: I lack these blocks
-    Data, Data, …                       Complete
-    Progress  a progress counter        Progress: the same, for a peer that waits
-    Abort     the transfer has ended    Abort: the same
+    Data, Data, …                       Complete, once all offered blocks have arrived
 
+Both sides send Progress (a progress counter) while the other waits, and Abort to end a transfer.
 ``docs/kv-transfer.md`` describes the exchange. Any change to the messages needs a new version.
 """
 
@@ -77,12 +77,13 @@ class RefusedMessage(WireMessage, frozen=True, tag="refused"):
 
 
 class ReadMessage(WireMessage, frozen=True, tag="read"):
-    """Asks the peer to read these blocks from storage, keep them for the transfer, and send their layers."""
+    """Asks the peer to read the blocks ``keys`` from storage, keep them for the transfer, and send back their
+    layers."""
 
     transfer: str
     keys: list[bytes]
     total: int
-    """Number of blocks of the whole transfer. The peer reserves buffers for all of them."""
+    """Number of blocks of the whole prompt. The peer reserves buffers for all of them."""
     traffic_class: TrafficClass
 
 
@@ -95,11 +96,12 @@ class OfferMessage(WireMessage, frozen=True, tag="offer"):
 
 
 class NeedMessage(WireMessage, frozen=True, tag="need"):
-    """Asks for the offered blocks that the sender lacks. If a block that the sender expected from another
-    source does not arrive, the sender asks for it with a further ``NeedMessage``."""
+    """Asks for those offered blocks that the sender of this message lacks. A further ``NeedMessage`` follows
+    if a block does not arrive that the sender expected from storage."""
 
     transfer: str
     indices: list[int]
+    """Positions of the blocks in the ``keys`` of the ``OfferMessage``."""
 
 
 class DataMessage(WireMessage, frozen=True, tag="data"):
@@ -127,15 +129,15 @@ class CompleteMessage(WireMessage, frozen=True, tag="complete"):
 
 
 class AbortMessage(WireMessage, frozen=True, tag="abort"):
-    """Ends the transfer. The sender of this message sends and accepts no more data of it."""
+    """Ends the transfer. The sender of this message neither sends nor accepts more data for it."""
 
     transfer: str
     reason: str
 
 
 class ProgressMessage(WireMessage, frozen=True, tag="progress"):
-    """Reports the sender's progress counter ``done``. The peer keeps waiting while the counter grows.
-    ``transfers``: open transfers between the sender and the peer."""
+    """Reports the sender's progress counter ``done``. While it grows, the peer keeps waiting for the open
+    transfers ``transfers`` that it shares with the sender."""
 
     transfers: list[str]
     done: int
@@ -160,7 +162,7 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyWireMessage)
 
 
 class FrameHead(NamedTuple):
-    """Decoded head of a frame: lengths in bytes of the message and the payload that follow."""
+    """Decoded head of a frame: the lengths of the message and of the payload that follow."""
 
     message_bytes: int
     payload_bytes: int

@@ -3,13 +3,13 @@
     begin_step       starts the step's jobs, such as reads and pushes
     wait_for_layer   waits until fetched KV has filled a layer
     save_layer       starts to send a computed layer to peers, while the model computes the next layer
-    end_step         copies the step's new Full Blocks and hands them to the store
+    end_step         copies the step's new Full Blocks, hands them to the store, and starts fill jobs
     take_*           return results and measured times
 
 An *ask* is one attempt to get a request's KV from storage or a peer (``transfer_jobs``). The thread that runs
 the model calls every method. Other threads look up blocks in the store, gather layers for pushes, and fill
-blocks of requests that are not running yet. Unless ``strict`` is set, no method raises. After an error the
-engine computes the affected KV.
+blocks of requests that are not running yet. Errors of transfers are logged and not raised, unless ``strict``
+is set. The engine then computes the affected KV.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
-"""Seconds without an answer after which the transfer manager counts as dead. A live manager reports failures
-much sooner."""
+"""Maximum seconds to wait for the transfer manager, after which it counts as dead. A live manager reports
+failures much sooner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,16 +53,16 @@ class _ActivePush:
 
     order: PushJob
     handle: PushHandle | None
-    """``None`` until the prompt is offered to the peer, and for good if the offer was refused."""
+    """``None`` until the prompt is offered to the peer. It stays ``None`` if the offer was refused."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     invalid: bool = False
     """Whether the push was cancelled, for example because a block of the prompt was not filled."""
     given: int = 0
-    """Number of layers handed to the sending thread."""
+    """Number of layers handed to the push thread."""
 
     @property
     def over(self) -> bool:
-        """Whether the memory of the pushed blocks is no longer in use."""
+        """Whether the push has ended, so that its memory is no longer in use."""
         return self.handle is None or self.handle.outcome is not None
 
     def invalidate(self) -> None:
@@ -93,12 +93,13 @@ class TransferWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``leading`` returns how many leading keys of a list the store has; it may block. ``slots``: number
-        of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own errors. ``strict`` raises
-        them instead, for tests. ``layerwise``: whether a request may run before all its layers have arrived.
-        The attribute ``layerwise`` may change at any time; false serves to measure what layerwise loading
-        gains. ``concurrent_steps``: as for the planner. ``max_held_blocks``: as for ``BlockSaver``. The
-        worker gives up waiting for the store if one lookup takes ``patience_s``, or if the store accepts no
-        block of finished requests for ``patience_s``."""
+        of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own errors. With ``strict``
+        they are raised instead, for tests. ``layerwise``: whether a request may run once the first layer of
+        its blocks has arrived; the attribute may be changed at any time, to measure the gain.
+        ``concurrent_steps``: maximum number of planned steps whose results the planner does not know yet.
+        ``max_held_blocks``: maximum number of engine blocks that finished requests pin together until their
+        blocks are saved. ``patience_s``: the store counts as hung if a lookup takes this long, or if it
+        accepts no block of finished requests for so long."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
         """Times summed over all steps."""
@@ -114,34 +115,36 @@ class TransferWorker:
         """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_filled`` and
         ``_not_filled``, which other threads change."""
         self._lookups: dict[int, float] = {}
-        """Number of an ask → deadline of the ask's lookup in the store."""
+        """Number of an ask → time at which its lookup in the store is given up."""
         self._lookup_began_s: float | None = None
         """Time at which the running lookup began; ``None`` if no lookup runs."""
         self._store_hangs = False
-        """Whether the running lookup has taken too long. If so, all asks end without stored blocks."""
+        """Whether the running lookup has taken too long. If so, all asks that wait for a lookup end without
+        blocks."""
         self._fetchings: dict[int, SplitFetch] = {}
+        """Number of an ask → its fetch, until a job takes it over or the ask ends."""
         self._open_fetches: set[int] = set()
-        """Asks whose fetch has no result yet."""
+        """Asks whose fetch has not been reported to the planner yet."""
         self._prompts: dict[int, PromptHandle] = {}
         self._open_expects: set[int] = set()
-        """Asks that wait for a context that a peer pushes."""
+        """Asks that wait for a context that is pushed to this engine."""
         self._wanted: dict[str, None] = {}
         """Contexts that queued requests will ask for, next one first."""
         self._wants_said_s = float("-inf")
         self._filled: set[str] = set()
         """Requests whose fill job has ended since the last ``take_received``."""
         self._not_filled: set[int] = set()
-        """Ids of blocks that fill jobs have not filled, since the last ``take_not_filled``."""
+        """Ids of blocks that fill jobs could not fill since the last ``take_not_filled``."""
         self._streams: list[LayerStream] = []
         self._step_pushes: list[_ActivePush] = []
         self._pushes: dict[str, _ActivePush] = {}
         self._held: set[str] = set()
         """Finished requests whose blocks vLLM keeps until ``take_sent`` returns them."""
         self._unreported: set[str] = set()
-        """Finished requests whose pushes end without a report to vLLM."""
+        """Finished requests whose push must not be reported to vLLM."""
         self._fills: list[FillJob] = []
         self._bad: set[int] = set()
-        """Blocks of this step that were not filled."""
+        """Ids of blocks of this step that were not filled."""
         self._reports = TransferResults()
         self._step_times = TransferStepTimes()
         """Times of the present step."""
@@ -159,7 +162,7 @@ class TransferWorker:
     # -- a step -----------------------------------------------------------------------
 
     def begin_step(self, step: TransferJobs) -> None:
-        """Begin a step's jobs, before its forward pass (some steps have none)."""
+        """Begin a step's jobs. Call it before the forward pass, also in steps that have none."""
         self._bad = set()
         self._streams, self._step_pushes = [], []
         self._fills = step.fills
@@ -203,7 +206,8 @@ class TransferWorker:
         self._unreported.update(step.unreported)
 
     def wait_for_layer(self, name: str) -> None:
-        """Wait at a layer of the forward pass until this step's streams have filled the layer's KV."""
+        """Wait until this step's streams have filled the KV of layer ``name``, which the forward pass needs
+        next."""
         if not self._streams and not self._bad:
             return
         layer = self._kv.index.get(name)
@@ -224,7 +228,8 @@ class TransferWorker:
                     self._do("end a push", push.invalidate)
 
     def save_layer(self, name: str) -> None:
-        """Send a layer that the forward pass has just computed to the peers of this step's pushes."""
+        """Start to send layer ``name``, which the forward pass has just computed, to the peers of this step's
+        pushes."""
         layer = self._kv.index.get(name)
         if layer is None:
             return
@@ -263,8 +268,8 @@ class TransferWorker:
     # -- results ------------------------------------------------------------------------
 
     def take_sent(self) -> set[str]:
-        """Return finished requests whose blocks vLLM may free now, because their pushes and saves are
-        over."""
+        """Return the finished requests whose pushes and saves have ended, so that vLLM may free their blocks.
+        Each is returned once."""
         pushing = {request for request, push in self._pushes.items() if not push.over}
         for request in self._unreported - pushing:
             self._unreported.discard(request)
@@ -276,14 +281,15 @@ class TransferWorker:
         return sent
 
     def take_received(self) -> set[str]:
-        """Return requests whose fill jobs have ended. ``take_not_filled`` returns the blocks that failed."""
+        """Return the requests whose fill jobs have ended since the last call. ``take_not_filled`` returns the
+        blocks that could not be filled."""
         with self._lock:
             filled, self._filled = self._filled, set()
         return filled
 
     def take_not_filled(self) -> set[int]:
-        """Return the ids of blocks that could not be filled. They belong to this step's requests or to
-        requests that ``take_received`` returned."""
+        """Return the ids of blocks that could not be filled since the last call. They belong to this step's
+        requests, or to requests that ``take_received`` returns."""
         with self._lock:
             found, self._not_filled = self._not_filled, set()
         found |= self._bad
@@ -292,7 +298,7 @@ class TransferWorker:
         return found
 
     def take_results(self) -> TransferResults:
-        """Return the results since the last call, for the planner."""
+        """Return the results of jobs since the last call, for the planner."""
         with self._lock:
             looked = [(ask, self._fetchings[ask]) for ask in self._open_fetches if ask in self._fetchings]
             now_s = self._clock()
@@ -320,7 +326,7 @@ class TransferWorker:
         return reports
 
     def take_times(self) -> TransferStepTimes:
-        """Return the times of the steps since the last call."""
+        """Return the times of the steps since the last call, summed."""
         times, self._new_times = self._new_times, TransferStepTimes()
         return times
 
@@ -340,7 +346,7 @@ class TransferWorker:
     # -- asks -------------------------------------------------------------------------
 
     def _run_lookup(self, fetch: FetchJob) -> None:
-        """Find stored blocks and start to read them. Runs in the lookup thread."""
+        """Find out which blocks are stored, and start to read them. Runs in the lookup thread."""
         stored = 0
         try:
             stored = self._stored(fetch)
@@ -381,8 +387,8 @@ class TransferWorker:
         return stored
 
     def _send_wants(self, more: bool) -> None:
-        """Announce the contexts that queued requests will ask for, if the last announcement was at least
-        ``WANT_INTERVAL_S`` ago. ``more``: this step has new contexts or a new order, so announce it now."""
+        """Announce the contexts that queued requests will ask for, at most every ``WANT_INTERVAL_S`` seconds.
+        ``more``: announce now, because this step has new contexts or a new order."""
         now_s = self._clock()
         if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
             self._wants_said_s = now_s
@@ -396,8 +402,8 @@ class TransferWorker:
             self.counts["prompts_twice"] += 1
 
     def _count_arrived(self, ask: int) -> int | None:
-        """Return the number of Full Blocks of the context that an ask waits for. Returns ``None`` while the
-        context has not arrived completely, and 0 if it never will."""
+        """Return the number of Full Blocks of the context that an ask waits for, once it is complete. Returns
+        ``None`` while it is still arriving, and 0 if it will never be complete."""
         prompt = self._prompts.get(ask)
         if prompt is None:
             return 0
@@ -426,7 +432,7 @@ class TransferWorker:
             prompt.end()
 
     def _fill_blocks(self, fill: FillJob, source: PromptHandle | SplitFetch | None, after: object) -> int:
-        """Fill a request's blocks with a complete context or with fetched blocks; returns the bytes copied.
+        """Fill a request's blocks with a complete context or with fetched blocks. Returns the bytes copied.
         Runs in ``_fill_lane``."""
         filled: list[int] = []
         try:
@@ -460,7 +466,7 @@ class TransferWorker:
             self.counts["pushes_refused"] += 1
 
     def _push_layer(self, push: _ActivePush, layer: int, after: object) -> int:
-        """Copy a layer of a push's blocks and send the copy; returns the bytes copied. Runs in
+        """Copy a layer of a push's blocks, and send the copy. Returns the bytes copied. Runs in
         ``_push_lane``."""
         try:
             began_s = time.perf_counter()
