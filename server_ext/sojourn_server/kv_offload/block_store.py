@@ -24,8 +24,7 @@ FULL_BLOCK_TOKENS = 64
 
 
 class BlockStore(Protocol):
-    """Stores Full Blocks (the unit of storage) by key. Thread-safe. Each call blocks until the disk
-    answers."""
+    """Stores Full Blocks (the unit of storage) by key. Thread-safe. Each call waits for the disk."""
 
     @property
     def identity(self) -> KvIdentity:

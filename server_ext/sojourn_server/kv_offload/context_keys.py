@@ -177,8 +177,7 @@ class ContextEnds:
         """``max_keys``: number of blocks that all tiers can hold. More keys would be useless."""
         self._max_keys = max_keys
         self._ends: dict[tuple[str, str], Sequence[BlockKey]] = {}
-        """(``"prompt"`` or ``"turn"``, program id) → keys of the window blocks at this end. The oldest end
-        comes first."""
+        """(``"prompt"`` or ``"turn"``, program id) → keys of the window blocks there, oldest end first."""
         self._keys = 0
         """Number of keys in ``_ends``."""
         self._users: Counter[BlockKey] = Counter()
@@ -193,8 +192,8 @@ class ContextEnds:
         self._put("prompt", program_id, keys)
 
     def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Replace the end of a program's turn, which includes the output. If ``program_id`` is ``None``,
-        ``add`` the keys instead."""
+        """Replace the end of a program's turn, output included. If ``program_id`` is ``None``, ``add``
+        them."""
         self._put("turn", program_id, keys)
 
     def add(self, keys: Iterable[BlockKey]) -> None:

@@ -163,9 +163,8 @@ class CudaBlockArrays:
     def _addresses(
         self, places: Sequence[tuple[int, int]], staging: np.ndarray[Any, Any]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return three arrays with an item per page of the blocks ``places``, (layer, block id): the page's
-        address on the device, the address of its place in ``staging``, and its size in bytes. Each block
-        uses one row of ``staging``."""
+        """Return three arrays with an item per page of the blocks ``places`` (layer, block id): address on
+        the device, address in ``staging``, and size in bytes. Each block uses one row of ``staging``."""
         found: tuple[list[Any], list[Any], list[Any]] = [], [], []
         for row, (layer, block) in enumerate(places):
             address, stride, size = self._pages[layer].T

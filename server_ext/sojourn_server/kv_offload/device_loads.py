@@ -51,8 +51,7 @@ class DeviceLoads:
         return load
 
     def blocks(self, without: Collection[str] = ()) -> set[int]:
-        """Return the ids of the device blocks of all unfinished loads, except those of the requests
-        ``without``."""
+        """Return the ids of the device blocks of all unfinished loads, except of requests in ``without``."""
         return {
             block_id
             for request_id, load in self.by_request.items()
@@ -61,6 +60,5 @@ class DeviceLoads:
         }
 
     def block_count(self) -> int:
-        """Return the number of device blocks of all unfinished loads. Called in every step, so it builds no
-        set."""
+        """Return the number of device blocks of all unfinished loads. Cheap: it is called in every step."""
         return sum(len(load.block_ids) for load in self.by_request.values())

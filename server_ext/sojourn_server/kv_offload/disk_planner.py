@@ -187,8 +187,7 @@ class DiskPlanner:
             self._counts["disk_dropped"] += 1
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Mark the files of ``keys`` as just used. ``keys`` are in context order, and the end of the context
-        will be deleted first."""
+        """Mark the files of ``keys``, in context order, as just used. The last of them is deleted first."""
         for key in reversed(keys):
             if key in self._files:
                 self._files.move_to_end(key)
@@ -258,7 +257,7 @@ class DiskPlanner:
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
     def _lower(self, keys: Iterable[BlockKey]) -> None:
-        """Give ``keys``, blocks whose write was requested, the ranks that they would get after the write."""
+        """Give the blocks ``keys``, whose write was requested, the ranks that they get after a write."""
         for key in keys:
             entry = self._host.get(key)
             if entry is not None and entry.rank != RetentionRank.WANTED:

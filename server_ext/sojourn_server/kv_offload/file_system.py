@@ -55,8 +55,7 @@ class FileSystem(Protocol):
         ...
 
     def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Write ``buffers``. Returns the number of bytes written, which may be less than the buffers'
-        size."""
+        """Write ``buffers``. Returns the number of bytes written, which may be less than their size."""
         ...
 
     def fsync(self, fd: int) -> None: ...
@@ -74,8 +73,7 @@ class FileSystem(Protocol):
 
 
 class LocalFileSystem:
-    """The local file system. KV reveals prompts, so new files and stores are accessible only to their
-    owner."""
+    """The local file system. KV reveals prompts, so only the owner may access new files and stores."""
 
     def __init__(self, root: Path | None = None) -> None:
         """``root``: path without symbolic links, below which none is followed. Without a root, only the last

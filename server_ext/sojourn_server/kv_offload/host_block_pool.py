@@ -34,9 +34,8 @@ class RetentionRank(IntEnum):
 
     @property
     def until_written(self) -> RetentionRank:
-        """Rank that a block has until it is written to disk, if it gets rank ``self`` after the write. This
-        is ``IDLE`` for ``COLD``, because host memory still has the only copy. For other ranks it is
-        ``self``."""
+        """Rank that a block has until it is written to disk, if it gets rank ``self`` after the write. For
+        ``COLD`` this is ``IDLE``, because host memory still has the only copy. Other ranks stay the same."""
         return _IDLE if self is _COLD else self
 
 

@@ -90,8 +90,7 @@ class OffloadJobs:
 
 @dataclass(slots=True)
 class OffloadResults:
-    """One worker's results since its last report, or the combined results of all workers
-    (``RankResults``)."""
+    """Results since the last report, of one worker or of all workers combined (``RankResults``)."""
 
     on_disk: Sequence[BlockKey] | None = None
     """Keys that an earlier engine left on disk, least recently used first. In all reports but the first,

@@ -306,9 +306,8 @@ class OffloadPlanner:
         return count
 
     def load_ahead(self, name: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Plan to copy ``keys``, all of which must be ``loadable``, to the device blocks ``block_ids`` before
-        a request needs them. Pass ``name`` instead of a request's id to ``take_loaded`` and
-        ``cancel_load``."""
+        """Plan to copy ``keys``, all of which must be ``loadable``, to device blocks before a request needs
+        them. ``name`` takes the place of a request's id in ``take_loaded`` and ``cancel_load``."""
         entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
         for entry in entries:
             self.host.pin(entry)
@@ -351,8 +350,7 @@ class OffloadPlanner:
         return sum(1 for _ in takewhile(lambda block_id: block_id not in not_filled, load.block_ids))
 
     def abandon(self, request_id: str) -> None:
-        """End the look-up and the disk waits of a request that has finished or will not be looked up
-        again."""
+        """End the look-up and disk waits of a request that has finished or will not be looked up again."""
         self.disk.abandon(request_id)
         self._drop_lookup(request_id)
 

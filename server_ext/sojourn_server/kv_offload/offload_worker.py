@@ -58,9 +58,8 @@ class DeviceBackend(Protocol):
 
 
 class _PendingStore:
-    """One job's copies from device to host memory. They run while the model computes. The first thread that
-    calls ``begin`` makes them: the device-to-host thread, or the model's thread if a step must wait for
-    them."""
+    """One job's copies from device to host memory. The first thread that calls ``begin`` makes them: the
+    device-to-host thread while the model computes, or the model's thread if a step needs them before."""
 
     def __init__(self, copies: Sequence[BlockCopy]) -> None:
         self.copies = copies
@@ -94,8 +93,7 @@ class OffloadWorker:
         self._to_disk = TransferThread("to_disk")
         self._from_disk = TransferThread("from_disk")
         self._probe = TransferThread("probe") if sibling_stores is not None else None
-        """Thread for searches of other engines' stores. It is separate, so that searches need not wait for
-        disk reads."""
+        """Thread for searches of other engines' stores, which thus need not wait for disk reads."""
         self._stores: dict[int, _PendingStore] = {}
         self.loading: set[str] = set()
         """Requests whose loads have begun and have not been returned by ``take_loaded``."""
@@ -222,8 +220,7 @@ class OffloadWorker:
         return bool(self._stores)
 
     def close(self) -> None:
-        """Wait for queued work, at most 5 s per thread. Then close the device backend and the
-        ``DiskStore``."""
+        """Wait for queued work, at most 5 s per thread. Then close the device backend and the store."""
         lanes = (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk)
         for lane in filter(None, lanes):
             lane.close()

@@ -61,9 +61,8 @@ class BlockPrefixTree:
         return key[:PARENT_BYTES] in self._keys
 
     def add(self, key: bytes, parent: bytes | None = None) -> None:
-        """Add a block, or mark a known block as just used. ``parent``: key of the parent, if known; it does
-        not replace a parent that is known already. Raises ``ValueError`` if ``parent`` is the block
-        itself."""
+        """Add a block, or mark a known block as just used. ``parent``: key of the parent, if known; a known
+        parent is not replaced. Raises ``ValueError`` if ``parent`` is the block itself."""
         short = key[:PARENT_BYTES]
         before = parent[:PARENT_BYTES] if parent else None
         if before == short:
@@ -243,8 +242,7 @@ DISK_FULL_EVICTIONS = 2
 
 
 class SharedStore:
-    """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads the stores of its
-    siblings."""
+    """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads its siblings' stores."""
 
     def __init__(
         self, own: DiskStore, *, files: FileSystem | None = None, clock: Callable[[], float] = time.monotonic
@@ -257,8 +255,7 @@ class SharedStore:
         self._no_evictions_until_s = float("-inf")
         self._lock = threading.Lock()
         self._tree: BlockPrefixTree | None = None
-        """The prefix tree of this engine's blocks. ``None`` until blocks must be evicted for the first
-        time."""
+        """The prefix tree of this engine's blocks; ``None`` before the first eviction."""
         self._new: dict[bytes, bytes] = {}
         """Key → key of the parent, for blocks that this process stored before the tree was built. The parents
         of other blocks are read from their files."""

@@ -233,8 +233,7 @@ def find_stores(
 
 
 def block_files_bytes(store: Path) -> int:
-    """Return the total bytes of the store's block files, which count against its budget. Raises
-    ``OSError``."""
+    """Return the bytes of all files that count against the store's budget. Raises ``OSError``."""
     files = LocalFileSystem(store.parent)
     folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
     return sum(file.size for folder in folders for file in files.scan(folder))
@@ -254,8 +253,7 @@ def check_store_root(files: FileSystem, path: Path, identity: KvIdentity) -> Non
 
 
 def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) -> list[Path]:
-    """Return the folders of all stores of ``identity`` in ``root``, whatever their names. Raises
-    ``OSError``."""
+    """Return the folders of all stores of ``identity`` in ``root``, named or not. Raises ``OSError``."""
     expected = _manifest(identity)
     digits = folder_name(identity, None)
     return [

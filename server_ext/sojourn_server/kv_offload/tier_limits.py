@@ -17,16 +17,14 @@ class TierLimits:
     disk_blocks: int = 0
     """Number of blocks that fit on the disk; 0 if there is no disk."""
     spill_below: float = 0.25
-    """Blocks are written to disk while less than this share of host memory can be reused without loss. A slot
-    can be reused without loss if it is empty, or if its block has rank ``WORTHLESS`` or ``SPARE`` or is on
-    disk."""
+    """Blocks are written to disk while less than this share of host memory can be reused without loss: slots
+    that are empty, or whose block is on disk or has the rank ``WORTHLESS`` or ``SPARE``."""
     max_spilling: int = 256
     """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_staging: int = 4096
     """Maximum number of blocks being read from disk at once."""
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
-    """Maximum seconds that a request waits for a read from disk. After that it computes the missing
-    blocks."""
+    """Maximum seconds that a request waits for a disk read. After that it computes the missing blocks."""
     shared: bool = False
     """Whether this engine also reads the stores of other engines in the same root folder."""
     min_probe_blocks: int = 8

@@ -200,8 +200,8 @@ class VllmFsStore:
             self._files.close(fd)
 
     def _has(self, path: Path) -> bool:
-        """Return whether ``path`` is a file of a block's size. Raises ``StoreError`` if too many files are
-        open."""
+        """Return whether ``path`` is a file of a block's size. Raises ``StoreError`` for too many open
+        files."""
         try:
             fd = self._files.open(path, os.O_RDONLY)
         except OSError as error:

@@ -66,8 +66,8 @@ class PeerTransport(Protocol):
         ...
 
     async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
-        """Listen on ``rest``, an address without its scheme. ``accept`` is called for each connection; calls
-        may run concurrently."""
+        """Listen on ``rest``, an address without its scheme. ``accept`` runs for each connection,
+        concurrently with others."""
         ...
 
 
@@ -232,9 +232,8 @@ PIECE_BYTES = 256 << 10
 """Maximum bytes of one write to a stream; larger messages are sent in pieces. A peer must accept each piece
 within ``patience_s`` seconds."""
 _STALL_CHECKS = 4
-"""A write's timeout ``patience_s`` is divided into this many timer steps. After a pause of this process only
-one step has expired, and the event loop handles waiting socket events before the next one. So a pause is not
-taken for a stalled peer."""
+"""A write's timeout ``patience_s`` is divided into this many timer steps. A pause of this process ends only
+one step, and then waiting socket events come first. So a pause is not taken for a stalled peer."""
 
 
 class _QueuedMessage(NamedTuple):

@@ -161,8 +161,7 @@ class LayerStream:
     block_ids: list[int]
 
     def fill(self, kv: KvBlocks, layer: int, timeout_s: float, times: TransferStepTimes) -> list[int]:
-        """Wait for a layer and copy it into the blocks. Returns the ids of the filled blocks. Adds the time
-        spent to ``times``."""
+        """Wait for a layer and copy it. Returns the ids of the filled blocks. Adds its time to ``times``."""
         if self.split_fetch is None:
             return []
         began_s = time.perf_counter()

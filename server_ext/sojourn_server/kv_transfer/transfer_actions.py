@@ -34,8 +34,7 @@ class CloseConnection(NamedTuple):
 
 
 class ReadBlock(NamedTuple):
-    """Read a block from the store into the memory ``into``. The manager then calls the core's
-    ``read_done``."""
+    """Read a block from the store into the memory ``into``. The manager then calls ``read_done``."""
 
     item: int
     key: bytes
@@ -43,7 +42,7 @@ class ReadBlock(NamedTuple):
 
 
 class WriteBlock(NamedTuple):
-    """Write a block to the store. The manager then calls the core's ``write_done``."""
+    """Write a block to the store. The manager then calls ``write_done``."""
 
     item: int
     key: bytes

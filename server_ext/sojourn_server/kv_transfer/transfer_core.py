@@ -134,9 +134,8 @@ class TransferCore:
         return True
 
     def discard(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
-        """Release a pushed prompt that no request will ask for. ``epoch``: the run of this engine's process
-        to which it is pushed; ``None`` if unknown. Returns false, and keeps the prompt, if the engine expects
-        it."""
+        """Release a pushed prompt that no request will ask for. If the engine expects it, keep it and return
+        false. ``epoch``: the run of this engine's process to which it is pushed; ``None`` if unknown."""
         if self._is_stale(epoch):
             return True
         discarded = self.prompts.discard(transfer, now)
@@ -252,8 +251,7 @@ class TransferCore:
         self._advance_transfers(now)
 
     def write_done(self, item: int, outcome: str, now: float) -> None:
-        """Handle the end of a ``WriteBlock``. ``outcome``: a ``PutOutcome`` value; ``failed`` after an
-        error."""
+        """Handle the end of a ``WriteBlock``. ``outcome``: a ``PutOutcome`` value, or ``failed``."""
         self._written[item] = outcome
         self.ctx.writes.end_io(item, now)
         self._advance_transfers(now)

@@ -94,8 +94,7 @@ class LoadHandle(TransferHandle[LoadEnded]):
         return self.layers_loaded > layer and (self.outcome is None or self.outcome.good > 0)
 
     def layer(self, layer: int) -> list[memoryview]:
-        """Return layer number ``layer`` of each block of the load. Raises ``ValueError`` if it has not
-        arrived."""
+        """Return one layer of each block of the load. Raises ``ValueError`` if it has not arrived."""
         found: list[memoryview] = self._owner.do(lambda now: self._owner.core.loads.layer(self.name, layer))
         return found
 
@@ -119,8 +118,8 @@ class PushHandle(TransferHandle[PushEnded]):
 
     def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
         """Add the next layer of all blocks. The memory of ``blocks`` must not change until ``outcome`` is
-        set. Returns whether the push is still open. Raises ``ValueError`` for a wrong layer or wrong
-        blocks."""
+        set. Returns whether the push is still open. Raises ``ValueError`` for a wrong layer, number or
+        size."""
         wanted: bool = self._owner.do(self._owner.core.give, self.name, layer, blocks)
         return wanted
 

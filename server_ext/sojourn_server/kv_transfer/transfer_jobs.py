@@ -109,14 +109,13 @@ class TransferJobs:
     expects: list[ExpectJob] = field(default_factory=list)
     streams: list[StreamJob] = field(default_factory=list)
     not_filled: list[int] = field(default_factory=list)
-    """Ids of blocks that a request relies on but no job fills. The worker reports them to vLLM as not
-    filled."""
+    """Ids of blocks that a request needs but no job fills. The worker reports them to vLLM as not filled."""
     pushes: list[PushJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     fills: list[FillJob] = field(default_factory=list)
     holds: list[str] = field(default_factory=list)
-    """Finished requests whose blocks vLLM keeps until their push has ended and the store has accepted their
-    ``saves``. The worker then reports these requests to vLLM as sent."""
+    """Finished requests whose blocks vLLM keeps until their push and ``saves`` have ended. The worker then
+    reports these requests to vLLM as sent."""
     unreported: list[str] = field(default_factory=list)
     """Finished requests whose push must not be reported to vLLM, because vLLM forgets them when their fill
     job ends."""
@@ -130,13 +129,11 @@ class TransferResults:
     """Results of the jobs of earlier steps."""
 
     ready: dict[int, int] = field(default_factory=dict)
-    """Ask of a fetch that the request can use now → number of leading blocks that have arrived or are
-    arriving."""
+    """Ask whose fetch the request can use now → number of leading blocks that have arrived or will arrive."""
     prompts: dict[int, int] = field(default_factory=dict)
     """Ask of an expected context that has ended → number of its Full Blocks; 0 if it is not complete."""
     stored: dict[str, int] = field(default_factory=dict)
-    """Request → index in its context of the first Full Block that the store did not accept in the last
-    step."""
+    """Request → index of the first Full Block of its context that the last step did not save."""
 
     def __bool__(self) -> bool:
         return bool(self.ready or self.prompts or self.stored)

@@ -48,8 +48,7 @@ class TransferLimits:
     """Number of Full Blocks (the unit of storage, 64 tokens) that the buffers hold. A prompt can be sent to
     this engine only if all its blocks fit."""
     patience_s: float = 1.5
-    """Seconds without progress after which a transfer fails. The total duration of a transfer is not
-    limited."""
+    """Seconds without progress after which a transfer fails. Its total duration is not limited."""
     report_interval_s: float = 0.4
     """Seconds between progress reports to waiting peers."""
     lease_s: float = 30.0

@@ -247,8 +247,7 @@ class TransferLink:
         return True
 
     def close(self, request: str) -> None:
-        """Declare that a request queues no more items. It loses its place in the queue once all its items
-        have started."""
+        """Declare that a request queues no more items. Once all have started, it loses its place."""
         entry = self._requests.get(request)
         if entry is not None:
             entry.is_closed = True
@@ -284,9 +283,9 @@ class TransferLink:
         return self.seconds_for(queued)
 
     def hung_s(self, now: float, patience_s: float) -> float:
-        """Return for how many seconds the link has hung. An item hangs if it is late by ``patience_s`` or
-        more. If all ``width`` items hang, this is their longest delay. If some hang, it is ``patience_s``. If
-        none hangs, it is 0."""
+        """Return for how many seconds the link has hung: the longest delay if ``width`` items hang,
+        ``patience_s`` if fewer hang, 0 if none hangs. An item hangs if it is late by ``patience_s`` or
+        more."""
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
@@ -301,9 +300,8 @@ class TransferLink:
         return nbytes * self._newest_s / self._newest_bytes
 
     def moved(self, now: float) -> int:
-        """Return the bytes transferred so far. With a rate limit, an item in flight counts in proportion to
-        the time that has passed of its time at this rate. So a long item shows progress, but none once it is
-        late."""
+        """Return the bytes transferred so far. With a rate limit, an item in flight counts in part, by the
+        time that has passed. So a long item shows progress until it should have ended."""
         return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
 
     def _done(self, item: LinkItem, now: float) -> int:

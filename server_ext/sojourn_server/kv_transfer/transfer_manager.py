@@ -1,7 +1,7 @@
 """Runs one engine's KV transfers with a ``TransferCore``, an event loop for sockets, and store threads.
 
 The core makes all decisions. The manager carries out the core's actions and reports their results to it.
-Calls of the engine's threads run the core in these threads, under one lock that is not held during I/O.
+The engine's threads call the core directly, under one lock. No thread holds this lock while it waits.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class TransferManager:
 
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
         """Queue a write of a block to the store. ``content`` must not change until ``on_stored`` is called.
-        Returns false, without queueing, if too many writes wait or the store hangs. Raises ``ValueError`` for
-        a wrong size."""
+        Returns false, and queues nothing, if too many writes wait or the store hangs. Raises ``ValueError``
+        for a wrong size. ``parent``: key of the previous block of the context; empty if there is none."""
         taken: bool = self.do(self.core.store, request, key, parent, content)
         return taken
 

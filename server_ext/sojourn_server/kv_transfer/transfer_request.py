@@ -92,9 +92,8 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
 
 
 def transfer_answer_params(params: TransferParams, context: str, stored: int) -> dict[str, Any]:
-    """Return the prefill engine's answer: the ``kv_transfer_params`` for the decode engine. ``context``: the
-    prompt's ``context_name``. ``stored``: number of leading Full Blocks (64 tokens each) that the store
-    has."""
+    """Return the prefill engine's answer: the ``kv_transfer_params`` for the decode engine. The module's
+    docstring explains ``context`` and ``stored``."""
     answer: dict[str, Any] = {
         "do_remote_prefill": True,
         "transfer": params.transfer,
@@ -222,9 +221,8 @@ class WantedContexts:
             del self._requests[context]
 
     def reorder(self, queue: Iterable[str]) -> list[str]:
-        """Put the contexts in the order of ``queue``, next one first. Contexts that ``queue`` lacks go to the
-        end; unknown ones in ``queue`` are ignored. Return all contexts in the new order, or an empty list if
-        the order has not changed."""
+        """Put the contexts in the order of ``queue``, next one first; those that ``queue`` lacks go to the
+        end. Return all contexts in the new order, or an empty list if the order has not changed."""
         order = [each for each in dict.fromkeys([*queue, *self._requests]) if each in self._requests]
         if order == list(self._requests):
             return []

@@ -65,9 +65,8 @@ class StatsServer:
     def __init__(
         self, document: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S
     ) -> None:
-        """Open the socket and start the thread. For each connection, the thread calls ``document`` and sends
-        what it returns. ``answer_s``: maximum seconds to send an answer. Raises ``OSError`` if no socket can
-        be opened."""
+        """Open the socket and start the thread. For each connection, the thread sends the result of
+        ``document``, within ``answer_s`` seconds. Raises ``OSError`` if no socket can be opened."""
         self._document = document
         self._answer_s = answer_s
         self._folder = tempfile.mkdtemp(prefix="sojourn-paths-")

@@ -119,7 +119,7 @@ class TransferWorker:
         self._lookup_began_s: float | None = None
         """Time at which the running lookup began; ``None`` if no lookup runs."""
         self._store_hangs = False
-        """Whether the running lookup has taken too long. If so, all asks that wait for a lookup end without
+        """Whether the running lookup takes too long. If so, all asks that wait for lookups end without
         blocks."""
         self._fetchings: dict[int, SplitFetch] = {}
         """Number of an ask → its fetch, until a job takes it over or the ask ends."""
@@ -206,8 +206,7 @@ class TransferWorker:
         self._unreported.update(step.unreported)
 
     def wait_for_layer(self, name: str) -> None:
-        """Wait until this step's streams have filled the KV of layer ``name``, which the forward pass needs
-        next."""
+        """Wait until this step's streams have filled layer ``name``, which the forward pass needs next."""
         if not self._streams and not self._bad:
             return
         layer = self._kv.index.get(name)
@@ -228,8 +227,7 @@ class TransferWorker:
                     self._do("end a push", push.invalidate)
 
     def save_layer(self, name: str) -> None:
-        """Start to send layer ``name``, which the forward pass has just computed, to the peers of this step's
-        pushes."""
+        """Start to send layer ``name``, which the forward pass has just computed, for this step's pushes."""
         layer = self._kv.index.get(name)
         if layer is None:
             return
