@@ -188,12 +188,13 @@ class ContextEnds:
         return key in self._users or key in self._others
 
     def put_prompt(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Replace the end of a program's prompt. If ``program_id`` is ``None``, ``add`` the keys instead."""
+        """Record ``keys`` as the end of a program's newest prompt. The end of its previous prompt is
+        forgotten. If ``program_id`` is ``None``, ``add`` the keys instead."""
         self._put("prompt", program_id, keys)
 
     def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Replace the end of a program's turn, output included. If ``program_id`` is ``None``, ``add``
-        them."""
+        """Record ``keys`` as the end of a program's newest turn, output included. The end of its previous
+        turn is forgotten. If ``program_id`` is ``None``, ``add`` the keys instead."""
         self._put("turn", program_id, keys)
 
     def add(self, keys: Iterable[BlockKey]) -> None:

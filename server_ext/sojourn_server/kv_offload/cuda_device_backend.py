@@ -198,8 +198,8 @@ class CudaDeviceBackend:
     # -- inside --------------------------------------------------------------------------
 
     def _follow_stores(self, slots: Sequence[int]) -> bool:
-        """Make the load stream wait for unfinished copies into ``slots``. Return whether there are none, so
-        that the slots are stable sources (see ``CudaRuntime.copy``)."""
+        """Make the load stream wait for unfinished copies into ``slots``. Return true if there are none. Only
+        then are the slots stable sources (see ``CudaRuntime.copy``)."""
         filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:

@@ -20,8 +20,8 @@ DISK_INDEX_TIMEOUT_STEPS = 100
 """Number of steps after which the engine stops waiting for the worker's list of files left on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""If a search finds no store of another engine, no search begins in the next ``NO_SIBLINGS_RECHECK_S``
-seconds, counted from the beginning of that search."""
+"""After a search that found no store of another engine, no search begins for this many seconds, counted from
+the beginning of that search."""
 
 MAX_OPEN_PROBES = 256
 """Maximum number of searches of other engines' stores that have no answer yet."""
@@ -99,7 +99,7 @@ class DiskPlanner:
         self._requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
         """Blocks in host memory whose write to disk was requested → the rank that each gets after it."""
         self._lowered = False
-        """Whether these blocks already have that rank, because the disk is broken."""
+        """Whether the blocks of ``_requested_writes`` already have their new ranks: the disk is broken."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         """Number of a job that reads from disk → the entries that it fills."""
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
@@ -257,7 +257,7 @@ class DiskPlanner:
         self.spill(host.next_unspilled(min(room, wanted), above=RetentionRank.SPARE))
 
     def _lower(self, keys: Iterable[BlockKey]) -> None:
-        """Give the blocks ``keys``, whose write was requested, the ranks that they get after a write."""
+        """Give the blocks ``keys`` the ranks that ``_requested_writes`` names, except ``WANTED`` blocks."""
         for key in keys:
             entry = self._host.get(key)
             if entry is not None and entry.rank != RetentionRank.WANTED:
@@ -386,7 +386,7 @@ class DiskPlanner:
 
     def _probes_hang(self, now: float) -> bool:
         """Return whether a search takes too long, or too many searches are open. If so, no further search
-        begins. Searches run one after the other, so it would only wait."""
+        begins. Searches run one after the other, so a further one would only wait."""
         oldest = next((probe for probe, _ in self._probing.values()), None)
         return oldest is not None and (
             now - oldest.since_s >= self.limits.max_probe_wait_s or len(self._probing) >= MAX_OPEN_PROBES
@@ -404,8 +404,8 @@ class DiskPlanner:
     ) -> bool:
         """Plan to read the leading ``keys`` of a request from disk. Returns false if no block can be read.
 
-        ``found``: entries of the request's blocks before ``keys``, which are in host memory. They and the
-        blocks read stay pinned until ``abandon``."""
+        ``found``: entries of the request's blocks before ``keys``, which are in host memory. These entries
+        and those of the blocks read stay pinned until ``abandon``."""
         self.touch([*(entry.key for entry in found), *keys])
         waiting = _PendingStage(since_s=now, entries=list(found))
         for entry in found:  # reads must not evict them

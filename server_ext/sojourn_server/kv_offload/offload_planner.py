@@ -81,8 +81,8 @@ class OffloadPlanner:
         *,
         may_lower: bool = True,
     ) -> bool:
-        """Plan to copy a block that this step overwrites to host memory with the rank ``rank``. If host
-        memory already has the block, only set its rank. Returns false if host memory has no room.
+        """Plan to copy a block to host memory, with the rank ``rank``, because this step overwrites it on the
+        device. If host memory already has it, only set its rank. Returns false if host memory has no room.
 
         ``may_lower=False``: the rank of a block that host memory already has is not lowered, unless it is
         ``SPARE`` or below."""
@@ -210,9 +210,9 @@ class OffloadPlanner:
     def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
         """Return how many leading ``keys`` can be loaded from host memory now.
 
-        ``None`` means: look up again in a later step. It is returned while a search of other engines' stores
-        or a disk read for this request is in progress, which this call may begin, or while another request is
-        loading the first key. A repeated look-up, or one during a disk read, takes O(1).
+        ``None`` means: look up again in a later step. Either a search of other engines' stores or a disk read
+        for this request is in progress (this call may have begun it), or another request is loading the first
+        key. A repeated look-up, or one during a disk read, takes O(1).
 
         Found blocks are pinned. ``take_jobs`` unpins them, except those of the latest look-up: the scheduler
         looks up the first waiting request in every step, and its blocks must stay while it waits. If a block

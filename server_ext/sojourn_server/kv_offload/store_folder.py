@@ -203,8 +203,8 @@ def find_stores(
     list is empty if there is no store or no root. Changes nothing.
 
     ``root``: a path without symbolic links. ``known``: known fields of the engine's ``KvIdentity``.
-    ``weights``: the first word of its field ``model``; ``None`` if unknown. ``name``: name of the store that
-    the engine will write.
+    ``weights``: the beginning of its field ``model``, up to a space; ``None`` if unknown. ``name``: name of
+    the store that the engine will write.
 
     Raises the errors that the engine itself would raise later: ``IncompatibleStore`` if there are stores but
     none matches; ``StoreInUse`` if all matching stores named ``name`` are open; and ``OSError``.

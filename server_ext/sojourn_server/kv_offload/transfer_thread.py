@@ -34,7 +34,7 @@ class TransferThread:
         self._thread.start()
 
     def submit(self, work: Work) -> None:
-        """Queue ``work``, which must handle its own errors. Others reach only ``threading.excepthook``."""
+        """Queue ``work``. Exceptions that it does not handle itself go to ``threading.excepthook``."""
         self._work.put(work)
 
     def end_of_work(self) -> threading.Event:

@@ -47,7 +47,7 @@ class _FinishedRequestSaves:
     content: list[memoryview] | None = None
     """Copy of the first block of ``saves``, if the store has refused it so far."""
     wanted: bool = True
-    """Whether the blocks are still to be saved. If false, a running lookup stops to ask the store."""
+    """Whether the blocks are still to be saved. If false, a running lookup stops asking the store."""
 
 
 class BlockSaver:
@@ -68,11 +68,12 @@ class BlockSaver:
         concurrent_steps: int = 1,
     ) -> None:
         """``leading`` returns how many leading keys the store has; it may block. ``patience_s``: maximum
-        seconds for one lookup, and without progress on finished requests. ``attempt(what, call, *arguments)``
-        makes a call and handles its errors. ``log`` receives errors of the lookup thread.
-        ``max_held_blocks``: maximum number of engine blocks that finished requests pin together; a single
-        request may pin more. ``concurrent_steps``: maximum number of planned steps whose results the planner
-        does not know yet. It may plan the saves of these steps again when their request finishes."""
+        seconds for one lookup, and maximum seconds without progress on blocks of finished requests.
+        ``attempt(what, call, *arguments)`` makes a call and handles its errors. ``log`` receives errors of
+        the lookup thread. ``max_held_blocks``: maximum number of engine blocks that finished requests pin
+        together; a single request may pin more. ``concurrent_steps``: maximum number of planned steps whose
+        results the planner does not know yet. When a request finishes, the planner may plan the saves of
+        these steps again."""
         self._manager = manager
         self._leading = leading
         self._kv = kv

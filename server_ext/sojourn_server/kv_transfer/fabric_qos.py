@@ -31,12 +31,13 @@ VIRTUAL_LANES: Mapping[int, VirtualLane] = {
     2: VirtualLane("KV", 0, 64),
     3: VirtualLane("the model's point-to-point messages", 192, 192),
 }
-"""Number of a virtual lane and its service level → the lane. Which of the model's traffic uses 1 or 3 is a
-guess."""
+"""Number of a virtual lane, which is also its service level → the lane. How the model's traffic is divided
+between lanes 1 and 3 is a guess."""
 
 MODEL_LANE, KV_LANE = 1, 2
 HIGH_LIMIT = 240
-"""Number of 4 KiB units that the high-priority arbiter sends before the low-priority one; 255: no limit."""
+"""Number of 4 KiB units that the high-priority arbiter may send before the low-priority one gets a turn; 255
+means no limit."""
 
 DSCP: Mapping[int, int] = {0: 0, 1: 26, 2: 10, 3: 34}
 """Traffic class → its DSCP value on RoCE, chosen by sojourn."""

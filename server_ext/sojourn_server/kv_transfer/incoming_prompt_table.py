@@ -127,7 +127,7 @@ class IncomingPromptTable:
         self.release_buffers(prompt, now)
 
     def discard(self, transfer: str, now: float) -> bool:
-        """Remove a prompt that no request will ask for. If the engine expects it, keep it; return false."""
+        """Remove a prompt that no request asks for. If the engine expects it, keep it and return false."""
         prompt = self._prompts.get(transfer)
         if prompt is not None and prompt.expected:
             return False

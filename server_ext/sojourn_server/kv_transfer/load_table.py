@@ -41,7 +41,7 @@ class ReadingPeer:
     has another epoch."""
     or_read_locally: bool = False
     """Whether this engine reads missing blocks from storage itself if the peer fails before every block has
-    its first layer. Later failures lose these blocks, because a step may already wait for their layers."""
+    its first layer. After a later failure they stay missing, because a step may already wait for layers."""
 
 
 class PeerFetch:
@@ -221,7 +221,7 @@ class BlockLoad:
         self._loads.begin_fetch(fetch, now)
 
     def _read_instead(self, slot: BufferSlot, now: float) -> bool:
-        """Read a block from storage that the peer did not send, if ``or_read_locally`` allows it, at most
+        """If ``or_read_locally`` allows it, read from storage a block that the peer did not send, at most
         once per slot. Returns whether the read was queued."""
         ctx = self._loads.ctx
         if self._peer is None or not self._peer.or_read_locally or self._layers:

@@ -232,8 +232,9 @@ PIECE_BYTES = 256 << 10
 """Maximum bytes of one write to a stream; larger messages are sent in pieces. A peer must accept each piece
 within ``patience_s`` seconds."""
 _STALL_CHECKS = 4
-"""A write's timeout ``patience_s`` is divided into this many timer steps. A pause of this process ends only
-one step, and then waiting socket events come first. So a pause is not taken for a stalled peer."""
+"""A write's timeout ``patience_s`` is divided into this many timer steps. If this process pauses, only one
+step expires, and waiting socket events are handled before the next. So a pause is not taken for a stalled
+peer."""
 
 
 class _QueuedMessage(NamedTuple):

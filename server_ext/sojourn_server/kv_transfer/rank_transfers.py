@@ -59,8 +59,8 @@ def rank_address(address: str, rank: int, ranks: int) -> str:
 
 
 def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
-    """Return an engine's jobs for its worker ``rank``: addresses and epochs are those of the peer's worker of
-    the same rank. The peer must have as many workers; ``TransferPlanner.arrived`` checks this."""
+    """Return an engine's jobs for its worker ``rank``. Each list of addresses or epochs is replaced by its
+    value for this rank. The peer must have as many workers; ``TransferPlanner.arrived`` checks this."""
     if ranks == 1:
         return jobs
 

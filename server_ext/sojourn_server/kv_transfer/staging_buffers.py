@@ -110,8 +110,8 @@ class BufferPool:
         self._changes = 0
         """Counter of changes that may let a waiting lease fit."""
         self._refused_at = -1
-        """Value of ``_changes`` when the first waiting lease last did not fit. It is not tried again before
-        the counter changes."""
+        """Value of ``_changes`` when the first waiting lease last did not fit. The lease is not tried again
+        before the counter changes."""
 
     @property
     def used(self) -> int:
@@ -128,7 +128,8 @@ class BufferPool:
         return len(self._queue)
 
     def request_lease(self, name: str, keys: Sequence[bytes], extra: int, now: float) -> None:
-        """Request a lease on the blocks ``keys`` and on ``extra`` more slots. ``take_granted`` grants it.
+        """Request a lease on the blocks ``keys``, and on ``extra`` slots for blocks whose keys are not known
+        yet. ``take_granted`` grants it.
 
         Raises ``LeaseTooLarge`` if the pool is too small, and ``ValueError`` for a name that already has a
         lease.

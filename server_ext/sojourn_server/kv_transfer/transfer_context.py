@@ -118,8 +118,9 @@ class TransferContext:
     # -- leases ---------------------------------------------------------------------
 
     def lease(self, name: str, holder: LeaseHolder, keys: list[bytes], extra: int, now: float) -> None:
-        """Request a lease on the blocks ``keys`` and on ``extra`` more slots. Calls ``holder.granted`` when
-        the lease is granted, perhaps before this method returns. Raises ``LeaseTooLarge``."""
+        """Request a lease on the blocks ``keys``, and on ``extra`` slots for blocks whose keys are not known
+        yet. Calls ``holder.granted`` when the lease is granted, perhaps before this method returns. Raises
+        ``LeaseTooLarge``."""
         self.buffers.request_lease(name, keys, extra, now)
         self._holders[name] = holder
         self.grant(now)
@@ -166,7 +167,7 @@ class TransferContext:
         self, request: str, slot: BufferSlot, now: float, traffic_class: TrafficClass = TrafficClass.KV
     ) -> None:
         """Queue a read of a slot's block from storage, unless the slot is full or being filled. ``request``:
-        whose place in the link's queue the read uses."""
+        name of the transfer; its reads share a place in the link's queue."""
         if slot.filled == self.layers or slot.filler is not None:
             self.counts["blocks_merged"] += 1
             return

@@ -118,8 +118,8 @@ class PushHandle(TransferHandle[PushEnded]):
 
     def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
         """Add the next layer of all blocks. The memory of ``blocks`` must not change until ``outcome`` is
-        set. Returns whether the push is still open. Raises ``ValueError`` for a wrong layer, number or
-        size."""
+        set. Returns whether the push is still open. Raises ``ValueError`` if ``layer`` is not the next, or
+        the number or size of the blocks is wrong."""
         wanted: bool = self._owner.do(self._owner.core.give, self.name, layer, blocks)
         return wanted
 

@@ -25,7 +25,7 @@ class FetchJob(NamedTuple):
     keys: list[bytes]
     """Keys of consecutive Full Blocks of a context."""
     decode_share: float = 0.0
-    """Share of the stored blocks that the peer, a decode engine, reads: the last ones."""
+    """Share of the stored blocks that the peer, a decode engine, reads. It reads the last blocks."""
     peer: str = ""
     """Address of the peer; empty if this engine reads all blocks. The fields below are for the peer."""
     context: str = ""
@@ -131,7 +131,7 @@ class TransferResults:
     ready: dict[int, int] = field(default_factory=dict)
     """Ask whose fetch the request can use now → number of leading blocks that have arrived or will arrive."""
     prompts: dict[int, int] = field(default_factory=dict)
-    """Ask of an expected context that has ended → number of its Full Blocks; 0 if it is not complete."""
+    """Ask whose expected context has arrived or failed → number of its Full Blocks; 0 if it failed."""
     stored: dict[str, int] = field(default_factory=dict)
     """Request → index of the first Full Block of its context that the last step did not save."""
 

@@ -5,8 +5,8 @@ keeps its place in the queue until ``close``. If it queues another item later, s
 push, that item goes before the items of later requests. While a request has no item in the queue, the link
 serves the next request.
 
-A rate limit makes a link as slow as the rate. Items are timed by timestamps, not by sleeps, so an item that
-starts up to ``MAX_LAG_S`` late does not delay the items after it.
+With a rate limit, items take at least the time that they need at this rate. The link computes these times and
+does not sleep, so an item that starts up to ``MAX_LAG_S`` late does not delay the items after it.
 
 The module has no clock and does no I/O. ``take`` returns items to start, ``end_io`` records the end of an
 item's I/O, and ``take_finished`` returns items that are over and whose time at the link's rate has passed.

@@ -272,8 +272,9 @@ class TransferPlanner:
                 self.counts["saves_put_off"] += 1
 
     def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
-        """Handle a finished request, and return whether vLLM must keep its blocks for now. ``well``: whether
-        it completed normally. If so, those of its blocks ``block_ids`` that are not stored yet are saved."""
+        """Handle a finished request. Returns whether vLLM must keep its blocks, and the parameters for the
+        decode engine. ``well``: whether it completed normally. If so, those of its blocks ``block_ids`` that
+        are not stored yet are saved."""
         entry = self._entries.get(request_id)
         if entry is None:
             return FinishOutcome(False, None)

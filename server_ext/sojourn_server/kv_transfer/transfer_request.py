@@ -185,7 +185,7 @@ class FinishOutcome(NamedTuple):
     hold: bool
     """Whether vLLM must keep the blocks for now, because a transfer still uses them."""
     answer: dict[str, Any] | None
-    """The parameters (``transfer_answer_params``); ``None`` unless the prompt was pushed."""
+    """The parameters (``transfer_answer_params``); ``None`` if the prompt was not pushed."""
 
 
 class ScheduledRequest(NamedTuple):

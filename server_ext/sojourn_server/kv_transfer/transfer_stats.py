@@ -39,7 +39,7 @@ class TransferStepTimes:
     gathered_s: float = 0.0
     """Seconds for which layers were copied out of blocks for pushes, in parallel with the forward pass."""
     push_waited_s: float = 0.0
-    """Seconds that steps waited at their end for these copies."""
+    """Seconds that steps waited at their end for the copies counted in ``gathered_s``."""
 
     def add(self, other: TransferStepTimes) -> None:
         for field in fields(self):
