@@ -120,8 +120,8 @@ class BlockPrefixTree:
 
 
 SEARCH_S = 0.5
-"""Seconds after which a search of sibling stores ends with what it has found. This is less than the wait of
-requests (``TierLimits.max_probe_wait_s``), so they can use the result."""
+"""Seconds after which a search of sibling stores ends with what it has found. Requests wait longer by
+default (``TierLimits.max_probe_wait_s``), so they can use the result."""
 _SEARCH_BATCH_KEYS = 32
 """A search looks at the clock each time it has found this many keys."""
 
