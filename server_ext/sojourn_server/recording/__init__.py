@@ -2,28 +2,32 @@
 
 Imports ``core`` and packages that ``core`` imports, and no engine. Start with ``recording_scheduler.py``.
 
-How it works: a scheduler's decisions depend only on its events and their times. ``RecordingScheduler``
-overrides ``handle``, which takes events, and the query methods. It writes one record per call: the event or
-query, the time, the answer, the decisions logged during the call, and the actions.
+A scheduler's decisions depend only on its events and their times. ``RecordingScheduler`` overrides
+``handle``, which takes events, and the query methods whose answers depend on a policy. It writes one record
+per call. Only consecutive evictions share a record.
 
-``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, passes it the events at
-their times, and compares its records with the recorded ones. Both schedulers write records with the same
-code, so all recorded data are compared.
+``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, repeats the recorded calls
+at their recorded times, and compares the records that this scheduler writes with the recorded ones.
 
 Format: lines of JSON, gzipped. The first line is the header (``RecordingHeader``). The last line is the end
-record. If it is missing, the engine was killed or the file was truncated. The other lines are
+record. If it is missing, the engine was killed or the file was truncated. Each other line is one record,
+without empty parts at its end:
 
     [op, now, facts, answer, decisions, orders]
 
-without empty parts at the end. ``now`` is seconds on the engine's clock, or ``null`` for most queries.
-``facts`` are the inputs of the call, and ``orders`` are the actions. ``RECORD_SHAPES`` explains the parts for
-each ``op``. An event's ``op`` is its tag. Requests are numbered by arrival. Floats keep all digits, so they
-are read back exactly. Infinity is written as ``null``. Infinity occurs only in two answers: "never promoted"
-and the eviction key of an unknown program.
+    op         the kind of call: a key of ``RECORD_SHAPES``. For an event, it is the event's msgspec tag
+    now        seconds on the engine's clock; ``null`` for most queries and for evictions
+    facts      the call's input as plain values
+    answer     the call's result as plain values; its form depends on ``op``
+    decisions  the entries of the decision log that were made during the call
+    orders     the resulting actions, without those that are the answer
 
-A recording contains token counts and the first 8 bytes of each block's chained hash. Of a request's chain of
-hashes, it contains only the part that differs from the program's previous chain. It contains names and
-command heads of tools, and the ids, agent types, tenants and graph node names of clients. It contains no
+Requests are numbered by arrival. Floats keep all digits, so they are read back exactly. Infinity is written
+as ``null``. It occurs only in two answers: "never promoted", and the eviction key of an unknown program.
+
+A recording contains token counts, and the first 8 bytes of block hashes. For each request it has only the
+hashes after the prefix that the request shares with its program's previous context. It also contains names
+and command heads of tools, and the clients' ids, agent types, tenants and graph node names. It contains no
 text, no arguments and no results.
 """
 

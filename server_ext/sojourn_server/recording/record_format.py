@@ -1,4 +1,9 @@
-"""Converts the inputs (facts) and answers of a scheduler's calls to JSON values, and facts back to inputs."""
+"""Converts a scheduler's calls to the values that a recording stores, and stored inputs back to calls.
+
+``facts`` are the stored form of a call's input, ``answer`` is the stored form of its result. A replay reads
+the facts (``read_...`` functions) and repeats the call. It does not read the answer, but compares it with the
+answer that the repeated call gives.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +43,9 @@ class RecordShape(NamedTuple):
     meaning: str
     facts: tuple[str, ...] = ()
     answer: tuple[str, ...] = ()
-    """Names of the values of an answer that is a list, in order; one name for an answer that is one value."""
+    """Names of the answer's values, in order. With one name the answer is usually the value, not a list."""
     optional: int = 0
-    """Number of facts at the end that a record may leave out."""
+    """Number of facts that a record may leave out at its end."""
 
 
 _LEASE_FIELDS = (
@@ -131,8 +136,8 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     "reset": RecordShape("the prefix cache was cleared", ("device",), optional=1),
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),
 }  # fmt: skip
-"""``op`` → description of such records. A fact or answer ``request`` is a request's number: the first value
-in the answer of its ``arrive`` or ``stranger`` record."""
+"""``op`` → shape of the records of this kind. A value named ``request`` is the request's number, which is the
+first value in the answer of the request's ``arrive`` or ``stranger`` record."""
 
 DECISION_FIELDS = ("at_s", "kind", "program_id", "reason", "numbers")
 """Names of the fields of each decision in a record, as in the decision log."""
@@ -166,8 +171,8 @@ def read_arrival(facts: Sequence[Any]) -> RequestArrived:
 
 
 def _context(context: AgenticContext | None) -> Any:
-    """Return a request's hints as plain values, with clipped names. Events are left out, since they have
-    records of their own."""
+    """Return a request's hints as plain values; ``None`` without hints. Long names are cut. The events that
+    the request carries are left out, since they have records of their own."""
     if context is None:
         return None
     ours = context.sojourn
@@ -191,7 +196,7 @@ def _truncated_name(name: str | None) -> str | None:
 
 
 def event_facts(emitter: str, event: AnyEvent) -> tuple[Any, ...]:
-    """Return the emitter and the event. Fields that cannot change a decision are replaced by constants."""
+    """Return (emitter, event as plain values). Constants replace fields that cannot change a decision."""
     if isinstance(event, ProgramStart):
         event = msgspec.structs.replace(event, name=None)
     elif isinstance(event, ToolStop):
@@ -283,15 +288,15 @@ def read_turn_end(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]
 
 
 def chain_facts(base: Sequence[Any], hashes: Sequence[Any]) -> tuple[int, bytes]:
-    """Return a chain of block hashes as its difference from ``base``: (number of common leading hashes, the
-    other hashes as bytes). The reader must know ``base``."""
+    """Return a chain of block hashes as its difference from ``base``: (number of leading hashes that both
+    have, the first ``HASH_BYTES`` of each other hash, joined). ``read_chain`` needs the same ``base``."""
     shared = common_prefix_length(base, hashes)
     return shared, b"".join(block_hash[:HASH_BYTES] for block_hash in hashes[shared:])
 
 
 def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
-    """Return the chain of block hashes from ``base`` and the facts that ``chain_facts`` returned. Raises
-    ``ValueError`` if the facts do not fit ``base``."""
+    """Return the chain of block hashes that ``chain_facts(base, ...)`` stored as ``facts``. Raises
+    ``ValueError`` if ``facts`` are invalid or ``base`` is too short for them."""
     shared, rest = facts
     if not 0 <= shared <= len(base):
         raise ValueError(f"a chain shares {shared} blocks with one of {len(base)}")
@@ -299,7 +304,8 @@ def read_chain(base: Sequence[bytes], facts: Sequence[Any]) -> list[bytes]:
 
 
 def read_hashes(text: str) -> list[bytes]:
-    """Return the block hashes in a base64 text. Raises ``ValueError`` if the last hash is incomplete."""
+    """Return the block hashes in a base64 text. Raises ``ValueError`` if the text is not base64, or if the
+    last hash is incomplete."""
     data = base64.b64decode(text, validate=True)
     if len(data) % HASH_BYTES:
         raise ValueError(f"{len(data)} bytes of block hashes; expected a multiple of {HASH_BYTES}")

@@ -27,12 +27,11 @@ from .record_format import RECORD_SHAPES
 from .recording_scheduler import RecordingScheduler, RecordSink
 
 RECORDING_VERSION = 12
-"""Version of the format. Since version 7 each event has one record, which includes the resulting actions. To
-replay an older recording, use the version of sojourn that wrote it."""
+"""Version of the format. To replay an older recording, use the version of sojourn that wrote it."""
 
 MAX_RECORDING_BYTES = 1 << 30
-"""Maximum compressed size of a recording in bytes. The end record may exceed this size by a few hundred
-bytes."""
+"""Compressed size in bytes at which a recording ends. The file may be larger by the records written last
+(``FLUSH_RECORDS``) and the end record."""
 
 FLUSH_RECORDS = 256
 """Number of records written at once (about 20 KiB, 0.2 ms). A killed engine loses fewer records than this."""
@@ -53,14 +52,14 @@ encode_record = msgspec.json.Encoder().encode
 
 
 class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """First line of a recording: the arguments from which the recorded scheduler was built."""
+    """First line of a recording: what the recorded scheduler was built from, including learned histories."""
 
     sojourn_recording: int = RECORDING_VERSION
     versions: dict[str, str]
     """Versions of sojourn, the engine and Python."""
     preset_toml: str
     preset_source: str
-    """File name of the TOML, for messages."""
+    """Name of the preset's TOML file, for messages."""
     pool: dict[str, Any]
     limits: dict[str, Any]
     curve: tuple[float, float, float] | None
@@ -130,8 +129,8 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RecordingFile:
-    """Writes one recording. After a failure, the recording ends and ``warn`` is called once. No method
-    raises. An earlier recording at the same path is renamed to ``PATH.previous``."""
+    """Writes one recording to a file. After a failure, the recording ends, and ``warn`` is called once with a
+    text. No method raises. A file that exists at the path is renamed to ``PATH.previous``."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class RecordingFile:
         self.full = False
         """Whether the maximum size is reached. The next record must then be the last."""
         self.records = 0
-        """Number of records, without the header."""
+        """Number of records written so far, without the header."""
         self._warn = warn
         self._max_bytes = max_bytes
         self._lines: list[bytes] = []
@@ -239,8 +238,8 @@ class _HeaderVersion(msgspec.Struct):
 
 
 class RecordingReader:
-    """Reads a recording. Raises ``RecordingError`` if the file is missing, damaged, truncated or of another
-    version.
+    """Reads a recording. The constructor reads the whole file, and raises ``RecordingError`` if the file is
+    missing, damaged, truncated or of another version.
 
     ``allow_unfinished`` accepts a file without an end record, as left by a killed engine or a full disk. Each
     call to ``records`` reads the file again, so that the file is never in memory as a whole.
@@ -371,7 +370,8 @@ class RecordingReader:
 
 
 def canonical_line(line: bytes) -> bytes:
-    """Return the line as the recorder would write it. Tools use it on lines that were edited by hand."""
+    """Return a line of JSON as the recorder would write it, without a newline. It is for lines that were
+    edited by hand. Raises ``msgspec.DecodeError`` if the line is not JSON."""
     return encode_record(msgspec.json.decode(line))
 
 

@@ -26,25 +26,26 @@ class RecordSink(Protocol):
     """Protocol of an object that stores records. No method raises."""
 
     full: bool
-    """Whether the next record must be the last."""
+    """Whether the next record must be the last, because the maximum size is reached."""
 
     def write(self, record: tuple[Any, ...]) -> None:
-        """Write a record. The caller may change the record's parts afterwards."""
+        """Store a record. The sink keeps no reference to the record, so the caller may change its parts."""
 
     def close(self) -> None:
-        """Close the file. No further records follow."""
+        """Store what was written, and end. The caller writes no further record."""
 
     def give_up(self, error: Exception) -> None:
-        """End the recording, because a record could not be encoded (``error``)."""
+        """End the recording, because a record could not be made (``error`` says why)."""
 
 
 class CallRecorder:
-    """Runs calls of a scheduler's methods, and records them with their results. An error in recording ends
-    the recording, not the call. ``totals`` returns statistics for the end record."""
+    """Runs calls of a scheduler's methods, and records them with their results. If recording fails, the
+    recording ends and the call goes on. ``totals`` returns statistics for the end record."""
 
     def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]], log_capacity: int) -> None:
         self.decisions = ObservedDecisionLog(log_capacity)
-        """The scheduler's decision log. Each record gets the decisions that were logged during its call."""
+        """The decision log that the scheduler must use. A call's record gets the decisions logged since the
+        previous record."""
         self._sink: RecordSink | None = sink
         self._totals = totals
         self._run_of: tuple[str | None, int | str | None] = (None, None)
@@ -67,10 +68,10 @@ class CallRecorder:
         orders: Callable[[T], Any] | None = None,
         **more: Any,
     ) -> T:
-        """Run ``call``, write its record and return its result. Raises what ``call`` raises.
+        """Return ``call(*args, **more)``, and record the call. Raises what ``call`` raises.
 
-        ``op``, ``now`` and ``facts`` are the first parts of the record. ``answer`` and ``orders`` compute the
-        recorded answer and actions from the result; without ``orders`` the record has no actions.
+        ``op``, ``now`` and ``facts`` are the first parts of the record. ``answer`` and ``orders`` compute its
+        answer and actions from the result of ``call``. Without ``orders`` the record has no actions.
         """
         if self._sink is None:
             return call(*args, **more)
@@ -83,10 +84,10 @@ class CallRecorder:
         return result
 
     def facts(self, make: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-        """Return ``make(*args)``, the facts of a call: its arguments as plain values.
+        """Return ``make(*args)``: a call's facts, which are its arguments as plain values.
 
-        Call this method before the recorded call, which may change the arguments. Returns an empty tuple if
-        nothing is recorded any more. If ``make`` fails, the recording ends and the result is empty too."""
+        Call this method before the recorded call, because that call may change its arguments. If ``make``
+        fails, the recording ends. Returns an empty tuple then, and after the end of the recording."""
         if self._sink is None:
             return ()
         try:
@@ -96,8 +97,8 @@ class CallRecorder:
             return ()
 
     def evicted(self, block_hash: bytes, owner: str | None, taker: int | str | None, now: float) -> None:
-        """Record an evicted block. Consecutive blocks with the same owner, evicted for the same request
-        (``taker``), share one record."""
+        """Record an evicted block. ``taker``: number or id of the request that caused the eviction, if any.
+        Consecutive blocks with the same ``owner`` and the same ``taker`` share one record."""
         if self._sink is None:
             return
         try:
@@ -110,7 +111,7 @@ class CallRecorder:
             self._fail(error)
 
     def close(self, reason: str) -> None:
-        """Write the end record and close the sink."""
+        """Write the end record and close the sink. Does nothing if the recording has ended already."""
         sink = self._sink
         if sink is None:
             return
@@ -175,7 +176,8 @@ class CallRecorder:
 
 
 class ObservedDecisionLog(DecisionLog):
-    """A decision log that also appends each new decision to ``made`` while ``listening`` is true."""
+    """A decision log that also appends each new decision to ``made``, as plain values, while ``listening``
+    is true. The reader of ``made`` must empty it."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -191,16 +193,16 @@ class ObservedDecisionLog(DecisionLog):
 
 
 class RecordingScheduler(ProgramScheduler):
-    """A ``ProgramScheduler`` that records its calls in ``sink``. Results and exceptions are unchanged.
+    """A ``ProgramScheduler`` that also records its calls in ``sink``. Results and exceptions are unchanged.
 
-    It records ``handle`` and those query methods whose answers depend on a policy. Each such method must be
-    overridden here; a test checks that.
+    It records ``handle`` and the query methods whose answers depend on a policy. It overrides each of these
+    methods; a test fails if one is missing.
     """
 
     def __init__(self, sink: RecordSink, state: SchedulerState) -> None:
         self._call_recorder = CallRecorder(sink, self._sums, state.decisions.capacity)
         self._chains: dict[str, list[Any]] = {}
-        """Request id → the chain of block hashes that was last recorded for the request."""
+        """Id of a request in the engine → the chain of block hashes recorded at its last admission."""
         state.decisions = self._call_recorder.decisions
         super().__init__(state)
 
@@ -234,8 +236,8 @@ class RecordingScheduler(ProgramScheduler):
         )
 
     def _facts(self, event: ev.Event) -> tuple[Any, ...]:
-        """Return the event as plain values. Requests are given by number, and block hashes as the difference
-        from the chain recorded before."""
+        """Return the event as plain values: requests by number, and block hashes as the difference from
+        ``chain_before``."""
         if isinstance(event, ev.RequestArrived):
             return record_format.arrival_facts(event)
         if isinstance(event, ev.ClientEventReceived):
@@ -267,7 +269,8 @@ class RecordingScheduler(ProgramScheduler):
         return record_format.admission_facts(number, event, chain)
 
     def _answer(self, event: ev.Event, actions: list[ev.Action], state: Any) -> Any:
-        """Return the answer to record for an event, from the actions or from the request's new state."""
+        """Return the answer to record for an event, made from the actions or from the request's new state;
+        ``None`` for an event without an answer."""
         if isinstance(event, ev.RequestArrived | ev.UntrackedRequestArrived):
             return record_format.request_state_answer(self._requests.states[event.request_id])
         if isinstance(event, ev.RequestAdmitted):
@@ -291,7 +294,7 @@ class RecordingScheduler(ProgramScheduler):
             return (last.outcome.outcome.value,)
         return None
 
-    # -- questions ----------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------
 
     def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
         facts = (self.request_number(request_id), preempted)
@@ -337,9 +340,10 @@ class RecordingScheduler(ProgramScheduler):
         return answer
 
     def chain_before(self, request_id: str) -> Sequence[Any]:
-        """Return the chain of block hashes to which the request's next recorded chain is compared.
+        """Return the chain of block hashes from which the request's next recorded chain is a difference.
 
-        This is the request's last recorded chain, or else its program's context; empty without both."""
+        This is the chain recorded at the request's last admission. Without one, it is the last context of the
+        request's program; empty without both."""
         chain = self._chains.get(request_id)
         if chain is not None:
             return chain
