@@ -26,7 +26,8 @@ from .offload_manager import OffloadManager
 
 
 class ActionExecutor:
-    """Carries out the actions for one engine's KV. New actions wait in ``pending`` until ``execute`` runs."""
+    """Carries out actions of the ``ProgramScheduler`` on one engine's KV. The caller adds new actions to
+    ``pending``; ``execute`` carries them out."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class ActionExecutor:
         cache_policy: ProgramCachePolicy | None,
         before_load: Callable[[], None],
     ) -> None:
-        """``guarded`` runs a call and returns ``None`` if it fails. ``requeue`` moves a waiting request whose
-        queue key may have changed. ``before_load`` is called before a prefetch evicts blocks."""
+        """``guarded`` runs a call and returns ``None`` if it fails. ``requeue`` takes the id of a request
+        whose queue key may have changed. ``before_load`` is called before a prefetch evicts blocks."""
         self.pending: list[EngineAction] = []
         """Actions that are not carried out yet, oldest first."""
         self._program_scheduler = program_scheduler
@@ -60,7 +61,8 @@ class ActionExecutor:
         self._before_load = before_load
 
     def execute(self, now: float) -> None:
-        """Carry out the pending actions, and the actions that follow from them."""
+        """Carry out the pending actions, and the actions that follow from them. ``now``: seconds on the
+        engine's clock."""
         while self.pending:
             actions, self.pending = self.pending, []
             for action in actions:
@@ -100,8 +102,8 @@ class ActionExecutor:
             self._requeue(request_id)
 
     def _prefetch(self, program_id: ProgramId, now: float) -> None:
-        """Start to read a program's expected prefix from disk. Then let the policy choose a part of the
-        prefix, and load this part into spare blocks of the device."""
+        """Prefetch a program's expected prefix: start to read it from disk into host memory, and load the
+        blocks that the policy chooses from host memory into spare blocks of the device."""
         hashes = self._program_scheduler.prefetch_keys(program_id)
         prefix = self._groups.cached_prefix(hashes)
         missing = len(hashes) - prefix.hashes

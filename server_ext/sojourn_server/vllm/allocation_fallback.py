@@ -35,12 +35,12 @@ FORECAST_REQUESTS_PER_STEP = 4
 """Maximum average number of requests that are forecast per step. With many running requests, forecasts are
 less frequent."""
 AMPLE_FREE_SHARE = 0.5
-"""No forecast is made while more than this share of the pool is free and no request waits."""
+"""No forecast is made while more than this share of the pool's blocks is free and no request waits."""
 
 
 class DemandMonitor:
-    """Reports running requests to the demand forecaster. If the forecaster predicts that a request will be
-    preempted, copies this request's KV to host memory in advance."""
+    """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks. If it
+    predicts that a request will be preempted, copies this request's KV to host memory in advance."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class DemandMonitor:
         self._due_in = 0
 
     def before_step(self, now: float) -> None:
-        """Make a forecast every few steps. If it predicts that a running request will be preempted, copy this
-        request's KV to host memory."""
+        """Make a forecast if one is due. If it predicts that a running request will be preempted, start to
+        copy this request's KV to host memory. Does nothing for presets that predict no output lengths."""
         if not self._program_scheduler.predicts_outputs:
             return
         self._due_in -= 1
@@ -89,7 +89,7 @@ class DemandMonitor:
             self._copy_ahead(scheduler.requests[likely], self._offload)
 
     def views(self, running: Iterable[Request]) -> list[RunningRequestView]:
-        """Return views of running requests, in the given order."""
+        """Return one view for each request, in the given order."""
         return [self._view(position, request) for position, request in enumerate(running)]
 
     def _view(self, position: int, request: Request) -> RunningRequestView:
@@ -122,11 +122,12 @@ class DemandMonitor:
 def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCacheBlocks | None]:
     """Return ``manager.allocate_slots``, with a fast path for running requests that need no new block.
 
-    vLLM calls ``allocate_slots`` for each running request in each step. For most decode steps the call
-    changes nothing, because the request's last block has room and no block becomes full. The fast path then
-    has the same result as vLLM's method: no blocks, and no change to any table. It is for models with one
-    full-attention group, since other groups free blocks in this call. It is used only with a prefix cache and
-    without speculative tokens.
+    vLLM calls ``allocate_slots`` for each running request in each step. In most decode steps the call changes
+    nothing, because the request's last block has room and no block becomes full. The fast path then returns
+    what vLLM's method would return: no blocks. Calls with speculative tokens go to vLLM's method.
+
+    Without a prefix cache, and for models with several KV cache groups or without full attention, the result
+    is vLLM's method itself. In other groups than full attention, this call also frees blocks.
     """
     original: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
     groups = manager.coordinator.single_type_managers
@@ -160,9 +161,10 @@ def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCa
 class AllocationFallback:
     """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations.
 
-    If blocks are missing, it first cancels loads ahead of need (``cancel_prefetches``), then ends leases. If
-    that is not enough, it chooses the request that vLLM preempts. ``carry_out`` executes the actions of the
-    ``ProgramScheduler``. ``guarded`` runs a call and returns ``None`` if it fails.
+    If blocks are missing, it first cancels all loads ahead of need (``cancel_prefetches`` returns whether
+    there were any), then ends leases. If that is not enough for a running request, it chooses the request
+    that vLLM preempts. ``carry_out`` executes the pending actions of the ``ProgramScheduler``. ``guarded``
+    runs a call and returns ``None`` if it fails. Sets vLLM's scheduling policy to PRIORITY.
     """
 
     def __init__(
@@ -192,12 +194,13 @@ class AllocationFallback:
         self._waiting = waiting
         self._cancel_prefetches = cancel_prefetches
         self.allocating: Request | None = None
-        """The request that blocks are allocated for. Evictions are recorded as caused by this request."""
+        """The request for which vLLM allocates blocks now; ``None`` if unknown. Evictions are recorded as
+        caused by this request."""
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._starved: Request | None = None
         """A waiting request that has loaded its KV, but in the last step got no blocks for the rest of its
-        prompt. Only with several KV cache groups."""
+        prompt; ``None`` if there is none. Only with several KV cache groups."""
         self._yielding: list[Request] = []
         """Running requests that the engine has to preempt in the next step, because they yield."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -212,11 +215,11 @@ class AllocationFallback:
         self._step_blocks = 2 * groups.blocks_of_step(config.max_num_batched_tokens)
 
     def prepare_step(self) -> None:
-        """Install the wrapper for the next step, or remove it if memory is ample and no request waits.
+        """Install the wrapper for the next step, or remove it if memory is ample and no request waits. Before
+        that, end a deadlock of loading requests, if there may be one.
 
-        The wrapper runs for every running request and is most of the adapter's cost. An engine without
-        pressure rarely needs it. In steps without the wrapper, evictions are recorded without the request
-        that caused them.
+        The wrapper runs for every running request and causes most of the adapter's cost. In steps without
+        the wrapper, evictions are recorded without the request that caused them.
         """
         scheduler = self._scheduler
         starved, self._starved = self._starved, None
@@ -239,10 +242,11 @@ class AllocationFallback:
         self._yielding.clear()
 
     def preempt_for_yield(self, request_id: str, to_request_id: str) -> None:
-        """Have vLLM preempt the running request ``request_id`` in the next step, as if blocks ran short.
+        """Have vLLM preempt the running request ``request_id`` in the next step, as if blocks ran short, so
+        that the request ``to_request_id`` can run.
 
-        Does nothing while the request ``to_request_id`` waits for something other than blocks, for instance a
-        KV load, or if the engine schedules by user priority."""
+        Does nothing if one of the two has left the engine, if ``to_request_id`` waits for something other
+        than blocks (for example a KV load), or if the engine schedules by user priority."""
         request, urgent = map(self._scheduler.requests.get, (request_id, to_request_id))
         if request is None or urgent is None or self._by_user_priority:
             return
@@ -250,7 +254,7 @@ class AllocationFallback:
             self._yielding.append(request)
 
     def restore_victim(self) -> None:
-        """Give the chosen victim, if any, its original priority back."""
+        """Give the request chosen for preemption, if any, its original priority back."""
         if self._victim is not None:
             victim, priority = self._victim
             victim.priority = priority
@@ -272,8 +276,8 @@ class AllocationFallback:
         return allocate_slots
 
     def _mark_yielding(self, request: Request) -> bool:
-        """If ``request`` runs, give the lowest priority to a running request that has to yield. Return
-        whether there was such a request."""
+        """Give the lowest priority to a running request that has to yield. Return whether there was one.
+        ``request``: the request that vLLM allocates for. If it does not run, do nothing and return false."""
         if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
             return False
         running = self._scheduler.running
@@ -372,8 +376,8 @@ class AllocationFallback:
     ) -> int:
         """Return an estimate of how many blocks the allocation lacks, at least 1.
 
-        Blocks that may turn out to be shared count as missing. The estimate ignores blocks reserved for
-        transfers. If the estimate is too low, the next round of ending leases asks for more.
+        Blocks that may turn out to be shared count as missing. Free blocks that vLLM reserves for transfers
+        count as available. If the estimate is too low, the caller ends more leases in its next round.
         """
         manager = self._scheduler.kv_cache_manager
         if running:
@@ -387,10 +391,11 @@ class AllocationFallback:
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
 
     def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
-        """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own.
+        """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own choice.
 
-        If vLLM would choose ``request`` itself, the last loading request is chosen instead, if there is one.
-        A running victim gets the lowest priority, so that vLLM's priority branch preempts it next.
+        If vLLM's choice is ``request`` itself, the last loading request is chosen instead, if there is one. A
+        running victim gets the lowest priority, so that vLLM's priority branch preempts it next. The caller
+        must make a loading victim give up its load.
         """
         self.restore_victim()
         candidates = [*self._scheduler.running, *self._loading()]
@@ -412,9 +417,9 @@ class AllocationFallback:
     def _loading(self) -> list[Request]:
         """Return the requests that load KV into their blocks and can give these blocks up.
 
-        These requests can be victims. Otherwise the only running request beside loading requests would
-        preempt itself in each step. With a connector other than sojourn's the list is empty, because such a
-        connector may write to the blocks at any time.
+        They can be victims too. Otherwise a request that runs alone beside them would preempt itself in each
+        step. With a connector other than ``SojournConnector`` the list is empty, because such a connector may
+        write to the blocks at any time.
         """
         if not isinstance(self._scheduler.connector, SojournConnector):
             return []
@@ -429,9 +434,10 @@ class AllocationFallback:
     def _break_load_deadlock(self, starved: Request) -> None:
         """If no request runs, make the last loading request other than ``starved`` give up its blocks.
 
-        vLLM begins a load only if it has reserved blocks to compute the requests that are loading already.
-        For sliding windows it reserves too few, because ``max_admission_blocks_per_request`` counts freed
-        blocks. Without this method, all loading requests could wait for each other for ever.
+        Before vLLM begins a load, it reserves blocks with which the requests that load already can finish
+        their prompts. For sliding windows it reserves too few: its limit ``max_admission_blocks_per_request``
+        assumes that blocks behind the window are free. Without this method, all loading requests could wait
+        for each other for ever.
         """
         if self._scheduler.running or starved.is_finished():
             return
@@ -458,8 +464,8 @@ class AllocationFallback:
 
 
 def count_unshared_blocks(blocks: Sequence[KVCacheBlock]) -> int:
-    """Return how many of a request's ``blocks`` no other request or lease uses. Takes O(log blocks), because
-    only a prefix can be shared."""
+    """Return how many of a request's ``blocks`` no other request or lease uses. The blocks are in the order
+    of the context. Takes O(log blocks), because only a prefix can be shared."""
     if not blocks or blocks[0].ref_cnt <= 1:
         return len(blocks)
     return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)

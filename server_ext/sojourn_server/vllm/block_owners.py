@@ -12,11 +12,11 @@ Owner = ProgramId | set[ProgramId] | frozenset[ProgramId]
 """Owner of a block: one program, a set of programs, or ``MANY`` (too many to list)."""
 
 MAX_OWNERS = 16
-"""Maximum number of owner ids recorded per block. More ids would cost memory and change no decision."""
+"""Maximum number of owners recorded per block, to bound memory. A block with more has the owner ``MANY``."""
 
 MANY: frozenset[ProgramId] = frozenset()
-"""Owner of a block that has more than ``MAX_OWNERS`` owners. The block counts as shared until the pool
-reuses or resets it."""
+"""Owner of a block that has had more than ``MAX_OWNERS`` owners. The block counts as shared until the pool
+reuses or resets it, even if all its owners have ended."""
 
 
 class BlockOwners:
@@ -34,8 +34,8 @@ class BlockOwners:
         """Block id → program, for cached blocks that were loaded ahead of need for the program and that no
         request has used yet. Such blocks have no owner."""
         self.common: set[int] = set()
-        """Ids of cached blocks that a second program has used, or that a request reused while they had no
-        owner."""
+        """Ids of cached blocks of common prefixes: those that a second program has used, or that a request
+        has reused while they had no owner."""
 
     def owners_of(self, block_id: int) -> frozenset[ProgramId]:
         """Return the owners of the block; an empty set if the block has no owner, or is owned by ``MANY``."""
@@ -43,7 +43,8 @@ class BlockOwners:
         return frozenset((owner,)) if isinstance(owner, str) else frozenset(owner)
 
     def add(self, blocks: Iterable[KVCacheBlock], program_id: ProgramId) -> list[KVCacheBlock]:
-        """Add the program as an owner of the blocks. Return the blocks that went from one owner to two."""
+        """Add the program as an owner of the blocks, which are in context order. Return the blocks that went
+        from one owner to two."""
         owned = self.blocks.setdefault(program_id, {})
         shared: list[KVCacheBlock] = []
         for block in blocks:
@@ -94,15 +95,15 @@ class BlockOwners:
         return changed
 
     def record_hit(self, block_id: int) -> None:
-        """Record that a request has found the block in the cache and reuses its content."""
+        """Record that a request reuses the block's cached content."""
         # The record matters only when a program ends, so it is skipped while no block has an owner.
         if (self.of or self.orphans) and block_id not in self.of:
             self.orphans.pop(block_id, None)
             self.common.add(block_id)
 
     def remove_reused(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """Remove the owners of blocks that the pool is about to reuse for other content. Yield (block, owner)
-        for each cached block that had an owner.
+        """Yield (block, owner) for each cached block of ``blocks`` that has an owner. ``blocks``: blocks that
+        the pool is about to reuse for other content. The iteration removes their owners.
 
         If only an ended program has used a block, that program counts as the block's owner.
         """
@@ -122,7 +123,7 @@ class BlockOwners:
                 yield block, owner
 
     def clear(self) -> None:
-        """Remove all owners."""
+        """Empty all tables."""
         self.of.clear()
         self.blocks.clear()
         self.orphans.clear()

@@ -57,21 +57,21 @@ class PinnedBlocks:
         return len(self._holders)
 
     def freed_by(self, program_id: ProgramId) -> int:
-        """Return how many blocks become unpinned when the program's blocks are released. O(1).
+        """Return the number of pinned blocks that count for the program; 0 if it pins none. O(1).
 
-        A block that several programs pin counts only for the program of the lowest rank (the earliest), whose
-        lease usually ends last. So the values of all programs add up to ``blocks()``. Releasing a program and
-        all programs of higher rank unpins at least the sum of their values. Running requests may still use
-        some of these blocks."""
+        Each pinned block counts for one program: of the programs that pin it, the one with the lowest rank
+        (the earliest), whose lease usually ends last. So the values of all programs add up to ``blocks()``.
+        If a program and all programs of higher rank are released, at least the sum of their values is
+        unpinned. Running requests may still use some of these blocks."""
         return self._counted_for.get(program_id, 0)
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Return how many of these distinct blocks no program pins. O(1) per block."""
+        """Return how many of the blocks, which must be distinct, no program pins. O(1) per block."""
         return sum(1 for block in blocks if block.block_id not in self._holders)
 
     def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock], rank: int = 0) -> None:
         """Pin these blocks for the program, and unpin the blocks that were pinned for it before. ``blocks``
-        are distinct and cached, in chain order. ``rank``: arrival rank of the program."""
+        must be distinct, cached, and in context order. ``rank``: arrival rank of the program."""
         # Pin first: blocks in both lists must not pass through the free queue.
         self._pool.touch(blocks)
         self.release(program_id)
@@ -93,7 +93,8 @@ class PinnedBlocks:
         return True
 
     def drop(self, program_id: ProgramId) -> None:
-        """Unpin the blocks of an ended program. Blocks without another owner are then evicted first."""
+        """Unpin the blocks of an ended program, and remove it as their owner. Its cached blocks without
+        another user are then evicted early (``ProgramFreeBlockQueue.remove_owner``)."""
         self.release(program_id)
         self._queue.remove_owner(program_id)
 
@@ -102,10 +103,10 @@ class PinnedBlocks:
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
 
     def count_by_state(self) -> dict[str, int]:
-        """Return the number of blocks by state: total, running, leased, cached and free.
+        """Return the number of blocks by state. The keys are ``total``, ``running`` (used by requests alone),
+        ``leased`` (pinned), ``cached`` (with content, but evictable) and ``free`` (without content).
 
-        ``cached`` blocks have content but no user, and may be reused. A large pool is not counted at each
-        call; its counts may be some seconds old.
+        A large pool is not counted at each call, so its counts may be some seconds old.
         """
         pool, now = self._pool, self._clock()
         age_s = now - self._counted_at
@@ -156,11 +157,12 @@ class PinnedBlocks:
 
 
 def without_common_prefix(manager: KVCacheManager, pinned: PinnedBlocks) -> Callable[[str], list[int]]:
-    """Return ``manager.get_num_common_prefix_blocks``, which finds no common prefix while blocks are pinned.
+    """Return a function that replaces ``manager.get_num_common_prefix_blocks``. While blocks are pinned, it
+    reports no common prefix.
 
     vLLM 0.31 takes a block for common to all requests if it has as many references as there are requests with
-    blocks. The references of leases count too, and cascade attention would then let requests read blocks that
-    are not theirs. It is off by default (``--no-disable-cascade-attn``). Later releases do not have it."""
+    blocks. Pins are references too. Cascade attention would therefore let requests read blocks that are not
+    theirs. Cascade attention is off by default in vLLM 0.31, and later releases do not have it."""
     count = manager.get_num_common_prefix_blocks
 
     def get_num_common_prefix_blocks(running_request_id: str) -> list[int]:
@@ -173,8 +175,9 @@ def without_common_prefix(manager: KVCacheManager, pinned: PinnedBlocks) -> Call
 class EvictionAdapter:
     """Keeps a pool's free queue in the order of the preset's eviction policy.
 
-    ``guarded`` runs a call and returns ``None`` if it fails. After an error in the queue itself, the queue
-    calls ``failed`` with the error, and keeps vLLM's own order from then on.
+    The caller must install ``queue`` in the pool, in place of ``replaced``. ``guarded`` runs a call and
+    returns ``None`` if it fails. ``evicted``, ``failed`` and ``before_reuse`` are callbacks of the queue
+    (``ProgramFreeBlockQueue``). After an error in the queue, it keeps vLLM's own order from then on.
     """
 
     def __init__(
@@ -204,18 +207,19 @@ class EvictionAdapter:
             self._guarded(self._rescore)
 
     def after_step(self) -> None:
-        """Mark abandoned branches: blocks of a program's previous turn that its new turn does not use."""
+        """For each program with a newly admitted turn, mark an abandoned branch: the free blocks of its
+        previous turn, which the new turn does not use."""
         for program_id, used_s in self._program_scheduler.take_begun_turns().items():
             self.queue.mark_abandoned(program_id, used_s)
 
     def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
         """Return the standing (the inputs of the eviction score) of the abandoned branch ``left``, or of the
-        program's newest turn if ``left`` is ``None``."""
+        program's newest turn if ``left`` is ``None``. Returns ``None`` for an unknown program."""
         standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, left)
         return standing
 
     def score(self, standing: Standing) -> Score:
-        """Return the eviction score of a standing in the policy's present scale; -inf if the policy fails."""
+        """Return the eviction score of a standing in the policy's present scale; (-inf,) if it fails."""
         return self._guarded(self._program_scheduler.owner_score, standing, self._branches.share) or (
             -math.inf,
         )
@@ -231,6 +235,6 @@ class EvictionAdapter:
 
 
 def block_content_hash(block: KVCacheBlock) -> Any:
-    """Return the block's chained content hash, without the number of its cache group."""
+    """Return the content hash of a cached block, without the number of its KV cache group."""
     assert block.block_hash is not None
     return get_block_hash(block.block_hash)

@@ -1,8 +1,7 @@
 """The supported vLLM releases, and every module-level name that sojourn imports from vLLM.
 
-``release_surface.py`` lists the methods and attributes that sojourn uses.
-
-No other module of sojourn names a module of vLLM. docs/vllm-releases.md says how a release is added.
+No other module of sojourn names a module of vLLM. ``release_surface.py`` lists the methods and attributes
+that sojourn uses. docs/vllm-releases.md says how to add a release.
 
 Importing this module imports nothing of vLLM. ``from .compat import Request`` imports only
 ``vllm.v1.request``. A module that needs a name only in annotations imports it under ``TYPE_CHECKING``.
@@ -22,7 +21,7 @@ TESTED_WITHOUT_ENGINE: tuple[str, ...] = ("0.33.0",)
 """Tested releases without a CPU build. The tests run only the schedulers of these releases, no engine."""
 
 UNTESTED_VLLM_VARIABLE = "SOJOURN_UNTESTED_VLLM"
-"""Environment variable that allows a release outside ``TESTED_VLLM`` if its value is ``1``."""
+"""Environment variable. With the value ``1``, a release outside ``TESTED_VLLM`` is allowed."""
 
 CLI_MODULE = "vllm.entrypoints.cli.main"
 """Module of vLLM's command line. The CPU build does not install it."""
@@ -106,7 +105,8 @@ for _module, _names in _NAMES.items():
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return an upstream name. Raises ``ImportError``, which names the tested releases."""
+    """Import and return a name of vLLM. Raises ``ImportError`` if the installed vLLM does not have the name;
+    for an untested release the error names the tested ones."""
     if name not in UPSTREAM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, upstream_name = UPSTREAM[name]
@@ -182,7 +182,7 @@ def installed_vllm() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM runs on the CPU, by vLLM's own rule. Imports nothing of vLLM."""
+    """Return whether the installed vLLM is built for the CPU, by vLLM's own rule. Imports nothing of vLLM."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return True
     version = _distribution_version("vllm")

@@ -1,8 +1,7 @@
 """Adds sojourn's routes to vLLM's API server, and adds the reason to the errors of refused requests.
 
 ``SojournEndpoint`` is a ``vllm.endpoint_plugins`` entry point. vLLM loads it only if ``VLLM_PLUGINS`` names
-``sojourn``.
-The engine answers through ``EngineCore.sojourn_call``, which ``plugin.py`` adds.
+``sojourn``. The engine answers through ``EngineCore.sojourn_call``, which ``plugin.py`` adds.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ if TYPE_CHECKING:
     from .compat import EngineClient
 
 STREAMS_END_S = 10.0
-"""Seconds between the engine's stop and the closing of connections by the server. In this time clients can
-read the end of their answers."""
+"""Seconds after the engine's stop until the HTTP server closes its connections. In this time clients can read
+the end of their answers."""
 
 READY_POLL_S = 0.1
-"""Seconds between two looks at whether the HTTP server answers yet."""
+"""Seconds between two checks of whether the HTTP server has started."""
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -63,8 +62,8 @@ class SojournEndpoint:
         self._announcer: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes and the middleware that explains refusals. The routes reject every request until
-        ``init_state`` has run."""
+        """Add sojourn's routes, and the middleware that explains refusals. Until ``init_state`` has run, the
+        routes reject every request."""
         app.include_router(build_router(self._engine, self._keys))
         # vLLM adds its middleware later, so it is outside this one and checks the API key first.
         app.add_middleware(RefusalMiddleware, engine=self._engine, request_id=_request_id)
@@ -87,8 +86,8 @@ class SojournEndpoint:
 
 
 def server_url(args: Namespace) -> str | None:
-    """Return the URL at which this machine reaches the server that vLLM starts with ``args``; ``None`` if it
-    has no port."""
+    """Return the URL at which this machine reaches the server that vLLM starts with ``args``; ``None`` if the
+    server has no port or listens on a Unix socket."""
     port = getattr(args, "port", None)
     if port is None or getattr(args, "uds", None):
         return None
@@ -97,8 +96,7 @@ def server_url(args: Namespace) -> str | None:
 
 
 async def _announce(url: str, state: Any) -> None:
-    """Log where the server answers and what to do next, as the last line of vLLM's start. ``state.server`` is
-    the HTTP server once it runs."""
+    """Wait until the HTTP server (``state.server``) runs, then log where it answers and what to do next."""
     while not getattr(getattr(state, "server", None), "started", False):
         await asyncio.sleep(READY_POLL_S)
     run = f"sojourn run --url {url} -- python agent.py"
@@ -133,8 +131,8 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return vLLM's id of an HTTP request, or ``None``. The engine's request ids contain the id of the HTTP
-    request that they belong to."""
+    """Return the id that vLLM gave an HTTP request, or ``None``. The ids of the request's engine requests
+    contain this id."""
     return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 
@@ -150,7 +148,7 @@ class VllmEngine:
         self._client = weakref.ref(engine_client)
 
     def engine_ids(self) -> Sequence[str]:
-        """Return the ranks of the server's engines, as in vLLM's metrics."""
+        """Return the ranks of the server's engines as text, as in the label ``engine`` of vLLM's metrics."""
         # An engine's address is its rank in two bytes, little endian.
         addresses = getattr(self._core(), "core_engines", None)
         if not addresses:
@@ -158,7 +156,8 @@ class VllmEngine:
         return [str(int.from_bytes(address, "little")) for address in addresses]
 
     async def call(self, op: str, payload: str) -> list[str]:
-        """Call an operation of every engine and return their JSON answers. Raises ``EngineError``."""
+        """Call an operation of every engine and return their JSON answers, in the order of ``engine_ids``.
+        Raises ``EngineError``; its subclass ``StockEngineError`` if an engine runs without sojourn."""
         if self._stock is not None:
             # Another call would write another traceback into the engine's log.
             raise StockEngineError(self._stock)

@@ -29,7 +29,8 @@ _TICK = Tick()
 
 
 class EngineCallHandler:
-    """Answers API calls with an ``EngineService``, and saves the histories that such calls change."""
+    """Answers calls of the API server with an ``EngineService``, and saves the learned histories, which such
+    calls may change."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class EngineCallHandler:
         self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
 
     def call(self, operation: str, payload: str) -> str:
-        """Answer one operation of the HTTP API, between two steps."""
+        """Answer one operation of the HTTP API, between two steps. ``payload`` and the answer are JSON."""
         now = self._clock()
         # No tick while the engine is paused, because this time does not count as waiting. The API server
         # still asks for metrics.

@@ -35,7 +35,7 @@ def host_s_per_token(
     scheduler: Scheduler, profile: EngineProfile | None, tokens_per_block: float
 ) -> float | None:
     """Return the seconds to load one token's KV from host memory. Return ``None`` if the time is unknown, the
-    engine has no KV connector, or the engine is one of a prefill/decode pair."""
+    engine has no KV connector, or the connector is ``PathsConnector``."""
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     size = stored_block_bytes(scheduler.kv_cache_config)
     connector = scheduler.connector
@@ -45,8 +45,8 @@ def host_s_per_token(
 
 
 def connector_name(scheduler: Scheduler) -> str | None:
-    """Return the name of the engine's KV connector; ``None`` without one. A subclass of ``SojournConnector``
-    is reported as ``SojournConnector``."""
+    """Return the name of the engine's KV connector; ``None`` without one. For a subclass of
+    ``SojournConnector``, the name is ``SojournConnector``."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None:
         return None
@@ -56,7 +56,8 @@ def connector_name(scheduler: Scheduler) -> str | None:
 
 
 def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
-    """Return how many blocks sojourn's host memory and sojourn's disk can hold; 0 for a missing tier."""
+    """Return how many blocks fit (in host memory, on disk). A number is 0 if the tier is missing or sojourn
+    does not manage it."""
     connector = scheduler.connector
     if not isinstance(connector, SojournConnector):
         return 0, 0
@@ -65,7 +66,7 @@ def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
 
 
 def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVCacheGroups) -> KVPoolConfig:
-    """Return the sizes and speeds of the engine's KV memory."""
+    """Return the sizes and speeds of the engine's KV memory. Without a ``profile``, speeds are unknown."""
     host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
     return KVPoolConfig(
         blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
@@ -83,11 +84,11 @@ def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVC
 
 
 def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
-    """Return the description of KV offload for clients: connector, whether offload is on, sizes of the tiers.
+    """Return a description of KV offload for clients: the connector, whether offload is on or why it is off,
+    and the sizes of the tiers.
 
-    If offload is off, the description has the reason. For connectors other than ``SojournConnector``, at most
-    the size of host memory is known. ``None`` without a connector, and with ``PathsConnector``, which has no
-    tiers.
+    For connectors other than ``SojournConnector``, at most the size of host memory is known. Returns ``None``
+    without a connector, and with ``PathsConnector``, which has no tiers.
     """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, PathsConnector):
@@ -139,7 +140,7 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
 
 
 def profile_description(scheduler: Scheduler, tokens_per_block: float) -> dict[str, str]:
-    """Return the engine's properties that an engine profile records: version, sizes and limits."""
+    """Return the engine's properties that an engine profile records, as text: version, sizes and limits."""
     config = scheduler.scheduler_config
     devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
     found = {

@@ -15,20 +15,21 @@ Score = tuple[float, ...]
 NEWEST_TURN = math.inf
 """Time in a bucket's key that marks the blocks of the program's newest turn."""
 Bucket = tuple[ProgramId, float]
-"""Key of a bucket: the program, and the time in seconds at which it last used the blocks (``NEWEST_TURN`` for
-blocks of its newest turn)."""
+"""Key of a bucket: (program, time at which it last used the blocks). The time is in seconds on the engine's
+clock, or ``NEWEST_TURN`` for blocks of the program's newest turn."""
 Standing = tuple[float, ...] | None
-"""The inputs from which the policy computes a bucket's score. They do not depend on the score's scale."""
+"""The inputs from which the policy computes a bucket's score; ``None`` for an unknown program. They do not
+depend on the score's scale."""
 HeapPosition = tuple[Score, bool, int]
 """Sort key in the heap: (score, whether the bucket is a newest turn, insertion number). Among equal scores,
 abandoned branches come first, then the bucket added first."""
 
 SHARED_BUCKET: Bucket = (ProgramId(""), NEWEST_TURN)
-"""Bucket of blocks with several owners, evicted last. No client can send its empty program id."""
+"""Bucket of blocks with several owners, evicted last. Its program id is empty, which no client can send."""
 
 
 class BucketScorer(Protocol):
-    """Scores the buckets of programs. The lowest score is evicted first."""
+    """Scores the buckets of programs. The bucket with the lowest score is evicted first."""
 
     def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
         """Return the present standing (the inputs of the score) of the abandoned branch ``left``, or of the
@@ -39,8 +40,8 @@ class BucketScorer(Protocol):
 
 
 class EvictionHeap:
-    """Heap of buckets by score, lowest first. Adding a bucket takes O(log buckets). After the score
-    scale has changed, the next read computes all scores again, in O(buckets)."""
+    """Heap of buckets by score, lowest first. Adding a bucket takes O(log buckets). If the scale of scores
+    has changed (``rescaled``), the next read computes all scores again, in O(buckets)."""
 
     def __init__(self, scorer: BucketScorer) -> None:
         self._scorer = scorer
@@ -49,7 +50,7 @@ class EvictionHeap:
         """Bucket → position in its valid heap entry. Heap entries with another position are stale."""
         self.heap: list[tuple[HeapPosition, Bucket]] = []
         self.rescaled = False
-        """Whether the score scale has changed. All scores are then computed again at the next read."""
+        """Whether the scale of scores has changed since the last read. Set by the caller."""
         self._pushes = 0
 
     def push(self, name: Bucket, blocks: int) -> None:
@@ -65,7 +66,7 @@ class EvictionHeap:
             self._rebuild_heap()
 
     def forget(self, name: Bucket) -> None:
-        """Remove a bucket."""
+        """Remove a bucket, if it is in the heap."""
         self.places.pop(name, None)
         self.standings.pop(name, None)
 

@@ -1,10 +1,10 @@
 """Logits processors that make a request emit given tokens, to replay a recorded trajectory on a real engine.
 
-A request has ``vllm_xargs={"replay_ids": [...]}``; its n-th output token is then the n-th id, for any
-sampling parameters. After the last id the model samples as usual, so end the ids with the end-of-message
-token, or set ``max_tokens`` to their number. Everything else is real: prefill, KV, scheduling, stopping, tool
-parsing. Preemption is harmless: the index of the next id is the request's number of output tokens, which
-preemption does not change.
+A request has ``vllm_xargs={"replay_ids": [...]}``. Its n-th output token is then the n-th id, for any
+sampling parameters. After the last id the model samples as usual. To avoid that, end the ids with the
+end-of-message token, or set ``max_tokens`` to their number. Everything else is real: prefill, KV, scheduling,
+stopping, tool parsing. Preemption is harmless: the index of the next id is the request's number of output
+tokens, which preemption does not change.
 
 Model runner V1 (the CPU, and CUDA with ``VLLM_USE_V2_MODEL_RUNNER=0``) needs vLLM's option
 ``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens``. Model runner V2, the CUDA default,
@@ -33,9 +33,9 @@ MAX_REPLAY_IDS = 65_536
 """Maximum number of token ids in a request's ``replay_ids``."""
 
 _vocab_size: int | None = None
-"""Size of the vocabulary, set when a logits processor is built in this process. The API server builds none,
-so it validates requests without the size. The engine therefore checks the ids again, because an id beyond the
-vocabulary would crash the engine."""
+"""Size of the vocabulary. It is ``None`` until a logits processor is built in this process. The API server
+builds none, so it validates requests without the size. The engine checks the ids again, because an id beyond
+the vocabulary would crash it."""
 
 
 def replay_ids(params: SamplingParams) -> list[int] | None:
@@ -61,8 +61,8 @@ def replay_ids(params: SamplingParams) -> list[int] | None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forces tokens in model runner V1. State is stored per row of the persistent batch. A step costs
-    O(forced rows)."""
+    """Forces tokens in model runner V1. State is stored per row of vLLM's persistent batch. A step takes
+    O(rows of requests with forced tokens)."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -99,7 +99,8 @@ class ForcedTokens(LogitsProcessor):
                 rows[source] = displaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return ``logits`` ([rows, vocabulary], changed in place) with one finite logit per forced row."""
+        """Force the next tokens by changing ``logits`` ([rows, vocabulary]) in place, and return it. A forced
+        row has one finite logit."""
         forced = [
             (row, ids[len(output)]) for row, (ids, output) in self._rows.items() if len(output) < len(ids)
         ]
@@ -130,7 +131,7 @@ class ForcedTokensV2(LogitsProcessorV2):
         self._table = torch.full((req_states.max_num_reqs, 1), -1, dtype=torch.long, device=req_states.device)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Reset a slot for a new request. Return whether the request has forced tokens."""
+        """Prepare the slot ``req_idx`` for a new request. Return whether the request has forced tokens."""
         ids = _forcible(sampling_params)
         was_forced = self._lengths.pop(req_idx, None) is not None
         if ids:
@@ -157,8 +158,8 @@ class ForcedTokensV2(LogitsProcessorV2):
         self._staged.clear()
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Return ``logits``, changed in place, with one finite logit per forced row.
-        ``ctx.expanded_idx_mapping`` maps each row to its slot."""
+        """Force the next tokens by changing ``logits`` ([rows, vocabulary]) in place, and return it. A forced
+        row has one finite logit. ``ctx.expanded_idx_mapping`` maps each row to its request slot."""
         if not any(int(slot) in self._lengths for slot in ctx.idx_mapping_np):
             return logits
         slots = ctx.expanded_idx_mapping.long()

@@ -1,19 +1,19 @@
 """vLLM's queue of free blocks, in an eviction order by program.
 
-``BlockPool.free_block_queue`` *is* vLLM's eviction order, because the pool reuses blocks from its front. This
+``BlockPool.free_block_queue`` is vLLM's eviction order, because the pool reuses blocks from its front. This
 queue replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. If the policy
 orders blocks by program, cached blocks of programs are in buckets, and the bucket with the lowest score is
 evicted first. A program has one bucket for the blocks of its newest turn. It has another bucket for each
 earlier turn with blocks that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per
 block; O(log buckets) for each rescored bucket; O(buckets) once after the scale of scores has changed.
 
-Blocks that only an ended program has used stay cached, but are evicted early. If any other request has used
-such a block (of another program, of no program, or after the program's end), the block is part of a common
-prefix and counts as a block without a program.
+Blocks that only an ended program has used stay cached, but are evicted early (``ENDED_BUCKET``). If any other
+request has used such a block, the block is part of a common prefix and counts as a block without a program.
+The other request may be of another program or of no program, or may have come after the program's end.
 
-The order of eviction is: uncached blocks at the front of vLLM's list; blocks of ended programs, in the order
-in which the programs ended; the rest of vLLM's list; the buckets. Unused blocks that were loaded ahead of
-need are among the blocks of ended programs (``ENDED_BUCKET``).
+The order of eviction is: (1) uncached blocks at the front of vLLM's list; (2) ``ENDED_BUCKET``: blocks of
+ended programs and unused blocks that were loaded ahead of need, in the order in which they came there;
+(3) the rest of vLLM's list; (4) the other buckets, lowest score first.
 
 vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
 own errors. After an error it forgets all programs and keeps vLLM's order for good.
@@ -37,10 +37,10 @@ from .eviction_heap import NEWEST_TURN, SHARED_BUCKET, Bucket, BucketScorer, Evi
 P = ParamSpec("P")
 
 BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
-"""Called with blocks about to be reused, cached or not, and the table that still has their owners."""
+"""Called with (blocks about to be reused, cached or not; the table, which still has their owners)."""
 OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
-"""Called with an evicted block, its owner, and the score by which the queue selected it (``None`` if vLLM's
-order selected it)."""
+"""Called with (evicted block, its owner, score of its bucket). The score is ``None`` for a block that was in
+vLLM's list or in ``ENDED_BUCKET``."""
 
 ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
 """Bucket of blocks whose only program has ended, and of blocks loaded ahead of need that no request has used.
@@ -53,7 +53,7 @@ MAX_ABANDONED_BUCKETS = 16
 def _falls_back(
     method: Callable[Concatenate[ProgramFreeBlockQueue, P], None],
 ) -> Callable[Concatenate[ProgramFreeBlockQueue, P], None]:
-    """Wrap a method so that, after an error in it, the queue behaves like vLLM's own."""
+    """Wrap a method so that an error in it makes the queue behave like vLLM's own from then on."""
 
     @wraps(method)
     def guarded(self: ProgramFreeBlockQueue, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -69,10 +69,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     """Free blocks of one pool in eviction order. The constructor takes all blocks out of vLLM's queue
     ``replaced``, which must contain all blocks of the pool.
 
-    Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs go first.
-    ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets each cached block that
-    an existing or ended program owns, while the block still has its hash. If this queue fails, it calls
-    ``failed`` with the error and keeps vLLM's order from then on. Errors of ``failed`` go to the caller.
+    Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs come before
+    other cached blocks. ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets
+    each cached block that a program owns, or that only an ended program has used. The block still has its
+    hash then. If this queue fails, it calls ``failed`` with the error and keeps vLLM's order from then on.
+    Errors of ``failed`` go to the caller.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.loaded_ahead_used = 0
         """Number of blocks loaded ahead of need that a request has used."""
         self.loaded_ahead_lost = 0
-        """Number of blocks loaded ahead of need that were reused for other content before a request came."""
+        """Number of blocks loaded ahead of need that were uncached or reused before a request used them."""
         self.broken = False
         """Whether an error has occurred. If so, the queue keeps vLLM's order."""
         self._evicted = evicted
@@ -103,7 +104,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._bucket_times: dict[ProgramId, dict[float, None]] = {}
         """Program → last use times of its buckets, oldest first; ``NEWEST_TURN`` may be at any position."""
         self._buckets: dict[Bucket, OrderedDict[int, KVCacheBlock]] = {}
-        """Non-empty buckets."""
+        """Key of a bucket → block id → block. Only buckets with blocks, in eviction order within a bucket."""
         self._bucket_of: dict[int, Bucket] = {}
         self._all: list[KVCacheBlock] = replaced.popleft_n(replaced.num_free_blocks)
         super().append_n(self._all)
@@ -112,7 +113,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def own(self, blocks: Iterable[KVCacheBlock], program_id: ProgramId) -> None:
-        """Add the program as an owner of these cached blocks. Call before they are freed."""
+        """Add the program as an owner of these cached blocks. Call it before the blocks are freed."""
         if not self.broken:
             for block in self.owners.add(blocks, program_id):
                 self._rebucket(block)
@@ -121,8 +122,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def own_cached(self, blocks: Sequence[KVCacheBlock], program_id: ProgramId) -> None:
         """Add the program as an owner of cached blocks that may be free already.
 
-        If the policy orders by program, free blocks move to the bucket of their owners. If not, free blocks
-        of ``ENDED_BUCKET`` move to the end of vLLM's list, and other free blocks do not move."""
+        If the policy orders by program, free blocks move to the bucket of their owners. Otherwise free blocks
+        of ``ENDED_BUCKET`` move to the end of vLLM's list, and the remaining free blocks do not move."""
         if self.broken:
             return
         self.own(blocks, program_id)
@@ -133,9 +134,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def remove_owner(self, program_id: ProgramId) -> list[int]:
         """Remove an ended program as an owner of its blocks. Return the ids of blocks that now have no owner.
 
-        Free blocks that only this program has used move behind the blocks of programs that ended before.
-        Other blocks of buckets that now have no owner move to vLLM's list: uncached blocks to its front,
-        cached blocks to its end. Blocks with the owner ``MANY`` do not change.
+        Free cached blocks that only this program has used move to the end of ``ENDED_BUCKET``. Other free
+        blocks that lose their last owner move from their bucket to vLLM's list: uncached blocks to its front,
+        cached blocks to its end. A free block that keeps one owner moves to the bucket of this owner. Blocks
+        with the owner ``MANY`` do not change.
         """
         ownerless: list[int] = []
         try:
@@ -153,8 +155,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def spare_blocks(self, most: int, keep: Container[int]) -> int:
         """Return the number of spare blocks at the front of the eviction order, at most ``most``. Spare
-        blocks are uncached, or only ended programs have used them. Counting stops at the first other block,
-        and at a block in ``keep`` or one that was loaded ahead of need. O(``most``)."""
+        blocks are uncached, or only ended programs have used them. Counting stops at the first other block.
+        Blocks loaded ahead of need, and blocks whose id is in ``keep``, are not spare. O(``most``)."""
         if self.broken:
             return 0
         spare = 0
@@ -169,8 +171,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def uncache(self, block_ids: Iterable[int]) -> None:
-        """Move blocks that were loaded ahead of need, and have lost their hash, to the front of vLLM's list.
-        Skips blocks that a request has used, or the pool has reused, since they were loaded."""
+        """Move blocks that were loaded ahead of need to the front of vLLM's list. They must have lost their
+        hashes. Skips blocks that a request has used, or the pool has reused, since they were loaded."""
         for block_id in block_ids:
             if self.owners.ahead.pop(block_id, None) is None:
                 continue
@@ -181,7 +183,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def clear_owners(self) -> None:
-        """Remove all owners after a reset of the cache. The free blocks stay the same."""
+        """Remove all owners after a reset of the cache. Blocks of buckets move to vLLM's list."""
         names = [ENDED_BUCKET, *self._ordered()]
         bucketed = [block for name in names for block in self._buckets.get(name, {}).values()]
         self._forget_programs()
@@ -196,17 +198,16 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._push_bucket((program_id, used_s))
 
     def rescale(self) -> None:
-        """Have all scores computed again at the next read, because the scale of scores has changed."""
+        """Report that the scale of scores has changed. The next read then computes all scores again."""
         if self._order is not None:
             self._order.rescaled = True
 
     @_falls_back
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
         """Move the free blocks of a program's previous turn to a bucket of their own, as an abandoned branch.
-        ``used_s``: the time at which these blocks were last used.
+        ``used_s``: time at which these blocks were last used, in seconds on the engine's clock.
 
-        Call this once the new turn has all its blocks. The blocks that are still free are then those that the
-        new turn does not use."""
+        Call this once the new turn has all its blocks, so that only blocks that it does not use are free."""
         bucket = self._buckets.get((program_id, NEWEST_TURN))
         if bucket is None:
             return
@@ -267,8 +268,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the free blocks after ``cursor`` (all if it is ``None``) in eviction order. The queue must
-        not change while one bucket is read."""
+        """Yield the free blocks after ``cursor`` in eviction order: all if ``cursor`` is ``None``, none if it
+        is not free. The queue must not change before the iteration ends."""
         within = self._bucket_of.get(cursor.block_id) if cursor is not None else None
         if within is None:
             if cursor is not None and cursor.next_free_block is None:
@@ -344,8 +345,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._evicted(block, owner, score)
 
     def _pop_from_list(self, most: int) -> list[KVCacheBlock]:
-        """Remove and return at most ``most`` blocks. Uncached blocks come first, then ``ENDED_BUCKET``, then
-        the rest of vLLM's list."""
+        """Remove and return at most ``most`` blocks of vLLM's list and ``ENDED_BUCKET``: first the uncached
+        blocks at the front of the list, then ``ENDED_BUCKET``, then the rest of the list."""
         blocks: list[KVCacheBlock] = []
         if ended := self._buckets.get(ENDED_BUCKET):
             head, tail = self.fake_free_list_head, self.fake_free_list_tail
@@ -394,8 +395,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._push_bucket(name)
 
     def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the blocks of vLLM's list after ``cursor`` (all if it is ``None``). The blocks of
-        ``ENDED_BUCKET`` follow the uncached blocks at the front of the list, before the rest of the list."""
+        """Yield the blocks of vLLM's list after ``cursor``, a block of the list (all if it is ``None``). The
+        blocks of ``ENDED_BUCKET`` come after the uncached blocks at the front of the list."""
         ended = self._buckets.get(ENDED_BUCKET)
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)
@@ -417,7 +418,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return True
 
     def _move_orphaned(self, block: KVCacheBlock) -> None:
-        """Move a free block that has just lost its last owner to its new position in the queue."""
+        """Move a block that has just lost its last owner to its new position in the queue, if it is free and
+        its position changes."""
         in_list = block.block_id in self.owners.orphans and block.next_free_block is not None
         if in_list or block.block_id in self._bucket_of:
             self._move(block)
@@ -483,8 +485,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.owners.clear()
 
     def _fall_back(self, error: Exception) -> None:
-        """Fall back to vLLM's own queue with all unused blocks. After any error ``ref_cnt`` still shows which
-        blocks are free, because it is 0 until a block is allocated, and again once the block is freed."""
+        """Rebuild the queue as vLLM's own, with all free blocks: uncached ones first. After any error
+        ``ref_cnt`` shows which blocks are free. It is 0 until a block is allocated, and once it is freed."""
         self.broken = True
         self._order = None
         self._forget_programs()

@@ -1,8 +1,8 @@
 """Captures hidden states in vLLM's workers, for presets that read them (Tetris §2.2).
 
-The runner passes one row per sampled request to the model's ``compute_logits``: the last layer's hidden
+The model runner passes one row per sampled request to the model's ``compute_logits``: the last layer's hidden
 state, from which the next token is sampled. Every few steps the worker sends a copy of these rows to the
-scheduler, with the step's results. The computation does not change.
+scheduler, with the step's results. The model's outputs do not change.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ CAPTURE_EVERY_STEPS = 16
 """Number of steps between two captures."""
 
 WARN_AFTER_STEPS = 2000
-"""Number of steps without a capture after which one warning is logged."""
+"""Number of consecutive steps without a capture after which a warning is logged."""
 
 
 class HiddenStateRows(NamedTuple):
-    """Hidden states of the requests sampled in a step, one row each."""
+    """Hidden states of the requests that were sampled in one step."""
 
     request_ids: tuple[str, ...]
     states: torch.Tensor
-    """Requests × hidden size, in host memory, in the model's precision."""
+    """Shape [requests, hidden size], in host memory, in the model's precision. Rows as in ``request_ids``."""
 
 
 class HiddenStateCapture:
-    """Copies hidden states out of one model runner every few steps. ``take`` returns the newest copy."""
+    """Copies hidden states out of one model runner every few steps, by wrapping the model's
+    ``compute_logits``. After an error it copies no more, and the engine goes on."""
 
     def __init__(self, runner: Any, every_steps: int = CAPTURE_EVERY_STEPS) -> None:
         self._every_steps = every_steps
@@ -63,7 +64,7 @@ class HiddenStateCapture:
             )
 
     def take(self) -> HiddenStateRows | None:
-        """Return and remove the newest copy. Return ``None`` if there is no new copy or it is incomplete."""
+        """Return and remove the newest copy. Return ``None`` if there is none or it is not complete yet."""
         if self._copied is None:
             return None
         rows, event = self._copied

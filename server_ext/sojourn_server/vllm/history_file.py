@@ -31,11 +31,11 @@ _numbers = itertools.count()
 
 
 class HistoryFile:
-    """Loads histories at start, and saves them every few minutes and at the end. Without ``path`` it does
-    nothing.
+    """Loads and saves the learned histories of one engine. Without ``path`` it does nothing.
 
-    Data-parallel engines learn from different requests, so each has its own file (``rank_file``). Errors of
-    the file system are logged, never raised.
+    ``now``: seconds on the engine's clock. ``rank``: data-parallel rank, if any. Data-parallel engines learn
+    from different requests, so each has its own file (``rank_file``). Errors of the file system are logged,
+    never raised.
     """
 
     def __init__(self, path: str | None, now: float, rank: int | None = None) -> None:
@@ -50,8 +50,8 @@ class HistoryFile:
     def load(self) -> Histories:
         """Return the saved histories; empty histories if there is no usable file.
 
-        ``load`` renames a malformed file, so that saving does not destroy it. An unreadable file stays until
-        the first save, which renames it.
+        A file with invalid content is renamed at once, so that saving does not destroy it. A file that cannot
+        be read stays until the first save, which renames it.
         """
         if self._path is None:
             return Histories()
@@ -81,8 +81,8 @@ class HistoryFile:
             return Histories()
 
     def _part(self, document: dict[str, Any], name: str, kind: type[Part]) -> Part:
-        """Return one part of the file. Return an empty history if the part is invalid, or is missing as in
-        files of earlier releases. Other parts are still used."""
+        """Return one part of the file. Return an empty history if the part is invalid (with a warning), or
+        missing, as in files of earlier releases."""
         if name not in document:
             return kind()
         try:
@@ -97,7 +97,8 @@ class HistoryFile:
             return kind()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
-        """Save in the background, at most once per ``SAVE_EVERY_S``. The calling thread only copies data."""
+        """Save in the background if the last such save is ``SAVE_EVERY_S`` or longer ago. ``now``: seconds on
+        the engine's clock. The calling thread only copies the histories."""
         if self._path is None or now - self._saved_at < SAVE_EVERY_S:
             return
         self._saved_at = now

@@ -12,8 +12,8 @@ from .kv_offload_connector import SojournConnector
 
 
 class HostLinkCosts:
-    """Cost of copies between an engine's device and host memory. ``wanted``: keys of the blocks that
-    preempted requests will load."""
+    """Cost of copies between one engine's device and host memory, as measured by the connector. ``wanted``:
+    keys of the blocks that preempted requests will load."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class HostLinkCosts:
 
     def offload_costs(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
         """Return (seconds per token to host memory, seconds per token back to the device, seconds that the
-        queued copies to host memory take).
+        unfinished copies to host memory take).
 
-        A time per token is ``None`` before the first copy in its direction. If host memory lacks space for
+        A time per token is ``None`` before the first copy in its direction. If host memory has no space for
         ``blocks`` more blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``.
         """
         traffic, settings = self._connector.traffic, self._connector.settings
@@ -49,8 +49,8 @@ class HostLinkCosts:
         )
 
     def load_costs(self) -> tuple[float | None, float]:
-        """Return (measured seconds per token from host memory to the device, seconds that the queued copies
-        to the device take). The first is ``None`` before the first copy."""
+        """Return (seconds per token from host memory to the device, seconds that the unfinished copies to the
+        device take); (``None``, 0.0) before the first copy."""
         connector = self._connector
         settings, loading = connector.settings, connector.planner.loads.block_count()
         byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())

@@ -4,7 +4,8 @@ Most models have one group. Models with full attention and sliding windows have 
 Hybrid models have groups for layers that keep a state (Mamba, linear attention) instead of keys and values.
 The blocks of all groups have one size in bytes and come from one pool. A prefix cache hit needs blocks of
 every group: with full attention, all blocks of the prefix; with a window, the last blocks; with a state, the
-block that has the state at the end of the prefix.
+block that has the state at the end of the prefix. Where this file says window blocks, it means the blocks of
+all groups without full attention: windows, chunks and states.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 
 MAX_READ_BLOCKS = 1024
-"""Maximum number of newest block table entries that are read to find the blocks that a request still holds.
-Only for groups that free blocks of running requests (windows, states)."""
+"""Maximum number of block table entries that are read, from the end, to find the blocks that a request still
+holds. Only for groups that free blocks of running requests (windows, states)."""
 
 GROUP_BYTES = 4
-"""Length of the group's number that vLLM appends to a block's content hash."""
+"""Length in bytes of the group's number, which vLLM appends to a block's content hash."""
 
 
 class UnsupportedModel(RuntimeError):
@@ -37,7 +38,7 @@ class UnsupportedModel(RuntimeError):
 
 
 class CachedPrefix(NamedTuple):
-    """The cached blocks that a prompt with a given prefix would find."""
+    """The blocks on the device that a prompt with a given prefix would find in the prefix cache."""
 
     blocks: list[KVCacheBlock]
     """Distinct blocks of all groups. With one group they are in the order of the prefix."""
@@ -71,7 +72,7 @@ class KVCacheGroups:
         """Number of tokens per block hash of a request."""
         config = scheduler.vllm_config
         self._sizes: list[tuple[int, int]] = []
-        """For each group, tokens per block, and the maximum number of blocks of one request."""
+        """For each group, (tokens per block, maximum number of blocks of one request)."""
         growing, fixed = [], 0
         for each in self._managers:
             spec = each.kv_cache_spec
@@ -92,7 +93,7 @@ class KVCacheGroups:
             if self.is_single or not growing
             else 1 / sum(1 / tokens for tokens in growing)
         )
-        """Number of tokens by which a long context grows per additional block of any group. With several
+        """Average number of tokens by which a long context grows per additional block. With several
         full-attention groups, this is less than the tokens of one block, because each group needs a block."""
         self._drops_last_block = bool(scheduler.use_eagle_block_drop)
         self._hit_tokens = int(scheduler.block_size)
@@ -108,28 +109,29 @@ class KVCacheGroups:
             for number, (each, keeps_all) in enumerate(zip(self._managers, self._keeps_all, strict=True))
         ]
         self.key_of: Callable[[KVCacheBlock], BlockKey] = block_content_hash if self.is_single else _group_key
-        """Returns a cached block's key for host memory and disk: its content hash, followed by its group's
-        number if there are several groups."""
+        """Returns a cached block's key for host memory and disk: with one full-attention group its content
+        hash, otherwise the content hash followed by the group's number."""
         self._windows = frozenset(each.suffix for each in self._layouts if not each.keeps_all)
 
     def __len__(self) -> int:
         return len(self._managers)
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the number of blocks of a request with ``tokens`` tokens, in all groups."""
+        """Return the maximum number of blocks of a request with ``tokens`` tokens, in all groups."""
         return sum(min(-(-tokens // size), most) for size, most in self._sizes)
 
     def blocks_of_new(self, tokens: int) -> int:
-        """Return the maximum number of new blocks for ``tokens`` new tokens of one running request."""
+        """Return the maximum number of blocks, in all groups, that ``tokens`` new tokens add to a running
+        request."""
         return sum(min(-(-tokens // size) + 1, most) for size, most in self._sizes)
 
     def blocks_of_step(self, tokens: int) -> int:
-        """Return the maximum number of new blocks for a step with ``tokens`` new tokens of one request. If
-        several requests share the tokens, each further request can add one block per group."""
+        """Return the maximum number of new blocks, in all groups, for a step with ``tokens`` tokens of one
+        request. With several requests in the step, each further request can add one block per group."""
         return sum(-(-tokens // size) + 1 for size, _ in self._sizes)
 
     def used_by(self, request: Request) -> Iterator[Sequence[KVCacheBlock]]:
-        """Yield the request's blocks for each group, without the placeholders that stand for freed blocks."""
+        """Yield, for each group, the blocks that the request holds, without placeholders of freed blocks."""
         groups = self._manager.get_blocks(request.request_id).blocks
         for blocks, keeps_all in zip(groups, self._keeps_all, strict=True):
             if keeps_all:
@@ -138,15 +140,15 @@ class KVCacheGroups:
                 yield [block for block in blocks[-MAX_READ_BLOCKS:] if not block.is_null]
 
     def cached_blocks(self, request: Request, *, contiguous: bool = False) -> list[KVCacheBlock]:
-        """Return the request's blocks that have a hash. If ``contiguous``, return only those before the first
-        block without a hash."""
+        """Return the request's blocks that have a hash, one group after the other. If ``contiguous``, return
+        of each group only the blocks before the first block without a hash."""
         choose = takewhile if contiguous else filter
         groups = self._manager.get_blocks(request.request_id).blocks
         return [block for group in groups for block in choose(_has_hash, group)]
 
     def reusable(self, request: Request) -> tuple[list[KVCacheBlock], Sequence[Any]]:
-        """Return the blocks from which a preempted request can continue, and the block hashes that they
-        cover."""
+        """Return (cached blocks from which a request can continue after a preemption, leading block hashes
+        that they cover). Call it while the request still has its blocks."""
         if self.is_single:
             # Blocks behind a block without a hash cannot be found again.
             contiguous = self.cached_blocks(request, contiguous=True)
@@ -165,9 +167,8 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and the ids of all blocks that depend on these blocks. A request's block
-        depends on another block of the request if it has a token at or after the other block's first token.
-        """
+        """Return ``block_ids`` and the ids of all blocks of ``requests`` that depend on one of them. In each
+        request, these are the blocks of all groups from the first token of the first such block on."""
         dependent = set(block_ids)
         for request in requests:
             groups = self._manager.get_block_ids(request.request_id)
@@ -186,7 +187,7 @@ class KVCacheGroups:
         return dependent
 
     def cached_prefix(self, hashes: Sequence[Any]) -> CachedPrefix:
-        """Return the cached blocks of the longest cached prefix of a chain of block hashes."""
+        """Return the longest prefix of a chain of block hashes that the device's prefix cache has."""
         if self.is_single:
             found: list[KVCacheBlock] = []
             for block_hash in hashes:
@@ -213,7 +214,7 @@ class KVCacheGroups:
     # -- blocks below the device ---------------------------------------------------
 
     def split(self, blocks: Sequence[KVCacheBlock]) -> list[Sequence[KVCacheBlock]]:
-        """Return cached blocks as one list for each group, groups with a window first."""
+        """Return cached blocks as one list for each group, groups of window blocks first."""
         if self.is_single:
             return [blocks]
         by_suffix: dict[bytes, list[KVCacheBlock]] = {
@@ -224,12 +225,12 @@ class KVCacheGroups:
         return list(by_suffix.values())
 
     def is_of_window(self, key: BlockKey) -> bool:
-        """Return whether a key belongs to a group that needs only the end of a context."""
+        """Return whether a key is that of a window block."""
         return not self.is_single and key[-GROUP_BYTES:] in self._windows
 
     def context_keys(self, hashes: Sequence[Any], start_tokens: int, end_tokens: int) -> ContextKeys:
-        """Return the keys of the blocks of a context of ``end_tokens`` tokens, in all groups. The device
-        already has the blocks of the first ``start_tokens`` tokens."""
+        """Return the keys, in all groups, of the blocks that a context of ``end_tokens`` tokens needs after
+        its first ``start_tokens`` tokens, which the device has. ``hashes``: the context's block hashes."""
         return ContextKeys(
             self._layouts,
             hashes,
@@ -244,10 +245,9 @@ class KVCacheGroups:
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group]) is not None
 
     def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
-        """Return the keys of the sliding-window blocks that the next prompt needs for a prefix cache hit.
-
-        The hit may end at the end of this prompt, or one step (``_hit_tokens``) before it, because the next
-        prompt may differ in the last few tokens."""
+        """Return the keys of the window blocks that the next prompt needs for a prefix cache hit, which ends
+        with this prompt of ``prompt_tokens`` tokens or one step (``_hit_tokens``) before its end. The earlier
+        end is for a next prompt that differs in the last few tokens."""
         context = self.context_keys(hashes, 0, prompt_tokens)
         ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
         return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))
@@ -255,10 +255,11 @@ class KVCacheGroups:
     def needed_keys(
         self, hashes: Sequence[Any], start: int = 0, stop: int | None = None
     ) -> Sequence[BlockKey]:
-        """Return the keys of the blocks that a request with these block hashes would continue from.
+        """Return the keys of the blocks that a request needs to continue a context with these block hashes.
 
-        For groups with full attention, only keys in ``hashes[start:stop]`` are returned. Keys of window
-        blocks come first; they are returned only if the slice reaches the end of ``hashes``."""
+        With one full-attention group, these are ``hashes[start:stop]``. Otherwise a key is a hash followed by
+        the group's number. The keys of window blocks come first. They belong to the end of the context, so
+        they are left out if ``stop`` is before it. Then come the full-attention keys of the slice."""
         if self.is_single:
             return hashes[start:stop] if start or stop is not None else hashes
         first, end = start * self.hash_tokens, (len(hashes) if stop is None else stop) * self.hash_tokens
@@ -275,22 +276,22 @@ class KVCacheGroups:
         ]
 
     def sample_keys(self, hashes: Sequence[Any], most: int) -> tuple[int, Sequence[BlockKey]]:
-        """Return how many keys ``needed_keys(hashes)`` has, and at most ``most`` of them, evenly spaced."""
+        """Return (number of keys in ``needed_keys(hashes)``, at most ``most`` of them, evenly spaced)."""
         if self.is_single:
             every = -(-len(hashes) // most) or 1
             return len(hashes), hashes[::every]
         return self.context_keys(hashes, 0, len(hashes) * self.hash_tokens).sample(most)
 
     def all_keys(self, hashes: Sequence[Any]) -> Iterator[BlockKey]:
-        """Yield the keys that blocks with these hashes may have in any group."""
+        """Yield the keys that blocks with these hashes may have, in all groups."""
         if self.is_single:
             yield from hashes
         else:
             yield from (each + layout.suffix for each in hashes for layout in self._layouts)
 
     def needed_blocks(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
-        """Return the cached blocks on the device that a request with these block hashes would continue from.
-        With several groups these may be too few for a prefix cache hit."""
+        """Return those blocks of ``needed_keys(hashes)`` that the device has; with one full-attention group
+        only those before the first missing one. With several groups they may be too few for a cache hit."""
         if self.is_single:
             return self.cached_prefix(hashes).blocks
         context = self.context_keys(hashes, 0, len(hashes) * self.hash_tokens)
@@ -301,13 +302,13 @@ class KVCacheGroups:
 
     def count_in_use(self, hits: Sequence[Sequence[KVCacheBlock]]) -> int:
         """Return how many blocks of a prefix cache hit are used by requests or pinned by leases. ``hits``:
-        the hit's blocks, by group."""
+        for each group, the hit's blocks. Placeholders do not count."""
         return sum(1 for blocks in hits for block in blocks if block.ref_cnt > 0 and not block.is_null)
 
     def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Return whether a prefix cache hit ends with a state that another request computes in this same
         step. If so, vLLM allocates no blocks in this step for the request with this hit, however many are
-        free."""
+        free. ``hits``: for each group, the hit's blocks."""
         return any(
             blocks
             and isinstance(each, MambaManager)
@@ -317,7 +318,8 @@ class KVCacheGroups:
 
 
 def stored_block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Return the size in bytes of one block of KV on one worker, all its layers; 0 without tensors."""
+    """Return the size in bytes of one block of KV on one worker, over all layers of its group; 0 if the
+    config has no tensors."""
     sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors or ()]
     # All tensors lie in one allocation, because groups share its blocks. Each entry has the allocation's
     # size.

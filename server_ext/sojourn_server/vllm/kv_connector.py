@@ -6,7 +6,7 @@
     after each step is planned: _plan_step  ── StepOrders ─▶ _begin_step, before the forward pass
     planner: take_results                   ◀─ StepReport ── worker: take_results, after the forward pass
 
-A request with an asynchronous load keeps its blocks and waits until ``get_finished`` returns it. This may be
+A request with an asynchronous load keeps its blocks and waits until the worker's ``get_finished`` returns it,
 in the step that ordered the load or in a later step. The request is computed only after that. A failed load
 is therefore known before anything is computed from it, even if steps are planned ahead.
 
@@ -59,18 +59,19 @@ GroupBlockIds = Sequence[list[int]]
 
 @dataclass
 class StepOrders(KVConnectorMetadata, Generic[JobsT]):
-    """The planner side's jobs for one step."""
+    """The planner side's orders to the workers for one step."""
 
     jobs: JobsT
     rejected: dict[str, list[int]] = field(default_factory=dict)
-    """Request → blocks that it waits for and that no job fills. The worker reports them as not filled."""
+    """Request id → ids of blocks for which the request waits, but which no job fills. The worker reports them
+    as not filled."""
     stop: bool = False
     """Whether to close the links to peers, because the engine's weights may have changed."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
-    """Results of one step: of one worker, and after ``aggregate`` also of the engine's other workers."""
+    """One worker's results of one step. After ``aggregate`` also those of the engine's other workers."""
 
     results: ResultsT
     others: tuple[ResultsT, ...] = ()
@@ -87,18 +88,18 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
 
 
 class MatchedTokens(NamedTuple):
-    """The connector's last answer to vLLM about a request: which of its tokens the connector can supply."""
+    """The tokens of a request that the connector can supply, as last reported to vLLM."""
 
     computed: int = 0
-    """Number of tokens on the device; the supplied tokens follow them."""
+    """Number of leading tokens that the device has. The supplied tokens follow them."""
     is_async: bool = False
     """Whether the tokens are loaded while other requests compute, not in the step that runs the request."""
     keys: Sequence[BlockKey] = ()
-    """Keys of the found blocks, if the planner needs them again."""
+    """Keys of the found blocks, if the planner needs them to load. Empty with several KV cache groups."""
     context: ContextKeys | None = None
-    """The request's keys, for a model with several KV cache groups."""
+    """The request's keys, for a model with several KV cache groups; otherwise ``None``."""
     external: int = 0
-    """Number of tokens found, for a model with several KV cache groups."""
+    """Number of tokens that can be supplied, for a model with several KV cache groups; otherwise 0."""
 
 
 class ConnectorWorker(Protocol[ResultsT_co]):
@@ -109,7 +110,8 @@ class ConnectorWorker(Protocol[ResultsT_co]):
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
-    """Base of sojourn's connectors. ``role`` selects the side. Raises ``SettingsError`` for bad settings."""
+    """Base of sojourn's connectors. ``role`` selects planner or worker side. The constructors of subclasses
+    raise ``SettingsError`` for wrong settings."""
 
     settings: KVConnectorSettings
 
@@ -126,24 +128,25 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     # -- what each connector supplies -----------------------------------------------
 
     def _is_off(self) -> bool:
-        """Return whether look-ups have been turned off."""
+        """Return whether the connector is off. If so, it looks up no request."""
         raise NotImplementedError
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
         """Return (number of tokens that can be supplied after the first ``computed`` tokens, the match to
-        remember). The number is ``None`` while it is not known; vLLM then asks again."""
+        pass to ``_allocated``). The number is ``None`` while it is not known; vLLM then asks again."""
         raise NotImplementedError
 
     def _allocated(
         self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
     ) -> None:
-        """Handle a request's new blocks. The connector must load ``external_tokens`` tokens into them."""
+        """Handle the allocation of a request's blocks. The connector must load ``external_tokens`` tokens
+        into them, after the ``match.computed`` tokens on the device."""
         raise NotImplementedError
 
     def _blocks_to_fill(
         self, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
     ) -> list[int]:
-        """Return the blocks that a load of ``external_tokens`` tokens fills."""
+        """Return the ids of the blocks that a load of ``external_tokens`` tokens fills."""
         size = self.settings.block_tokens
         return block_ids[0][match.computed // size : -(-(match.computed + external_tokens) // size)]
 
@@ -156,7 +159,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _take_results(self, results: list[ResultsT]) -> None:
-        """Handle the results of this step's workers."""
+        """Handle the results that the workers sent with one step."""
         raise NotImplementedError
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -165,7 +168,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _disable(self, error: Exception) -> None:
-        """Turn look-ups off after an error of sojourn's own."""
+        """Make the engine continue safely after an error of sojourn's own. ``SojournConnector`` turns itself
+        off. ``PathsConnector`` cancels the transfers that requests wait for."""
         raise NotImplementedError
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> ConnectorWorker[ResultsT]:
@@ -199,7 +203,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Handle a request's new blocks. The connector must load ``num_external_tokens`` tokens into them."""
+        """Handle the allocation of a request's blocks, into which the connector must load
+        ``num_external_tokens`` tokens."""
         block_ids = blocks.get_block_ids()
         match = self._matches.pop(request.request_id, MatchedTokens())
         try:
@@ -219,14 +224,14 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         return self._plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle the results of earlier jobs."""
+        """Handle the workers' results of earlier jobs."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             self._attempt(self._take_results, report.of_all)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return (whether vLLM must keep the request's blocks for now, the ``kv_transfer_params`` of the
-        response)."""
+        """Handle the end of a request. Return (whether vLLM must keep the request's blocks for now, the
+        ``kv_transfer_params`` of the response)."""
         self._matches.pop(request.request_id, None)
         kept: tuple[bool, dict[str, Any] | None] | None = self._attempt(self._finished, request, block_ids)
         return kept or (False, None)
@@ -239,7 +244,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         return self.request_finished(request, block_ids[0])
 
     def handle_failure(self, error: Exception) -> None:
-        """Log an error of sojourn and turn look-ups off. If ``strict``, raise the error instead."""
+        """Log an error of sojourn's own and call ``_disable``. If ``strict``, raise the error instead."""
         if self.strict:
             raise error
         logger.error(
@@ -249,7 +254,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._disable(error)
 
     def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
-        """Run ``call`` and return its result. If it raises, report the error and return ``None``."""
+        """Run ``call`` and return its result. If it raises, ``handle_failure`` and return ``None``."""
         try:
             return call(*arguments)
         except Exception as error:
@@ -263,8 +268,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._worker = self._open_worker(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin all of a step's jobs. They begin in this hook because vLLM calls it before the forward pass
-        writes anything."""
+        """Begin all of a step's jobs. vLLM calls this hook in every step, before the forward pass writes
+        anything."""
         assert isinstance(kv_connector_metadata, StepOrders)
         self._begin_step(kv_connector_metadata)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .compat import KVCacheConfig, KVCacheSpec, VllmConfig
 
 GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
-"""Names of vLLM's KV cache spec classes whose groups host memory supports together in one model."""
+"""Names of the KV cache spec classes of vLLM that the host memory tier supports together in one model."""
 
 
 def check_prefix_caching(vllm_config: VllmConfig) -> None:
@@ -57,8 +57,8 @@ def check_groups(kv_cache_config: KVCacheConfig, *, windows: bool = False) -> No
 
 
 def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether some group keeps the blocks of a request's whole context. False for a model with sliding
-    windows, chunks or states alone: vLLM replaces blocks that such a request has freed by a placeholder."""
+    """Return whether some group keeps the blocks of a request's whole context: one with full attention. Other
+    groups free blocks of a running request, and vLLM replaces these blocks by a placeholder."""
     from .compat import FullAttentionSpec
 
     return any(
@@ -69,7 +69,7 @@ def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise ``SettingsError`` for an engine that cannot exchange KV with others."""
+    """Raise ``SettingsError`` for a model or a setting with which engines cannot exchange KV."""
     for each in layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec):
         kept = _partial_retention(each)
         if kept:
@@ -88,7 +88,7 @@ def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 
 def check_load_failures(vllm_config: VllmConfig) -> None:
-    """Raise ``SettingsError`` if vLLM fails requests whose KV cannot be loaded."""
+    """Raise ``SettingsError`` if vLLM would fail requests whose KV cannot be loaded."""
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         raise SettingsError(
@@ -99,9 +99,8 @@ def check_load_failures(vllm_config: VllmConfig) -> None:
 
 
 def check_context_parallel(vllm_config: VllmConfig, what: str) -> None:
-    """Raise ``SettingsError`` if workers split the tokens of a context, in prefill or in decode. A block of
-    vLLM's scheduler then covers more tokens than a block of the cache's spec, and each worker has the KV of
-    some of these tokens. ``what`` names the use in the error."""
+    """Raise ``SettingsError`` if workers split the tokens of a context, in prefill or in decode. Each worker
+    then has the KV of only some of a block's tokens. ``what``: text of the error that names the use."""
     parallel = vllm_config.parallel_config
     if parallel.world_size != parallel.tensor_parallel_size * parallel.pipeline_parallel_size or (
         parallel.decode_context_parallel_size > 1
@@ -114,7 +113,7 @@ def check_context_parallel(vllm_config: VllmConfig, what: str) -> None:
 
 def check_adapters(vllm_config: VllmConfig, what: str) -> None:
     """Raise ``SettingsError`` if LoRA adapters are enabled. Call this if KV is shared with other engines or
-    outlives the engine; ``what`` names this use in the error."""
+    outlives the engine. ``what``: text of the error that names this use."""
     if vllm_config.lora_config is not None:
         # The block hashes contain an adapter's name, not its weights, and another engine may have other
         # weights.
@@ -135,8 +134,8 @@ def check_hash_seed() -> None:
 
 
 def check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
-    """Raise ``SettingsError`` if a size exceeds the machine's memory. Engines without tensors, as in the
-    simulator, are not checked."""
+    """Raise ``SettingsError``, which names the setting ``name``, if ``given_bytes`` exceeds the machine's
+    memory. Engines without tensors, as in the simulator, are not checked."""
     memory = read_memory()
     if has_tensors and given_bytes > memory.total_bytes:
         raise SettingsError(
@@ -145,8 +144,7 @@ def check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
 
 
 def _partial_retention(spec: KVCacheSpec) -> str:
-    """Return an error text that names the tokens whose KV a layer keeps; empty if it keeps KV of all
-    tokens."""
+    """Return a text that names the tokens whose KV a layer keeps; empty if it keeps the KV of all tokens."""
     from .compat import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):

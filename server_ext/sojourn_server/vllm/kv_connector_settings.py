@@ -1,35 +1,39 @@
 """Settings of both KV connectors: ``kv_connector_extra_config``, checked against the engine.
 
+Bytes and rates are those of all workers of the engine together. An option without a default is required.
+
 ``SojournConnector``, for host memory and disk:
 
-host_bytes           host memory for blocks, of all workers together
-disk, disk_bytes     directory of the blocks on disk, and its budget for all workers together
-disk_name            name of this engine's store in ``disk``; stores with other names are read too
-max_stage_wait_s     maximum wait of a request for the disk, as in ``TierLimits``
+option               meaning
+host_bytes           host memory for blocks
+disk, disk_bytes     directory of the blocks on disk, and its budget; both or none. Default: no disk
+disk_name            name of this engine's store in ``disk``. If given, stores with other names are read too
+max_stage_wait_s     maximum seconds that a request waits for the disk; default: 10
 kv_layout            vLLM's KV cache layout to prefer on the device, such as "BLHNC"; default: vLLM's choice
 
 ``PathsConnector``, for a shared store and other engines:
 
+option               meaning
 listen               address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT. Further workers
                      listen at the next ports, or at unix:PATH.rank1 and so on
 store                directory that all engines of the fleet share
 store_layout         "sojourn" (default): one store per engine, which all engines read;
                      "vllm-fs": the one folder of vLLM's own fs tier
 store_name           name of this engine's store ("sojourn" only)
-store_bytes          budget of this engine's store, of all workers together ("sojourn" only)
-buffer_bytes         host memory for blocks being transferred, of all workers together
+store_bytes          budget of this engine's store ("sojourn" only)
+buffer_bytes         host memory for blocks being transferred
 storage_read_rate, storage_write_rate, compute_rate
-                     bytes per second, of all workers together; default: unlimited
+                     maximum bytes per second from the store, to it, and to other engines; default: unlimited
 block_tokens         tokens of a Full Block; default: 64
-save                 false: store nothing
-read_width, patience_s, lease_s
-                     as in ``TransferLimits``
-waiting_write_bytes  memory for copies of blocks that wait to be stored, of all workers together; default:
-                     256 MiB
+save                 false: store nothing; default: true
+read_width           maximum number of concurrent reads from the store; default: 1
+patience_s           seconds without progress after which a transfer fails; default: 1.5
+lease_s              seconds after which a peer's lease on buffers expires if not renewed; default: 30
+waiting_write_bytes  memory for copies of blocks that wait to be stored; default: 256 MiB
 role                 "prefill" or "decode": the engine's part in a gateway's pairs; default: none
 node                 machine whose storage link this engine uses; default: the host's name
 keep_on_reset        true: a reset of vLLM's prefix cache alone, as before a measurement, does not end
-                     transfers; only a reset that includes connectors (reset_external) does
+                     transfers. Only a reset that includes connectors (reset_external) does. Default: false
 """
 
 from __future__ import annotations
@@ -86,8 +90,9 @@ _TRANSFER_OPTIONS = (
 
 
 class ConnectorOptions:
-    """Reads ``kv_connector_extra_config`` option by option. Each method returns the value of one option, and
-    raises ``SettingsError`` for a wrong value."""
+    """Reads ``kv_connector_extra_config`` option by option. Raises ``SettingsError`` if an option is not in
+    ``known``. Each method returns the value of one option, and raises ``SettingsError`` for a wrong or
+    missing value. ``expected``: text for the error that says which values are right."""
 
     def __init__(self, given: dict[str, Any], known: Collection[str]) -> None:
         self._given = dict(given)
@@ -119,9 +124,8 @@ class ConnectorOptions:
         return value
 
     def size(self, name: str, at_least: int, what: str, *, flag: str) -> int:
-        """Return the value of an option that is a size in bytes. Its minimum ``at_least`` is the size of one
-        block. For error messages: ``what`` describes this block, ``flag`` is the option's name in ``sojourn
-        serve``."""
+        """Return the value of an option that is a size in bytes, at least ``at_least``. For error messages:
+        ``what`` describes this minimum, ``flag`` is the option's name in ``sojourn serve``."""
         value = self.whole(name, flag=flag, unit=" of bytes")
         if value < at_least:
             raise self._wrong(name, f"at least {what}, {at_least}", flag)
@@ -154,19 +158,19 @@ class ConnectorOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConnectorSettings:
-    """Settings common to both connectors. They describe the engine's KV."""
+    """Settings that both connectors have. They describe the engine's KV."""
 
     blocks: int
     """Number of blocks on the device, including vLLM's null block."""
     block_tokens: int
     """Number of tokens per engine block."""
     identity: KvIdentity
-    """Identity of the KV in stored blocks. A stored block is an engine block in host memory and on disk, and
-    a Full Block in transfers."""
+    """Identity of the KV in this worker's stored blocks. A stored block is an engine block for
+    ``SojournConnector``, and a Full Block for ``PathsConnector``."""
 
     def with_layout(self, layout: str) -> Self:
-        """Return these settings with ``layout``, which names the order of bytes in a block, added to the
-        identity's data type. An empty ``layout`` changes nothing."""
+        """Return a copy of these settings, whose identity's data type also names ``layout``, the order of
+        bytes in a block. An empty ``layout`` adds nothing."""
         dtype = f"{self.identity.kv_dtype}/{layout}" if layout else self.identity.kv_dtype
         return replace(self, identity=replace(self.identity, kv_dtype=dtype))
 
@@ -190,7 +194,8 @@ class KVOffloadSettings(KVConnectorSettings):
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVOffloadSettings:
-        """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
+        """Return the engine's settings. Raises ``SettingsError`` for a wrong setting or an unsupported
+        engine."""
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
         check_load_failures(vllm_config)
@@ -253,11 +258,11 @@ class KVOffloadSettings(KVConnectorSettings):
         )
 
     def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, SiblingStores | None]:
-        """Open and return this worker's store on disk, and the stores of other engines beside it.
+        """Open and return (this worker's store on disk, the stores of other engines beside it).
 
-        Without ``disk`` both are ``None``. Without ``disk_name`` the second is ``None``.
-        ``block_bytes`` and ``layers`` describe the worker's KV tensors. Raises ``OffloadError`` if the store
-        is in use or for another model.
+        Without ``disk`` both are ``None``. Without ``disk_name`` the second is ``None``. ``block_bytes`` and
+        ``layers``: size and number of layers of this worker's part of a block. Raises ``OffloadError`` if the
+        store is in use or has KV of another identity.
         """
         if self.disk is None:
             return None, None
@@ -287,7 +292,7 @@ class KVTransferSettings(KVConnectorSettings):
     store: str
     store_name: str
     store_bytes: int
-    """Budget of this engine's store, all workers."""
+    """Budget of this engine's store, all workers together; 0 for the layout of vLLM's fs tier."""
     save: bool
     per_full: int
     """Number of engine blocks per Full Block."""
@@ -304,7 +309,8 @@ class KVTransferSettings(KVConnectorSettings):
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVTransferSettings:
-        """Read the settings. Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
+        """Return the engine's settings. Raises ``SettingsError`` for a wrong setting or an unsupported
+        engine."""
         options = ConnectorOptions(
             vllm_config.kv_transfer_config.kv_connector_extra_config, _TRANSFER_OPTIONS
         )
@@ -368,13 +374,13 @@ class KVTransferSettings(KVConnectorSettings):
 
     @property
     def needed_buffer_bytes(self) -> int:
-        """The ``buffer_bytes`` that the longest prompt needs; 0 if the buffers are large enough."""
+        """The value of ``buffer_bytes`` that the longest prompt needs; 0 if the present one is enough."""
         short = self.limits.slots < self.longest_blocks
         return self.longest_blocks * self.block_bytes if short else 0
 
     def open_store(self) -> BlockStore:
-        """Open and return this worker's store. Raises ``OffloadError`` if it is in use or for another
-        model."""
+        """Open and return this worker's store. Raises ``OffloadError`` if it is in use or has KV of another
+        identity."""
         if self.fs_layout is not None:
             return VllmFsStore(self.store, self.identity, self.fs_layout)
         folder, budget_bytes = self.store, self.store_bytes
@@ -384,7 +390,7 @@ class KVTransferSettings(KVConnectorSettings):
 
 
 def rank_folder(folder: str, identity: KvIdentity) -> str:
-    """Return the directory, in ``folder``, of the stores of one worker's part of blocks."""
+    """Return the subdirectory of ``folder`` for the stores of one worker, if the engine has several."""
     return os.path.join(folder, f"rank{identity.tp_rank}of{identity.tp_size}")
 
 
@@ -419,8 +425,8 @@ def _shape(vllm_config: VllmConfig) -> str:
 def _identity(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int, *, sure: bool = True
 ) -> KvIdentity:
-    """Return the identity of stored blocks that are ``per_full`` engine blocks long. ``sure`` is as in
-    ``model_identity``."""
+    """Return the identity of this worker's stored blocks, of ``per_full`` engine blocks each. With ``sure``,
+    raises ``SettingsError`` if other weights could have the same identity."""
     groups = kv_cache_config.kv_cache_groups
     spec, layers = groups[0].kv_cache_spec, len(groups[0].layer_names)
     # The simulator has no tensors, but its specs have their sizes.
@@ -443,8 +449,8 @@ def _identity(
 
 
 def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int) -> VllmFsLayout:
-    """Return the layout that vLLM's fs tier uses for this engine, with ``per_full`` blocks per file. Raises
-    ``SettingsError`` if vLLM uses its canonical layout."""
+    """Return the layout of the files that vLLM's fs tier would write for this engine with ``per_full`` blocks
+    per file. Raises ``SettingsError`` if that is vLLM's canonical layout."""
     from .compat import build_offloading_config
 
     config = build_offloading_config(vllm_config, kv_cache_config)
@@ -465,7 +471,8 @@ def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full
 def _transfer_limits(
     options: ConnectorOptions, identity: KvIdentity, block_bytes: int, has_tensors: bool
 ) -> TransferLimits:
-    """Return one worker's limits. ``block_bytes``: bytes of a Full Block, summed over the workers' parts."""
+    """Return one worker's limits. ``block_bytes``: size of a Full Block over all workers. ``has_tensors``:
+    false in the simulator, where the machine's memory is no limit. Raises ``SettingsError``."""
     buffer_bytes = options.size(
         "buffer_bytes",
         block_bytes,
@@ -489,7 +496,7 @@ def _transfer_limits(
 
 
 def _rates(options: ConnectorOptions, ranks: int) -> LinkRates:
-    """Return the rates of one worker's links, which are its share of the engine's rates."""
+    """Return one worker's link rates: the engine's rates divided by ``ranks``. Raises ``SettingsError``."""
     rates = {name.removesuffix("_rate"): options.number(name, None, "bytes per second") for name in _RATES}
     try:
         return LinkRates(**{name: rate and rate / ranks for name, rate in rates.items()})

@@ -38,8 +38,8 @@ def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
     """Return a text that identifies the model: weights, shape, load format, the seed of dummy weights, and a
     hash of other settings that change the KV.
 
-    With ``sure``, raises ``SettingsError`` if other weights could have the same identity. KV that is shared
-    or outlives the engine needs this.
+    ``sure``: raise ``SettingsError`` if other weights could have the same text. It must be true for KV that
+    is shared or outlives the engine.
     """
     model = vllm_config.model_config
     shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]
@@ -57,8 +57,8 @@ def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
 
 
 def _settings_digest(vllm_config: VllmConfig) -> str:
-    """Return a space and a hash of the settings that change the KV of the same weights; empty without such
-    settings. The settings are hashed, because the options of a loader may contain passwords."""
+    """Return a space and a hash of the settings that change the KV although the weights are the same; empty
+    without such settings. They are hashed, because the options of a loader may contain passwords."""
     model = vllm_config.model_config
     loader: Any = getattr(vllm_config.load_config, "model_loader_extra_config", None) or {}
     if isinstance(loader, dict):
@@ -77,7 +77,7 @@ def _settings_digest(vllm_config: VllmConfig) -> str:
 
 
 def _length_settings(model: ModelConfig) -> list[Any]:
-    """Return what makes the KV depend on ``--max-model-len``; empty for most models."""
+    """Return the values through which the KV depends on ``--max-model-len``; empty for most models."""
     config = model.hf_config.to_dict()
     kinds = {config.get("model_type"), (config.get("text_config") or {}).get("model_type")}
     is_llama4 = not kinds.isdisjoint(("llama4", "llama4_text"))
@@ -98,7 +98,7 @@ def _length_settings(model: ModelConfig) -> list[Any]:
 
 def _long_rope_limits(config: Mapping[str, Any], limit: int | None = None) -> Iterator[int]:
     """Yield ``original_max_position_embeddings`` of each LongRoPE in a model's configuration, at any depth.
-    vLLM uses a LongRoPE's long factors for all positions if the maximum model length is above this value.
+    If the maximum model length is above this value, vLLM uses the LongRoPE's long factors for all positions.
     ``limit``: the value in the enclosing configuration, if any."""
     limit = config.get("original_max_position_embeddings") or limit
     if limit is not None and (config.get("rope_type") in _LONG_ROPE or config.get("type") in _LONG_ROPE):
@@ -139,10 +139,11 @@ def _weights_identity(vllm_config: VllmConfig) -> str:
 
 
 def dtype_identity(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
-    """Return the cache's data type, and on CPUs its packing, as ``torch.bfloat16/amx``.
+    """Return the KV cache's data type. On a CPU, its packing follows, as in ``torch.bfloat16/amx``.
 
     vLLM's CPU attention packs a block for the processor's instructions, so the same bytes are different KV on
-    another kind of processor. ``spec`` is the spec of the only KV cache group.
+    another kind of processor. ``spec``: spec of the model's first KV cache group. Raises ``SettingsError`` if
+    the processor does not support the KV cache.
     """
     cache = vllm_config.cache_config
     dtype = str(cache.cache_dtype if cache.cache_dtype != "auto" else vllm_config.model_config.dtype)
@@ -156,7 +157,7 @@ def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
 
 
 def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
-    """Return the packing that vLLM chooses on a CPU, ``None`` on other devices."""
+    """Return the name of the packing that vLLM chooses on a CPU; ``None`` on other devices."""
     from .compat import current_platform
 
     if not current_platform.is_cpu():

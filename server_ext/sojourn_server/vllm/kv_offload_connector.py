@@ -1,7 +1,7 @@
-"""vLLM KV connector that saves KV blocks to host memory and disk.
+"""KV connector for vLLM that saves KV blocks to host memory and disk, and loads them back.
 
-It needs sojourn's scheduler, which tells the planner which blocks the device evicts. With vLLM's own
-scheduler the connector saves and finds no blocks.
+It needs sojourn's scheduler, which reports to the connector's planner which blocks the device evicts. With
+vLLM's own scheduler the connector saves and finds no blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 LoadEnded = Callable[[str, int], None]
-"""Called with the name of a load ahead of need and the number of leading blocks that arrived."""
+"""Called with (name of a load ahead of need, number of its leading blocks that arrived)."""
 PAUSE_WAIT_S = 30.0
 """Maximum seconds for which a pause of the engine waits for jobs and for copies from and to the device."""
 _AHEAD = "\0ahead:"
@@ -50,7 +50,8 @@ class _GroupLoad(NamedTuple):
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
-    """KV connector that saves one engine's KV blocks to host memory and disk, and loads them back."""
+    """KV connector that saves one engine's KV blocks to host memory and disk, and loads them back. Most
+    attributes exist only on the planner side."""
 
     settings: KVOffloadSettings
     _worker: OffloadWorker | None
@@ -62,14 +63,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self.settings = KVOffloadSettings.read(vllm_config, kv_cache_config)
         self._block_size = self.settings.block_tokens
         self._answered: set[str] = set()
-        """Worker side: requests whose load was rejected and has not been reported as ended yet."""
+        """Worker side: requests whose rejected load has not been reported as ended yet."""
         self._not_filled: set[int] = set()
-        """Worker side: device blocks that an ended load did not fill, until vLLM asks for them."""
+        """Worker side: ids of device blocks that an ended load did not fill, until vLLM asks for them."""
         if role is KVConnectorRole.SCHEDULER:
             self.planner = OffloadPlanner(self.settings.limits())
             self._rank_results = RankResults(self.settings.ranks)
             self._load_errors: set[int] = set()
-            """Blocks that at least one worker could not fill. Other workers may still load their parts."""
+            """Ids of device blocks of running loads that at least one worker could not fill."""
             self.traffic = OffloadStats()
             self.off = False
             """Whether the connector is off, so that it saves and finds no more blocks."""
@@ -81,29 +82,30 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 )
             self.clock = time.monotonic
             self._ordered: dict[str, list[int]] = {}
-            """Request → device blocks that the step being planned must fill."""
+            """Request → ids of device blocks that the load ordered in this step must fill."""
             self._waiting: set[str] = set()
             """Unfinished requests with a load that has no result yet."""
             self._cancelled: set[str] = set()
             """Requests with a cancelled load that has no result yet."""
             self.loaded_tokens: dict[str, int] = {}
-            """Request → number of tokens that its load has brought. Removed when the request is admitted."""
+            """Request → number of tokens that its load has brought. The scheduler adapter removes the entry
+            when the request is admitted."""
             self._ahead: dict[str, LoadEnded] = {}
-            """Load ahead of need → the callback for its end."""
+            """Name of a load ahead of need → the callback for its end."""
             self._ahead_number = 0
             self.is_paused: Callable[[], bool] = lambda: False
             """Returns whether vLLM's scheduler is paused. Set by sojourn's scheduler."""
             self._pause_waits_since_s: float | None = None
-            """Time since which a pause waits for jobs and copies; ``None`` if none waits."""
+            """Time on ``clock`` since which a pause waits for jobs and copies; ``None`` if none waits."""
             self._pause_gave_up = False
             """Whether this pause has waited for ``PAUSE_WAIT_S``."""
             self.groups: KVCacheGroups | None = None
             """The scheduler's KV cache groups, set by its adapter if there are several. Without it, the
             connector finds no blocks of such a model."""
             self.windows_missed: Callable[[Sequence[BlockKey]], None] | None = None
-            """Called if sliding-window blocks are missing, so that a look-up finds fewer tokens than the
-            other groups have. Gets the keys of the window blocks that the longer context needs. Only with
-            several groups."""
+            """Called when a look-up finds a shorter prefix than full attention alone would, because blocks
+            of sliding windows are missing. The argument has the keys of the window blocks that the longer
+            prefix needs. Only with several groups."""
             self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
             self._group_loads: dict[str, _GroupLoad] = {}
             """Request → its load, until the load has been reported as ended. Only with several groups."""
@@ -128,7 +130,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return found * self._block_size, MatchedTokens(computed, is_async=found > 0, keys=keys[:found])
 
     def _match_groups(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
-        """Return the match of a request of a model with several KV cache groups."""
+        """``_match`` for a model with several KV cache groups."""
         if self.groups is None:
             return 0, None
         context = self.groups.context_keys(request.block_hashes, computed, request.num_tokens - 1)
@@ -142,8 +144,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return found, MatchedTokens(computed, is_async=found > 0, context=context, external=found)
 
     def _report_missed_windows(self, request: Request, tokens: int) -> None:
-        """If a look-up has found only ``tokens`` tokens because blocks of windows are missing, call
-        ``windows_missed``."""
+        """Call ``windows_missed`` if the request's look-up found only ``tokens`` tokens because blocks of
+        sliding windows are missing."""
         groups, host = self.groups, self.planner.host
         assert groups is not None
         rest = groups.context_keys(request.block_hashes, tokens, request.num_tokens - 1)
@@ -197,8 +199,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle the results of earlier jobs. Loads that have ended are handled first, because vLLM may
-        repeat a load in the next step."""
+        """Handle the workers' results of earlier jobs, first the ended loads: vLLM may load the same request
+        again in the next step. Removes loads ahead of need from ``connector_output``."""
         if connector_output.invalid_block_ids:  # vLLM may repeat block ids of loads that have ended
             self._load_errors |= connector_output.invalid_block_ids & self.planner.loads.blocks()
         for request_id in connector_output.finished_recving or ():
@@ -224,18 +226,18 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 self.loaded_tokens[request_id] = arrived * self._block_size
 
     def _loading_blocks(self) -> set[int]:
-        """Return the ids of the device blocks of all loads that still run. With several groups these include
-        rejected loads, because vLLM gets a failure only together with the answer of the last worker."""
+        """Return the ids of the device blocks of all loads that have not been reported as ended. With several
+        groups, rejected loads are included."""
         if self._has_groups:
             return {block_id for load in self._group_loads.values() for block_id in load.block_ids}
         return self.planner.loads.blocks()
 
     def take_failed_requests(self, output: KVConnectorOutput) -> set[str]:
-        """Remove failed loads from ``output`` before vLLM sees it, and return their requests. The caller must
-        queue these requests again.
+        """Remove failed loads from ``output`` before vLLM sees it, and return the ids of their requests. The
+        caller must queue these requests again.
 
-        Only for models with several KV cache groups, because vLLM accepts failed blocks of one group only.
-        Returns an empty set for other models."""
+        For models with one KV cache group, this does nothing and returns an empty set. With several groups
+        vLLM cannot handle failed blocks itself."""
         failed: set[str] = set()
         if self._has_groups:
             if output.invalid_block_ids:
@@ -254,9 +256,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Order a load of ``keys`` into the device blocks ``block_ids``, before any request needs them.
         Return the load's name.
 
-        ``keys`` must be ``planner.loadable``. When the load ends, ``ended`` is called with the load's name
-        and the number of leading blocks that arrived. After ``cancel_load_ahead``, ``ended`` is not called.
-        The caller must hold the blocks until one of these two calls.
+        ``planner.loadable`` must have found all ``keys`` loadable in this step. When the load ends, ``ended``
+        is called with the load's name and the number of leading blocks that arrived. After
+        ``cancel_load_ahead`` it is not called. The caller must hold the blocks until one of these two calls.
         """
         self._ahead_number += 1
         name = f"{_AHEAD}{self._ahead_number}"
@@ -267,8 +269,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return name
 
     def cancel_load(self, request_id: str) -> None:
-        """Cancel the request's load. Its tokens count as not loaded. The blocks are free at once, although
-        the worker may still write to them until the next step begins."""
+        """Cancel the load of a request that gives up its blocks. Its tokens count as not loaded. The caller
+        may free the blocks at once: the worker ends its writes to them before the next step computes."""
         unanswered = request_id in self._waiting
         self._waiting.discard(request_id)
         self.loaded_tokens.pop(request_id, None)
@@ -277,7 +279,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._cancelled.add(request_id)
 
     def cancel_load_ahead(self, name: str) -> None:
-        """Cancel a load ahead of need, begun or not. Its callback is not called."""
+        """Cancel a load ahead of need, whether a step has begun it or not. Its callback is not called."""
         if self._ordered.pop(name, None) is not None and self.planner.withdraw_load(name):
             self._waiting.discard(name)
             del self._ahead[name]
@@ -316,13 +318,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Return whether jobs or loads ahead of need are open. vLLM then makes a step even if no request
-        needs it.
+        """Return whether there is work for which vLLM must run a step even without requests.
 
-        If the engine is paused, copies from and to the device count too, because vLLM may unmap the device's
-        KV once there is no work (``/sleep``). After ``PAUSE_WAIT_S`` of a pause nothing counts. If the
-        connector is off, only loads ahead of need count, because other results may have been lost. An engine
-        in its caller's process makes no steps in a pause. For such an engine, ``reset_cache`` waits instead.
+        The work is planned jobs and loads ahead of need. In a pause of the engine, it is also the unfinished
+        copies from and to the device, because vLLM may unmap the device's KV once there is no work
+        (``/sleep``). After ``PAUSE_WAIT_S`` of a pause the result is false. If the connector is off, only
+        loads ahead of need count, because results of other jobs may have been lost. An engine in its caller's
+        process runs no steps in a pause; there, ``reset_cache`` waits instead.
         """
         planner, paused, pending = self.planner, self.is_paused(), bool(self._ahead)
         if not self.off:
@@ -345,7 +347,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._pause_waits_since_s, self._pause_gave_up = None, False
 
     def reset_cache(self) -> bool:
-        """Forget all KV computed so far, and stop using the disk until the engine restarts. Return true."""
+        """Forget all KV computed so far, and stop using the disk until the engine restarts. If the engine is
+        paused, wait for running copies. Return true."""
         if self.settings.disk is not None and not self.planner.disk.closed:
             logger.warning(
                 "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, "
@@ -360,8 +363,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def turn_off(self, why: str) -> None:
         """Turn the connector off, so that it saves and finds no more blocks.
 
-        Call it when evictions are no longer reported, or the reports cannot be trusted. A waiting request
-        still loads the blocks found for it earlier, because they are correct. ``why`` is for the log.
+        Call it when evictions are no longer reported, or the reports may be wrong. A waiting request still
+        loads the blocks found for it earlier, because they are correct. ``why``: reason, for the log and
+        ``off_because``.
         """
         if not self.off:
             self.off, self.off_because = True, why
@@ -375,11 +379,11 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return the setting ``kv_layout``, or ``None`` for vLLM's choice. vLLM calls this before it makes
-        the connector. Raises ``SettingsError``.
+        the connector. Raises ``SettingsError`` if the setting is no text.
 
-        ``None`` if the option is not given, if the model's layers may differ (``_layers_may_differ``), and on
-        ROCm, where a kernel needs layers outermost without declaring it. If an attention backend does not
-        support the layout, vLLM warns and uses another one."""
+        The result is ``None`` if the setting is not given, if the model's layers may differ
+        (``_layers_may_differ``), and on ROCm, where a kernel needs layers outermost without declaring it. If
+        an attention backend does not support the layout, vLLM warns and uses another one."""
         from .compat import current_platform
 
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -436,7 +440,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return None, answered or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that were not filled, of the requests that ``get_finished`` just returned."""
+        """Return the ids of unfilled blocks, of the requests that ``get_finished`` just returned."""
         not_filled, self._not_filled = self._not_filled, set()
         return not_filled
 
@@ -444,8 +448,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 def _layers_may_differ(vllm_config: VllmConfig) -> bool:
     """Return whether layers, including those of a draft model, may have KV of different sizes per block.
 
-    With blocks outermost, vLLM would put such layers into one group, which this connector cannot use. With
-    layers outermost, vLLM gives all layers pages of one size.
+    In a layout with blocks outermost, vLLM would put such layers into one group, which this connector cannot
+    use. With layers outermost, vLLM gives all layers pages of one size.
     """
     text = vllm_config.model_config.hf_text_config
     kinds = getattr(text, "layer_types", None) or ()
@@ -457,8 +461,8 @@ def _layers_may_differ(vllm_config: VllmConfig) -> bool:
 
 
 def _wait_for_local_copies() -> None:
-    """Wait until the worker's copies from and to the device have ended, for at most ``PAUSE_WAIT_S``, because
-    vLLM may unmap the device's KV next. Does nothing if the worker is in another process."""
+    """Wait until the worker's copies from and to the device have ended, for at most ``PAUSE_WAIT_S``. Call
+    this before vLLM may unmap the device's KV. Does nothing if the worker is in another process."""
     from .compat import get_kv_transfer_group, has_kv_transfer_group
 
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
@@ -476,7 +480,8 @@ def _warn_of_copies() -> None:
 
 
 def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: int) -> DeviceBackend:
-    """Return a backend that copies between the KV tensors' device and ``slots`` blocks of host memory.
+    """Return a backend that copies blocks between the device of ``kv_caches`` (KV tensors by layer) and host
+    memory of ``slots`` blocks. ``blocks``: number of blocks on the device.
 
     Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
     CUDA cannot pin the host memory.
@@ -501,7 +506,8 @@ def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: 
 
 
 def copy_wait_s(output: KVConnectorOutput) -> float:
-    """Return the seconds that a step's forward pass waited for copies: the maximum over the workers."""
+    """Return the seconds that a step's forward pass waited for copies: the maximum over the workers; 0.0
+    without ``SojournConnector``."""
     report = output.kv_connector_worker_meta
     results = report.of_all if isinstance(report, StepReport) else []
     return max((each.waited_s for each in results if isinstance(each, OffloadResults)), default=0.0)

@@ -1,4 +1,6 @@
-"""Loads KV from host memory into the device's prefix cache before a request needs it (mechanisms S5, T4).
+"""Loads KV from host memory into the device's prefix cache before a request needs it: loads ahead of need.
+
+Sources: SAGA §4.3 (mechanism S5) and Tetris §2.3 (mechanism T4).
 
 vLLM's connector interface loads only into blocks of a waiting request. ``KVPrefetcher`` allocates blocks
 from the block pool itself, as a request would. It holds them while the connector copies, then sets their
@@ -6,9 +8,9 @@ content hashes and frees them. From then on they are ordinary cached blocks, whi
 prefix finds.
 
 A load takes only spare blocks, which are uncached blocks and blocks that only ended programs have used.
-Loaded blocks return to the place of spare blocks in the eviction order, so no other cached block is evicted
+After the load, the blocks return to the same place in the eviction order, so no other cached block is evicted
 for them. A false hint therefore costs only spare memory and idle time of the link. If an allocation fails
-while a load holds blocks, the load gives them up first.
+while loads hold blocks, the loads are cancelled first.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from .compat import BlockPool
 
 MAX_DEVICE_SHARE = 0.125
-"""Maximum share of the device's blocks that loads ahead of need hold or have filled."""
+"""Maximum share of the device's blocks that loads hold, or have filled and no request has used yet."""
 
 
 class _Load(NamedTuple):
@@ -36,20 +38,23 @@ class _Load(NamedTuple):
 
     program_id: ProgramId
     keys: Sequence[BlockKey]
-    """Block hashes of the prefix, from its beginning to the last block loaded."""
+    """Block hashes of the prefix, from its beginning to the last block loaded; empty if the loaded blocks
+    must not be cached."""
     blocks: list[KVCacheBlock]
     """The blocks being filled, one for each of the last ``len(blocks)`` keys."""
     expires_s: float
+    """Time on the engine's clock at which the loaded blocks are uncached if no request has used them."""
 
 
 class _BlockHashes(NamedTuple):
-    """Replaces a request in calls to the pool that read only the request's block hashes."""
+    """Takes the place of a request in calls to the pool that read only the request's block hashes."""
 
     block_hashes: Sequence[BlockKey]
 
 
 class KVPrefetcher:
-    """The loads ahead of need of one engine, and the unused blocks that they have filled."""
+    """Makes the loads ahead of need of one engine, and uncaches the blocks that they have filled for nothing.
+    Without a ``connector``, and with several KV cache groups or vLLM's KV cache events, it loads nothing."""
 
     def __init__(
         self,
@@ -68,10 +73,11 @@ class KVPrefetcher:
         self._loads: dict[str, _Load] = {}
         """Name of a load that has not ended → the load."""
         self._filled: dict[ProgramId, tuple[float, list[int]]] = {}
-        """Program → (expiry, ids of the blocks filled for it), oldest first."""
+        """Program → (expiry on the engine's clock, ids of the blocks filled for it), last filled last."""
 
     def budget(self, program_id: ProgramId) -> int:
-        """Return how many blocks may be loaded ahead of need for the program now, if they are spare."""
+        """Return the maximum number of blocks that one ``load`` for the program may load now; 0 while a load
+        for it runs. The device must also have that many spare blocks."""
         connector = self._connector
         if connector is None or connector.off:
             return 0
@@ -81,16 +87,18 @@ class KVPrefetcher:
         return max(0, self._budget - held - len(self._queue.owners.ahead))
 
     def spare(self, prefix: Sequence[KVCacheBlock], most: int) -> int:
-        """Return the number of spare blocks, at most ``most``. ``prefix``: cached blocks of the context
-        before the blocks to load; they must stay and are not spare."""
+        """Return the number of spare blocks on the device, at most ``most``. ``prefix``: cached blocks of the
+        context before the blocks to load. They must stay cached, so they do not count as spare."""
         return self._queue.spare_blocks(most, {block.block_id for block in prefix})
 
     def load(self, program_id: ProgramId, keys: Sequence[BlockKey], count: int, expires_s: float) -> None:
-        """Begin to load the blocks of the last ``count`` of ``keys``. ``keys``: the block hashes of a context
-        from its start. The device has the blocks of the other keys.
+        """Begin to load the blocks of the last ``count`` of ``keys`` from host memory. ``keys``: the block
+        hashes of a context from its start.
 
-        ``count`` must not exceed ``budget`` or ``spare``, and the blocks must be loadable. If some are not
-        loadable any more, fewer are loaded. Unused blocks are uncached at ``expires_s``."""
+        The caller must make sure that the device has the blocks of all earlier ``keys``, and that ``count``
+        is at least 1 and at most what ``budget`` and ``spare`` return. If host memory has lost some of the
+        ``count`` blocks, only those before the first lost one are loaded, which may be none. Loaded blocks
+        that no request uses are uncached at ``expires_s``, in seconds on the engine's clock."""
         assert self._connector is not None
         blocks = self._pool.get_new_blocks(count)
         try:
@@ -106,15 +114,16 @@ class KVPrefetcher:
             self._pool.free_blocks(blocks)
 
     def expire(self, now: float) -> None:
-        """Uncache filled blocks that no request used in time. If the connector is off, cancel all loads."""
+        """Uncache filled blocks that no request has used by their expiry. ``now``: seconds on the engine's
+        clock. If the connector is off, also cancel all loads."""
         if self._connector is not None and self._connector.off:
             self.cancel_all()
         while self._filled and next(iter(self._filled.values()))[0] <= now:
             self._drop(next(iter(self._filled)))
 
     def uncache_unused(self, program_id: ProgramId) -> None:
-        """Forget the blocks filled for a program, and uncache the unused ones. Call it when one of
-        the program's requests is admitted."""
+        """Uncache the unused blocks that were filled for a program, and forget the others. Call it when one
+        of the program's requests is admitted."""
         if program_id in self._filled:
             self._drop(program_id)
 
@@ -136,7 +145,7 @@ class KVPrefetcher:
         return bool(loads)
 
     def reset(self) -> None:
-        """Forget all filled blocks, after a reset of the cache."""
+        """Forget all filled blocks after a reset of the cache. All loads must have been cancelled before."""
         self._filled.clear()
 
     def _ended(self, name: str, arrived: int) -> None:
@@ -147,7 +156,8 @@ class KVPrefetcher:
             self._pool.free_blocks(reversed(load.blocks))
 
     def _cache(self, load: _Load, arrived: int) -> None:
-        """Set the content hashes of the first ``arrived`` blocks of a load."""
+        """Cache the first ``arrived`` blocks of a load, up to the first one that the device has meanwhile.
+        Cache none if the device has lost the prefix before them, or if the load has no keys."""
         blocks, keys = load.blocks, load.keys
         first = len(keys) - len(blocks)
         find = self._pool.get_cached_block

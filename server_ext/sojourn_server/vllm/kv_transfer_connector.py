@@ -1,7 +1,7 @@
-"""vLLM KV connector that transfers KV to and from a shared store and other engines (DualPath §4).
+"""KV connector for vLLM that transfers KV to and from a shared store and other engines (DualPath §4).
 
 Prefill and decode engines use the same class. A request's ``kv_transfer_params`` select its transfers
-(``kv_transfer.transfer_request``). The connector also works with vLLM's own scheduler.
+(``kv_transfer.transfer_request`` explains them). The connector also works with vLLM's own scheduler.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("vllm.sojourn")
 GIB = 1 << 30
 
 CLOSE_S = 10.0
-"""Maximum seconds that ``shutdown`` waits for the transfer manager to close."""
+"""Maximum seconds that ``shutdown`` waits for a closing of the transfer manager that runs already."""
 
 COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Final statuses of requests that completed their output."""
@@ -57,13 +57,13 @@ class KVTransferStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the other's sums to this object and return it."""
+        """Add the sums in ``other`` to this object, and return this object."""
         for name, seconds in other.data.items():
             self.data[name] = self.data.get(name, 0.0) + seconds
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the rounded sums for a line of vLLM's log."""
+        """Return the sums, rounded to 0.1 ms, for a line of vLLM's log."""
         return {name: round(seconds, 4) for name, seconds in self.data.items()}
 
     def is_empty(self) -> bool:
@@ -71,7 +71,7 @@ class KVTransferStats(KVConnectorStats):
 
 
 class PathsConnector(KVConnector[TransferJobs, TransferResults]):
-    """Transfers KV from and to a shared store, and from a prefill engine to a decode engine."""
+    """Transfers KV from and to a shared store, and between the engines of a prefill/decode pair."""
 
     settings: KVTransferSettings
     _worker: TransferWorker | None
@@ -85,22 +85,22 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._traffic: TransferManager | None = None
         self._store: BlockStore | None = None
         self._kv: CudaBlockArrays | None = None
-        """The device's blocks; ``None`` on a CPU, where nothing has to be closed."""
+        """Object that copies the device's blocks and must be closed; ``None`` on a CPU."""
         self._warned_context_too_large = False
         self._closing: threading.Thread | None = None
         self._stats_server: StatsServer | None = None
-        """Server of the worker's status; started when another process first needs it."""
+        """Worker side: the server of ``status`` for other processes; ``None`` before the first needs it."""
         self._off = False
-        """Whether the connector is off after a reset of the cache, so that it makes no more look-ups."""
+        """Planner side: whether the connector is off, because the cache was reset."""
         self._stop_sent = False
         self._pool: BlockPool | None = None
-        """vLLM's block pool; set only if a reset of the pool alone must turn the connector off."""
+        """vLLM's block pool; ``None`` if a reset of the pool alone must not turn the connector off."""
         self._cached: object = None
-        """Hash table of ``_pool`` at the start. A reset of the pool replaces it by another table."""
+        """Hash table of ``_pool`` at the start. A reset of the pool replaces the table by a new one."""
         self.clock = time.monotonic
         self.next_requests: Callable[[int], Iterable[Request]] = lambda most: ()
-        """Returns at most the given number of queued requests, next one first. Sojourn's scheduler sets this,
-        because its queue is not in order of arrival. With vLLM's own scheduler no requests are returned."""
+        """Returns the first requests of the queue, next one first, and at most the given number. Sojourn's
+        scheduler sets this, because its queue is not in order of arrival. By default it returns none."""
         self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
@@ -127,7 +127,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._pool, self._cached = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
 
     def on_new_request(self, request: Request) -> None:
-        """Handle a request that has joined the queue."""
+        """Handle a request that has joined the queue. Invalid ``kv_transfer_params`` are logged."""
         if self._is_off():
             return
         self._requests[request.request_id] = request
@@ -189,14 +189,14 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self.planner.finished(request.request_id, completed, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether jobs wait for a step. vLLM then makes a step even if no request needs it."""
+        """Return whether jobs wait for a step. If so, vLLM runs a step even without requests."""
         return self.planner.has_jobs or (self._is_off() and not self._stop_sent)
 
     def reset_cache(self) -> bool:
-        """Turn the connector off, because a reset may mean new weights. Return true.
+        """Turn the connector off until the engine restarts: a reset may mean new weights. Return true.
 
-        From now on this engine neither shares its KV nor uses shared KV. The store is kept, because it also
-        belongs to other engines.
+        From now on this engine neither shares its KV nor uses shared KV. The store is kept, because other
+        engines use it too.
         """
         self._turn_off()
         return True
@@ -210,8 +210,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def _turn_off(self) -> None:
         """Turn the connector off until the engine restarts.
 
-        Steps that are planned already keep their jobs. The worker carries these steps out before it loads new
-        weights. So these jobs transfer KV of the old weights, under the keys of the old weights.
+        Steps that are planned already keep their jobs. This is safe: the worker carries these steps out
+        before it loads new weights, so they transfer KV of the old weights under its own keys.
         """
         if self._off:
             return
@@ -225,8 +225,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._attempt(self.planner.abandon)
 
     def _final_orders(self) -> StepOrders[TransferJobs]:
-        """Return a step's jobs while the connector is off. These jobs only release resources and fill blocks
-        that vLLM already counts on. The first call also tells the worker to close the links to peers."""
+        """Return a step's orders while the connector is off. Their jobs only release resources, and fill
+        blocks that vLLM was promised. The first orders also tell the worker to close its links to peers."""
         jobs = self.planner.take_jobs()
         jobs.wants, jobs.fetches, jobs.expects = [], [], []
         jobs.pushes, jobs.saves = [], []
@@ -313,20 +313,21 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """End the step's transfers, after the forward pass or in a step without one."""
+        """End the step's transfers. vLLM calls this after the forward pass, or in a step without one."""
         if self._worker is not None:
             self._worker.end_step()
             if self._traffic is not None and not self._warned_context_too_large:
                 self._warn_context_too_large(self._traffic.core.ctx.counts["too_large"])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose blocks are no longer needed, and the requests whose KV has arrived."""
+        """Return (ids of ended requests whose blocks vLLM may free now, ids of requests whose load has
+        ended)."""
         if self._worker is None:
             return None, None
         return self._worker.take_sent(), self._worker.take_received()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that were not filled."""
+        """Return the ids of blocks that were not filled since the last call."""
         return self._worker.take_not_filled() if self._worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVTransferStats | None:
@@ -336,7 +337,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return KVTransferStats(data=asdict(times)) if times else None
 
     def _warn_context_too_large(self, contexts: int) -> None:
-        """Log a warning if ``contexts``, the number of contexts too large for the buffers, is above 0."""
+        """Log a warning, at most once, if ``contexts`` is above 0. ``contexts``: number of contexts that were
+        too large for the buffers."""
         if contexts:
             self._warned_context_too_large = True
             logger.warning(
@@ -352,7 +354,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return KVTransferStats(data=data or {})
 
     def status(self) -> dict[str, Any] | None:
-        """Return the transfer manager's status; ``None`` before it starts and after it ends."""
+        """Return the status of the worker's transfer manager; ``None`` before it starts, and once it closes
+        after a reset of the cache."""
         from ..kv_transfer.transfer_stats import transfer_manager_stats
 
         traffic, worker = self._traffic, self._worker
@@ -362,8 +365,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return {**document, "addresses": [reachable_address(address) for address in document["addresses"]]}
 
     def stats_address(self) -> str | None:
-        """Return the address at which other local processes get ``status``; ``None`` if no socket could be
-        opened. The first call starts the server."""
+        """Return the address at which other processes of this machine get ``status``; ``None`` if no socket
+        could be opened. The first call starts the server."""
         from ..kv_transfer.transfer_stats import StatsServer
 
         if self._stats_server is None:
@@ -394,8 +397,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 def open_kv_blocks(
     kv_caches: dict[str, torch.Tensor], blocks: int, per_full: int
 ) -> tuple[KvBlockArrays | CudaBlockArrays, str]:
-    """Return an object that copies the KV tensors' blocks layer by layer, and a text that identifies the
-    order of bytes in a block (``device_layout``).
+    """Return (object that copies blocks of the KV tensors layer by layer, text that identifies the order of
+    bytes in a block). The text is empty on a CPU. ``kv_caches``: KV tensors by layer. ``blocks``: number of
+    blocks on the device. ``per_full``: number of these per Full Block.
 
     Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
     CUDA cannot pin host memory.

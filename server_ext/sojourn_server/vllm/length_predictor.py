@@ -1,5 +1,5 @@
-"""Predicts output lengths from hidden states. Hidden states go to a background trainer, and its predictions
-go to the ``ProgramScheduler``."""
+"""Passes hidden states to a background trainer, and the trainer's predictions of output lengths to the
+``ProgramScheduler``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class LengthPredictor:
-    """Predicts the output lengths of one engine's requests from hidden states. Raises ``WeightsError`` if
-    ``network_file`` belongs to another model."""
+    """Predicts the output lengths of one engine's requests from hidden states. ``network_file``: where the
+    network is loaded from and saved; ``None`` for neither. ``rank``: data-parallel rank, if any. Raises
+    ``WeightsError`` if the file is unusable or belongs to another model."""
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class LengthPredictor:
     def observe(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
         """Pass a step's hidden states to the trainer. Call it before the scheduler handles the step's tokens.
 
-        ``planned`` is vLLM's plan of this step. Token counts come from it, because the requests' own counts
-        may already include the next step.
+        ``planned``: vLLM's plan of this step. Numbers of computed tokens come from it, because those of the
+        requests may already include the next step.
         """
         computed = computed_tokens_after(planned)
         seen, places = [], []
@@ -62,12 +63,13 @@ class LengthPredictor:
             self._background.queue_hidden_states(seen, states)
 
     def request_ended(self, request: Request, *, complete: bool) -> None:
-        """Forget a finished request. Learn its output length if the output is ``complete``."""
+        """Forget a request that has ended. If its output is ``complete``, learn the output's length."""
         learned = complete and request.num_output_tokens > 0
         self._background.ended(request.request_id, request.num_output_tokens if learned else None)
 
     def report(self, now: float) -> None:
-        """Report new predictions to the ``ProgramScheduler``."""
+        """Pass the predictions made since the last call to the ``ProgramScheduler``. ``now``: seconds on the
+        engine's clock."""
         for request_id, guess in self._background.take_predictions().items():
             request = self._requests.get(request_id)
             if request is not None:
@@ -84,7 +86,7 @@ class LengthPredictor:
 
 
 def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
-    """Return request id → number of tokens computed at the end of the planned step."""
+    """Return, for each request of a planned step, id → number of tokens computed at the end of the step."""
     before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
     cached = planned.scheduled_cached_reqs
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -96,7 +98,7 @@ def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
 
 
 def captures_hidden_states(config: VllmConfig) -> bool:
-    """Return whether the engine's worker class captures hidden states. Warns if not."""
+    """Return whether the engine's worker class captures hidden states. If not, log a warning."""
     if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
         logger.warning(
             "sojourn: worker class %s does not capture hidden states; output lengths are predicted without "
@@ -109,7 +111,7 @@ def captures_hidden_states(config: VllmConfig) -> bool:
 
 
 def model_name(model: str) -> str:
-    """Return the model name that a network file records. For a local folder, it is the folder's basename and
-    a digest of its weights."""
+    """Return the name by which a network file identifies a model: the folder's basename and a digest of its
+    weights for a local folder, otherwise ``model``."""
     folder = Path(model)
     return f"{folder.resolve().name} {weights_digest(folder)}" if folder.is_dir() else model

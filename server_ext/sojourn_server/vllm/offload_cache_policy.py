@@ -1,11 +1,11 @@
 """Eviction order for the host memory of vLLM's own connector (``--tier-backend vllm``).
 
-KV of ended programs is evicted first, all other KV in vLLM's LRU order.
+KV of ended programs is evicted first, all other KV in vLLM's LRU order. Chunks are that connector's unit of
+storage.
 
 vLLM loads the class by name, from ``eviction_policy`` and ``cache_policy_module_path`` of the connector's
-configuration. The scheduler adapter then reports requests and programs. Methods below the comment ``vLLM's
-hooks`` are called inside vLLM's scheduler. After an error of sojourn's own, the engine continues with vLLM's
-LRU order.
+configuration. The scheduler adapter reports requests and programs to it. vLLM's connector calls the methods
+below the comment ``vLLM's hooks``. After an error of sojourn's own, vLLM's LRU order remains.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 OffloadKey = bytes
-"""Key of a chunk: the hash of its block and the number of its KV cache group."""
+"""Key of a chunk: the hash of its block, followed by the number of its KV cache group."""
 MAX_REQUESTS = 10_000
-"""Maximum number of requests whose program is remembered; vLLM reports the end of each."""
+"""Maximum number of requests whose program is remembered, in case vLLM does not report the end of some."""
 MAX_ENDED_PROGRAMS = 1000
-"""Maximum number of ended programs whose chunks are evicted first."""
+"""Maximum number of ended programs whose chunks are evicted first; older ones lose this place."""
 
 
 class ProgramCachePolicy(LRUCachePolicy):
@@ -44,7 +44,7 @@ class ProgramCachePolicy(LRUCachePolicy):
         """Number of the model's KV cache groups. Each has chunks of its own."""
         self._off = False
         self._programs: OrderedDict[str, ProgramId] = OrderedDict()
-        """Request → its program, from its arrival until vLLM has handled its end."""
+        """Request id → its program, from the request's arrival until ``on_request_finished``."""
         self._owner: dict[OffloadKey, ProgramId | None] = {}
         """Chunk → the only program that has used it; ``None``: several programs, or a request without a
         program, have used it."""
@@ -57,8 +57,8 @@ class ProgramCachePolicy(LRUCachePolicy):
     # -- the scheduler adapter's reports ------------------------------------------------
 
     def arrived(self, request_id: str, program_id: ProgramId) -> None:
-        """Handle the arrival of a program's request. If the program had ended, its chunks are no longer
-        evicted first."""
+        """Handle the arrival of a program's request. If the program had ended, it is alive again, and its
+        chunks are no longer evicted first."""
         self._programs[request_id] = program_id
         if len(self._programs) > MAX_REQUESTS:
             self._programs.popitem(last=False)
@@ -67,8 +67,8 @@ class ProgramCachePolicy(LRUCachePolicy):
             self._owned[program_id] = keys
 
     def request_admitted(self, program_id: ProgramId | None, block_hashes: Iterable[bytes]) -> None:
-        """Record that an admitted request of program ``program_id`` (``None``: of no program) uses the chunks
-        of the blocks ``block_hashes``."""
+        """Record that an admitted request uses the chunks of the blocks ``block_hashes``. ``program_id`` is
+        ``None`` for a request without a program."""
         groups = [make_offload_key(b"", number) for number in range(self.groups)]
         keys = (block_hash + group for block_hash in block_hashes for group in groups)
         self._attempt(self._used_all, [[key for key in keys if key in self._owner]], program_id)
@@ -121,7 +121,8 @@ class ProgramCachePolicy(LRUCachePolicy):
     # -- inside -----------------------------------------------------------------
 
     def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
-        """Make a call and return its value; after an error use vLLM's order from now on."""
+        """Make a call and return its value. After an error, keep vLLM's order from now on, and return
+        ``None``."""
         if self._off:
             return None
         try:
@@ -148,7 +149,8 @@ class ProgramCachePolicy(LRUCachePolicy):
                     self._used(key, program_id)
 
     def _of_ended(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]]:
-        """Return up to ``n`` chunks of ended programs that nothing reads, in the order of their eviction."""
+        """Return at most ``n`` chunks of ended programs, in eviction order, without ``protected`` chunks and
+        chunks that are being read or written."""
         found: list[tuple[OffloadKey, ChunkStatus]] = []
         for keys in self._ended.values():
             for key in reversed(keys):
@@ -188,7 +190,8 @@ class ProgramCachePolicy(LRUCachePolicy):
 
 
 def find_cache_policy(connector: Any) -> ProgramCachePolicy | None:
-    """Return the policy of vLLM's connector; ``None`` for another connector or another policy."""
+    """Return the ``ProgramCachePolicy`` that vLLM's connector uses; ``None`` for another connector or
+    policy."""
     manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
     policy = getattr(manager, "_policy", None)
     return policy if isinstance(policy, ProgramCachePolicy) else None

@@ -29,18 +29,17 @@ from .kv_offload_connector import SojournConnector
 from .preempted_contexts import KeptContext, PreemptedContexts
 
 STORE_AHEAD_STEPS = 2
-"""The blocks that the device may reuse within this number of steps are copied to host memory in advance. Each
-step is taken to have the maximum number of tokens."""
+"""The blocks that the device may reuse in this number of steps of maximum size are copied to host memory in
+advance."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 """Maximum share of the device's blocks that is copied to host memory in advance."""
 STORE_AHEAD_REFILL_SHARE = 0.25
-"""The next copies in advance are made once the device has reused this share of the number of blocks that are
-copied in advance."""
+"""Further copies in advance are made once the device has reused this share of ``_store_ahead_blocks``."""
 STORE_AHEAD_HOST_SHARE = 0.125
-"""Maximum share of host memory for copies made in advance. With a larger share, host memory would drop copies
+"""Maximum share of host memory for copies in advance. With a larger share, host memory might evict copies
 before the device reuses their blocks."""
 MAX_LEAVING = 1 << 16
-"""Maximum number of remembered programs whose contexts have begun to leave the device."""
+"""Maximum number of programs in ``_leaving``."""
 MAX_LOOKED_UP = 16
 """Maximum number of blocks that one ``held_blocks`` call looks up. The engine waits for these calls, and a
 client may ask about thousands of programs."""
@@ -54,7 +53,7 @@ _RANKS = dict(
         strict=True,
     )
 )
-"""Label → rank in host memory: the eviction order of MORI §4.3.2."""
+"""Label of a block → its rank in host memory. The order of ranks is the eviction order of MORI §4.3.2."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,8 +72,8 @@ def _turns_off(
 
 
 class OffloadManager:
-    """Moves KV blocks between the device and the lower tiers (host memory and disk). An error turns the lower
-    tiers off. The engine continues."""
+    """Moves KV blocks between the device and the lower tiers (host memory and disk). After an error of
+    sojourn's own, the lower tiers are off, and the engine continues without them."""
 
     def __init__(
         self, connector: SojournConnector, program_scheduler: ProgramScheduler, groups: KVCacheGroups
@@ -85,21 +84,20 @@ class OffloadManager:
         pool = program_scheduler.pool
         self._all_blocks = pool.blocks + pool.host_blocks
         self._ends = ContextEnds(self._all_blocks)
-        """Keys of the blocks of windows from which later requests may continue. These blocks are saved."""
+        """Keys of the window blocks from which later requests may continue. Only these window blocks are
+        saved. Only with several KV cache groups."""
         connector.windows_missed = self._remember_missed_windows
         self._leaving: dict[ProgramId, None] = {}
-        """Programs whose contexts have begun to leave the device since their last turn. Only with several
-        groups, like ``_to_complete``."""
+        """Programs that have lost a block on the device since their last turn. Only with several groups."""
         self._to_complete: list[ProgramId] = []
-        """Programs in ``_leaving`` whose remaining blocks on the device are not copied to host memory yet."""
+        """Programs in ``_leaving`` whose remaining blocks must still be copied to host memory."""
         self._placed = PlacedPrefixes()
         self._preempted = PreemptedContexts()
         self._coming: set[ProgramId] = set()
-        """Programs that placement has moved to the device and that have no admitted request yet."""
+        """Programs that ``place`` has moved to the device and that have no admitted request yet."""
         self._placement_lowers_ranks = program_scheduler.preset.placement.is_used
-        """Whether ``place`` lowers the ranks of copies, except those of prefixes that other programs share.
-        If so, ``save`` lowers none: the copy may be needed by a program that is no owner any more, because
-        the device has reused its blocks."""
+        """Whether ``place`` lowers the ranks of host copies. If so, ``save`` lowers none. ``save`` knows only
+        the programs that own the block on the device, but other programs may need the copy."""
         self.link = HostLinkCosts(connector, program_scheduler, groups, self._preempted.wanted)
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
@@ -109,14 +107,15 @@ class OffloadManager:
         )
         """Number of blocks at the front of the eviction order that are copied in advance."""
         self._taken = self._store_ahead_blocks
-        """Number of blocks that the device has reused since the last copies in advance."""
+        """Number of blocks that the device has reused since the last copies in advance were made."""
         self._under_pressure = False
-        """Whether the device has evicted a cached block, or a program has moved to a lower tier. Before that,
-        finished turns are not copied."""
+        """Whether the device has ever evicted a cached block, or ``place`` has moved a program to a lower
+        tier. Before that, contexts of finished turns are not copied."""
 
     @_turns_off
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
-        """Copy cached blocks to host memory before the device reuses them. Cold blocks also go to disk."""
+        """Save those of ``blocks`` that are cached to host memory, because the device is about to reuse the
+        blocks. ``owners`` still has their owners. Blocks of rank ``COLD`` are also written to disk."""
         ranks: dict[ProgramId | None, RetentionRank] = {}
         planner, cold = self._connector.planner, RetentionRank.COLD
         key_of, is_single = self._groups.key_of, self._groups.is_single
@@ -143,7 +142,8 @@ class OffloadManager:
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
-        """Start to copy the next blocks in eviction order to host memory. Call it before each step."""
+        """Start to copy the blocks that the device will evict next to host memory, if such copies are due.
+        Call it before each step."""
         if self._to_complete:
             self._complete_contexts()
         if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
@@ -169,7 +169,8 @@ class OffloadManager:
 
     @_turns_off
     def turn_finished(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
-        """Once the device is under pressure, copy the context of a finished turn to unused host memory."""
+        """Start to copy the context of a finished turn to unused host memory, if the device is under
+        pressure. ``blocks``: the context's cached blocks."""
         if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
             return
         key_of = self._groups.key_of
@@ -180,8 +181,9 @@ class OffloadManager:
             )
 
     def remember_turn_end(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remember the end of a context that a request leaves in the cache. ``blocks``: the blocks from which
-        the next request of the context continues. ``program_id`` is ``None`` for a request of no program."""
+        """Remember the window blocks at the end of a context, from which the next request continues.
+        ``blocks``: the blocks that the context needs, in all groups. ``program_id`` is ``None`` for a request
+        of no program. Does nothing with one KV cache group."""
         if not self._groups.is_single and not self._connector.off:
             if program_id is not None:
                 self._leaving.pop(program_id, None)
@@ -191,14 +193,15 @@ class OffloadManager:
     def remember_prompt_end(
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
     ) -> None:
-        """Remember the keys of the blocks at the end of a prompt. A chat template may drop a turn's reasoning
-        from the next prompt. The next prompt then continues from the end of this prompt."""
+        """Remember the window blocks at the end of a prompt. A chat template may drop a turn's reasoning from
+        the next prompt, which then continues there. Does nothing with one KV cache group."""
         if not self._groups.is_single and not self._connector.off:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
     @_turns_off
     def place(self, program_id: ProgramId, tier: Tier) -> None:
-        """Move a program's KV to ``tier``."""
+        """Carry out the placement of a program in ``tier``: set the ranks of its blocks in host memory, and
+        start the copies between the tiers."""
         planner = self._connector.planner
         rank = host_eviction_rank(self._program_scheduler.label(program_id))
         keys = self._program_scheduler.context(program_id)
@@ -235,10 +238,11 @@ class OffloadManager:
 
     @_turns_off
     def program_ended(self, program_id: ProgramId, owners: BlockOwners) -> None:
-        """Set host copies of blocks that only this ended program has used to the rank ``WORTHLESS``.
+        """Lower the rank of host copies of blocks that only this ended program has used from ``SPARE`` to
+        ``WORTHLESS``. Copies of other ranks do not change.
 
-        Only copies of rank ``SPARE`` change. Call it while the program is still recorded as an owner. For
-        placed programs ``place`` does the same for the whole context.
+        Call it while ``owners`` still has the program. If the preset places programs, ``place`` lowers the
+        ranks of the rest of the context.
         """
         self._leaving.pop(program_id, None)
         self._ends.forget(program_id)
@@ -256,11 +260,11 @@ class OffloadManager:
 
     @_turns_off
     def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
-        """Lower the ranks of a program's blocks in host memory, after one of its requests was admitted or
-        left the queue.
+        """Lower the ranks of a program's blocks in host memory, if ``place`` has raised them to ``WANTED``.
+        Call it when a request of the program is admitted, or leaves without admission.
 
-        ``hashes``: block hashes of an admitted request, whose blocks the device now has; empty if the request
-        left without admission.
+        ``hashes``: block hashes of the admitted request, whose blocks the device now has; empty for a request
+        that leaves without admission.
         """
         if program_id not in self._coming:
             return
@@ -276,16 +280,18 @@ class OffloadManager:
         )
 
     def fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
-        """Start to read blocks of a context from disk into host memory. The device has the first
-        ``on_device`` blocks of ``hashes``.
+        """Start to read blocks of a context from disk into host memory. ``hashes``: the context's block
+        hashes. The device has the blocks of the first ``on_device`` of them.
 
-        Return (number of blocks being read, number of blocks that no tier has, number of leading blocks that
-        can be loaded from host memory now)."""
+        Return numbers of further blocks of the context: (being read from disk, missing in all tiers, leading
+        ones that can be loaded from host memory now)."""
         found = self._guarded(self._fetch, hashes, on_device)
         return found if found is not None else (0, len(hashes) - on_device, 0)
 
     def persist(self, keys: Sequence[BlockKey]) -> dict[str, Any]:
-        """Write a program's context to disk. Return block counts, or a ``reason`` why nothing is written."""
+        """Start to write a context to disk. ``keys``: its block hashes. Return the progress
+        (``stored_blocks``, ``pending_blocks``, ``pending_bytes``, ``shared``), or a ``reason`` why nothing is
+        written. Call it again until no blocks are pending."""
         connector = self._connector
         if connector.off:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
@@ -310,10 +316,10 @@ class OffloadManager:
         return self._connector.loaded_tokens.pop(request_id, 0)
 
     def state(self) -> dict[str, Any]:
-        """Return block counts by tier and state, and statistics of copies.
+        """Return numbers of blocks by tier and state (``host``, ``disk``), and statistics of copies.
 
-        ``moves`` counts blocks by outcome. ``traffic`` has totals of copies, the number of jobs in progress,
-        and the number of host blocks that a request or a copy pins.
+        ``moves`` has numbers of blocks by outcome. ``traffic`` has totals of copies, the number of jobs in
+        progress, and the number of host blocks that a request or a copy pins.
         """
         planner, traffic = self._connector.planner, self._connector.traffic
         under_way = {"jobs": planner.under_way, "pinned_host_blocks": planner.pinned_host_blocks}
@@ -339,20 +345,20 @@ class OffloadManager:
         return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
 
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Copy blocks of a running request to host memory, because it will probably be preempted. ``blocks``
-        are in the order of its context."""
+        """Start to copy blocks of a running request, which will probably be preempted, to host memory.
+        ``blocks`` must be cached and in context order."""
         self._guarded(self._store, blocks, _PLAIN)
 
     def count_copied(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Return how many of these blocks are in host memory or being copied there."""
+        """Return how many of these cached blocks are in host memory or being copied to it."""
         host, key_of = self._connector.planner.host, self._groups.key_of
         return self._guarded(lambda: sum(host.get(key_of(block)) is not None for block in blocks)) or 0
 
     def skip_saving(
         self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
     ) -> None:
-        """Exclude a preempted request's blocks from saving, because recomputing them is faster. Blocks that
-        other requests use or have used, such as a common prefix, are saved as usual."""
+        """Exclude the cached blocks of a preempted request from saving, because recomputing them is faster.
+        Blocks that other requests use or have used, such as a common prefix, are saved as usual."""
         own = []
         for block in blocks:
             block_id = block.block_id
@@ -364,14 +370,14 @@ class OffloadManager:
     def keep_preempted(
         self, program_id: ProgramId, blocks: Iterable[KVCacheBlock], hashes: Sequence[BlockKey]
     ) -> None:
-        """Keep copies of a preempted request's blocks in host memory until the request loads them again.
-        ``hashes``: the block hashes of the context from its start to the end of these blocks."""
+        """Keep copies of a preempted request's blocks in host memory until ``release_preempted``. ``hashes``:
+        the block hashes of the context from its start to the end of these blocks."""
         keys = [self._groups.key_of(block) for block in blocks]
         self._guarded(self._keep_preempted, program_id, KeptContext(keys, len(hashes), hashes[-1:]))
 
     def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
         """Undo ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
-        With empty ``hashes``, undo ``keep_preempted`` for all requests of the program."""
+        ``hashes``: its block hashes. If empty, undo ``keep_preempted`` for all requests of the program."""
         recomputed = self._preempted.recomputed
         if recomputed:
             for key in self._groups.all_keys(hashes):
@@ -390,8 +396,7 @@ class OffloadManager:
         self._connector.reset_cache()
 
     def turn_off(self, why: str) -> None:
-        """Turn host memory and disk off, so that no more blocks are saved or found. ``why`` is for the
-        log."""
+        """Turn host memory and disk off: no more blocks are saved or found. ``why``: reason, for the log."""
         self._connector.turn_off(why)
 
     def _keep_preempted(self, program_id: ProgramId, context: KeptContext) -> None:
@@ -407,8 +412,9 @@ class OffloadManager:
     def _rank_of(
         self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
     ) -> RetentionRank:
-        """Return a block's ``RetentionRank`` in host memory: ``WANTED`` if a preempted request will load it,
-        otherwise the highest rank that one of its owners gives it."""
+        """Return the rank that a block gets in host memory: ``WANTED`` if a preempted request will load it,
+        otherwise the highest rank of its owners' labels; ``PLAIN`` without owners. ``ranks``: cache of the
+        programs' ranks during one call."""
         if key in self._preempted.wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:
@@ -433,8 +439,8 @@ class OffloadManager:
         return any(known is not None and known.admitted for known in live)
 
     def _only_waits(self, program_id: ProgramId) -> bool:
-        """Return whether the engine has requests of the program, but no admitted one. The first of them will
-        load the program's KV. A program whose tool runs may wait for hours, and no request reads its KV."""
+        """Return whether the engine has requests of the program, but no admitted one. If so, one of them will
+        load the program's KV soon. Without a request, as while a tool runs, that may take hours."""
         return bool(self._program_scheduler.live_requests(program_id)) and not self._runs(program_id)
 
     def _store(self, blocks: Iterable[KVCacheBlock], rank: RetentionRank) -> None:
@@ -442,13 +448,14 @@ class OffloadManager:
         self._connector.planner.store(keyed, rank)
 
     def _remember_missed_windows(self, keys: Sequence[BlockKey]) -> None:
-        """Protect ``keys``, window blocks that the request is about to compute, from being treated as behind
-        the window. A look-up found a shorter prefix than the full-attention groups have, because some of
-        these blocks were missing. Other requests probably share that prefix, e.g. a system prompt."""
+        """Remember window blocks, so that they are saved. A look-up found a shorter prefix than the
+        full-attention groups have, because some of these blocks were missing. The request computes them now.
+        Other requests probably share the longer prefix, for example a system prompt."""
         self._ends.add(keys)
 
     def _is_behind_window(self, key: BlockKey) -> bool:
-        """Return whether a block belongs to a window and no request will continue from the block."""
+        """Return whether the block is a window block from which no request is expected to continue. Such
+        blocks are not saved."""
         return self._groups.is_of_window(key) and key not in self._ends and key not in self._preempted.wanted
 
     def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
@@ -461,11 +468,11 @@ class OffloadManager:
             del self._leaving[next(iter(self._leaving))]
 
     def _complete_contexts(self) -> None:
-        """Copy what the device still has of contexts that have begun to leave it.
+        """Copy to host memory what the device still has of the contexts in ``_to_complete``.
 
-        With several groups, a prefix cache hit needs the end of a context in every group. If the device has
-        lost this end, it cannot use the rest of the context, so the rest is copied to host memory. Blocks
-        that are being reused are not copied here: ``save`` has saved them, and they have lost their hashes.
+        With several groups, a prefix cache hit needs the end of a context in every group. Once the device has
+        lost this end, the rest is useless there. Blocks that the device has reused are not copied here,
+        because ``save`` has saved them.
         """
         programs, self._to_complete = self._to_complete, []
         ranks: dict[ProgramId | None, RetentionRank] = {}
@@ -506,5 +513,5 @@ class OffloadManager:
 
 
 def host_eviction_rank(label: BlockLabel) -> RetentionRank:
-    """Return the rank in host memory of a block with this label, once any write to disk is done."""
+    """Return the rank in host memory of a block with this label (``COLD``: once the block is on disk)."""
     return _RANKS[label]

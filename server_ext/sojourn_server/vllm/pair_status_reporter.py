@@ -1,10 +1,10 @@
 """What an engine of a prefill/decode pair reports to a gateway: role, address for peers, and link status.
 
-The transfer manager runs in the worker's process, but the scheduler's process answers HTTP requests. When a
-client asks for the status, the scheduler gets it from the worker, between two steps. If the worker is another
-process, the first request goes through vLLM and later ones to the worker's own socket (``transfer_stats``).
-Sending the status with each step's results would not be enough, because an engine that only reads blocks for
-peers runs no steps.
+The transfer manager runs in the worker's process, but the engine core's process, which has the scheduler,
+answers the API server. When a client asks for the status, the engine core gets it from the workers, between
+two steps: the first time through vLLM, later from sockets of the workers (``transfer_stats``) if they are
+other processes. The status does not come with each step's results, because an engine that only reads blocks
+for peers runs no steps.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")
 
 
 class PairStatusReporter:
-    """Reports the status of an engine in a pair to the HTTP service, as a ``KVTransferStatus``."""
+    """Reports the status of an engine in a pair to the ``EngineService``. Implements ``KVTransferStatus``."""
 
     def __init__(self, settings: KVTransferSettings, requests: Counter[str]) -> None:
-        """``requests``: the planner's counts of this engine's requests."""
+        """``requests``: the planner's counts, by name, which the planner keeps up to date."""
         self._settings = settings
         self._requests = requests
         self._status: dict[str, Any] | None = None
@@ -44,12 +44,13 @@ class PairStatusReporter:
         """Addresses of the workers' stats servers, by rank; empty until all are known."""
         self._failed = False
         self.has_left_pair = False
-        """Whether the engine has left the pair."""
+        """Whether the engine has left the pair after a reset of its cache. Set by the connector."""
         self.stock_service: StockEngineService | None = None
         """The service that answers calls if the scheduler is vLLM's own; ``None`` before the first call."""
 
     def refresh_status(self, executor: Any) -> None:
-        """Ask the workers for their status and keep it. Without an answer, the last status stays."""
+        """Ask the workers of vLLM's ``executor`` for their status and keep it. Without an answer, the last
+        status stays."""
         if self._stats_addresses:
             try:
                 documents = [transfer_stats.fetch_stats(address) for address in self._stats_addresses]
@@ -71,8 +72,8 @@ class PairStatusReporter:
             self._stats_addresses = addresses if all(addresses) else []
 
     def capabilities(self) -> dict[str, Any] | None:
-        """Return the engine's role, addresses and KV kind for a pair. ``None`` if the worker has not reported
-        yet, the engine has no role in a pair, or it has left the pair."""
+        """Return what a gateway needs to pair this engine: role, address for peers, node and identity of the
+        KV. ``None`` if the workers have not reported yet, the engine has no role, or it has left the pair."""
         settings, status = self._settings, self._status
         if status is None or settings.role is None or self.has_left_pair:
             return None
@@ -89,8 +90,8 @@ class PairStatusReporter:
         }
 
     def stats(self) -> dict[str, Any] | None:
-        """Return the worker's statistics and the request counts; ``None`` if the worker has not reported
-        yet."""
+        """Return the workers' combined statistics and the request counts; ``None`` if the workers have not
+        reported yet."""
         if self._status is None:
             return None
         numbers = {name: status for name, status in self._status.items() if name not in NON_NUMERIC_KEYS}
@@ -106,10 +107,11 @@ class StatusSource(Protocol):
 
 
 def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None:
-    """Return the worker's status; ``None`` without transfers. Runs in the worker's process, between steps.
+    """Return the worker's status; ``None`` without transfers. vLLM runs this in the worker's process, between
+    two steps.
 
-    ``requesting_process``: process id of the caller. If the caller is not in the worker's process, the status
-    includes the address at which the caller can ask next time.
+    ``requesting_process``: process id of the engine core. If this is another process, the status has the
+    address at which the engine core can ask next time (``stats_address``).
     """
     from .compat import get_kv_transfer_group, has_kv_transfer_group
 
@@ -123,7 +125,8 @@ def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None
 
 
 def reachable_address(address: str) -> str:
-    """Return the address with a host that peers can dial. The machine's own host replaces a wildcard."""
+    """Return ``address`` (``tcp:HOST:PORT`` or ``unix:PATH``) with a host that peers can dial. This machine's
+    address replaces a wildcard."""
     scheme, _, rest = address.partition(":")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or host not in WILDCARDS:

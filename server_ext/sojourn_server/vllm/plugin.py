@@ -1,8 +1,8 @@
 """The ``vllm.general_plugins`` entry point: adds ``EngineCore.sojourn_call``, which the API server calls.
 
 vLLM dispatches utility calls by name to ``EngineCore`` (v1/engine/core.py), so one added method is enough and
-nothing is replaced. An engine of a prefill/decode pair answers some operations even without sojourn's
-scheduler.
+nothing is replaced. The method calls ``sojourn_call`` of sojourn's scheduler. With vLLM's own scheduler, only
+an engine of a prefill/decode pair answers, and only some operations.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
 
 
 def _pair_engine_service(scheduler: Any, reporter: PairStatusReporter) -> StockEngineService:
-    """Return the service that answers calls for an engine of a pair whose scheduler is vLLM's own. The first
-    call creates the service. Later calls return the same object, which keeps the state of metrics."""
+    """Return the service that answers calls for an engine of a pair with vLLM's own scheduler. The first call
+    creates the service. Later calls return the same object, because it keeps the state of metrics."""
     found: StockEngineService | None = reporter.stock_service
     if found is None:
         from ..core.engine_service import StockEngineService

@@ -37,12 +37,12 @@ _LIMITS = SchedulerLimits()
 
 
 class SettingsError(InputError):
-    """A setting is wrong. The text names the setting and what was expected."""
+    """A setting is wrong. The error's text names the setting and what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """All settings, read once when the engine starts."""
+    """All settings, read once when the engine starts. ``SchedulerLimits`` explains those without a text."""
 
     policy: str = DEFAULT_PRESET
     """Name of a preset."""
@@ -51,9 +51,9 @@ class PluginSettings:
     allow_policy_modules: str | None = None
     """Installed packages whose classes the policy file may name, separated by commas."""
     history_file: str | None = None
-    """File of the histories: loaded at start, saved on exit and every few minutes."""
+    """File of the learned histories: loaded at start, saved at the end and every few minutes."""
     network_file: str | None = None
-    """File of the length predictor's network: loaded at start, saved like the histories."""
+    """File of the length predictor's network: loaded at start, saved while the engine runs and at its end."""
     profile_file: str | None = None
     """Path of an engine profile written by ``sojourn profile``."""
     recording_file: str | None = None
@@ -65,27 +65,28 @@ class PluginSettings:
     """Maximum seconds that a request waits until its program is placed on the device. After that, the request
     is refused with an error. Only for policies that refuse requests."""
     hold_timeout_s: float = _LIMITS.hold_timeout_s
-    """Maximum seconds of the same wait under policies that refuse no requests. After that, the request no
-    longer waits for placement."""
+    """Maximum seconds that a request waits until its program is placed on the device, under policies that
+    refuse no requests. After that, the request waits for placement no longer."""
     queue_patience_s: float = _LIMITS.queue_patience_s
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
-    arrived later, and may end any lease."""
+    arrived later, and may end any lease. A request that admission has rejected for so long is no longer
+    overtaken."""
     max_programs: int = _LIMITS.max_programs
     tool_call_parser: str | None = None
-    """Name of vLLM's tool parser for outputs, as in ``--tool-call-parser``. If that parser finds no call,
-    sojourn's own parser reads the output."""
+    """Name of the vLLM tool parser that reads outputs first; a value of vLLM's ``--tool-call-parser``. If it
+    finds no call, sojourn's own parser reads the output."""
     tool_parser_plugin: str | None = None
-    """Python file that registers the parser, as in ``--tool-parser-plugin``."""
+    """Python file that registers this parser; a value of vLLM's ``--tool-parser-plugin``."""
     compute_quota_s: float = 0.0
-    """Maximum seconds of attention computation per step, estimated from the profile; 0 for no limit."""
+    """Maximum seconds of attention in a step with prompts, estimated from the profile; 0 for no limit."""
     allow_missing_tiers: bool = False
-    """Whether a preset that places programs in tiers may run without host memory managed by sojourn."""
+    """Whether a preset that needs host memory may run without host memory that sojourn manages."""
     strict: bool = False
     """Whether errors of sojourn are raised instead of logged. For tests."""
 
     @classmethod
     def read(cls, additional_config: Any) -> PluginSettings:
-        """Return the settings in vLLM's ``additional_config``. Raises ``SettingsError``."""
+        """Return the settings in vLLM's ``additional_config``, or the defaults. Raises ``SettingsError``."""
         raw = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(raw, Mapping):
             raise SettingsError(f"additional_config.{CONFIG_KEY} is {raw!r}; expected an object")
@@ -162,16 +163,17 @@ class PluginSettings:
         return AttentionCosts.of(steps)
 
     def limits(self) -> SchedulerLimits:
-        """Return the limits of the ``ProgramScheduler``: the settings that ``SchedulerLimits`` also has."""
+        """Return the limits of the ``ProgramScheduler``, made from the settings of the same names."""
         names = [field.name for field in fields(SchedulerLimits) if hasattr(self, field.name)]
         return SchedulerLimits(**{name: getattr(self, name) for name in names})
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
-    """Return the rank that a data-parallel engine adds to the names of its files, or ``None`` for no rank.
+    """Return the data-parallel rank of the engine, which it adds to the names of its files; ``None`` for no
+    rank.
 
-    vLLM makes each rank of a dense model an engine of its own, with size 1 and rank 0. Only
-    ``data_parallel_index`` keeps the rank. Rank 0 then looks like a single engine, and adds no rank.
+    vLLM makes each rank of a dense model an engine of its own, with data-parallel size 1 and rank 0. Only
+    ``data_parallel_index`` keeps the rank. The engine of rank 0 then looks like a single engine: ``None``.
     """
     parallel = vllm_config.parallel_config
     rank: int = parallel.data_parallel_index
@@ -218,7 +220,8 @@ def build_program_scheduler(
 
 
 def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
-    """Raise ``SettingsError`` if the preset places programs, but ``--scheduling-policy`` is priority."""
+    """Raise ``SettingsError`` if the preset places programs in tiers, and ``--scheduling-policy`` is
+    ``priority``."""
     if preset.placement.is_used and scheduling_policy == "priority":
         raise SettingsError(
             f"--scheduling-policy is priority, but policy {preset.name} orders programs by where "
@@ -229,8 +232,9 @@ def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
 def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> MissingTiers | None:
     """Return the preset's mechanisms that are off with this ``connector``; ``None`` if none is off.
 
-    ``connector``: the name in vLLM's ``--kv-transfer-config``; ``None`` without one. Raises ``SettingsError``
-    if the preset places programs in tiers and mechanisms are off, unless ``allowed``.
+    ``connector``: the name in vLLM's ``--kv-transfer-config``; ``None`` without a connector. Unless
+    ``allowed``, raises ``SettingsError`` if the preset needs tiers to place programs in and mechanisms are
+    off.
     """
     mechanisms = preset.tier_mechanisms()
     if not mechanisms or connector == OFFLOAD_CONNECTOR:

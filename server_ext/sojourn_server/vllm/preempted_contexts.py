@@ -1,4 +1,4 @@
-"""Blocks of preempted requests that are recomputed instead of saved, and those that will be loaded again."""
+"""Blocks of preempted requests: which are recomputed instead of saved, and which will be loaded again."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ MAX_RECOMPUTE_KEYS = 1 << 16
 
 
 class KeptContext(NamedTuple):
-    """The context of a preempted request whose copies are kept in host memory."""
+    """The context of a preempted request, whose blocks are kept in host memory."""
 
     keys: Sequence[BlockKey]
+    """Keys of these blocks, in all KV cache groups."""
     hashes: int
     """Number of block hashes of the context."""
     last_hash: Sequence[BlockKey]
-    """The context's last block hash, in a sequence of one."""
+    """The context's last block hash, as a sequence of one; empty for an empty context."""
 
 
 class PreemptedContexts:
-    """The blocks of preempted requests that have not been admitted again."""
+    """The blocks of preempted requests that have not been admitted again. Holds only keys; the
+    ``OffloadManager`` acts on them."""
 
     def __init__(self) -> None:
         self.recomputed: dict[BlockKey, None] = {}
-        """Blocks that are faster to recompute than to copy, oldest first."""
+        """Keys of blocks that are faster to recompute than to copy, oldest first."""
         self.wanted: Counter[BlockKey] = Counter()
-        """Key → number of occurrences in kept contexts."""
+        """Key of a block that a preempted request will load → number of kept contexts with it."""
         self._kept: dict[ProgramId, list[KeptContext]] = {}
         """Program → the contexts of its preempted requests. These requests will load the contexts' blocks."""
 
@@ -51,8 +53,9 @@ class PreemptedContexts:
         self.wanted.update(context.keys)
 
     def release(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> list[list[BlockKey]]:
-        """Remove the program's contexts that are prefixes of ``hashes``, or all of them if ``hashes`` is
-        empty. Returns, for each removed context, the keys that no preempted request will load any more."""
+        """Remove the program's contexts that are prefixes of ``hashes``; all of them if ``hashes`` is empty.
+        Return, for each removed context, the keys that no preempted request will load any more. Raises
+        ``KeyError`` if the program has no context."""
         still, unwanted = [], []
         for context in self._kept.pop(program_id):
             # Hashes are chained, so an equal last hash means an equal prefix.

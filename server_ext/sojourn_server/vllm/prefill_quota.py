@@ -1,11 +1,11 @@
-"""Limits the prompt tokens in a step of vLLM's scheduler by a compute quota (DualPath §6.2, mechanism D7).
+"""Limits the prompt tokens in a step of vLLM's scheduler by a compute quota (DualPath §6.2; mechanism D7).
 
 ``Scheduler.schedule`` calls ``_reserve_prefill_lookahead`` for each request, after the look-ups in prefix
-cache and connector and before it allocates blocks. The method returns how many tokens the step computes; 0
-means "not in this step". The quota wraps this method, so it decides about exactly the requests that the
-scheduler considers. (A token budget set before the step would have to predict admission, hits, loads and
-preemptions.) With a connector, the scheduler also considers the requests behind a prompt that the quota has
-shortened, so that their loads begin.
+cache and connector and before it allocates blocks. The method returns how many of the request's tokens the
+step computes; 0 means "not in this step". The quota wraps this method, so it decides about exactly the
+requests that the scheduler considers. A token budget set before the step would have to predict admission,
+hits, loads and preemptions. Once the quota is used up, a scheduler with a connector still considers further
+requests, so that their loads begin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.sojourn")
 
 class PrefillQuota:
     """Keeps one scheduler's steps within a compute quota. ``guarded`` runs a call and returns ``None`` if it
-    fails. After such a failure the prompt gets as many tokens as in vLLM."""
+    fails. If it fails, the prompt gets as many tokens as without a quota."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PrefillQuota:
         guarded: Callable[..., Any],
     ) -> PrefillQuota | None:
         """Install the quota in the scheduler and return it; ``None`` if ``settings`` have no quota. Raises
-        ``SettingsError``."""
+        ``SettingsError`` if the quota is impossible with this profile, engine or model."""
         costs = settings.attention_costs(chunked=scheduler.scheduler_config.enable_chunked_prefill)
         if costs is None:
             return None
@@ -83,7 +83,7 @@ class PrefillQuota:
             self.step.undo_take(request.request_id)
 
     def close_step(self, output: SchedulerOutput) -> None:
-        """Record the planned step's use of the quota, if it had prompts."""
+        """Record in the metrics how much of the quota a planned step uses, if it has prompts."""
         step = self.step
         if step is None:
             return

@@ -55,8 +55,8 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "FullAttentionManager": ("cache_blocks",),
     "KVCacheCoordinator": ("cache_blocks", "remove_skipped_blocks"),
 }  # fmt: skip
-"""Class, by its name in ``compat`` → methods that sojourn overrides, or on whose behaviour it relies. Their
-bodies matter."""
+"""Class, by its name in ``compat`` → methods that sojourn overrides, or on whose behaviour it relies. Changes
+of their bodies matter."""
 
 CALLED: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
@@ -74,7 +74,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     "AsyncModelRunnerOutput": ("get_kv_connector_output",),
     "LRUCachePolicy": ("get",),
 }  # fmt: skip
-"""Class → methods that sojourn calls or wraps. Only their parameters matter."""
+"""Class → methods that sojourn calls or wraps. Only changes of their parameters matter."""
 
 READ: Mapping[str, tuple[str, ...]] = {
     "Scheduler": (
@@ -130,17 +130,17 @@ def directory_source(site_packages: Path) -> ReadSource:
 
 
 def wheel_source(wheel: Path) -> ReadSource:
-    """Return a function that reads source files in a wheel. Raises ``zipfile.BadZipFile``."""
+    """Return a function that reads source files in a wheel of vLLM. Raises ``zipfile.BadZipFile``."""
     archive = ZipFile(wheel)
     names = set(archive.namelist())
     return lambda path: archive.read(path).decode("utf-8") if path in names else None
 
 
 def read_surface(read: ReadSource) -> dict[str, str]:
-    """Return the release's surface, the parts that sojourn uses: upstream name → description.
+    """Return a release's surface, which is the parts that sojourn uses: full name in vLLM → description.
 
-    Missing parts are left out. The description of a method is its parameters and, if sojourn overrides the
-    method, a digest of its body. Raises ``SyntaxError`` for a source that this Python cannot parse.
+    Parts that the release lacks are left out. A method's description is its parameters and, for methods in
+    ``OVERRIDDEN``, a digest of its body. Raises ``SyntaxError`` for a source that this Python cannot parse.
     """
     surface: dict[str, str] = {}
     parse = cache(lambda module: _parse(read, module))
@@ -160,14 +160,15 @@ def read_surface(read: ReadSource) -> dict[str, str]:
 
 
 def known_surfaces() -> dict[str, dict[str, str]]:
-    """Return the surface of each known release, oldest first."""
+    """Return version → surface of each known release, oldest first."""
     text = resources.files(__package__).joinpath("release_surfaces.json").read_text(encoding="utf-8")
     surfaces: dict[str, dict[str, str]] = json.loads(text)
     return surfaces
 
 
 def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Return one line for each name that is missing in ``found``, new in it, or described differently."""
+    """Return one line for each difference between two surfaces: a name that is missing in ``found``, is new
+    in it, or has another description."""
     lines: list[str] = []
     for name in sorted({*found, *expected}):
         now, before = found.get(name), expected.get(name)
@@ -198,7 +199,8 @@ def _parse(read: ReadSource, module: str) -> ast.Module | None:
 
 
 def _defined(parse: Callable[[str], ast.Module | None], module: str) -> set[str]:
-    """Return the names that a module defines or imports, and names that its ``__getattr__`` may provide."""
+    """Return the names that a module defines or imports, and all identifiers in its texts, since its
+    ``__getattr__`` may provide them."""
     names: set[str] = set()
     tree = parse(module)
     for node in ast.walk(tree) if tree is not None else ():
@@ -223,7 +225,7 @@ def _function(module: ast.Module | None, name: str) -> ast.FunctionDef | None:
 
 
 def _members(module: ast.Module | None, class_name: str) -> dict[str, ast.AST]:
-    """Return the methods and attributes of a class, and of its bases in the same module."""
+    """Return name → node of the methods and attributes of a class, and of its bases in the same module."""
     classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)} if module else {}
     members: dict[str, ast.AST] = {}
 

@@ -10,17 +10,17 @@ from .compat import Request, RequestStatus
 
 QueueKey = tuple[Any, ...]
 Entry = tuple[QueueKey, int, Request]
-"""Key of a request, number of its entry, and the request."""
+"""(Key of a request, number of its heap entry, the request). The lowest key comes first."""
 
 
 class RequestHeap:
-    """Heap of requests by key, lowest first. Keys may change, and any request may be removed."""
+    """Heap of requests by key, lowest first. Any request may be removed, or pushed again with a new key."""
 
     def __init__(self, key: Callable[[Request], QueueKey]) -> None:
         self._key = key
         self._heap: list[tuple[QueueKey, int]] = []
-        """Keys and numbers of entries, also of removed entries. The requests are not in this list, so that
-        removed requests are freed."""
+        """(Key, number) of each entry, also of removed entries. The requests are not in this list, so that it
+        does not keep removed requests alive."""
         self._numbers: dict[Request, int] = {}
         self.requests: dict[int, Request] = {}
         """Number of a valid entry → its request."""
@@ -33,8 +33,8 @@ class RequestHeap:
         return request in self._numbers
 
     def push(self, request: Request) -> tuple[QueueKey, int]:
-        """Add the request, or move it to the position of its present key. Return the key and the number of
-        the entry. O(log n)."""
+        """Add the request, or move it to the position of its present key. Return (key, number of its entry).
+        O(log n)."""
         key = self._key(request)
         self.discard(request)
         self._pushes += 1
@@ -47,7 +47,7 @@ class RequestHeap:
         return key, self._pushes
 
     def discard(self, request: Request) -> None:
-        """Remove the request. Its key stays in the heap until ``head`` or ``push`` removes it."""
+        """Remove the request, if it is in the heap. Its key stays until ``head`` or ``push`` removes it."""
         number = self._numbers.pop(request, None)
         if number is not None:
             del self.requests[number]
@@ -62,8 +62,10 @@ class RequestHeap:
 
 
 class RequestsBeforeOverdue:
-    """The requests of a ``RequestHeap`` that are served before an overdue request, by key. These are
-    preempted requests, and requests that arrived earlier. ``passes(overdue, other)`` is false for them."""
+    """Finds the requests of a ``RequestHeap`` that are served before an overdue request, by key.
+
+    An overdue request has waited too long (``PolicyRequestQueue``). Served before it are the requests
+    for which ``passes(overdue, other)`` is false: preempted ones, and those that arrived earlier."""
 
     def __init__(
         self,
@@ -75,10 +77,9 @@ class RequestsBeforeOverdue:
         self._arrival = arrival
         self._passes = passes
         self._earlier: list[tuple[QueueKey, int]] = []
-        """Heap of the entries that are served before the overdue request of the last ``head`` call: key,
-        number."""
+        """Heap of (key, number) of the entries served before the overdue request of the last ``head``."""
         self._later: list[tuple[int, int, QueueKey]] = []
-        """Heap of the other entries: arrival, or -1 of a preempted request; number; key."""
+        """Heap of (arrival, number, key) of the other entries. A preempted request has the arrival -1."""
         self._last_arrival = 0
         """Arrival of the overdue request of the last ``head`` call."""
 
@@ -94,8 +95,8 @@ class RequestsBeforeOverdue:
             heapq.heapify(self._later)
 
     def head(self, overdue: Request) -> Entry | None:
-        """Return the entry with the lowest key that is served before ``overdue``, or ``None`` if there is no
-        such entry. O(log n), as long as each call's ``overdue`` arrived after that of the call before."""
+        """Return the entry with the lowest key that is served before ``overdue``; ``None`` if there is none.
+        Amortized O(log n), unless ``overdue`` arrived before that of the previous call."""
         arrival = self._arrival(overdue)
         if arrival < self._last_arrival:
             earlier, self._earlier = self._earlier, []

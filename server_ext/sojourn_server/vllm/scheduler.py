@@ -39,11 +39,11 @@ def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> 
 
 
 class SojournMixin:
-    """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. List this base class before
-    the scheduler class."""
+    """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. List it before the scheduler
+    class as a base."""
 
     prefill_capacity_bound: bool
-    """vLLM's flag: whether its last step with prefills left runnable requests in the queue."""
+    """vLLM's attribute: whether its last step with prefills left requests in the queue that could run."""
     sojourn: SchedulerAdapter
     sojourn_quota: PrefillQuota | None
     """The prefill quota; ``None`` if the settings have no compute quota."""
@@ -133,7 +133,7 @@ class SojournMixin:
         super().shutdown()  # type: ignore[misc]
 
     def sojourn_call(self, operation: str, payload: str) -> str:
-        """Answer a call from the API server. Errors are raised and go back to the API server."""
+        """Answer a call of the API server, in JSON. Errors are raised and go back to the API server."""
         return self.sojourn.calls.call(operation, payload)
 
 

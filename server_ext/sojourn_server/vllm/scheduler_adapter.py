@@ -70,7 +70,8 @@ _TICK = Tick()
 
 
 class SchedulerAdapter:
-    """Connects one vLLM scheduler to the ``ProgramScheduler``: reports events and carries out actions."""
+    """Connects one vLLM scheduler to the ``ProgramScheduler``: reports events and carries out actions. Raises
+    ``SettingsError``, ``PresetError`` or ``UnsupportedModel``."""
 
     def __init__(
         self, scheduler: Scheduler, settings: PluginSettings, *, clock: Callable[[], float] = time.monotonic
@@ -79,9 +80,9 @@ class SchedulerAdapter:
         self._settings = settings
         self._clock = clock
         self._refused: list[str] = []
-        """Ids of requests that the ``ProgramScheduler`` refused and that have not been ended yet."""
+        """Ids of requests that the ``ProgramScheduler`` refused, until ``take_refused``."""
         self.failures = 0
-        """Number of sojourn's errors that were logged instead of raised."""
+        """Number of sojourn's errors that were caught instead of raised."""
         self._pool = scheduler.kv_cache_manager.block_pool
         self._groups = groups = KVCacheGroups(scheduler)
         rank = data_parallel_rank(scheduler.vllm_config)
@@ -203,8 +204,9 @@ class SchedulerAdapter:
     # -- events -----------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Pass an event to the ``ProgramScheduler`` and return the resulting actions. The last action is the
-        answer, if the event needs one. Actions on KV wait until the ``ActionExecutor`` carries them out."""
+        """Pass an event to the ``ProgramScheduler`` and return the resulting actions. If the event needs an
+        answer, the last action is the answer. Actions on KV wait until the ``ActionExecutor`` carries them
+        out; other actions are carried out here. ``now``: seconds on the engine's clock."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:
@@ -249,7 +251,7 @@ class SchedulerAdapter:
         self._executor.execute(now)
 
     def before_step(self) -> None:
-        """Prepare a step, before vLLM plans it."""
+        """Prepare a step before vLLM plans it: expire leases, carry out actions, update queues and scores."""
         try:
             self._open_step()
         finally:
@@ -276,7 +278,7 @@ class SchedulerAdapter:
             self._offload.store_ahead(self._queue)
 
     def after_step(self, output: SchedulerOutput) -> None:
-        """Handle a planned step: admissions and resumed requests."""
+        """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
         self._allocation_fallback.restore_victim()
         now = self._clock()
         self._step_timer.planned(output, now)
@@ -300,8 +302,8 @@ class SchedulerAdapter:
         return self._waiting.only_parked_wait()
 
     def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
-        """Record the step's duration, before vLLM handles its results. ``waited_s``: seconds that the step
-        waited for copies."""
+        """Report the duration of a step whose results have arrived, before vLLM handles them. ``waited_s``:
+        seconds that the step waited for copies, which do not count."""
         now = self._clock()
         took_s = self._step_timer.ended(output, now)
         if took_s is not None:
@@ -314,18 +316,18 @@ class SchedulerAdapter:
             self.handle(StepCompleted(tokens, took_s, requests, back_s, queued_s, kv_tokens), now)
 
     def observe_hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
-        """Handle the hidden states that the worker sent with a step's results."""
+        """Handle the hidden states that the worker sent with the results of the step ``planned``."""
         if self._length_predictor is not None:
             self._length_predictor.observe(rows, planned)
 
     def take_refused(self) -> list[str]:
-        """Return and clear the ids of requests that were refused and have not been ended yet."""
+        """Return the ids of requests refused since the last call. The caller must ``refuse`` each."""
         refused, self._refused = self._refused, []
         return refused
 
     def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
-        """End a refused request with an error, if it still waits because its program is not placed on the
-        device. ``tell`` sends the client the error."""
+        """End a refused request with an error, if it is still parked, which means that it waits until its
+        program is placed on the device. ``tell`` sends the client the error."""
         request = self._scheduler.requests.get(request_id)
         if request is None or not self._waiting.is_parked(request):
             return
@@ -342,7 +344,7 @@ class SchedulerAdapter:
             tell(request)
 
     def after_results(self) -> None:
-        """Record first tokens, after vLLM handled a step's results."""
+        """Report the requests that have their first token, after vLLM handled a step's results."""
         awaiting = self.program_scheduler.awaiting_first_token()
         if not awaiting:
             return
@@ -353,7 +355,7 @@ class SchedulerAdapter:
                 self.handle(FirstToken(request_id), now)
 
     def finished(self, request: Request) -> None:
-        """Handle the end of a request, before vLLM frees its blocks. A lease, if granted, pins them."""
+        """Handle the end of a request before vLLM frees its blocks. If the program gets a lease, pin them."""
         self._waiting.left(request)
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
@@ -399,7 +401,7 @@ class SchedulerAdapter:
         self._observe_duration("retention", now)
 
     def preempted(self, request: Request) -> None:
-        """Handle a preemption, before vLLM frees the blocks."""
+        """Handle a preemption, before vLLM frees the request's blocks."""
         self._allocation_fallback.restore_victim()
         # vLLM sets a block's hash when it plans the step. If the request is preempted within that step, the
         # step does not compute the block.
@@ -440,22 +442,22 @@ class SchedulerAdapter:
         """Remove blocks whose load failed, and all blocks computed from them, from the prefix cache. Call it
         before vLLM handles the failure.
 
-        Only a connector that loads KV within a step leaves blocks computed from a failed load. A request with
-        an asynchronous load waits, and nothing is computed from it.
+        There are blocks computed from a failed load only if a connector loads KV within a step. A request
+        with an asynchronous load is not computed before the load has ended.
         """
         self._pool.evict_blocks(self._groups.blocks_behind(self._scheduler.running, block_ids))
 
     def before_cache_reset(self) -> None:
-        """End all leases and cancel loads ahead of need, which would keep vLLM from clearing the prefix
-        cache."""
+        """End all leases and cancel all loads ahead of need, because vLLM clears the prefix cache only if
+        nothing holds blocks."""
         now = self._clock()
         self.handle(CacheResetStarted(), now)
         self._executor.execute(now)
         self._prefetcher.cancel_all()
 
     def requeue_loading(self) -> None:
-        """Free the blocks of requests that load KV, and queue these requests again. Used before a cache reset
-        that preempts running requests."""
+        """Cancel all loads of requests, free their blocks, and queue the requests again. Call it before a
+        cache reset that preempts running requests."""
         connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):  # others may write to the blocks at any time
             self._waiting.requeue_loading(connector)
@@ -474,8 +476,8 @@ class SchedulerAdapter:
                     self._waiting.give_up_load(request, connector)
 
     def after_cache_reset(self) -> None:
-        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Not called
-        if vLLM refused, because a request runs."""
+        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Do not call
+        it if vLLM refused to clear it."""
         self._queue.clear_owners()
         self._prefetcher.reset()
         self._forget_contexts(device=True)
@@ -502,7 +504,8 @@ class SchedulerAdapter:
         return self._pinned.blocks()
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run one hook. Count and log its error and return ``None``; raise it if ``strict``."""
+        """Run one hook and return its result. If it fails, count and log the error and return ``None``; if
+        the setting ``strict`` is true, raise the error instead."""
         try:
             return call(*args)
         except Exception as error:
@@ -556,8 +559,8 @@ class SchedulerAdapter:
         self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
         """Make the program an owner of all blocks that a finished or preempted request leaves in the cache.
-        ``cached``: the request's blocks that have a hash. Return the blocks that a lease would pin, and the
-        block hashes of the context that these blocks cover."""
+        ``cached``: the request's blocks that have a hash. Return (blocks that a lease would pin, leading
+        block hashes of the context that these blocks cover)."""
         self._queue.own(cached, program_id)
         # A request that ran may have no cached block itself, if the model has states alone.
         if self._groups.is_single or not (cached or request.num_computed_tokens):
@@ -573,7 +576,8 @@ class SchedulerAdapter:
     def _release_preempted(
         self, request: Request, program_id: ProgramId | None, below: OffloadManager
     ) -> None:
-        """Release the blocks kept for a preempted request that was admitted or has left the engine."""
+        """Release what ``below`` keeps for a preempted request that was admitted or has left the engine. If
+        it left and was its program's last request, release what is kept for the program."""
         if request.block_hashes:  # otherwise nothing was kept
             below.release_preempted(program_id, request.block_hashes)
         if program_id is None or not request.is_finished():

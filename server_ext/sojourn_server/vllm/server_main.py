@@ -1,12 +1,12 @@
-"""Runs a module of vLLM as the main program, and excludes the imported objects from garbage collection.
+"""Runs a module of vLLM as the main program, and excludes imported objects from garbage collection.
 
 ``python -m sojourn_server.vllm.server_main MODULE [arguments]`` runs ``python -m MODULE [arguments]``. The
 imports of vLLM and torch create hundreds of thousands of objects, which are never freed. Without this module,
 the garbage collector would scan them during the imports, and in each full collection that vLLM requests while
 an engine starts.
 
-A process that the server spawns, for the scheduler or a worker, first imports the server's main module, which
-is this module. So the objects of that process's imports are excluded too.
+A process that the server spawns, for the engine core or a worker, first imports the server's main module,
+which is this module. So the objects that this process imports are excluded too.
 """
 
 from __future__ import annotations

@@ -10,22 +10,22 @@ MAX_STEPS_IN_FLIGHT = 64
 
 
 class StepTimer:
-    """Measures the duration of each step, in seconds. A step begins when it is planned, but not before the
-    previous step ends, because the device runs one step at a time."""
+    """Measures the duration of each step, in seconds. A step begins when it is planned, or when the previous
+    step ends if that is later, because the device runs one step at a time."""
 
     def __init__(self) -> None:
         self._planned: deque[tuple[object, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
-        """Steps without results, oldest first, and when they were planned."""
+        """(Step without results, time when it was planned), oldest first."""
         self._ended_s = -math.inf
 
     def planned(self, step: object, now: float) -> None:
-        """Record that a step was planned. The timer keeps ``step`` until ``ended`` is called with it or with
-        a later step."""
+        """Record that a step was planned. ``step``: any object, which identifies the step in ``ended``. The
+        timer keeps a reference until ``ended`` is called with this or a later step."""
         self._planned.append((step, now))
 
     def ended(self, step: object, now: float) -> float | None:
-        """Return the duration of a step whose results have arrived; ``None`` if the step is not among the
-        planned steps. Forgets earlier steps, because results arrive in the order of planning."""
+        """Return the seconds that a step took, whose results have arrived; ``None`` if the step is not known.
+        Forgets this step and earlier ones, because results arrive in the order of planning."""
         if not any(one is step for one, _ in self._planned):
             return None
         planned_s = now

@@ -1,12 +1,12 @@
 """Reads a turn's finish reason and tool calls from a finished request, inside the engine core.
 
-The scheduler has token ids only. The adapter therefore decodes the end of the output, once per finished turn.
-It does not decode outputs of requests without a program. The text also shows whether vLLM's API server
-aborted the request because of a stop string.
+The scheduler has token ids only. So the end of the output is decoded, once per finished turn. Outputs of
+requests without a program are not decoded. The text also shows whether vLLM's API server aborted the request
+because of a stop string.
 
-The parser that the API server uses (``--tool-call-parser``) knows the model's dialect, so it reads first. If
-it finds no call, sojourn's own parser reads the output, because agents such as mini-swe-agent write commands
-as text and do not use the API's tool calls.
+The parser that the API server uses (``--tool-call-parser``) knows the model's format of tool calls, so it
+reads first. If it finds no call, sojourn's own parser reads the output, because agents such as mini-swe-agent
+write commands as text and do not use the API's tool calls.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..programs.tool_call_parsers import (
 from .compat import Request, RequestStatus
 
 MAX_TOKENS = 8192
-"""Maximum number of tokens decoded. They are taken from the end of the output, where tool calls are."""
+"""Maximum number of tokens decoded, from the end of the output, where tool calls are."""
 
 MAX_PARSE_CPU_S = 0.25
-"""Maximum CPU seconds of vLLM's parser for one output. A slower parser is not used again, because the engine
-waits for it, and a hostile output may slow down its regular expressions. Sojourn's own parser has bounded
-work."""
+"""Maximum CPU seconds of vLLM's parser for one output. If it takes longer, it is not used again, because the
+engine waits for it, and a hostile output may slow down its regular expressions. The work of sojourn's own
+parser is bounded."""
 
 _REASONS = {
     RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
@@ -54,17 +54,18 @@ class TurnEnd(NamedTuple):
     reason: TurnFinishReason
     tool_calls: tuple[ParsedToolCall, ...] = ()
     is_guess: bool = False
-    """Whether an aborted request counts as stopped although its output could not be read."""
+    """Whether the reason is a guess: an aborted request with stop strings counts as stopped, but its output
+    could not be read."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the model wrote a whole output. An output that vLLM ended for repetition or at
-        ``max_tokens`` is whole too, because vLLM would end it there again."""
+        """Whether the output is whole. An output that vLLM ended for repetition or at ``max_tokens`` is whole
+        too, because vLLM would end it there again."""
         return self.reason in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH)
 
 
 class ToolCallReader:
-    """Decodes outputs with the model's tokenizer. Without a tokenizer it finds no tool calls."""
+    """Decodes outputs with the model's tokenizer, and finds tool calls in them; none without a tokenizer."""
 
     def __init__(self, model_config: Any, parser: str | None = None, plugin: str | None = None) -> None:
         """``parser``: name of a vLLM tool parser; ``plugin``: Python file that registers it."""
@@ -96,24 +97,24 @@ class ToolCallReader:
                 )
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
-        """Return the tool calls of an output."""
+        """Return the tool calls at the end of an output; empty if there are none."""
         if self._tokenizer is None or not token_ids:
             return ()
         return self._read_text(self._decode_tail(token_ids))
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the tokenizer has loaded. If not, ``read_stopped`` does not read the output."""
+        """Whether the tokenizer has loaded. If not, ``read_stopped`` guesses."""
         return self._tokenizer is not None
 
     def read_stopped(
         self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
     ) -> tuple[ParsedToolCall, ...] | None:
-        """Return the tool calls of an output up to its first stop string; ``None`` if no ``stop`` string ends
-        after the first ``min_tokens`` tokens.
+        """Return the tool calls of an output before the end of its first stop string; ``None`` if none of the
+        ``stop`` strings ended it. A stop string counts only if it ends after the first ``min_tokens`` tokens.
 
-        If the tokenizer failed to load, every output that is not empty counts as stopped. If the API server
-        has no tokenizer either (``skip_tokenizer_init``), no output counts as stopped.
+        If the tokenizer failed to load, every output that is not empty counts as stopped, without tool calls.
+        If the API server has no tokenizer either (``skip_tokenizer_init``), no output counts as stopped.
         """
         if not token_ids:
             return None
@@ -137,7 +138,7 @@ class ToolCallReader:
         return self._read_as_server(text) or parse_tool_calls(text)
 
     def _read_as_server(self, text: str) -> tuple[ParsedToolCall, ...]:
-        """Return the calls that vLLM's parser finds; none without a parser, or if it raises."""
+        """Return the tool calls that vLLM's parser finds; empty without a parser, or if it raises."""
         if self._parser is None:
             return ()
         start = time.thread_time()
@@ -162,15 +163,16 @@ class ToolCallReader:
 _REQUEST = SimpleNamespace(
     tools=None, tool_choice="auto", chat_template_kwargs=None, skip_special_tokens=False
 )
-"""The fields of a chat request that parsers read. The engine core does not know the request's tools. Most
-parsers need the tools only for the types of arguments. Parsers that need them for names find no call."""
+"""Takes the place of the chat request, with the fields that parsers read. The engine core does not know the
+request's tools. Most parsers use them only for the types of arguments. Those that use their names find no
+call."""
 
 
 def turn_end(request: Request, reader: ToolCallReader, guarded: Callable[..., Any] | None) -> TurnEnd:
     """Return how ``request`` ended, and the tool calls that ``reader`` finds in its output.
 
-    ``guarded`` calls a function and returns ``None`` if it raises. So the turn ends even if its output
-    cannot be decoded. With ``guarded=None`` the output is not decoded.
+    ``guarded`` calls a function and returns ``None`` if it raises, so a turn also ends if its output cannot
+    be decoded. With ``guarded=None`` the output is not decoded, and there are no tool calls.
     """
     reason = _REASONS.get(request.status, TurnFinishReason.ERROR)
     if guarded is None:

@@ -22,31 +22,29 @@ if TYPE_CHECKING:
     from .kv_offload_connector import SojournConnector
 
 SHARED_LOOKUP_EVERY_STEPS = 16
-"""Steps between two look-ups of the blocks that a request waiting for admission could share."""
+"""Number of steps between two look-ups of the blocks that a request waiting for admission could share."""
 
 
 class PolicyRequestQueue(RequestQueue):
     """vLLM's waiting queue as a priority queue by ``key(request)``, lowest first, with admission control.
 
-    The callbacks:
+    callback         returns, for a request
+    gated            whether it needs admission. If so, it is called a gated request
+    may_be_admitted  for the first gated request: whether it may be admitted. If not, all gated requests wait
+                     until the next step (``open_step``), and the queue returns only other requests
+    blocks_queue     for a gated request that is rejected: whether it stops all requests behind it. Requests
+                     before it are still returned
+    parked           whether the queue holds it back, until ``rekey`` calls this again and gets false
+    untracked        whether it has no program. Without this callback, no request becomes overdue
+    arrival          sort key of untracked requests, lowest first
+    overdue          for the oldest untracked request: whether it has waited too long. If so, the queue
+                     returns it before each other request for which ``passes(overdue, other)`` is true
 
-        gated            whether the request needs admission
-        may_be_admitted  whether the first gated request may be admitted. If not, all gated requests wait
-                         until the next step (``open_step``); the queue returns only requests that are not
-                         gated
-        blocks_queue     whether a gated request that is rejected stops all requests behind it. Requests
-                         before it are still returned
-        parked           whether the queue holds the request back. ``rekey`` calls this again
-        untracked        whether the request has no program; ``None``: no request may become overdue
-        arrival          sort key of untracked requests, oldest first
-        overdue          whether the oldest untracked request has waited too long. If so, the queue returns it
-                         before each other request for which ``passes(overdue, other)`` is true
+    ``bool`` is true if ``peek_request`` would return a request now. ``len`` counts all requests, so that the
+    engine knows that it has work left.
 
-    ``bool`` is true if a request can be admitted now. ``len`` counts all requests, so that the engine knows
-    that it has work left.
-
-    vLLM's scheduler peeks, may change keys, and then calls ``pop_request``, which must return the same
-    request.
+    vLLM's scheduler peeks, may change keys, and then calls ``pop_request``. It must get the request that it
+    has peeked, so ``rekey`` does not change the peeked request.
     """
 
     def __init__(
@@ -81,13 +79,13 @@ class PolicyRequestQueue(RequestQueue):
         self._peeked: Request | None = None
 
     def open_step(self) -> None:
-        """Start a step, in which admission may be requested again."""
+        """Start a step. Gated requests that were rejected may be admitted in it."""
         self._admission_closed = False
         self._step_closed = False
         self._peeked = None
 
     def close_step(self) -> None:
-        """Make the queue return no further request in this step."""
+        """Make the queue false in this step, so that vLLM takes no further request."""
         self._step_closed = True
 
     def add_request(self, request: Request) -> None:
@@ -107,7 +105,7 @@ class PolicyRequestQueue(RequestQueue):
             self._before_overdue[heap].push(key, number)
 
     def parked_requests(self) -> KeysView[Request]:
-        """Return the requests that the queue does not return, because they are parked."""
+        """Return the parked requests."""
         return self._parked.keys()
 
     def prepend_request(self, request: Request) -> None:
@@ -142,7 +140,8 @@ class PolicyRequestQueue(RequestQueue):
             self.remove_request(request)
 
     def rekey(self, request: Request) -> None:
-        """Move a request to the position of its present state. Ignores a request of another queue."""
+        """Move a request to the position of its present key and state. Ignores a request that is not in this
+        queue."""
         if request in self._open or request in self._gated or request in self._parked:
             peeked = self._peeked
             self.remove_request(request)
@@ -165,7 +164,7 @@ class PolicyRequestQueue(RequestQueue):
         yield from tuple(self._parked)
 
     def next_requests(self, most: int) -> list[Request]:
-        """Return the first ``most`` requests of the queue, without parked ones, next one first."""
+        """Return the ``most`` requests with the lowest keys, lowest first, without parked ones."""
         entries = self._open.entries() + self._gated.entries()
         return [entry[2] for entry in heapq.nsmallest(most, entries, key=lambda entry: entry[:2])]
 
@@ -191,8 +190,8 @@ class PolicyRequestQueue(RequestQueue):
 
 
 class WaitingQueueAdapter:
-    """Replaces a scheduler's waiting queues with queues that the ``ProgramScheduler`` orders. ``guarded``
-    runs a call and returns ``None`` if it fails."""
+    """Replaces vLLM's waiting queues with queues that the ``ProgramScheduler`` orders. ``guarded`` runs a
+    call and returns ``None`` if it fails."""
 
     def __init__(
         self,
@@ -235,16 +234,16 @@ class WaitingQueueAdapter:
         self._admission_paused_until = 0
         """Number of the last step in which no request is admitted."""
         self._promotions = RequestHeap(lambda request: (program_scheduler.promoted_s(request.request_id),))
-        """Requests by the time at which their key changes, because they have waited."""
+        """Requests by the time at which their long wait changes their key."""
         self._shared: dict[str, tuple[int, int]] = {}
         """Id of a request that needs admission → (step of the last look-up, number of its prompt's blocks
         that other requests use or leases pin)."""
         self._last_rejected: tuple[str, int] | None = None
-        """Last request that admission rejected: its id, and the value of
-        ``ProgramScheduler.demand_changes`` at that time."""
+        """(Id of the request that admission rejected last, value of ``ProgramScheduler.demand_changes`` at
+        that time)."""
 
     def open_step(self) -> None:
-        """Start a step, before the scheduler plans it."""
+        """Start a step before vLLM plans it. In steps in which admission is paused, close the queue."""
         self._queue.open_step()
         self._steps += 1
         if self._steps <= self._admission_paused_until:
@@ -260,9 +259,8 @@ class WaitingQueueAdapter:
         self._promotions.discard(request)
 
     def loading(self) -> list[Request]:
-        """Return, in the queue's order, the waiting requests that hold blocks for a KV load. The load may
-        still run or have ended. A request that vLLM has removed from the queue for the moment is not
-        included."""
+        """Return the waiting requests that hold blocks for a KV load, in the queue's order. The load may
+        still run or have ended. A request that vLLM has taken from the queue for the moment is left out."""
         return [
             request
             for request in self._scheduler.kv_holding_waiting
@@ -271,7 +269,7 @@ class WaitingQueueAdapter:
 
     def give_up_load(self, request: Request, connector: SojournConnector) -> None:
         """Cancel the load of a request from ``loading()``, free its blocks and queue it again. vLLM itself
-        preempts running requests only."""
+        preempts only running requests."""
         scheduler = self._scheduler
         connector.cancel_load(request.request_id)
         for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
@@ -290,8 +288,9 @@ class WaitingQueueAdapter:
     def pause_admission(self) -> None:
         """Admit no further request in this step, as vLLM does after a preemption.
 
-        Call this after a request gave up its load. Later requests must not get the request's blocks before
-        the worker has answered. With asynchronous scheduling the answer comes one step later."""
+        Call this after a load was cancelled: its blocks must not be given to other requests before the worker
+        has answered. With asynchronous scheduling the answer comes one step later, so the pause lasts for one
+        step more."""
         self._admission_paused_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
         self._queue.close_step()
 
@@ -306,7 +305,8 @@ class WaitingQueueAdapter:
             self.give_up_load(request, connector)
 
     def promote(self, now: float) -> None:
-        """Move each queued request whose key has changed, because it has waited, to its new position."""
+        """Move each queued request whose long wait has changed its key to its new position. ``now``: seconds
+        on the engine's clock."""
         while (first := self._promotions.head()) is not None and first[0][0] <= now:
             self._promotions.discard(first[2])
             self._queue.rekey(first[2])
@@ -333,8 +333,8 @@ class WaitingQueueAdapter:
         return (request.priority, *key) if self._by_user_priority else key
 
     def _goes_first(self, request: Request) -> bool:
-        """Return whether the request is preempted and therefore goes first. With user priorities it goes by
-        its arrival, as in vLLM."""
+        """Return whether the request goes first because it is preempted. With user priorities the result is
+        false, because vLLM then orders preempted requests by arrival too."""
         return request.status == RequestStatus.PREEMPTED and not self._by_user_priority
 
     def _policy_key(self, request: Request) -> QueueKey:
@@ -364,11 +364,10 @@ class WaitingQueueAdapter:
         return self._program_scheduler.is_parked(request.request_id)
 
     def _is_transfer(self, request: Request) -> bool:
-        """Return whether the other engine of a pair works on the same request and waits for this engine's
-        part.
+        """Return whether the other engine of a pair works on the same request and waits for this engine.
 
-        If this engine is not in a pair, returns false, because a client's ``kv_transfer_params`` must not let
-        a request pass others.
+        False if this engine is not in a pair, because a client's ``kv_transfer_params`` must not let a
+        request pass others.
         """
         return self._in_pair and isinstance(request.kv_transfer_params, Mapping)
 
@@ -426,8 +425,8 @@ class WaitingQueueAdapter:
         return [request for request in in_flight if request.status != RequestStatus.RUNNING]
 
     def _shared_blocks(self, request: Request) -> int:
-        """Return how many blocks of the prompt are used by other requests or pinned by leases. The number may
-        be up to ``SHARED_LOOKUP_EVERY_STEPS`` steps old."""
+        """Return how many cached blocks of the request's prompt are used by other requests or pinned by
+        leases. The number may be up to ``SHARED_LOOKUP_EVERY_STEPS`` steps old."""
         known = self._shared.get(request.request_id)
         if known is None or self._steps - known[0] >= SHARED_LOOKUP_EVERY_STEPS:
             hits = self._scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
