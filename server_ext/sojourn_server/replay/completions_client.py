@@ -1,4 +1,4 @@
-"""Client of one OpenAI-compatible server: looks up its models, and times completions of token ids."""
+"""Client of one OpenAI-compatible server: looks up its models, and measures completions of token ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ServerError(Exception):
 
 
 class RequestError(Exception):
-    """A request failed. ``reason`` is one of few short texts, so that reasons can be counted."""
+    """A request failed. ``reason`` is one of a few fixed texts, so that failures can be counted by reason."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -31,7 +31,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that the server offers, and facts about the server."""
+    """A model that the server serves, and properties of the server."""
 
     name: str
     max_context_tokens: int | None
@@ -39,11 +39,11 @@ class ServedModel:
     speaks_sojourn: bool
     """Whether the server runs the sojourn plugin with this client's wire version."""
     engine: str
-    """Name and version of the engine, as far as known."""
+    """Name and version of the engine, as far as the server reports them."""
     block_size: int | None = None
     """Tokens per KV block; ``None`` if the server does not report it."""
     root: str | None = None
-    """Source of the model on the server's machine, a folder or a hub id; reported by vLLM."""
+    """Folder or hub id from which the server loaded the model; ``None`` if the server does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Completion:
     ttft_s: float
     """Seconds from sending the request to the first token."""
     latency_s: float
+    """Seconds from sending the request to the last token."""
     tpot_s: float | None
     """Mean seconds per output token after the first; ``None`` with fewer than two tokens."""
     prompt_tokens: int
@@ -60,6 +61,7 @@ class Completion:
     cached_tokens: int | None
     """Number of prompt tokens from the prefix cache; ``None`` if the server does not report it."""
     output_ids: tuple[int, ...] | None
+    """Token ids of the output; ``None`` if the server does not return them."""
 
 
 class CompletionsClient:
@@ -138,9 +140,10 @@ class CompletionsClient:
     ) -> Completion:
         """Request a completion of ``prompt`` with ``max_tokens`` tokens, and return the measurements.
 
-        Only stop tokens in ``body`` can end the output earlier. ``return_token_ids`` asks for the ids of the
-        output. vLLM then also returns the prompt's ids before the first token, which increases ``ttft_s`` of
-        long prompts. Raises ``RequestError``.
+        ``body`` and ``headers`` are added to those of the request. Only stop tokens in ``body`` can end the
+        output earlier. ``return_token_ids`` asks for the ids of the output. vLLM then also returns the
+        prompt's ids before the first token, which increases ``ttft_s`` of long prompts. Raises
+        ``RequestError``.
         """
         request = {
             "model": model,
@@ -202,7 +205,8 @@ class CompletionsClient:
         )
 
     async def get(self, path: str) -> httpx.Response:
-        """Return the response to ``GET path``. Raises ``ServerError`` for any status but 200."""
+        """Return the response to ``GET path``. Raises ``ServerError`` if the server does not answer with
+        status 200."""
         try:
             answer = await self._http.get(self.url + path, timeout=10.0)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -252,7 +256,7 @@ def _block_size(capabilities: dict[str, Any]) -> int | None:
 
 
 def _refusal(status: int, text: str) -> RequestError:
-    """Return the error of a rejected request. Its ``reason`` is one of few texts, which can be counted."""
+    """Return the error for an HTTP answer with another status than 200. ``text``: the answer's body."""
     lowered = text.lower()
     if "context length" in lowered or "max_model_len" in lowered or "maximum input length" in lowered:
         return RequestError("context too long", text[:300])

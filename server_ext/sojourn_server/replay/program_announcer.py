@@ -9,19 +9,21 @@ from typing import Any, Protocol
 
 
 class ProgramAnnouncer(Protocol):
-    """Protocol of an object that reports programs and tool calls, and marks requests with their program."""
+    """Protocol of an object that reports programs and tool calls to a server, and marks each request with its
+    program."""
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
-        """Return a context manager for one run of a program."""
+        """Return a context manager for one run of a program. ``name``: its agent type. ``parent_id``: id of
+        the program that it is a sub-agent of, if any."""
         ...
 
     def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
-        """Return a context manager for one tool call. Use this context inside the context of the call's
-        program."""
+        """Return a context manager for one tool call, to be used inside that of the program. ``tool_class``:
+        the kind of call, for shell tools the head of the command."""
         ...
 
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return (body fields, headers) to add to the next request of the current program."""
+        """Return (body fields, headers) to add to the next request of the program whose context is open."""
         ...
 
     def close(self) -> None:
@@ -30,7 +32,7 @@ class ProgramAnnouncer(Protocol):
 
 
 class NullAnnouncer:
-    """Reports nothing. The server sees unrelated requests, as from a client without the SDK."""
+    """Reports nothing. To the server, all requests are unrelated, as from a client without the SDK."""
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
         return nullcontext()

@@ -1,10 +1,10 @@
 """Replays the programs of a trace against a live server. Sleeps replace the tools.
 
 By default ``concurrency`` programs run at a time. When a program ends, the next program starts (a closed
-loop). If ``ReplayOptions.arrivals`` is true, each program starts at its recorded time. Sub-agents do not
-count in ``concurrency``. They start at their recorded offset after their parent's start or, without an
-offset, after their recorded parent turn. A program ends at its first failed turn, because later turns would
-have other prefixes than in the recording.
+loop). If ``ReplayOptions.arrivals`` is true, each program starts at its recorded time (an open loop).
+Sub-agents do not count in ``concurrency``. A sub-agent starts at its recorded offset after its parent's
+start. Without an offset, it starts after the recorded turn of its parent. A program ends at its first failed
+turn, because later turns would have other prefixes than in the trace.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .replay_report import ReplayedProgram, ReplayedTurn, ReplayTally
 DEFAULT_BLOCK_SIZE = 16
 """vLLM's default block size on CUDA, in tokens."""
 DEFAULT_OUTPUT_BUDGET = 8192
-"""Maximum output in tokens if the server does not report its maximum context."""
+"""Maximum tokens of an output if the server does not report its maximum context."""
 STOP_ID = FIRST_ID - 1
 """Token id that ends a forced output. No prompt and no output of a trace has it."""
 
@@ -41,7 +41,7 @@ class ReplayOptions:
     concurrency: int = 8
     """Number of top-level programs that run at the same time; ignored if ``arrivals`` is true."""
     stagger_s: float = 0.0
-    """Seconds between the starts of the first ``concurrency`` programs."""
+    """Seconds between the starts of the first ``concurrency`` programs; not used with ``arrivals``."""
     arrivals: bool = False
     """Whether programs start at their recorded times."""
     speed: float = 1.0
@@ -54,11 +54,12 @@ class ReplayOptions:
     """Whether requests force the server to generate the planned tokens, so that prefixes are reused as in the
     trace."""
     oracle_lengths: bool = False
-    """Whether ``max_tokens`` is the exact output length of a request, which a real client does not know. If
-    false, ``max_tokens`` of forced requests is the trace's longest output, and their last forced token is a
-    stop token. If ``force_tokens`` is false, only ``max_tokens`` can end an output, so ``max_tokens`` is
-    always the exact length."""
+    """Whether ``max_tokens`` of a request is its exact output length, which a real client does not know. If
+    false, ``max_tokens`` is the length of the trace's longest output, and the last forced token is a stop
+    token, which ends the output. Has an effect only with ``force_tokens``: otherwise nothing but
+    ``max_tokens`` can end an output, so ``max_tokens`` is always the exact length."""
     vocabulary: int = DEFAULT_VOCABULARY
+    """Upper bound of the token ids in prompts."""
     block_size: int | None = None
     """Tokens per KV block of the server, whose cache reuses only whole blocks. If ``None``, the size that the
     server reports is used."""
@@ -73,7 +74,8 @@ class ReplayOptions:
 
 
 class Replay:
-    """Replays programs against one server. Call ``run()`` once. ``tally`` may be read during the run."""
+    """Replays programs against one server. Call ``run()`` once. ``tally`` may be read during the run;
+    ``on_progress`` is called with it after each turn and each program."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Replay:
         self._announcer = announcer
         self._options = options
         self.block_size = options.block_size or served.block_size or DEFAULT_BLOCK_SIZE
-        """Block size in tokens. Reusable tokens are counted in whole blocks."""
+        """Tokens per KV block of the server. Reusable tokens are counted in whole blocks."""
         self._on_progress = on_progress
         self._clock = clock
         self._started_s = 0.0
@@ -100,7 +102,7 @@ class Replay:
         self._run_id = secrets.token_hex(3)
         longest = max((turn.output_tokens for program in programs for turn in program.turns), default=1)
         self._declared_tokens = max(1, math.ceil(longest * options.token_scale))
-        """``max_tokens`` of requests that must not reveal their output length."""
+        """Value of ``max_tokens`` for requests that must not reveal their output length."""
         known = {program.program_id for program in programs}
         self._roots = [p for p in programs if p.parent is None or p.parent not in known]
         self._children: dict[str, list[TraceProgram]] = {}
@@ -139,7 +141,7 @@ class Replay:
         await asyncio.gather(*(one(program) for program in self._roots))
 
     async def _run_with_sub_agents(self, program: TraceProgram, parent_id: str | None) -> None:
-        """Run a program and, at their start times, its sub-agents. Return when all have ended."""
+        """Run a program, and each of its sub-agents at its start time. Return when all have ended."""
         program_id = f"{replayed_id(program.program_id)}@{self._run_id}"
         turns_done = [asyncio.Event() for _ in program.turns]
 
@@ -202,9 +204,9 @@ class Replay:
         )
 
     def _count_fitting_turns(self, builder: PromptBuilder) -> tuple[int, str]:
-        """Return how many of the program's first turns are replayed, and why the next turn does not fit
-        (empty if all fit). A turn that exceeds only the server's context excludes the whole program, unless
-        ``max_context_tokens`` is set."""
+        """Return (number of the program's first turns to replay, why the next turn does not fit). The reason
+        is empty if all turns fit. If a turn exceeds the server's maximum context, and ``max_context_tokens``
+        is not set, the number is 0."""
         plans = builder.plans
         limit, clip = self._served.max_context_tokens, self._options.max_context_tokens
         for index, plan in enumerate(plans):

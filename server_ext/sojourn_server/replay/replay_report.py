@@ -34,10 +34,12 @@ class ReplayedTurn(NamedTuple):
 
     completion: Completion
     computed_again: int | None
-    """Number of prompt tokens that a perfect cache would have saved but the server computed again; ``None``
-    if the server does not report cached tokens."""
+    """Number of prompt tokens that the server computed although a perfect prefix cache would have had them;
+    ``None`` if the server does not report cached tokens."""
     forcing_failed: bool = False
+    """Whether the server did not generate the forced tokens."""
     has_output_ids: bool = True
+    """Whether later prompts contain the output of the server, not a synthetic one."""
     program_id: str = ""
     """Id of the program in the trace."""
     turn: int = 0
@@ -56,7 +58,9 @@ class ReplayedProgram(NamedTuple):
     reason: str = ""
     """Why the program did not finish."""
     clipped: bool = False
+    """Whether the program's last turns were left out, because their contexts are too long."""
     turns: int = 0
+    """Number of turns that the server answered."""
 
 
 class ReplayTally:
@@ -87,7 +91,7 @@ class ReplayTally:
         return Counter(program.reason for program in self.programs if not program.finished)
 
     def notes(self) -> list[str]:
-        """Return notes about what makes these figures less comparable with those of other replays."""
+        """Return the reasons, if any, why these figures are not comparable with those of other replays."""
         notes = []
         if any(turn.completion.cached_tokens is None for turn in self.turns):
             notes.append(CACHED_TOKENS_MISSING)
@@ -98,7 +102,7 @@ class ReplayTally:
         return notes
 
     def document(self) -> dict[str, Any]:
-        """Return all figures as JSON data, in seconds and tokens; ``None`` for those not measured."""
+        """Return all figures as JSON data, with units in the names; ``None`` for those not measured."""
         completions = [turn.completion for turn in self.turns]
         cached = [c.cached_tokens for c in completions]
         cached_known = bool(cached) and None not in cached
