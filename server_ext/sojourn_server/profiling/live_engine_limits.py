@@ -15,7 +15,7 @@ METRICS_PATH = "/metrics"
 
 
 class ReportedLimits(NamedTuple):
-    """What a server reports of its engine."""
+    """The limits and the block size that a server reports."""
 
     limits: EngineLimits
     block_size: int | None
@@ -23,7 +23,7 @@ class ReportedLimits(NamedTuple):
 
 
 async def read_limits(client: CompletionsClient, served: ServedModel) -> ReportedLimits:
-    """Return the server's limits; ``None`` for limits that it does not report. Never raises.
+    """Return the limits of the server's engine; ``None`` for each one that it does not report. Never raises.
 
     A server with sojourn reports all limits. Stock vLLM reports the size of its KV pool and its maximum
     context, other servers at most the maximum context.

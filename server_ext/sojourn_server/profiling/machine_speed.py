@@ -23,7 +23,7 @@ TRIAL_SIDE = 256
 
 
 class CopyBandwidth(NamedTuple):
-    """Measured bytes per second in each direction. ``None``: not measured, see ``reason``."""
+    """Measured bytes per second in each direction; ``None`` if not measured (``reason`` says why)."""
 
     device_to_host_bytes_per_s: float | None
     host_to_device_bytes_per_s: float | None
@@ -32,14 +32,14 @@ class CopyBandwidth(NamedTuple):
 
 
 class ComputeThroughput(NamedTuple):
-    """Measured operations per second. Without a measurement, they are ``None`` and ``reason`` says why."""
+    """Measured floating-point operations per second; ``None`` if not measured (``reason`` says why)."""
 
     flops_per_s: float | None
     reason: str = ""
 
 
 class KvBlockLayout(NamedTuple):
-    """The layout of an engine's KV blocks, in which each layer's part is contiguous."""
+    """The sizes of an engine's KV blocks. The part of each layer is contiguous in memory."""
 
     block_bytes: int
     """Bytes of a block over all layers."""
@@ -47,11 +47,12 @@ class KvBlockLayout(NamedTuple):
 
 
 def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None = None) -> CopyBandwidth:
-    """Measure copy bandwidth as the median of a few large copies, and return it. Never raises.
+    """Measure copy bandwidth as the median of a few copies of about ``copy_bytes``, and return it. Never
+    raises.
 
     With CUDA, the copies are between the device and pinned host memory. Without CUDA, they are the copies
-    that a CPU engine's host tier makes of KV blocks with the layout ``blocks``. If ``blocks`` is ``None``,
-    they are plain memory copies.
+    of KV blocks that a CPU engine's host memory tier makes. ``blocks``: sizes of these blocks; if it is
+    ``None``, the copies are plain memory copies.
     """
     if importlib.util.find_spec("torch") is None:
         return CopyBandwidth(None, None, "torch is not installed here")
@@ -71,8 +72,8 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None
 
 
 def measure_compute() -> ComputeThroughput:
-    """Measure matrix multiplication on one device, as the median of a few products, and return the
-    operations per second. Never raises.
+    """Measure the speed of matrix multiplication on one device, as the median of a few products, and return
+    it. Never raises.
 
     A CUDA device multiplies in bfloat16. A CPU multiplies in bfloat16 or float32, whichever is faster here,
     because some CPUs only emulate bfloat16.
@@ -95,7 +96,7 @@ def measure_compute() -> ComputeThroughput:
 
 
 def describe_hardware() -> str:
-    """Return the GPUs as CUDA names them, else the processor and its number of usable cores."""
+    """Return the number and name of the GPUs as text; without GPUs, those of the usable processor cores."""
     if importlib.util.find_spec("torch") is not None:
         try:
             import torch
@@ -196,7 +197,7 @@ def _median_seconds(run: Callable[[], None]) -> float:
 
 
 def processor_name() -> str:
-    """Return the processor's name as the operating system has it."""
+    """Return the processor's name as the operating system reports it."""
     try:
         with open("/proc/cpuinfo") as lines:
             for line in lines:

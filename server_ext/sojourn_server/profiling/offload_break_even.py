@@ -24,10 +24,10 @@ class ModelDimensions(NamedTuple):
 
 
 class ContextThreshold(NamedTuple):
-    """The context length, in tokens, from which copying KV is faster than recomputing it."""
+    """The context length from which copying KV out and back is faster than recomputing it."""
 
     tokens: float | None
-    """If 0 or less, copying is always faster. If ``inf``, copying is never faster. ``None`` if unknown."""
+    """The length in tokens. 0 or less: copying is always faster. ``inf``: never. ``None``: unknown."""
     why: str = ""
     """Why the threshold is unknown."""
 
@@ -53,12 +53,12 @@ class ContextThreshold(NamedTuple):
 
 
 class OffloadBreakEven(NamedTuple):
-    """The break-even context length by two methods, with the inputs of both."""
+    """The break-even length by two methods, with the inputs of both."""
 
     measured: ContextThreshold
-    """Break-even computed from the measured prefill curve and copy bandwidth."""
+    """Computed from the measured prefill curve and copy bandwidth."""
     closed_form: ContextThreshold
-    """Break-even computed from the model's dimensions, this machine's throughput and the same bandwidth."""
+    """Computed from the model's dimensions, the machine's compute throughput and the same bandwidth."""
     copy_s_per_token: float | None
     """Seconds to copy a token's KV out and back."""
     flops_per_s: float | None
@@ -80,7 +80,7 @@ def offload_break_even(
     profile: EngineProfile, dimensions: ModelDimensions | None, compute: ComputeThroughput
 ) -> OffloadBreakEven:
     """Return the context length from which offloading is faster than recomputing, by two methods. If inputs
-    of a method are missing, the method's length is unknown, and ``why`` names the reason. Never raises."""
+    of a method are missing, its length is unknown, and ``why`` says what is missing. Never raises."""
     kv_bytes = profile.limits.kv_bytes_per_token
     down, up = profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     if not (kv_bytes and down and up):
@@ -110,7 +110,7 @@ def offload_break_even(
 
 
 def read_dimensions(root: str | None) -> ModelDimensions | None:
-    """Return the dimensions in the ``config.json`` of a local model folder; ``None`` if it cannot be read."""
+    """Return the dimensions in ``config.json`` of the model folder ``root``; ``None`` if there are none."""
     if root is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """Measures prefill seconds by prompt length on a live server (Continuum §5.2).
 
-A sample is the time to first token of a prompt of new random ids, so that no cache hits occur. Samples run
-one at a time, and the server must be idle otherwise. ``lengths_up_to`` chooses the prompt lengths.
+A sample is the time to first token of a prompt of new random token ids, so that no cache hits occur. Samples
+run one at a time, and the server must be idle otherwise. ``lengths_up_to`` chooses the prompt lengths.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sojourn_server.traces.token_ids import FIRST_ID
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64
 _MIN_CURVE_LENGTHS = 3
-"""Minimum number of measured lengths for an estimate of the remaining time. A fit to fewer does not show the
-cost of attention, which dominates long prompts."""
+"""Minimum number of measured lengths for an estimate of the remaining time. A fit to fewer lengths does not
+show the cost of attention, which dominates long prompts."""
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class PrefillMeasurement:
     points: list[tuple[int, float]] = field(default_factory=list)
     """(prompt tokens, median seconds) of each measured length."""
     samples: int = 0
+    """Number of measured prompts."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -64,11 +65,12 @@ async def measure_prefill(
 ) -> PrefillMeasurement:
     """Measure the prefill seconds of several prompt lengths, within ``budget_s`` seconds in total.
 
-    The result for a length is the median of up to ``repeats`` samples. If a length is predicted to exceed the
-    budget, this length and all longer lengths are left out, with a note. ``vocabulary``: upper bound of the
-    random ids. ``on_sample`` is called before each sample with its description and the estimated remaining
-    seconds (``None`` before enough lengths are known). Each result is stored in ``into`` at once, so that an
-    interrupted caller keeps the results so far. Raises ``RequestError`` if a request fails.
+    The lengths are ``lengths_up_to(max_tokens)``. The result for a length is the median of up to ``repeats``
+    samples. If a length is predicted to exceed the budget, this length and all longer ones are left out, with
+    a note. ``vocabulary``: upper bound of the random token ids. ``on_sample`` is called before each sample
+    with its description and the estimated remaining seconds (``None`` before enough lengths are measured).
+    Each result is stored in ``into`` at once, so that an interrupted caller keeps the results so far. Raises
+    ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
@@ -112,8 +114,8 @@ async def measure_prefill(
 
 
 def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:
-    """Return the prefill seconds predicted from ``points``, shorter measured lengths; 0.0 if ``points`` is
-    empty."""
+    """Return the prefill seconds predicted for ``tokens`` tokens. ``points``: (tokens, seconds) of shorter
+    prompts; without any, the result is 0.0."""
     if not points:
         return 0.0
     longest, seconds = points[-1]

@@ -1,13 +1,14 @@
 """Measures the cost of engine steps on a live server over HTTP, as samples for a fit.
 
-Three kinds of samples, one kind at a time on an otherwise idle server:
+The fit (``step_costs.fit_step_costs``) needs three kinds of samples, from an otherwise idle server:
 
+    kind       what is measured
     prefill    the prompts of ``prefill_measurement``: n new tokens, nothing cached
-    extension  n new tokens after a cached prefix of c tokens. With these, the fit can tell the cost of
-               attention pairs from the cost of tokens.
-    decode     B requests at contexts of c tokens, once for one output token and once for 33. The difference
-               is the time of 32 steps. With these, the fit can tell the costs of KV reads, requests and
-               steps. The time between two tokens is not used, because a busy server delivers several at once.
+    extension  n new tokens after a cached prefix of c tokens. They separate the cost of attention pairs
+               (new token × token that it attends to) from the cost of tokens
+    decode     B requests with contexts of c tokens each, once for one output token and once for 33. The
+               difference is the time of 32 steps. They separate the costs of KV reads, requests and steps.
+               The time between two tokens is not used, because a busy server delivers several at once
 
 A time to first token is the time of all steps of the prompt, plus the API server's share. Before a decode
 sample, every prompt is sent once, so that nearly all of its tokens are cached when the B requests run
@@ -30,9 +31,9 @@ from sojourn_server.replay.completions_client import Completion, CompletionsClie
 from sojourn_server.traces.token_ids import FIRST_ID
 
 DECODE_TOKENS = 33
-"""Output tokens of a decode sample: the prefill makes one, 32 decode steps the others."""
+"""Number of output tokens in a decode sample: one from the prefill and 32 from decode steps."""
 DECODE_REPEATS = 2
-"""Number of repeats of a decode sample: few, because each already averages 32 steps."""
+"""Maximum number of repeats of a decode sample: few, because each is already an average over 32 steps."""
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_BATCHED_TOKENS = 2048
 """Maximum tokens of a step if the server does not report it: vLLM's smallest default."""
@@ -43,7 +44,7 @@ would look like a slow step."""
 
 @dataclass(slots=True)
 class StepMeasurement:
-    """Measured samples, and notes about samples that failed or were left out."""
+    """Measured samples, and notes about samples that are unreliable or were left out."""
 
     samples: list[StepSample] = field(default_factory=list)
     decode_points: list[tuple[int, float]] = field(default_factory=list)
@@ -78,11 +79,11 @@ def decode_sample(seconds: float, context: float, concurrency: int) -> StepSampl
 
 
 def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list[DecodePlan]:
-    """Return the decode measurements to make, cheapest first: single requests at several contexts, and
-    batches at a short and at a longer context.
+    """Return the decode measurements to make, cheapest first: single requests at several contexts up to
+    ``longest`` tokens, and batches at a short and at a longer context.
 
-    The largest batch has 64 requests, or fewer if the engine's limit is lower. Its contexts are shorter if
-    the KV pool requires it. Only large batches show the cost per request.
+    The largest batch has 64 requests, or fewer if the engine's limit is lower. A batch that does not fit in
+    the KV pool gets shorter contexts or is left out. Only large batches show the cost per request.
     """
     room = longest - DECODE_TOKENS
     contexts = sorted({max(1, room * part // 8) for part in (1, 2, 4, 8)})
@@ -101,7 +102,8 @@ def decode_plan(longest: int, limits: EngineLimits, block_size: int = 1) -> list
 
 
 def extension_plan(longest: int) -> list[tuple[int, int]]:
-    """Return pairs of (cached prefix, new tokens): short and long additions to short and long contexts."""
+    """Return pairs (tokens of a cached prefix, new tokens) to measure, cheapest first. They combine short and
+    long prefixes, up to ``longest`` tokens in all, with few and many new tokens."""
     pairs = {(longest * part // 8, max(1, longest * new // 64)) for part in (2, 4, 6) for new in (1, 4, 12)}
     return sorted(pairs, key=lambda pair: (pair[0] + pair[1], pair))
 
@@ -124,9 +126,10 @@ async def measure_steps(
 ) -> StepMeasurement:
     """Measure extension and decode samples within ``budget_s`` seconds, and return them with prefill samples.
 
-    The prefill samples are computed from ``points``, measured pairs of (prompt tokens, seconds). The cheapest
-    samples are measured first. Samples predicted to exceed the budget are skipped, with a note. ``on_sample``
-    is called before each sample with a description and the estimated remaining seconds. Each result is stored
+    The prefill samples are computed from ``points``, the measured (prompt tokens, seconds). The cheapest
+    samples are measured first. Samples that are predicted to exceed the budget are skipped, with a note.
+    ``max_tokens``: longest context. ``vocabulary``: upper bound of the random token ids. ``on_sample`` is
+    called before each sample with a description and the estimated remaining seconds. Each result is stored
     in ``into`` at once, so that an interrupted caller keeps the results so far. Raises ``RequestError`` if a
     request fails.
     """
@@ -186,7 +189,8 @@ class _MeasurementJob(NamedTuple):
 def _measurement_jobs(
     longest: int, limits: EngineLimits, block_size: int, curve: PrefillCurve, repeats: int
 ) -> list[_MeasurementJob]:
-    """Return decode and extension samples, cheapest first, so that a short budget allows some of both."""
+    """Return the decode and extension samples to measure, cheapest first, so that a short budget allows some
+    of both kinds."""
     jobs: list[_MeasurementJob] = []
     for point in decode_plan(longest, limits, block_size):
         if decode_prompt_tokens(point, block_size) + DECODE_TOKENS <= longest + 1:
@@ -231,7 +235,7 @@ class _MeasurementRun:
         self._batched = batched
 
     async def decode(self, point: DecodePlan, repeats: int) -> float:
-        """Measure one decode plan and add its sample. Returns the seconds per step; 0.0: no step was
+        """Measure one decode plan and add its sample. Return the seconds per step; 0.0 if no step could be
         timed."""
         prompts = [
             self._fresh(decode_prompt_tokens(point, self._block_size)) for _ in range(point.concurrency)
@@ -256,7 +260,7 @@ class _MeasurementRun:
         return seconds
 
     async def extension(self, cached: int, new: int, repeats: int) -> None:
-        """Measure ``new`` tokens after a cached prefix of about ``cached`` tokens, and add the sample."""
+        """Measure the prefill of ``new`` tokens after about ``cached`` cached ones, and add the sample."""
         prefix = self._fresh(cached // self._block_size * self._block_size)
         # One more token, otherwise the last block of the prefix would not be cached.
         await self._ask([*prefix, *self._fresh(1)], 1)
