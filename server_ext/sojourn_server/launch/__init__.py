@@ -1,4 +1,4 @@
 """Builds the command line of a vLLM server with the sojourn plugin, starts its process and checks it.
 
-Imports no vLLM and no torch; the engine runs in a process of its own. Start reading in ``serve_command``.
+Imports neither vLLM nor torch: the engine runs in a process of its own. Start reading in ``serve_command``.
 """

@@ -1,4 +1,4 @@
-"""The flags of an engine's command line and of the YAML file of ``--config``, read as vLLM reads them."""
+"""The flags on an engine's command line and in the YAML file of its ``--config``, read as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class EngineFlags:
     same flag."""
 
     args: tuple[str, ...]
-    """The command line."""
+    """The arguments of the command line, flags and values."""
     from_file: tuple[str, ...] = ()
-    """The flags in the file that ``--config`` names. Flags on the command line take precedence over them."""
+    """The flags and values in the file that ``--config`` names. The command line takes precedence."""
 
     @classmethod
     def read(cls, args: Sequence[str]) -> EngineFlags:
-        """Return the flags of a command line, and those of the file that its ``--config`` names. Raises
+        """Return the flags of the command line ``args`` and of the file that its ``--config`` names. Raises
         ``InvalidOption`` for an unusable file."""
         rest: list[str] = []
         path: str | None = None
@@ -49,7 +49,7 @@ class EngineFlags:
 
     @property
     def in_effect(self) -> tuple[str, ...]:
-        """The flags of the file, then those of the command line. Of repeated flags the last one counts."""
+        """The flags of the file, then those of the command line. The last one of repeated flags counts."""
         return (*self.from_file, *self.args)
 
     def has(self, flag: str) -> bool:
@@ -58,7 +58,7 @@ class EngineFlags:
         return any(flag_name(arg).split(".", 1)[0] in (flag, negated) for arg in self.in_effect)
 
     def is_set(self, flag: str) -> bool:
-        """Return whether a flag without a value is given, not counting its ``--no-`` form."""
+        """Return whether exactly this flag is given. Its ``--no-`` form and its keys do not count."""
         return any(flag_name(arg) == flag for arg in self.in_effect)
 
     def value(self, flag: str) -> str | None:
@@ -74,8 +74,8 @@ class EngineFlags:
         return found
 
     def kv_connector(self) -> str | None:
-        """Return the name of the KV connector that the flags select; ``None`` if they select none or are
-        invalid."""
+        """Return the name of the KV connector that the flags select; ``None`` if they select none, or if
+        their values are invalid."""
         if self.value("--kv-offloading-size") is not None:
             backend = self.value("--kv-offloading-backend")
             return "LMCacheConnectorV1" if backend == "lmcache" else "OffloadingConnector"
@@ -86,8 +86,8 @@ class EngineFlags:
         return name if isinstance(name, str) else None
 
     def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
-        """Remove ``flag``. Returns the other flags, and the JSON object that is the value of ``flag``; {} if
-        the flag is missing. Raises ``InvalidOption`` for any other value."""
+        """Return (the other flags, the JSON object that is the value of ``flag``). The object is empty if the
+        flag is missing. Raises ``InvalidOption`` for any other value."""
         if any(flag_name(arg).startswith(f"{flag}.") for arg in self.in_effect):
             raise InvalidOption(f"sojourn adds to {flag}: give it as one JSON object, not as {flag}.key")
         text = self.value(flag)
@@ -138,16 +138,16 @@ _SHORT_FLAGS = {
     "-tp": "--tensor-parallel-size",
     **{short: "--optimization-level" for short in ("-O", "-O0", "-O1", "-O2", "-O3")},
 }
-"""vLLM's short forms of the flags that are read here."""
+"""Short form → flag, for the flags that this package reads."""
 
 
 def engine_workers(flags: EngineFlags) -> int:
-    """Return the number of workers of one engine. A size that is no number counts as 1; vLLM refuses it."""
+    """Return the number of workers of one engine. A size that is no number counts as 1; vLLM rejects it."""
     return math.prod(parallel_size(flags, flag) for flag in _PARALLELISM_FLAGS)
 
 
 def parallel_size(flags: EngineFlags, flag: str) -> int:
-    """Return the number that follows a flag such as ``--pipeline-parallel-size``; 1 if there is no number."""
+    """Return the value of a flag such as ``--pipeline-parallel-size``; 1 if it is missing or no number."""
     size = flags.value(flag)
     return int(size) if size is not None and size.isdecimal() else 1
 
@@ -159,9 +159,9 @@ def read_config_file(path: str) -> tuple[str, ...]:
     """Return the flags in the file, as vLLM's ``FlexibleArgumentParser.load_config_file`` reads them: each
     key is the name of a flag, an object is JSON, and a list is several values.
 
-    For a key with the value false vLLM looks for a flag ``--no-KEY`` in its parser, and ignores the key if
-    there is none. Here the result always has ``--no-KEY``, unless the key itself begins with ``no-``: the
-    user has set the key, so no default of ours replaces it. Raises ``InvalidOption``, which names the file.
+    A key with the value false becomes ``--no-KEY``, so that no default of sojourn replaces what the user has
+    set. (vLLM ignores such a key if its parser has no ``--no-KEY``.) A key that begins with ``no-`` and has
+    the value false is left out. Raises ``InvalidOption``, which names the file.
     """
     flags: list[str] = []
     for key, value in _read_document(path).items():

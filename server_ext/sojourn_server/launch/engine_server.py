@@ -27,7 +27,7 @@ the current stage."""
 
 _POLL_S = 0.25
 _INTERRUPT_GRACE_S = 10.0
-"""Seconds after SIGINT in which a server may end by itself. Then its process group is killed."""
+"""Seconds that a server has to end by itself after SIGINT. Then its process group is killed."""
 
 _STARTUP_STAGES = (
     ("Waiting for application startup", "opening the port"),
@@ -39,12 +39,12 @@ _STARTUP_STAGES = (
     ("making the model", "making the model (first use only)"),
     ("policy ", "importing vLLM"),
 )
-"""Pairs (text, stage). When the text appears in the log, the server has reached this stage of starting. The
-last stage comes first. If a vLLM release does not log a text, the stage is not shown."""
+"""(Text, stage): if the text is in the log, the server has reached this stage of its start. The last stage
+comes first. If a vLLM release does not log a text, its stage is not shown."""
 
 
 class ServerStartError(RuntimeError):
-    """The server ended or did not answer in time. The text ends with the last lines of its log."""
+    """The server ended, did not answer in time, or cannot be used. The text may end with lines of its log."""
 
 
 class EngineServer:
@@ -54,7 +54,7 @@ class EngineServer:
     environment. The log goes to ``log_path``; by default to a temporary file, which ``stop`` deletes.
     ``policy=None`` means the default of ``sojourn serve``. ``api_key`` is the key that the server will
     require; ``None`` for no key. ``port=0`` means any free port. Entering the ``with`` block waits until the
-    server answers, and raises ``ServerStartError`` after ``ready_timeout_s``.
+    server answers. It raises ``ServerStartError`` if the server ends, or after ``ready_timeout_s`` seconds.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class EngineServer:
         self.stop()
 
     def start(self) -> EngineServer:
-        """Start the process, wait until the server answers, and return ``self``."""
+        """Start the process, wait until the server answers, and return ``self``. Raises ``ServerStartError``;
+        the process has ended then."""
         if self._process is not None:
             raise RuntimeError("this server is already started")
         self.port = self._wanted_port or _free_port()
@@ -160,7 +161,7 @@ class EngineServer:
                 self.log_path = None
 
     def log_tail(self, lines: int = 30) -> str:
-        """Return the last lines of the log, or "" without a log."""
+        """Return the last ``lines`` lines of the log; empty without a log."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as log:
@@ -223,7 +224,7 @@ class EngineServer:
         )
 
     def _stage(self) -> str:
-        """Return the current stage of the start, derived from the log."""
+        """Return the stage of the start that the log shows."""
         log = self.log_tail(400)
         return next((stage for sign, stage in _STARTUP_STAGES if sign in log), "starting the process")
 

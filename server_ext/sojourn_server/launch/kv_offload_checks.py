@@ -1,5 +1,4 @@
-"""Checks the options of host memory and disk before an engine starts. The engine's own checks come minutes
-later.
+"""Checks the options of host memory and disk before an engine starts, minutes before the engine's own checks.
 
 The engine checks everything again. Only the engine knows all parts of a store's identity, such as the layout
 of the KV, and free memory and disk space may change meanwhile.
@@ -45,13 +44,13 @@ def check_kv_offload(
     workers: int = 1,
     try_writing: bool = True,
 ) -> list[str]:
-    """Return one-line notes on options that the engine may reject, or that may cause trouble later.
+    """Return one-line notes on options that the engine may reject, or that may cause trouble later. Raises
+    ``InvalidOption`` for an option that the engine will surely reject.
 
-    Raises ``InvalidOption`` for an option that the engine will surely reject. ``offload_transfer_config``
-    must have accepted ``options``. ``vllm_version``, ``weights`` (``known_weights``) and ``block_tokens``
-    (the block size option) describe the engine; ``None`` means unknown. ``workers``: number of its workers.
-    The check takes no lock and leaves nothing on the disk. With ``try_writing=False`` it writes nothing and
-    trusts the file permissions.
+    Call it with ``options`` that ``offload_transfer_config`` has accepted. ``vllm_version``, ``weights`` (a
+    result of ``known_weights``) and ``block_tokens`` (value of ``--block-size``) describe the engine;
+    ``None`` means unknown. ``workers``: number of its workers. The check takes no lock and leaves nothing on
+    the disk. With ``try_writing=False`` it writes nothing and trusts the file permissions.
     """
     notes = []
     if options.host_gib is not None:
@@ -72,8 +71,8 @@ def check_kv_offload(
 
 
 def folder_of_stores(root: Path, workers: int) -> Path:
-    """Return the folder with the KV stores of an engine's first worker. A single worker uses ``root``; of
-    several workers, each has its own folder below ``root``."""
+    """Return the folder with the KV stores of an engine's first worker: ``root`` for a single worker,
+    otherwise a folder below ``root``, where each worker has one."""
     return root if workers == 1 else root / f"rank0of{workers}"
 
 
@@ -103,10 +102,13 @@ def find_usable_stores(
     name: str | None,
     flag: str = DISK_FLAG,
 ) -> list[FoundStore]:
-    """Return the KV stores in the directory ``root``. Raises ``InvalidOption`` if the engine would reject the
-    directory, for example because another engine uses its store.
+    """Return the KV stores in the directory ``root`` that the engine may use; empty if there are none. Raises
+    ``InvalidOption`` if the engine would reject the directory, for example because another engine uses its
+    store.
 
-    Errors name the directory as the user wrote it: ``flag`` and ``disk``.
+    ``vllm_version`` and ``weights`` (a result of ``known_weights``) describe the engine; ``None`` means
+    unknown. ``name``: name of the engine's own store, if it has one. ``flag`` and ``disk`` are for errors,
+    which name the directory as the user wrote it.
     """
     # Two parts of a KvIdentity are known here: the release and, for most directories, the weights. The rest
     # is unknown: vLLM may override block_tokens (MLA on the CPU); block_bytes, layers, kv_dtype and the rest
@@ -129,8 +131,9 @@ def writable_directory(
     """Return the directory ``root`` if it exists, else its nearest existing parent. Raises ``InvalidOption``
     if the result is not a writable directory.
 
-    Errors name the directory as the user wrote it: ``flag`` and ``disk``. ``allow_full``: a full disk is no
-    error. ``probe_system``: try to write; if false, only read the permissions.
+    ``flag`` and ``disk`` are for errors, which name the directory as the user wrote it. ``allow_full``:
+    whether a full disk is allowed. ``probe_system``: whether to try to write; if false, only the permissions
+    are read.
     """
     there, mode = _nearest_existing(disk, root, flag)
     failed = f"{flag} {disk} cannot be " + ("written" if there == root else f"made in {there}")
@@ -200,11 +203,12 @@ def free_space_notes(
     *,
     workers: int = 1,
 ) -> Iterator[str]:
-    """Yield a note if the store cannot grow to ``disk_gib``.
+    """Yield a note if the engine's store cannot grow to ``disk_gib``.
 
-    The store can use the free space of the disk that holds the directory ``there``, plus the space of the
-    largest of ``stores``, because the engine reuses the space of its own blocks. ``stores``: the stores of
-    the first of ``workers`` workers. Each worker is assumed to have stores of the same size."""
+    The store can use the free space of the disk that holds the directory ``there``, plus the space of its
+    present blocks. ``stores``: candidates for the store of the first of ``workers`` workers, of which the
+    largest counts. The other workers' stores are assumed to have the same size. ``flag`` and ``disk`` are for
+    the note, which names the directory as the user wrote it."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(there)
         # The store can reuse the space of its blocks. With several stores, only the engine knows its own.
@@ -218,7 +222,7 @@ def free_space_notes(
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """Return the first ``_MAX_LISTED`` names as text, and … if there are more."""
+    """Return the names as text, separated by commas; only the first ``_MAX_LISTED``, then …, of many."""
     return ", ".join([*names[:_MAX_LISTED], *(["…"] if len(names) > _MAX_LISTED else [])])
 
 

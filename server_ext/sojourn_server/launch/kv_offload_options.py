@@ -21,9 +21,9 @@ CACHE_POLICY = {
 """Options of vLLM's own connector that make it evict blocks from host memory in sojourn's order."""
 CUDA_LAYOUT = "BLHNC"
 """vLLM's KV cache layout that we ask for on CUDA: blocks outermost, then layers. A block is then one run of
-bytes, so one copy moves it. With layers outermost, a model of 32 layers needs 32 copies a block, which take
-longer, and much longer to start. Each of CUDA's attention backends that supports blocks outermost supports
-this layout."""
+bytes, so one copy moves it. With layers outermost, a block of a model with 32 layers needs 32 copies, which
+take longer, above all to start. All of CUDA's attention backends that support blocks outermost support this
+layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class KvOffloadOptions:
 def offload_transfer_config(
     options: KvOffloadOptions, *, cpu_build: bool, stock: bool, block_tokens: str | None = None
 ) -> dict[str, Any]:
-    """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption``. ``cpu_build``:
-    whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``. ``block_tokens``:
-    value of ``--block-size``, if given."""
+    """Return the value of ``--kv-transfer-config`` for ``options``, which must have ``host_gib``. Raises
+    ``InvalidOption``. ``cpu_build``: whether the engine is vLLM's CPU build. ``stock``: whether the policy is
+    ``stock``. ``block_tokens``: value of ``--block-size``, if given."""
     if options.backend not in BACKENDS:
         raise InvalidOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
     if options.host_gib is None:
@@ -112,15 +112,15 @@ def offload_transfer_config(
 
 
 def _may_be_split(block_tokens: str | None) -> bool:
-    """Return whether vLLM may have to split blocks of this size for an attention kernel. It cannot split them
-    if blocks are outermost. Every such kernel accepts blocks of 16, 32 and 64 tokens. Without
-    ``--block-size`` vLLM chooses a size that needs no split."""
+    """Return whether vLLM may have to split blocks of this size for an attention kernel, which it cannot do
+    if blocks are outermost. All kernels accept blocks of 16, 32 and 64 tokens. Without ``--block-size`` vLLM
+    chooses a size that needs no split."""
     return block_tokens not in (None, "16", "32", "64")
 
 
 def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable that makes block hashes equal in every process, so that an engine finds
-    stored blocks after a restart. The result is empty if ``environ`` already sets a fixed hash seed."""
+    """Return the environment variable to set so that block hashes are equal in every process, and an engine
+    finds stored blocks after a restart. Empty if ``environ`` sets a fixed hash seed already."""
     return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
 
 

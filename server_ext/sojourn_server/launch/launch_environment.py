@@ -1,4 +1,4 @@
-"""Facts about this machine and this Python environment, read without importing vLLM."""
+"""Reads properties of this machine and this Python environment, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .serve_command import PLUGIN_NAME, LaunchEnvironment
 
 
 def detect_launch_environment() -> LaunchEnvironment:
-    """Return the facts that ``build_command`` needs."""
+    """Return the properties of machine and Python environment that ``build_command`` needs."""
     plugins = {
         entry.name for group in SELECTABLE_PLUGIN_GROUPS for entry in metadata.entry_points(group=group)
     }
@@ -31,8 +31,8 @@ def detect_launch_environment() -> LaunchEnvironment:
 
 
 def count_memory_nodes(status: Path = Path("/proc/self/status")) -> int:
-    """Return the number of NUMA nodes whose memory this process may use; 1 if the file ``status`` does not
-    have it."""
+    """Return the number of NUMA nodes whose memory this process may use; 1 if it is unknown. ``status``: file
+    to read it from."""
     with suppress(OSError):
         listed = re.search(r"^Mems_allowed_list:(.*)$", status.read_text(), re.MULTILINE)
         if listed is not None:
@@ -42,14 +42,14 @@ def count_memory_nodes(status: Path = Path("/proc/self/status")) -> int:
 
 
 def has_amx(processor: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the processor has AMX, Intel's instructions for matrices. False if the file
-    ``processor`` cannot be read."""
+    """Return whether the processor has AMX, Intel's matrix instructions; false if the file ``processor``
+    cannot be read."""
     return "amx_tile" in _processor_words(processor)
 
 
 def emulates_bfloat16(processor: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this is an x86 processor without AVX-512. PyTorch then takes several times as long for
-    products of bfloat16 matrices as for float32. False if the file ``processor`` cannot be read."""
+    """Return whether this is an x86 processor without AVX-512, on which PyTorch multiplies matrices in
+    bfloat16 several times slower than in float32. False if the file ``processor`` cannot be read."""
     words = _processor_words(processor)
     return "sse2" in words and "avx512f" not in words
 

@@ -20,11 +20,11 @@ class MachineMemory(NamedTuple):
     """Memory that a process may use, in bytes, at the time of reading."""
 
     total_bytes: int
-    """Upper limit for this process and its children."""
+    """Upper limit for this process and its children together."""
     available_bytes: int
     """Memory available now without swapping: free memory and file caches."""
     owner: str
-    """Text for messages that names what sets the total: this machine or the control group."""
+    """Text for messages that names what limits the total: this machine or the control group."""
 
 
 class _CgroupFiles(NamedTuple):
@@ -44,10 +44,10 @@ _CGROUP_VERSIONS = {
 
 
 def read_memory(root: Path = Path("/")) -> MachineMemory:
-    """Return the memory that this process and its children may use. Raises nothing.
+    """Return the memory that this process and its children may use. Never raises.
 
-    ``root`` is the directory that contains ``proc``. On a system without Linux's files, like macOS, all of
-    the machine's memory counts as available.
+    ``root``: directory that contains ``proc``. On a system without Linux's files, such as macOS, all of the
+    machine's memory counts as available.
     """
     machine, available = _machine(root)
     total, owner = machine, _MACHINE
@@ -73,7 +73,8 @@ def _machine(root: Path) -> tuple[int, int]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[_CgroupFiles, Path]]:
-    """Yield the folders of this process's control groups and their parents. Each may set a memory limit."""
+    """Yield (names of the memory files, folder) for this process's control groups and their parents. Each
+    group may set a memory limit."""
     paths: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):  # 4:memory:/a/b in version 1, 0::/a/b in version 2
         number, controllers, path = line.split(":", 2)
@@ -98,8 +99,8 @@ def _cgroups(root: Path) -> Iterator[tuple[_CgroupFiles, Path]]:
 def _below(path: str, shown: str) -> str:
     """Return the control group's ``path`` relative to the mount point of its file system.
 
-    ``shown`` is the path of the control group that the mount point shows. In a container, ``path`` can be the
-    host's path although only the container's own group is mounted. The result is then empty.
+    ``shown``: path of the control group that the mount point shows. In a container, ``path`` may be a path of
+    the host although only the container's own group is mounted. The result is then empty.
     """
     shown = shown.rstrip("/")
     inside = path == shown or path.startswith(f"{shown}/")

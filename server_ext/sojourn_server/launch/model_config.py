@@ -1,4 +1,4 @@
-"""The ``config.json`` of a model, read before an engine loads the model."""
+"""Reads and checks the ``config.json`` of a model before an engine loads the model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba
 
 
 def read_model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Return the configuration of a model directory, or of a hub id that was downloaded before. Returns
-    ``None`` if this machine has no configuration of the model or cannot read it."""
+    """Return the configuration of ``model``, a directory or a hub id that was downloaded before. Returns
+    ``None`` if this machine has no readable configuration of it."""
     try:
         folder = Path(model).expanduser()
         path: object = str(folder / "config.json")
@@ -58,12 +58,12 @@ def check_layers(
     in_one_group: bool = True,
     caches_latent_attention: bool = True,
 ) -> list[str]:
-    """Check that sojourn's KV connectors support the KV caches of all layers. Returns notes for the user.
+    """Check that sojourn's KV connectors support the KV caches of all layers. Return notes for the user.
 
-    Raises ``InvalidOption``, with ``next_step``, for a hybrid model. With ``certain=False``, the engine may
-    use another configuration, so the problem is a note instead. ``in_one_group``: whether the KV caches of
-    windows and of full attention are one group. ``caches_latent_attention``: whether vLLM's prefix cache
-    works on this device for models with latent attention.
+    Raises ``InvalidOption`` for a hybrid model. With ``certain=False`` the problem is a note instead, because
+    the engine may use another configuration. ``next_step``: what the user can do; part of the error or note.
+    ``in_one_group``: whether the KV caches of windows and of full attention are one group.
+    ``caches_latent_attention``: whether vLLM's prefix cache works on this device for latent attention (MLA).
     """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config  # only multimodal models have a ``text_config``
@@ -100,5 +100,5 @@ def check_layers(
 
 
 def _has_windows_in_some_layers(text: Mapping[str, Any]) -> bool:
-    """Return whether a configuration without types of layers has windows in some layers only."""
+    """Return whether the model has windows in only some layers, for a configuration without layer types."""
     return "sliding_window_pattern" in text or str(text.get("model_type")).startswith(("gemma2", "gemma3"))

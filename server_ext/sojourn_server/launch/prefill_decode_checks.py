@@ -1,5 +1,5 @@
-"""Checks the options of a prefill or decode engine before it starts. ``kv_offload_checks`` does the same for
-host memory and disk."""
+"""Checks the options of a prefill or decode engine before it starts, as ``kv_offload_checks`` does for host
+memory and disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .prefill_decode_options import (
 
 STORE_FLAG = "--kv-store"
 _CUSTOM_BLOCK_SIZE_KEYS = ("lora_rank", "compress_ratios", "deepseek_v4")
-"""Texts that occur in the ``config.json`` of models with latent attention (MLA). For such a model, vLLM on
+"""Texts that show in a ``config.json`` that the model has latent attention (MLA). For such a model, vLLM on
 the CPU chooses the block size itself."""
 
 
@@ -47,9 +47,10 @@ def check_prefill_decode(
     """Return one-line notes on options that the engine may reject, or that may cause trouble later.
 
     Raises ``InvalidOption`` for an option that the engine will surely reject. ``name``: name of the engine's
-    part of the store. ``block_tokens``: value of --block-size. ``block_tokens_certain``: whether the engine
-    surely uses this size (``keeps_block_size``). ``workers``: number of the engine's workers. Other arguments
-    are as in ``check_kv_offload``. With ``probe_system=False`` the check writes nothing and opens no port.
+    part of the store. ``vllm_version``, ``weights`` (a result of ``known_weights``) and ``block_tokens``
+    (value of ``--block-size``) describe the engine; ``None`` means unknown. ``block_tokens_certain``: whether
+    the engine surely uses this block size (``keeps_block_size``). ``workers``: number of its workers. With
+    ``probe_system=False`` the check writes nothing and opens no port.
     """
     notes = check_host_memory(
         DEFAULT_BUFFER_GIB if options.buffer_gib is None else options.buffer_gib,
@@ -84,7 +85,7 @@ def check_prefill_decode(
 
 
 def keeps_block_size(model_path: str) -> bool:
-    """Return whether an engine surely uses the block size given by ``--block-size``.
+    """Return whether an engine for ``model_path`` surely uses the block size given by ``--block-size``.
 
     For models with latent attention, vLLM on the CPU chooses another block size. The model's ``config.json``
     shows the kind of attention. Without this file, as for a hub id, the result is false.
@@ -100,12 +101,11 @@ def keeps_block_size(model_path: str) -> bool:
 def _block_size_notes(
     folder: str, stores: list[FoundStore], block_tokens: int | None, *, certain: bool
 ) -> list[str]:
-    """Return a note if all stores were written with another block size than this engine's ``block_tokens``.
+    """Return a note if all ``stores`` were written with another block size than this engine's
+    ``block_tokens``, else an empty list. Engines that share KV need the same block size.
 
-    All engines of a store need the same block size, because the names of stored KV depend on it. If the
-    engine surely uses ``block_tokens`` (``certain``), the function raises ``InvalidOption`` instead of
-    returning a note. The engine itself would report the error only after a minute, without the name of the
-    option.
+    If the engine surely uses ``block_tokens`` (``certain``), raises ``InvalidOption`` instead of returning a
+    note. The engine itself would report the error only after a minute, without the name of the option.
     """
     if block_tokens is None:
         return []
@@ -133,14 +133,15 @@ def _block_size_notes(
 
 
 def _engine_block_tokens(store: FoundStore) -> int | None:
-    """Return the block size of the engine that wrote a store; ``None`` if unknown. The store's manifest has
-    it in the format of ``hash_identity``."""
+    """Return the block size of the engine that wrote a store; ``None`` if unknown. It is the last part of the
+    text that ``hash_identity`` made for the store's manifest."""
     size = str(store.manifest.get("hash_scheme")).rpartition("/")[2]
     return int(size) if size.isdecimal() else None
 
 
 def _check_listen_address(address: str) -> None:
-    """Raise ``InvalidOption`` for an unusable address. The engine would fail only after loading the model."""
+    """Raise ``InvalidOption`` for an address at which this machine cannot listen. The engine would fail only
+    after it has loaded the model."""
     scheme, _, rest = address.partition(":")
     if scheme != "tcp":
         folder = Path(rest).absolute().parent

@@ -1,7 +1,7 @@
 """Options of a prefill or decode engine, and the value of vLLM's ``--kv-transfer-config`` for them.
 
-Prefill and decode engines have the same connector and settings. Each request says what the engine does for
-it. Only the gateway, which sends the requests, uses the engine's role.
+Prefill and decode engines have the same connector and the same settings. Each request says what the engine
+has to do for it. An engine's role matters only to the gateway, which sends the requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFILL_DECODE_CONNECTOR = "PathsConnector"
 PREFILL_DECODE_CONNECTOR_MODULE = "sojourn_server.vllm.kv_transfer_connector"
 
 DEFAULT_LISTEN_ADDRESS = "tcp:127.0.0.1:0"
-"""Default of ``--kv-listen``: any free port on loopback. It serves engines on one machine."""
+"""Default of ``--kv-listen``: any free port on loopback, for engines on one machine."""
 DEFAULT_STORE_GIB = 16.0
 DEFAULT_BUFFER_GIB = 1.0
 
@@ -50,8 +50,8 @@ class PrefillDecodeOptions:
     """Size of the host memory for KV in transfer."""
     storage_gbit: float | None = None
     compute_gbit: float | None = None
-    """``storage_gbit`` and ``compute_gbit`` limit the node's storage link and compute link, in Gbit/s each
-    way; ``None`` for no limit."""
+    """``storage_gbit`` and ``compute_gbit``: maximum rates of the engine's transfers from and to the store,
+    and to other engines, in Gbit/s each way; ``None`` for no limit."""
 
     @property
     def any(self) -> bool:
@@ -59,7 +59,8 @@ class PrefillDecodeOptions:
         return self != PrefillDecodeOptions()
 
     def named_store(self, hostname: str, port: int | None) -> str:
-        """Return the name of the engine's part of the store; by default made from node, role and port."""
+        """Return the name of the engine's part of the store; by default NODE-ROLE-PORT, without a ``port``
+        NODE-ROLE. ``hostname``: the default for the node."""
         if self.store_name is not None:
             return self.store_name
         ending = f"-{self.role}" if port is None else f"-{self.role}-{port}"
@@ -126,8 +127,8 @@ def prefill_decode_transfer_config(
 
 
 def check_block_size(block_size: str | None) -> None:
-    """Raise ``InvalidOption`` if a Full Block (the unit of storage) does not consist of whole engine blocks
-    of ``block_size`` tokens. A missing or non-numeric size passes."""
+    """Raise ``InvalidOption`` if a Full Block (the unit of storage, 64 tokens) does not consist of whole
+    engine blocks of ``block_size`` tokens. A missing or non-numeric size passes."""
     if block_size is None or not block_size.isdecimal():
         return
     try:

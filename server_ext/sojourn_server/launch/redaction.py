@@ -12,8 +12,8 @@ SECRET_FLAGS = ("--api-key", "--hf-token")
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s@\"']+(?=@)")
 _SHORTEST = len("--hf-")
-"""Minimum length of an abbreviation that counts as a secret flag. Abbreviations matter because argparse
-accepts ``--api-k`` for ``--api-key``."""
+"""Minimum length of an argument that counts as the abbreviation of a secret flag. argparse accepts
+abbreviations, such as ``--api-k`` for ``--api-key``."""
 
 
 def redacted(argv: Sequence[str]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Builds the engine's command line and environment for ``sojourn serve`` from its options, the files that
-they name, facts about the machine, and the caller's environment.
+"""Builds the engine's command line and environment for ``sojourn serve``.
 
-A flag of the user, on the command line or in a ``--config`` file, replaces a default. If it conflicts with a
-flag that the options need, ``InvalidOption`` is raised. The module imports no vLLM and starts no process.
+They follow from the options and the files that these name, from the machine's properties, and from the
+caller's environment. A flag of the user, on the command line or in a ``--config`` file, replaces a default.
+If it conflicts with a flag that the options need, ``InvalidOption`` is raised. The module does not import
+vLLM and starts no process.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
 
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
-"""Module that runs vLLM's API server on the CPU build. It speeds up imports, which take most of the time that
-an engine on a CPU needs to start."""
+"""Module that runs vLLM's API server on the CPU build. It makes imports faster, which take most of the time
+that an engine on a CPU needs to start."""
 
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
 WORKER_CLASSES = {
@@ -48,7 +49,7 @@ WORKER_CLASSES = {
 }
 """Device → value of ``--worker-cls``: vLLM's worker with hidden state capture."""
 FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
-"""Value of ``--logits-processors`` that makes a request generate the tokens in its ``replay_ids``."""
+"""Value of ``--logits-processors`` for forced tokens (``forced_tokens.py``) in vLLM's model runner V1."""
 
 OWN_CONNECTORS = (OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR)
 """Sojourn's KV connectors."""
@@ -60,12 +61,12 @@ CPU_BLOCK_SIZE = 32
 blocks are reused. Blocks below 32 are slow."""
 
 UNCOMPILED_STAGES = '{"mode": 1, "backend": "eager"}'
-"""Compilation options of pipeline stages on CPUs. No code is generated, but unlike with ``--enforce-eager``
-vLLM makes a first pass over the model. This pass allocates the memory for the data that a stage receives from
+"""Compilation options of pipeline stages on CPUs. No code is generated, but vLLM makes a first pass over the
+model, unlike with ``--enforce-eager``. This pass allocates the memory for the data that a stage receives from
 the stage before it."""
 
 CPU_BATCHED_TOKENS = 1024
-"""Default maximum of tokens per step on CPUs. It keeps steps short, because clients' events are handled only
+"""Default maximum number of tokens per step on CPUs. It keeps steps short: clients' events are handled only
 between steps, and a small CPU prefills only about 500 tokens per second."""
 
 GENERATED_MODEL_TOOL_PARSER = "hermes"
@@ -76,12 +77,13 @@ DEFAULT_PORT = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnvironment:
-    """Facts about the machine that the engine's command depends on. ``launch_environment.py`` reads them."""
+    """Properties of the machine on which the engine's command depends, from ``launch_environment.py``."""
 
     python: str
+    """Path of the Python interpreter."""
     cpu_build: bool
     has_vllm_cli: bool
-    """Whether the command ``vllm serve`` works. It does not work in the CPU build, which lacks metadata."""
+    """Whether the command ``vllm serve`` works. It fails in the CPU build, which lacks package metadata."""
     plugins: tuple[str, ...] = ()
     """Names of the installed general and platform plugins that vLLM loads by default."""
     cpus: tuple[int, ...] = ()
@@ -97,34 +99,34 @@ class ServeOptions:
 
     model: str
     model_path: str
-    """The directory or hub id that ``model`` stands for."""
+    """Directory or hub id of the model that ``model`` names."""
     policy: str
     policy_file: str | None = None
     allow_policy_modules: str | None = None
     """Installed packages whose classes the policy file may name, separated by commas."""
     reads_hidden_states: bool = False
-    """Whether the policy reads hidden states."""
+    """Whether the policy reads hidden states, which need sojourn's worker class."""
     history_file: str | None = None
     network_file: str | None = None
     profile_file: str | None = None
     lease_budget_fraction: float | None = None
-    """Share of the KV cache that leases may hold, 0 to 1."""
+    """Maximum share of the KV cache that leases hold, 0 to 1."""
     max_ttl_s: float | None = None
     """Maximum duration in seconds of a lease that a client's hint asks for."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of ``additional_config.sojourn``."""
+    """Further plugin settings: keys of ``additional_config.sojourn``."""
     tiers: KvOffloadOptions = field(default_factory=KvOffloadOptions)
     pair: PrefillDecodeOptions = field(default_factory=PrefillDecodeOptions)
     chat_template: str | None = None
-    """Chat template file. Set only for the models that sojourn makes (``tiny``, ``smol``). These models also
-    get tool calling and a served name."""
+    """Chat template file; set only for the models that sojourn makes (``tiny``, ``smol``). If it is set, the
+    command also enables tool calls and names the served model."""
     engine_args: tuple[str, ...] = ()
     """The user's flags for ``vllm serve``, unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """The command line of an engine, and its changes to the environment."""
+    """The command line of an engine, and the environment variables that it needs."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -132,11 +134,12 @@ class EngineCommand:
     flags: EngineFlags
     """The engine's flags: those in ``argv``, and those of a ``--config`` file, which vLLM reads itself."""
     unset: tuple[str, ...] = ()
+    """Environment variables to remove."""
     warnings: tuple[str, ...] = ()
     """One line for each option that has no effect, or less effect than the user may expect."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment ``base`` with the command's changes."""
+        """Return the environment ``base``, with ``env`` set and the variables in ``unset`` removed."""
         return {**{name: value for name, value in base.items() if name not in self.unset}, **self.env}
 
     def as_shell(self) -> str:
@@ -150,8 +153,8 @@ class EngineCommand:
 def build_command(
     options: ServeOptions, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> EngineCommand:
-    """Return the engine's command for ``options``. ``facts`` describe the machine, ``environ`` is the
-    caller's environment. Raises ``InvalidOption``."""
+    """Return the engine's command for ``options``. ``facts``: properties of the machine. ``environ``: the
+    caller's environment. Raises ``InvalidOption`` for options, flags or files that cannot be used."""
     flags = EngineFlags.read(options.engine_args)
     env: dict[str, str] = {}
     added: list[str] = []
@@ -266,11 +269,11 @@ def build_command(
 def policy_settings(
     flags: Mapping[str, str | None], extra: Mapping[str, Any], engine_args: Sequence[str]
 ) -> dict[str, str | None]:
-    """Return the settings that choose the policy: ``flags``, completed from the settings ``extra`` and those
-    in ``--additional-config``.
+    """Return the settings that choose the policy: name → value, ``None`` if no source gives one.
 
-    ``flags``: name of the setting → value of its flag, ``None`` if the flag is missing. Raises
-    ``InvalidOption`` for values that differ.
+    The names are those in ``flags``: name of a setting → value of its flag, ``None`` if the flag is missing.
+    The other sources are ``extra`` (the values of ``--sojourn-option``) and ``--additional-config`` in
+    ``engine_args``. Raises ``InvalidOption`` if the sources give different values for a setting.
     """
     sources: dict[str, Any] = {"--sojourn-option": extra}
     if STOCK_POLICY not in (flags["policy"], extra.get("policy")):  # plain vLLM ignores them
@@ -336,12 +339,12 @@ _ONE_RANK = (
     "--data-parallel-external-lb",
     "--data-parallel-multi-port-external-lb",
 )
-"""Flags with which each rank has an address of its own."""
+"""Flags of vLLM with which each data-parallel rank has an address of its own."""
 
 
 def _check_network(network_file: str | None) -> None:
-    """Raise ``InvalidOption`` for an unusable file of the length predictor's network weights. The engine
-    would reject the file only after it has loaded the model."""
+    """Raise ``InvalidOption`` if the file of the length predictor's network is unusable. The engine would
+    reject it only after it has loaded the model."""
     if network_file is None:
         return
     from ..predictors.weights_format import WeightsError, read_weights_metadata
@@ -376,7 +379,8 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
 
 
 def _tool_parser_config(options: ServeOptions, flags: EngineFlags) -> dict[str, str]:
-    """Return the settings that name the API server's tool parser, which the engine core uses too."""
+    """Return the plugin settings that name the API server's tool parser, so that the engine core can use it
+    too; empty without a parser."""
     parser = flags.value("--tool-call-parser")
     if parser is None and options.chat_template is not None:
         parser = GENERATED_MODEL_TOOL_PARSER
@@ -417,8 +421,8 @@ _EXCLUDED_WITH_PREFILL_DECODE = {
 
 
 def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -> str:
-    """Return the value of ``VLLM_PLUGINS``, the list of plugins that vLLM may load. It names the user's other
-    plugins, which vLLM would not load otherwise, and sojourn if ``ours``."""
+    """Return the value of ``VLLM_PLUGINS``, the list of plugins that vLLM loads. It has all plugins that vLLM
+    would load anyway, and sojourn only if ``ours``."""
     listed = environ.get("VLLM_PLUGINS")
     names = facts.plugins if listed is None else tuple(name.strip() for name in listed.split(","))
     kept = [name for name in dict.fromkeys(names) if name and name != PLUGIN_NAME]
@@ -428,7 +432,7 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
 CPU_KV_GIB = "1"
 """GiB of memory for the KV cache of an engine on CPUs, if no flag sets the size."""
 _MEMORY_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
-"""Flags that set the size of the KV cache. vLLM ignores them if the environment sets the size too."""
+"""Flags that set the size of the KV cache. vLLM ignores them if an environment variable sets it too."""
 _COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
 
 
@@ -455,9 +459,9 @@ def _cpu_environment(
 
 
 def _cores_by_worker(cpus: Sequence[int], workers: int) -> dict[str, str]:
-    """Return the variables that give each of ``workers`` workers equally many of ``cpus``. With three or more
-    cores per worker, each worker leaves one of its cores to the server. With fewer cores than workers, no
-    worker is bound to a core."""
+    """Return the environment variables that bind each of ``workers`` workers to an equal number of ``cpus``.
+    With three or more cores per worker, one core for each worker is left to the server. With fewer cores than
+    workers, no worker is bound to a core."""
     if len(cpus) < workers:
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     share = len(cpus) // workers

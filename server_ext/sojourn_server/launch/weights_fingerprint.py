@@ -1,4 +1,4 @@
-"""Identifies a model's weights, and its processor of media, without loading them."""
+"""Identifies a model's weights, and its processor of images, video and sound, without loading them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from .model_config import read_model_config
 
 HASHED_TAIL_BYTES = 1 << 16
-"""Number of bytes hashed of each weight file. They are the last bytes, because the files of two models of the
-same shape begin alike."""
+"""Number of bytes at the end of each weight file that are hashed. The beginnings of the files are alike for
+models of the same shape."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIX_PRIORITY = (".safetensors", ".bin", ".pt")
-"""Types of weight files, highest priority first. A commit may have its weights in several types, and a
-snapshot only in one of them. Files of different types may hold different weights."""
+"""Suffixes of weight files; an engine reads the first that it finds. A commit may have its weights in several
+types, and a snapshot in only one of them. Files of different types may hold different weights."""
 
 
 class UnknownWeights(ValueError):
-    """The model name does not identify fixed weights. The text says what to give instead."""
+    """The model name does not identify fixed weights. The error's text says what to give instead."""
 
 
 def weights_fingerprint(
@@ -30,10 +30,11 @@ def weights_fingerprint(
 
     For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
     path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
-    ``cache`` is the hub's folder on this machine (``None`` if unknown); it holds the commit of each branch.
-    ``since_s`` is the engine's start in Unix time (``None`` for no check). Raises ``UnknownWeights`` if
-    several commits are in ``cache`` and the branch got a new commit after the engine's start, since the
-    engine may have loaded the old or the new one.
+
+    ``cache``: the hub's cache on this machine, which knows the commit of each branch; ``None`` if unknown.
+    ``since_s``: the engine's start in Unix time; ``None`` for no check. If ``cache`` has several commits of
+    the model, and the branch got a new commit after ``since_s``, raises ``UnknownWeights``: the engine may
+    have loaded either.
     """
     path = Path(model)
     if path.is_file():
@@ -54,8 +55,8 @@ def weights_fingerprint(
 
 
 def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
-    """Return which commit of a branch the engine has loaded. ``revision`` is the branch (``None`` for main).
-    The other arguments are as in ``weights_fingerprint``. Raises ``UnknownWeights``."""
+    """Return the commit that the engine has loaded of the branch ``revision`` (``None`` for main). ``cache``:
+    the hub's cache. ``since_s``: the engine's start in Unix time. Raises ``UnknownWeights``."""
     advice = "give --revision and a full commit, or the path of a copy"
     name = f"{model} at {revision or 'no revision'}"
     if cache is None:
@@ -80,13 +81,13 @@ def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s
 
 
 def _hub_folder(cache: Path, model: str) -> Path:
-    """Return a model's folder in a hub's cache. The part of ``model`` after a colon is ignored."""
+    """Return the model's folder in the hub's cache. The part of ``model`` after a colon is ignored."""
     return cache / f"models--{model.partition(':')[0].replace('/', '--')}"
 
 
 def _commit_of(folder: Path) -> str | None:
-    """Return the name and commit of an unchanged snapshot in a hub's cache; ``None`` for any other folder. In
-    an unchanged snapshot, each weight file is a link to a blob."""
+    """Return a text with name and commit for an unchanged snapshot in a hub's cache; ``None`` for any other
+    folder. In an unchanged snapshot, each weight file is a link to a blob."""
     path = Path(os.path.abspath(folder))
     if path.is_symlink():
         path = path.resolve()
@@ -103,7 +104,7 @@ def _commit_of(folder: Path) -> str | None:
 
 
 def _suffix_label(snapshot: Path) -> str:
-    """Return a label of the type of weight files that an engine would read; empty for safetensors."""
+    """Return a text that names the type of weight files that an engine would read; empty for safetensors."""
     kinds = {file.suffix for file in _weight_files(snapshot)}
     kind = next((kind for kind in _SUFFIX_PRIORITY if kind in kinds), "others")
     return "" if kind == ".safetensors" else f" of {kind}"
@@ -116,8 +117,8 @@ def _sizes_and_dates(files: list[Path]) -> list[tuple[str, int, int]]:
 def weights_digest(folder: Path) -> str:
     """Return a hash of a folder's weight files: of their names, sizes and last ``HASHED_TAIL_BYTES``.
 
-    The hash does not depend on the folder's path. It differs between models that have the same shapes and
-    different weights. Raises ``OSError``.
+    The hash does not depend on the folder's path. It tells models of the same shape apart. Raises
+    ``OSError``.
     """
     found = hashlib.sha256()
     for file in _weight_files(folder):
@@ -130,11 +131,10 @@ def weights_digest(folder: Path) -> str:
 
 
 def processor_digest(model: str) -> str:
-    """Return a hash of the files that say how media become a model's input, for example
-    ``preprocessor_config.json``. Raises ``OSError``.
+    """Return a hash of the files that say how images, video and sound become a model's input, for example
+    ``preprocessor_config.json``; empty if there are no such files. Raises ``OSError``.
 
-    Returns an empty text if there are no such files. Also returns an empty text for a hub id or a snapshot,
-    because its commit identifies these files.
+    The result is also empty for a hub id or a snapshot, because its commit identifies these files.
     """
     folder = Path(model)
     if not folder.is_dir() or _commit_of(folder) is not None:
@@ -159,8 +159,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def known_weights(model: str) -> str | None:
     """Return the ``weights_fingerprint`` that an engine with this ``model`` will have; ``None`` if unknown.
 
-    It is known only for directories, because vLLM may replace a hub id with the path of its own copy. It is
-    unknown for a draft model's directory, because vLLM loads the target model instead.
+    It is known only for directories, because vLLM may replace a hub id by the path of its own copy. It is
+    unknown for a directory with speculator weights, because vLLM then loads the target model that they name.
     """
     try:
         config = read_model_config(model) if Path(model).is_dir() else None
