@@ -2,7 +2,7 @@
 
 A prefix cache compares tokens. On the next turn the client sends the assistant message back as structured
 data, and the server renders it as text again. The cache finds the KV only if the rendered tokens equal the
-generated tokens. ``chat_template.jinja`` and ``assistant_text`` write the same format:
+generated tokens. So ``chat_template.jinja`` and ``assistant_text`` write the same format:
 
     {content}\\n<tool_call>\\n{"name": "bash", "arguments": {"command": "ls"}}\\n</tool_call>
 
@@ -10,11 +10,12 @@ generated tokens. ``chat_template.jinja`` and ``assistant_text`` write the same 
   their given order. vLLM's hermes parser and transformers' ``tojson`` use this format for arguments too.
 - The content is unchanged, except that it ends with a newline before the first tool call. The hermes parser
   returns everything before ``<tool_call>``, the newline included.
-- The content does not start with white space. The newline after ``assistant`` in the prompt is one token, and
-  white space after that newline would merge with it into a different token.
+- The content does not start with white space. In the prompt, the newline after ``assistant`` is one token.
+  White space after it would merge with it into a different token.
 - One newline separates calls. ``<|im_end|>`` ends the message and is not part of the text.
 
-Text that contains ``</tool_call>`` or ``<|im_end|>`` cannot round-trip in this format.
+A message whose text contains ``<tool_call>``, or whose calls contain ``</tool_call>``, or which contains
+``<|im_end|>``, has no unambiguous form.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 """Path of the chat template of both models; ``sojourn serve`` passes it as ``--chat-template``."""
 
 END_OF_MESSAGE = "<|im_end|>"
-"""The token that ends a message. If a replay prescribes the tokens to generate, they end with this token, so
-that the engine stops by itself."""
+"""The token that ends a message. Forced tokens must end with it, so that the engine stops by itself."""
 
 
 def assistant_text(content: str | None, tool_calls: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Return the text of a message: what the chat template renders, and what a model must generate for it.
+    """Return the text of an assistant message, as the chat template renders it and a model must generate it.
 
     ``tool_calls`` are OpenAI tool calls (``{"function": {"name", "arguments"}}``) or the bare functions;
     ``arguments`` is a mapping or its JSON text. Leading white space of ``content`` is dropped (see the

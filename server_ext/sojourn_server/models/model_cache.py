@@ -1,4 +1,4 @@
-"""A directory that caches the models *tiny* and *smol*: parallel processes make each model only once."""
+"""The cache directory of the models *tiny* and *smol*. Parallel processes make each model only once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if sys.platform != "win32":
     import fcntl
 
 CACHE_VARIABLE = "SOJOURN_CACHE"
-"""Name of the environment variable with the directory of the cache."""
+"""Name of the environment variable that sets the cache directory."""
 
 _REVISIONS = {"tiny": 1, "smol": 1}
-"""Revision of the code that makes each model. Changed code gets a new number, so old caches are not used."""
+"""Model → revision of the code that makes it. Changed code gets a new number, so old caches are not used."""
 
 LOCAL_MODELS: tuple[str, ...] = tuple(_REVISIONS)
 """Names of the models that ``resolve_model`` makes."""
@@ -59,7 +59,7 @@ def resolve_model(name: str, *, progress: bool = True) -> str:
 
 
 def is_cached(name: str) -> bool:
-    """Whether the model ``name`` is in the cache; False if the cache cannot be read."""
+    """Return whether the model ``name`` is in the cache; false if the cache cannot be read."""
     try:
         return (model_directory(name) / "config.json").is_file()
     except OSError:
@@ -73,8 +73,8 @@ def model_directory(name: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """The directory of the cache: ``$SOJOURN_CACHE``, or ``~/.cache/sojourn/models``. Raises ``ModelError``
-    if ``~`` is needed and the user has no home."""
+    """Return the cache directory: ``$SOJOURN_CACHE``, or ``~/.cache/sojourn/models``. Raises ``ModelError``
+    if ``~`` is needed and the user has no home directory."""
     override = os.environ.get(CACHE_VARIABLE)
     try:
         return Path(override).expanduser() if override else Path.home() / ".cache" / "sojourn" / "models"
@@ -86,7 +86,7 @@ def cache_directory() -> Path:
 
 @contextmanager
 def _writable(folder: Path) -> Iterator[None]:
-    """Turn an ``OSError`` of the ``with`` block into a ``ModelError`` that names the cache's ``folder``."""
+    """Turn an ``OSError`` in the ``with`` block into a ``ModelError`` that names ``folder``."""
     try:
         yield
     except OSError as error:
@@ -112,8 +112,8 @@ def _make(name: str, directory: Path, *, progress: bool) -> None:
 
 @contextmanager
 def _locked(file: IO[str]) -> Iterator[None]:
-    """Hold an exclusive lock on ``file``, also against other processes, and close it at the end. Waits
-    without a limit."""
+    """Hold an exclusive lock on ``file``, also against other processes, and close it at the end. Waits for
+    the lock without a limit. On Windows it does not lock."""
     with file:
         if sys.platform != "win32":
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -122,7 +122,7 @@ def _locked(file: IO[str]) -> Iterator[None]:
 
 @contextmanager
 def _status(title: str, *, show: bool) -> Iterator[Callable[[str], None]]:
-    """Show a spinner; yields a function that shows the current step."""
+    """Show ``title`` with a spinner on stderr. Yield a function that shows the current step."""
     if not show:
         yield lambda step: None
         return

@@ -1,8 +1,7 @@
 """Makes the model *smol*: SmolLM2-135M-Instruct as bfloat16 safetensors, 260 MB, for the demo.
 
 The weights are dequantised from 4 bits, so *smol* answers like the 4-bit model. The ``gguf`` package reads
-the tensors. The reader of transformers would need accelerate, and keeps the weights in a form that
-transformers cannot save.
+the tensors, because transformers would need accelerate to read them, and could not save the result.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 
 def make(directory: Path, say: Callable[[str], None]) -> None:
-    """Write config, weights and tokenizer into ``directory``."""
+    """Write config, weights and tokenizer into ``directory``. ``say`` is called with the current step."""
     gguf = find_gguf()
     say("importing")
     transformers = import_transformers()
@@ -54,7 +53,7 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def _read_weights(gguf: Path, config: Any) -> dict[str, Any]:
-    """Read all tensors of the file in bfloat16, by their names in transformers' Llama."""
+    """Return the tensors of the file in bfloat16, by their names in transformers' Llama."""
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -77,7 +76,8 @@ def _read_weights(gguf: Path, config: Any) -> dict[str, Any]:
 
 
 def _unpermute(values: Any, num_heads: int) -> Any:
-    """Reorder rotary rows from GGUF's adjacent pairs to transformers' two halves."""
+    """Return the rows of a query or key projection in transformers' order. For rotary embedding, GGUF has the
+    two rows of a pair beside each other; transformers has them in two halves of a head."""
     rows, columns = values.shape
     half = rows // num_heads // 2
     return values.reshape(num_heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)

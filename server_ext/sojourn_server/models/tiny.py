@@ -1,6 +1,6 @@
 """Makes the model *tiny*: a random Llama with the demo model's tokenizer, 10 MB, for tests.
 
-The model is fast and its outputs are meaningless. An engine handles its KV blocks like those of any model.
+The model is fast, and its outputs are meaningless. An engine handles its KV blocks like those of any model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ MAX_POSITIONS = 32_768
 
 
 def make(directory: Path, say: Callable[[str], None]) -> None:
-    """Write config, weights (bfloat16) and tokenizer into ``directory``. The bytes are the same each time."""
+    """Write config, weights (bfloat16) and tokenizer into ``directory``. The weights are the same each time.
+    ``say`` is called with the current step."""
     say("importing")
     transformers = import_transformers()
     import torch
