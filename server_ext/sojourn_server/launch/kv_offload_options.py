@@ -48,9 +48,9 @@ class KvOffloadOptions:
 def offload_transfer_config(
     options: KvOffloadOptions, *, cpu_build: bool, stock: bool, block_tokens: str | None = None
 ) -> dict[str, Any]:
-    """Return the value of ``--kv-transfer-config`` for ``options``, which must have ``host_gib``. Raises
-    ``InvalidOption``. ``cpu_build``: whether the engine is vLLM's CPU build. ``stock``: whether the policy is
-    ``stock``. ``block_tokens``: value of ``--block-size``, if given."""
+    """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption`` for options that
+    are wrong, incomplete or impossible on this engine. ``cpu_build``: whether the engine is vLLM's CPU build.
+    ``stock``: whether the policy is ``stock``. ``block_tokens``: value of ``--block-size``, if given."""
     if options.backend not in BACKENDS:
         raise InvalidOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
     if options.host_gib is None:
@@ -112,7 +112,7 @@ def offload_transfer_config(
 
 
 def _may_be_split(block_tokens: str | None) -> bool:
-    """Return whether vLLM may have to split blocks of this size for an attention kernel, which it cannot do
+    """Return whether vLLM may have to split blocks of this size for an attention kernel. It cannot split them
     if blocks are outermost. All kernels accept blocks of 16, 32 and 64 tokens. Without ``--block-size`` vLLM
     chooses a size that needs no split."""
     return block_tokens not in (None, "16", "32", "64")

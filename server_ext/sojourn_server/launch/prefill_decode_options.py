@@ -59,8 +59,8 @@ class PrefillDecodeOptions:
         return self != PrefillDecodeOptions()
 
     def named_store(self, hostname: str, port: int | None) -> str:
-        """Return the name of the engine's part of the store; by default NODE-ROLE-PORT, without a ``port``
-        NODE-ROLE. ``hostname``: the default for the node."""
+        """Return the name of the engine's part of the store. The default is NODE-ROLE-PORT, or NODE-ROLE if
+        ``port`` is ``None``. NODE is the option ``node``, or else ``hostname``."""
         if self.store_name is not None:
             return self.store_name
         ending = f"-{self.role}" if port is None else f"-{self.role}-{port}"

@@ -14,8 +14,8 @@ generated tokens. So ``chat_template.jinja`` and ``assistant_text`` write the sa
   White space after it would merge with it into a different token.
 - One newline separates calls. ``<|im_end|>`` ends the message and is not part of the text.
 
-A message whose text contains ``<tool_call>``, or whose calls contain ``</tool_call>``, or which contains
-``<|im_end|>``, has no unambiguous form.
+A message with ``<tool_call>`` in its content, ``</tool_call>`` in a call, or ``<|im_end|>`` anywhere cannot
+be written in this format.
 """
 
 from __future__ import annotations

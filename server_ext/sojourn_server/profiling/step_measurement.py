@@ -36,7 +36,7 @@ DECODE_REPEATS = 2
 """Maximum number of repeats of a decode sample: few, because each is already an average over 32 steps."""
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_BATCHED_TOKENS = 2048
-"""Maximum tokens of a step if the server does not report it: vLLM's smallest default."""
+"""Assumed maximum number of tokens per step if the server does not report it: vLLM's smallest default."""
 POOL_SHARE = 0.8
 """Maximum share of the KV pool that a sample uses. If it used more, the engine might preempt a request, which
 would look like a slow step."""

@@ -1,8 +1,8 @@
-"""Converts a scheduler's calls to the values that a recording stores, and stored inputs back to calls.
+"""Converts a scheduler's calls to the values that a recording stores, and stored inputs back to events.
 
 ``facts`` are the stored form of a call's input, ``answer`` is the stored form of its result. A replay reads
 the facts (``read_...`` functions) and repeats the call. It does not read the answer, but compares it with the
-answer that the repeated call gives.
+answer of the repeated call.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),
 }  # fmt: skip
 """``op`` → shape of the records of this kind. A value named ``request`` is the request's number, which is the
-first value in the answer of the request's ``arrive`` or ``stranger`` record."""
+first value in the answer of its ``arrive`` or ``stranger`` record; its id if it is not in the engine."""
 
 DECISION_FIELDS = ("at_s", "kind", "program_id", "reason", "numbers")
 """Names of the fields of each decision in a record, as in the decision log."""

@@ -219,7 +219,7 @@ class EvictionAdapter:
         return standing
 
     def score(self, standing: Standing) -> Score:
-        """Return the eviction score of a standing in the policy's present scale; (-inf,) if it fails."""
+        """Return the eviction score of a standing in the present scale; (-inf,) if the policy fails."""
         return self._guarded(self._program_scheduler.owner_score, standing, self._branches.share) or (
             -math.inf,
         )

@@ -485,8 +485,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.owners.clear()
 
     def _fall_back(self, error: Exception) -> None:
-        """Rebuild the queue as vLLM's own, with all free blocks: uncached ones first. After any error
-        ``ref_cnt`` shows which blocks are free. It is 0 until a block is allocated, and once it is freed."""
+        """Rebuild vLLM's own queue from all free blocks, uncached ones first, and call ``failed``. After any
+        error ``ref_cnt`` shows which blocks are free: it is 0 before an allocation and after the release."""
         self.broken = True
         self._order = None
         self._forget_programs()

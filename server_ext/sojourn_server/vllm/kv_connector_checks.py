@@ -100,7 +100,7 @@ def check_load_failures(vllm_config: VllmConfig) -> None:
 
 def check_context_parallel(vllm_config: VllmConfig, what: str) -> None:
     """Raise ``SettingsError`` if workers split the tokens of a context, in prefill or in decode. Each worker
-    then has the KV of only some of a block's tokens. ``what``: text of the error that names the use."""
+    then has the KV of only some of a block's tokens. ``what``: text for the error that names the use."""
     parallel = vllm_config.parallel_config
     if parallel.world_size != parallel.tensor_parallel_size * parallel.pipeline_parallel_size or (
         parallel.decode_context_parallel_size > 1
@@ -113,7 +113,7 @@ def check_context_parallel(vllm_config: VllmConfig, what: str) -> None:
 
 def check_adapters(vllm_config: VllmConfig, what: str) -> None:
     """Raise ``SettingsError`` if LoRA adapters are enabled. Call this if KV is shared with other engines or
-    outlives the engine. ``what``: text of the error that names this use."""
+    outlives the engine. ``what``: text for the error that names this use."""
     if vllm_config.lora_config is not None:
         # The block hashes contain an adapter's name, not its weights, and another engine may have other
         # weights.

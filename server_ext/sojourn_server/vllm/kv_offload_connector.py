@@ -100,8 +100,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._pause_gave_up = False
             """Whether this pause has waited for ``PAUSE_WAIT_S``."""
             self.groups: KVCacheGroups | None = None
-            """The scheduler's KV cache groups, set by its adapter if there are several. Without it, the
-            connector finds no blocks of such a model."""
+            """The scheduler's KV cache groups, set by the scheduler adapter. While it is ``None``, the
+            connector finds no blocks of a model with several groups."""
             self.windows_missed: Callable[[Sequence[BlockKey]], None] | None = None
             """Called when a look-up finds a shorter prefix than full attention alone would, because blocks
             of sliding windows are missing. The argument has the keys of the window blocks that the longer

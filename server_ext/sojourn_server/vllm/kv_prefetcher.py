@@ -8,9 +8,9 @@ content hashes and frees them. From then on they are ordinary cached blocks, whi
 prefix finds.
 
 A load takes only spare blocks, which are uncached blocks and blocks that only ended programs have used.
-After the load, the blocks return to the same place in the eviction order, so no other cached block is evicted
-for them. A false hint therefore costs only spare memory and idle time of the link. If an allocation fails
-while loads hold blocks, the loads are cancelled first.
+Loaded blocks that no request has used are evicted as early as blocks of ended programs, so no other cached
+block is evicted for them. A false hint therefore costs only spare memory and idle time of the link. If an
+allocation fails while loads hold blocks, the loads are cancelled first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _BlockHashes(NamedTuple):
 
 
 class KVPrefetcher:
-    """Makes the loads ahead of need of one engine, and uncaches the blocks that they have filled for nothing.
+    """Makes the loads ahead of need of one engine, and uncaches filled blocks that no request uses in time.
     Without a ``connector``, and with several KV cache groups or vLLM's KV cache events, it loads nothing."""
 
     def __init__(

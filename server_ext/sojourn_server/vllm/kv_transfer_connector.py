@@ -40,7 +40,7 @@ logger = logging.getLogger("vllm.sojourn")
 GIB = 1 << 30
 
 CLOSE_S = 10.0
-"""Maximum seconds that ``shutdown`` waits for a closing of the transfer manager that runs already."""
+"""Maximum seconds that ``shutdown`` waits if the transfer manager is being closed already."""
 
 COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Final statuses of requests that completed their output."""
@@ -89,7 +89,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._warned_context_too_large = False
         self._closing: threading.Thread | None = None
         self._stats_server: StatsServer | None = None
-        """Worker side: the server of ``status`` for other processes; ``None`` before the first needs it."""
+        """Worker side: the server of ``status``; ``None`` until another process needs it."""
         self._off = False
         """Planner side: whether the connector is off, because the cache was reset."""
         self._stop_sent = False
@@ -211,7 +211,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Turn the connector off until the engine restarts.
 
         Steps that are planned already keep their jobs. This is safe: the worker carries these steps out
-        before it loads new weights, so they transfer KV of the old weights under its own keys.
+        before it loads new weights, so their jobs transfer KV of the old weights under the old keys.
         """
         if self._off:
             return
@@ -226,7 +226,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def _final_orders(self) -> StepOrders[TransferJobs]:
         """Return a step's orders while the connector is off. Their jobs only release resources, and fill
-        blocks that vLLM was promised. The first orders also tell the worker to close its links to peers."""
+        blocks that vLLM already expects. The first orders also make the worker close its links to peers."""
         jobs = self.planner.take_jobs()
         jobs.wants, jobs.fetches, jobs.expects = [], [], []
         jobs.pushes, jobs.saves = [], []

@@ -1,6 +1,7 @@
 """Moves KV blocks of one engine between device, host memory and disk.
 
-It saves blocks before the device reuses them, moves programs between tiers, and loads blocks back.
+It saves blocks before the device reuses them, moves programs between tiers, and loads blocks back. Window
+blocks are the blocks of KV cache groups without full attention (``kv_cache_groups``).
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ class OffloadManager:
 
     @_turns_off
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
-        """Save those of ``blocks`` that are cached to host memory, because the device is about to reuse the
-        blocks. ``owners`` still has their owners. Blocks of rank ``COLD`` are also written to disk."""
+        """Copy to host memory those of ``blocks`` that are cached, because the device is about to reuse
+        ``blocks``. ``owners`` still has their owners. Blocks of rank ``COLD`` are also written to disk."""
         ranks: dict[ProgramId | None, RetentionRank] = {}
         planner, cold = self._connector.planner, RetentionRank.COLD
         key_of, is_single = self._groups.key_of, self._groups.is_single
@@ -142,7 +143,7 @@ class OffloadManager:
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
-        """Start to copy the blocks that the device will evict next to host memory, if such copies are due.
+        """Start to copy to host memory the blocks that the device will evict next, if such copies are due.
         Call it before each step."""
         if self._to_complete:
             self._complete_contexts()
@@ -194,7 +195,7 @@ class OffloadManager:
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
     ) -> None:
         """Remember the window blocks at the end of a prompt. A chat template may drop a turn's reasoning from
-        the next prompt, which then continues there. Does nothing with one KV cache group."""
+        the next prompt, which then continues from there. Does nothing with one KV cache group."""
         if not self._groups.is_single and not self._connector.off:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
@@ -238,8 +239,8 @@ class OffloadManager:
 
     @_turns_off
     def program_ended(self, program_id: ProgramId, owners: BlockOwners) -> None:
-        """Lower the rank of host copies of blocks that only this ended program has used from ``SPARE`` to
-        ``WORTHLESS``. Copies of other ranks do not change.
+        """Give host copies of rank ``SPARE`` the rank ``WORTHLESS``, if only this ended program has used
+        their blocks. Copies of other ranks do not change.
 
         Call it while ``owners`` still has the program. If the preset places programs, ``place`` lowers the
         ranks of the rest of the context.
@@ -345,7 +346,7 @@ class OffloadManager:
         return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
 
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Start to copy blocks of a running request, which will probably be preempted, to host memory.
+        """Start to copy to host memory blocks of a running request that will probably be preempted.
         ``blocks`` must be cached and in context order."""
         self._guarded(self._store, blocks, _PLAIN)
 

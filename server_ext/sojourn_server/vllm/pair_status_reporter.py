@@ -110,8 +110,8 @@ def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None
     """Return the worker's status; ``None`` without transfers. vLLM runs this in the worker's process, between
     two steps.
 
-    ``requesting_process``: process id of the engine core. If this is another process, the status has the
-    address at which the engine core can ask next time (``stats_address``).
+    ``requesting_process``: process id of the engine core. If the worker runs in another process, the status
+    has the address at which the engine core can ask next time (``stats_address``).
     """
     from .compat import get_kv_transfer_group, has_kv_transfer_group
 

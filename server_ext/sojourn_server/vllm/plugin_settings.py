@@ -233,8 +233,7 @@ def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> Mi
     """Return the preset's mechanisms that are off with this ``connector``; ``None`` if none is off.
 
     ``connector``: the name in vLLM's ``--kv-transfer-config``; ``None`` without a connector. Unless
-    ``allowed``, raises ``SettingsError`` if the preset needs tiers to place programs in and mechanisms are
-    off.
+    ``allowed``, raises ``SettingsError`` if mechanisms are off and the preset's placement needs host memory.
     """
     mechanisms = preset.tier_mechanisms()
     if not mechanisms or connector == OFFLOAD_CONNECTOR:

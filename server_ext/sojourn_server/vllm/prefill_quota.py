@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.sojourn")
 
 class PrefillQuota:
     """Keeps one scheduler's steps within a compute quota. ``guarded`` runs a call and returns ``None`` if it
-    fails. If it fails, the prompt gets as many tokens as without a quota."""
+    fails. After a failure, the prompt gets as many tokens as without a quota."""
 
     def __init__(
         self,

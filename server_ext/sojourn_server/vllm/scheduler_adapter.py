@@ -303,7 +303,7 @@ class SchedulerAdapter:
 
     def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
         """Report the duration of a step whose results have arrived, before vLLM handles them. ``waited_s``:
-        seconds that the step waited for copies, which do not count."""
+        seconds that the step waited for copies; they are subtracted."""
         now = self._clock()
         took_s = self._step_timer.ended(output, now)
         if took_s is not None:

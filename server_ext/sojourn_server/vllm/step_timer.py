@@ -24,8 +24,8 @@ class StepTimer:
         self._planned.append((step, now))
 
     def ended(self, step: object, now: float) -> float | None:
-        """Return the seconds that a step took, whose results have arrived; ``None`` if the step is not known.
-        Forgets this step and earlier ones, because results arrive in the order of planning."""
+        """Return the seconds that a step took; ``None`` if it is unknown. Call it when the step's results
+        arrive. Forgets this step and earlier ones, because results arrive in the order of planning."""
         if not any(one is step for one, _ in self._planned):
             return None
         planned_s = now

@@ -85,7 +85,7 @@ class PolicyRequestQueue(RequestQueue):
         self._peeked = None
 
     def close_step(self) -> None:
-        """Make the queue false in this step, so that vLLM takes no further request."""
+        """Make ``bool(self)`` false until the next step, so that vLLM takes no further request."""
         self._step_closed = True
 
     def add_request(self, request: Request) -> None:
