@@ -165,7 +165,7 @@ def test_where_the_queue_fails_nothing_below_is_trusted(make_engine: Any) -> Non
 
 
 def test_capabilities_tell_what_is_below_the_device(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     shape = {"blocks": 41, "max_model_len": 640, "settings": {"strict": False}}
@@ -179,7 +179,12 @@ def test_capabilities_tell_what_is_below_the_device(
         "disk": {"blocks": 100, "bytes": 100 * size},
     }
     assert engine.ask("capabilities")["tiers"] == told
-    engine.scheduler.connector.handle_failure(KeyError("x"))
+    with caplog.at_level("ERROR", logger="vllm.sojourn"):
+        for _ in range(3):
+            engine.scheduler.connector.handle_failure(KeyError("x"))
+    assert [one.exc_info is not None for one in caplog.records if "a hook of" in one.message] == [True], (
+        "a lasting defect does not fill the log"
+    )
     off = {"on": False, "off_because": "an internal error of sojourn (KeyError)"}
     assert engine.ask("capabilities")["tiers"] == {**told, **off}
     engine.scheduler.connector.turn_off("something else")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..metrics.rate_limited_log import RateLimitedLog
 from .transfer_actions import GIVEN_UP, LoadEnded, PromptTransferEnded, PushEnded
@@ -22,14 +22,18 @@ class TransferFailureLog:
         self._logged_peers: set[str] = set()
         self._rate_limited_log = RateLimitedLog(logger)
 
-    def log_new_refusals(self) -> None:
-        """Log the peers that were refused since the last call."""
+    def take_new_refusals(self) -> list[tuple[str, str]]:
+        """Return (peer, reason) of the peers that were refused since the last call."""
         if len(self._refusals) == len(self._logged_peers):
-            return
-        for peer, why in self._refusals.items():
-            if peer not in self._logged_peers:
-                self._logged_peers.add(peer)
-                logger.warning("%s: no KV goes to or from %s: %s", self._engine, peer, why)
+            return []
+        new = [(peer, why) for peer, why in self._refusals.items() if peer not in self._logged_peers]
+        self._logged_peers.update(peer for peer, _ in new)
+        return new
+
+    def log_refusals(self, refusals: Iterable[tuple[str, str]]) -> None:
+        """Log what ``take_new_refusals`` returned."""
+        for peer, why in refusals:
+            logger.warning("%s: no KV goes to or from %s: %s", self._engine, peer, why)
 
     def takes(self, why: str) -> bool:
         """Return whether to log a transfer that ended for the reason ``why``. False if it was successful

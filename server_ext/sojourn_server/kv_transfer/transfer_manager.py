@@ -221,13 +221,16 @@ class TransferManager:
         """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
         deliver the resulting events, start the resulting actions, and return the method's result."""
         events: list[ReportedEvent] = []
+        refusals: list[tuple[str, str]] = []
         try:
             with self.changed:
                 try:
                     return what(*arguments, now=self._clock(), **options)
                 finally:
                     events = self._deliver_events()
+                    refusals = self._failure_log.take_new_refusals()
         finally:
+            self._failure_log.log_refusals(refusals)
             for event in events:
                 if isinstance(event, BlockStoreEnded):
                     self._on_stored(event)
@@ -282,7 +285,6 @@ class TransferManager:
                 self._store_threads.write(action)
             else:
                 self._actions.append(action)
-        self._failure_log.log_new_refusals()
         self.changed.notify_all()
         if not self._woken and self._loop is not None and not self._loop.is_closed():
             self._woken = True

@@ -31,7 +31,9 @@ class RateLimitedLog:
         self._suppressed: dict[str, int] = {}
         """Number of suppressed repetitions of each message since its last line."""
 
-    def log(self, level: int, message: str, *arguments: object, exc_info: bool = False) -> None:
+    def log(
+        self, level: int, message: str, *arguments: object, exc_info: bool | BaseException = False
+    ) -> None:
         """Log a message, unless the same message was logged less than ``every_s`` seconds ago. The arguments
         are those of ``logging.log``."""
         now = self._clock()

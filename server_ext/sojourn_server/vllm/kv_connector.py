@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..kv_offload.context_keys import ContextKeys
 from ..kv_offload.offload_jobs import BlockKey
+from ..metrics.rate_limited_log import RateLimitedLog
 from .compat import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -121,6 +122,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         super().__init__(vllm_config, role, kv_cache_config)
         self.strict = False
         """Whether sojourn's own errors are raised instead of logged. For tests."""
+        self._failure_log = RateLimitedLog(logger)
         self._matches: dict[str, MatchedTokens] = {}
         """Request → its match, until the request's blocks are allocated or the step is planned."""
         self._worker: ConnectorWorker[ResultsT] | None = None
@@ -247,10 +249,13 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Log an error of sojourn's own and call ``_disable``. If ``strict``, raise the error instead."""
         if self.strict:
             raise error
-        logger.error(
+        # A lasting defect fails in every step.
+        self._failure_log.log(
+            logging.ERROR,
             "sojourn: a hook of %s failed; the engine continues and computes what it cannot load",
-            type(self).__name__, exc_info=error,
-        )  # fmt: skip
+            type(self).__name__,
+            exc_info=error,
+        )
         self._disable(error)
 
     def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
