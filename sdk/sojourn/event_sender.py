@@ -274,8 +274,9 @@ class EventSender:
             return self.counters["dropped_send"] == dropped
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Send the queued events within ``timeout_s``, by default the constructor's ``close_timeout_s``. Then
-        stop; later events are dropped. A second call is harmless. Never raises."""
+        """Make the thread send the queued events and then end. Waits at most ``timeout_s`` for it, by default
+        the constructor's ``close_timeout_s``. Later events are dropped. A second call is harmless. Never
+        raises."""
         end_s = time.monotonic() + (self._close_timeout_s if timeout_s is None else timeout_s)
         try:
             with self._lock:

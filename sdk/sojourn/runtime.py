@@ -203,8 +203,9 @@ class Session:
                 self.counters.add("internal_error")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the process's own program and send queued events within ``timeout_s``, by default the
-        configured ``close_timeout_s``. A second call is harmless."""
+        """End the process's own program, send the queued events and save what was learned. Waits at most
+        ``timeout_s``, by default the configured ``close_timeout_s``, but a moment longer if the saving needs
+        it. A second call is harmless."""
         left, self.left_program = self.left_program, None
         if left is not None:
             left.end("cancelled")

@@ -86,8 +86,9 @@ def main_head(line: str) -> str | None:
 
 
 def command_class(line: str) -> str | None:
-    """Return ``main_head(line)`` as the class of a tool call. Returns ``None`` if the head does not look like
-    a program's name: for example, a quoted sentence may contain arguments, and arguments are never sent."""
+    """Return ``main_head(line)``, for use as the class of a tool call. Returns ``None`` if there is no head,
+    or if the head does not look like a program's name. Such a head, for example a quoted sentence, may
+    contain arguments, which are never sent."""
     if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
         head = found[1]
         if head not in _NOT_HEADS:

@@ -1,9 +1,9 @@
-"""LangChain 1.x: reports runs as programs and tool calls, by callbacks alone.
+"""LangChain 1.x: reports agent runs as programs, with their tool calls.
 
 There are three ways to use this package; none of them changes an agent:
 
-- ``sojourn.init(url)`` adds one handler to every run of this process (``patch``);
-- ``agent.with_config({"callbacks": [Handler()]})`` adds a handler to one agent, without patching anything;
+- ``sojourn.init(url)`` adds one callback handler to every run of this process (``patch``);
+- ``agent.with_config({"callbacks": [Handler()]})`` adds the handler to one agent, without patching anything;
 - ``create_agent(..., middleware=[Middleware()])`` reports the tool calls of one agent. It also reports calls
   of unknown tools and calls with invalid arguments, for which LangChain calls no callback. The program comes
   from one of the other ways, or from ``with sojourn.program()``.

@@ -157,8 +157,10 @@ def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BaseHooks:
-    """Base class of ``Hooks``, which reports nodes and tool calls and also calls the user's hooks ``inner``.
-    ``by_runner``: True if our runner made the object, not the user."""
+    """Reports nodes and tool calls, then calls the user's hooks ``inner``, by default none. ``by_runner``:
+    True if ``SojournRunner`` made the object, False if the user did."""
+
+    # ``_kinds`` makes the class ``Hooks``: this base class and docstring, and a ``chain_hook`` for each hook.
 
     def __init__(self, inner: Any = None, *, by_runner: bool = False) -> None:
         self._inner = inner if inner is not None else import_module("agents.lifecycle").RunHooksBase()

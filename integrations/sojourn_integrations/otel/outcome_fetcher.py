@@ -135,8 +135,8 @@ class OutcomeFetcher:
         return self._send_flush(timeout_s, last=False)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Fetch all outcomes within ``timeout_s``, then stop. Later requests are finished without
-        outcomes."""
+        """Make the thread fetch all outcomes and then end; wait at most ``timeout_s`` for it. From now on,
+        ``put`` calls ``finish(None)`` at once."""
         self._closed = True
         self._send_flush(timeout_s, last=True)
 

@@ -126,7 +126,8 @@ class LlmDDialect(VllmDialect):
 
 
 class SglangDialect(VllmDialect):
-    """SGLang (github.com/sgl-project/sglang): sends ``session_id`` and ``priority`` in the body.
+    """SGLang (github.com/sgl-project/sglang): sends the session header, and ``session_id`` and ``priority``
+    in the body. Closes the session at the program's end. An implicit program sends no ``session_id``.
 
     ``session_id`` keeps KV only with ``--enable-session-radix-cache``. ``priority`` has an effect only with
     ``--enable-priority-scheduling``. Servers without these flags ignore both, except that a server started
@@ -151,8 +152,8 @@ class SglangDialect(VllmDialect):
 
 
 class ThunderAgentDialect(VllmDialect):
-    """ThunderAgent (github.com/ThunderAgent-org/ThunderAgent): sends ``program_id`` at the top level of the
-    body, and a release call at the program's end.
+    """ThunderAgent (github.com/ThunderAgent-org/ThunderAgent): sends the session header,
+    ``program_id`` at the top level of the body, and a release call at the program's end.
 
     ThunderAgent removes ``program_id`` before the engine sees the request. It accepts no priority and no
     other hint. Requests without an id share one program called ``default``, so the id of a process's implicit

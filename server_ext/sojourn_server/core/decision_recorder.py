@@ -53,7 +53,8 @@ class DecisionRecorder:
             )
 
     def load_given_up(self, request_state: RequestState | None, now: float) -> None:
-        """Log that a request lost the blocks into which its KV was being loaded."""
+        """Log that a request lost the blocks into which its KV was being loaded. An unknown request
+        (``None``) is only counted."""
         self._recorder.count("sojourn_preemptions_total", mode="load")
         if request_state is not None:
             self._decisions.add(

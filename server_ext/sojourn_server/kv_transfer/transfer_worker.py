@@ -237,7 +237,9 @@ class TransferWorker:
                 self._push_lane.submit(partial(self._push_layer, push, layer, self._kv.fence()))
 
     def end_step(self) -> None:
-        """End the step, with or without a forward pass. After that, the step's blocks may be reused."""
+        """End the step: wait until its pushes have copied their KV, copy the blocks to save, and start its
+        fill jobs. After that, the step's blocks may be reused. Also call it in steps without a forward
+        pass."""
         if self._step_pushes:
             began_s = time.perf_counter()
             self._push_lane.end_of_work().wait(MANAGER_TIMEOUT_S)

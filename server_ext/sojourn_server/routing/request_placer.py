@@ -152,7 +152,8 @@ class RequestPlacer:
 
     def place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
         """Route a request that waits for any replica. If a replica is found, send the request there or add it
-        to the replica's queue. Returns the decision."""
+        to the replica's queue. Returns the decision. ``reserved_replica``: as in ``route``; ``None``: no
+        replica is reserved."""
         route = self.route(request, now, reserved_replica)
         if self._fleet.get(route.replica_id) is not None:
             self._requests.take_out(request)

@@ -139,16 +139,17 @@ class TenantStatistics:
     def lengths(
         self, kind: str | None, of: Callable[[TypeStatistics], SortedWindow], least: int
     ) -> Sequence[int]:
-        """Lengths, ascending, of the programs of an agent type. If there are fewer than ``least``, the
-        lengths of all types; empty if these are fewer than ``least`` too. ``of`` selects the lengths from a
-        ``TypeStatistics``. The result is a live view: do not keep it."""
+        """Lengths, ascending, of the programs of an agent type. If there are fewer than ``least``, or
+        ``kind`` is ``None``, the lengths of all types; empty if these are fewer than ``least`` too. ``of``
+        selects the lengths from a ``TypeStatistics``. The result is a live view: do not keep it."""
         for one in (self.types.get(kind) if kind is not None else None, self.all):
             if one is not None and len(of(one).ordered) >= least:
                 return of(one).ordered
         return ()
 
     def mean(self, kind: str | None, of: Callable[[TypeStatistics], SlidingMean]) -> float | None:
-        """The mean of an agent type, or of all types if the type has none; ``None``: there are no values."""
+        """The mean that ``of`` selects from the ``TypeStatistics`` of an agent type. If the type has no
+        values, or ``kind`` is ``None``, the mean over all types. ``None``: there are no values at all."""
         for one in (self.types.get(kind) if kind is not None else None, self.all):
             if one is not None and of(one).count():
                 return of(one).mean()

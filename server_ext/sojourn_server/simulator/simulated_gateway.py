@@ -122,7 +122,8 @@ class SimulatedGateway:
         self, tenant: str | None, agent_type: str, turns: int, tokens: int, took_s: float, tools_s: float
     ) -> None:
         """Record a program that ended before the run. ``tokens``: length of its longest context. ``took_s``:
-        seconds from its start to its end. ``tools_s``: how many of these seconds it spent in tools."""
+        seconds from its start to its end. ``tools_s``: how many of these seconds it spent in tools.
+        ``tenant``: ``None`` stands for the default tenant."""
         program = RoutedProgram(
             (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )

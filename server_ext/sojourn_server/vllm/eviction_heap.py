@@ -1,4 +1,8 @@
-"""Heap of buckets by eviction score. A bucket has the free cached blocks of one turn of a program."""
+"""Heap of buckets by eviction score, lowest first.
+
+A bucket stands for the free cached blocks that one program last used in the same turn. One more bucket stands
+for all free cached blocks with several owners.
+"""
 
 from __future__ import annotations
 

@@ -313,7 +313,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """End the step's transfers. vLLM calls this after the forward pass, or in a step without one."""
+        """Wait until the KV that this step pushes and saves is copied, then start its fill jobs. vLLM calls
+        this after the forward pass, and in steps without one. Afterwards it may reuse the step's blocks."""
         if self._worker is not None:
             self._worker.end_step()
             if self._traffic is not None and not self._warned_context_too_large:

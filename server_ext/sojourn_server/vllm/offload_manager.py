@@ -195,7 +195,8 @@ class OffloadManager:
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
     ) -> None:
         """Remember the window blocks at the end of a prompt. A chat template may drop a turn's reasoning from
-        the next prompt, which then continues from there. Does nothing with one KV cache group."""
+        the next prompt, which then continues from there. ``program_id`` is ``None`` for a request of no
+        program. Does nothing with one KV cache group."""
         if not self._groups.is_single and not self._connector.off:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
@@ -359,7 +360,8 @@ class OffloadManager:
         self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
     ) -> None:
         """Exclude the cached blocks of a preempted request from saving, because recomputing them is faster.
-        Blocks that other requests use or have used, such as a common prefix, are saved as usual."""
+        Blocks that other requests use or have used, such as a common prefix, are saved as usual.
+        ``program_id``: the request's program; ``None`` for a request of no program."""
         own = []
         for block in blocks:
             block_id = block.block_id
@@ -378,7 +380,8 @@ class OffloadManager:
 
     def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
         """Undo ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
-        ``hashes``: its block hashes. If empty, undo ``keep_preempted`` for all requests of the program."""
+        ``hashes``: its block hashes. If empty, undo ``keep_preempted`` for all requests of the program.
+        ``program_id`` is ``None`` for a request of no program."""
         recomputed = self._preempted.recomputed
         if recomputed:
             for key in self._groups.all_keys(hashes):

@@ -138,7 +138,8 @@ class RelativeIdlenessPlacement:
         return RelativeIdlenessPlan(self, view, now).decide()
 
     def device_blocks(self, program: ProgramTierView) -> int:
-        """Size of a program on the device, in blocks; at least 1."""
+        """Blocks that a program counts for on the device: its present size, plus the share ``reserve`` of the
+        predicted growth unless ``size_by`` is "context". At least 1."""
         blocks = max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
         if self.size_by == "context":
             return blocks

@@ -258,7 +258,7 @@ def compare_eviction_orders(
 
 def competitive_ratio(regenerated_tokens: int, optimum_tokens: int) -> float | None:
     """Recomputed tokens of an order ÷ those of the offline optimum on the same log: SAGA's competitive ratio
-    (§7; mechanism S10). If both are 0, the ratio is 1. If only the optimum is 0, it is ``None``."""
+    (§7; mechanism S10). 1 if both are 0; ``None`` if only the optimum's are 0."""
     if optimum_tokens == 0:
         return 1.0 if regenerated_tokens == 0 else None
     return regenerated_tokens / optimum_tokens

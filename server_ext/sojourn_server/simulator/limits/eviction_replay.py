@@ -8,11 +8,12 @@ pool behaves like vLLM's ``BlockPool`` under a scheduler with prefix caching and
 - A block is cached from the moment it is full until its place gets another block, also while no request holds
   it. Places that cache no block are filled first.
 
-The recorded run fitted the pool at all times. Under another order, a request may hit more blocks, and then
+A recorded run fits its pool at all times. Under another order, a request may hit more blocks, and then
 holds more blocks than it did in the recorded run at that time. If these additional blocks do not fit, the
 requests admitted last free their additional blocks, last blocks first, and recompute them later
 (``given_back_tokens``). Blocks that still do not fit are held outside the pool and counted
-(``overflow_blocks``). With the log of a real run, only duplicates can be outside.
+(``overflow_blocks``). If the log is of a recorded run, duplicates are the only cause. (A log made by hand may
+exceed the pool anyway.)
 
 The replay takes O(1) per block, about 1 µs.
 """
@@ -52,8 +53,8 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     given_back_tokens: int = 0
     """Reused tokens that were freed again for lack of space."""
     overflow_blocks: int = 0
-    """Maximum number of blocks that were outside the pool at one time. With the log of a real run, it is 0
-    for the offline optimum, and for other orders it counts only duplicates."""
+    """Maximum number of blocks that were outside the pool at one time. If the log is of a recorded run, this
+    is 0 for the offline optimum, and duplicates are the only cause for other orders."""
     over_belady: float | None = None
     """SAGA's competitive ratio (§7, Definition 3): ``regenerated_tokens`` ÷ ``regenerated_tokens`` of the
     offline optimum; 1 if both are 0. ``None`` if only the optimum's are 0, or before
