@@ -538,16 +538,15 @@ def test_of_several_dropped_programs_one_a_minute_passes_the_contexts_below() ->
         assert list(answer(*saved, *dropped, device=10, host=20, overdue_s=last_s)) == enter
 
 
-def test_of_new_programs_the_smallest_for_its_worth_enters_first() -> None:
-    sizes = (10.0, 10.0, 10.0, 1000.0)
+def test_of_new_programs_those_of_the_smallest_size_class_enter_first_and_of_these_the_earliest() -> None:
     line = [
-        program("large", WAITING, READY, 8, arrived_s=1.0),
-        program("small", WAITING, READY, 6, arrived_s=2.0),
-        program("worth", WAITING, READY, 8, arrived_s=3.0, service_s=sizes, attained_s=9.0),
+        program("large", WAITING, READY, 15, arrived_s=1.0),
+        program("less", WAITING, READY, 8, arrived_s=2.0),
+        program("small", WAITING, READY, 7, arrived_s=3.0),
     ]
-    assert list(answer(*line, device=8)) == ["worth"]
-    assert list(answer(*line[:2], device=8)) == ["small"]
-    assert list(answer(*line, device=8, policy={"order": "arrival"})) == ["large"]
+    assert list(answer(*line, device=15)) == ["small", "less"]
+    assert list(answer(*line[:2], device=15)) == ["large"], "8 to 15 blocks count as equal"
+    assert list(answer(*line, device=15, policy={"order": "arrival"})) == ["large"]
 
 
 def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:

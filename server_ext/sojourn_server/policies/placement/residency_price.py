@@ -103,9 +103,10 @@ class ResidencyPricePlacement:
     overdue_gap_s: float = 60.0
     """Seconds between promotions of two overdue programs; 0: none."""
     order: str = "size"
-    """Order of new programs that wait. "size": the smallest context per worth first. "arrival": the earliest
-    first. Programs that ran before enter before new programs: first programs with their context in host
-    memory or on disk, then the others. In each of these two groups the earliest is first."""
+    """Order of new programs that wait. "size": the smallest context first; of contexts of the same
+    ``size_class``, the earliest program first. "arrival": the earliest first. Programs that ran before enter
+    before new programs: first programs with their context in host memory or on disk, then the others. In each
+    of these two groups the earliest is first."""
 
     def __post_init__(self) -> None:
         check_times(self, "patience_s", "overdue_gap_s")
@@ -139,11 +140,19 @@ class ResidencyPricePlacement:
         level = _SAVED if saved else _RETURNING if program.returning else _NEW
         if level != _NEW or self.order == "arrival":
             return (level, program.arrived_s, since_s, program.program_id)
-        return (level, self.device_blocks(program) / self.worth(program), since_s, program.program_id)
+        return (level, float(size_class(self.device_blocks(program))), program.arrived_s, program.program_id)
 
     def worth(self, program: ProgramTierView) -> float:
         """Value of a program's progress, relative to that of a new program of its type."""
         return program_worth(program)
+
+
+def size_class(blocks: int) -> int:
+    """Return the exponent of the power of two above ``blocks``: 1 → 1, 2 and 3 → 2, 4 to 7 → 3.
+
+    Small differences between first prompts say little about the programs' total work, so they do not decide
+    which program waits."""
+    return blocks.bit_length()
 
 
 MAX_WORTH = 16.0
