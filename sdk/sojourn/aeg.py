@@ -17,9 +17,9 @@ from hashlib import sha256
 from types import MappingProxyType
 
 from .errors import ArgumentError
+from .valid_ids_and_names import name_of
 from .wire_codec import MAX_GRAPH_BYTES, MAX_GRAPH_EDGES, MAX_GRAPH_NODES, MAX_GRAPH_TOOLS, encode
 from .wire_events import AegEdge, AegGraph, AegNode
-from .wire_names import name_of
 
 START = "__start__"
 END = "__end__"

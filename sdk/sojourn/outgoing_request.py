@@ -13,7 +13,7 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any
 
-from . import listener_registry, runtime, wire_names
+from . import listener_registry, runtime, valid_ids_and_names
 from .process_program import process_program
 from .program import current_context, find_context, resolvers
 from .request import Parts, RequestContext, body_additions
@@ -99,7 +99,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         request = cls(
             session.counters,
             program,
-            next(wire_names.request_ids),
+            next(valid_ids_and_names.request_ids),
             (None if step is None else step.node) or node or program.node,
             model=model if isinstance(model, str) else None,
             host=target if "/" not in target else target.partition("/")[0],

@@ -7,7 +7,7 @@ from .config import claim
 from .ids import ProgramId
 from .program import Program
 from .sdk_logger import logger
-from .wire_names import new_program_id, process_name
+from .valid_ids_and_names import new_program_id, process_name
 
 
 def process_program(session: runtime.Session, *, asks: bool = False) -> Program:

@@ -29,7 +29,7 @@ from .program import (
 )
 from .sdk_logger import logger
 from .user_hints import NO_HINTS, UserHints, checked_hints
-from .wire_names import name_of, new_program_id
+from .valid_ids_and_names import name_of, new_program_id
 
 if TYPE_CHECKING:
     from .resume_file import ResumeFile

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from . import runtime, wire_names
+from . import runtime, valid_ids_and_names
 from .hint_encoder import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
 from .process_program import process_program
 from .program import ExecutionContext, Program, current_context, find_context, resolvers
 from .user_hints import NO_HINTS, StepContext
+from .valid_ids_and_names import SHORT, name_of
 from .wire_codec import MAX_CONTEXT_BYTES, encode
-from .wire_names import SHORT, name_of
 
 if TYPE_CHECKING:
     from .dialects import Dialect
@@ -248,6 +248,6 @@ class Turn(RequestContext):
         program.is_used = True
         step = self._step = here.step
         self.node = (None if step is None else step.node) or node or program.node
-        self.id = next(wire_names.request_ids)
+        self.id = next(valid_ids_and_names.request_ids)
         self._taken = []
         self._emitter = None

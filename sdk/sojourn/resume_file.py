@@ -21,7 +21,7 @@ from weakref import WeakSet
 from .errors import ArgumentError
 from .ids import MAX_ID_BYTES, ProgramId
 from .process_hooks import register_at_fork
-from .wire_names import new_program_id
+from .valid_ids_and_names import new_program_id
 
 fcntl: ModuleType | None
 try:

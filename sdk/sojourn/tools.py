@@ -23,8 +23,8 @@ from .program import (
     reset_context,
     resolvers,
 )
+from .valid_ids_and_names import SHORT, call_id_of, name_of, new_call_id
 from .wire_events import ToolStart, ToolStop
-from .wire_names import SHORT, call_id_of, name_of, new_call_id
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from scenario_types import ProgramFact, ToolFact
 from sojourn.hints import SojournContext
 from sojourn.testing import FakeServer, LlmRequest, ToolUse
+from sojourn.valid_ids_and_names import name_of
 from sojourn.wire_codec import decode_event
 from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.wire_names import name_of
 
 
 class RecordedProgram(NamedTuple):

@@ -19,9 +19,9 @@ from langchain_core.tracers import context as tracers
 from recorded_programs import problems, recorded_programs
 from scenarios_langchain import ASK, ToolBroke, agent, model_at, said, tools, use
 from sojourn.testing import FakeServer
+from sojourn.valid_ids_and_names import name_of
 from sojourn.wire_codec import MAX_EVENT_NAME_BYTES
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.wire_names import name_of
 from sojourn_integrations import langchain
 from sojourn_integrations.langchain import callback_handler, tool_call_middleware
 from sojourn_integrations.langchain.run_tree import MAX_ROOTS, RunTree

@@ -25,8 +25,8 @@ from scenarios_langchain import ASK, ToolBroke, model_at, said, tools, use
 from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker, tool_graph
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer
+from sojourn.valid_ids_and_names import process_name
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn.wire_names import process_name
 from sojourn_integrations import langchain, langgraph
 from sojourn_integrations.langchain import (
     callback_handler,

@@ -36,7 +36,7 @@ from sojourn.program import (
 from sojourn.runtime import session
 from sojourn.tools import ToolCall
 from sojourn.user_hints import StepContext
-from sojourn.wire_names import agent_type_of
+from sojourn.valid_ids_and_names import agent_type_of
 
 from sojourn_integrations.autogen.team_graph import node_name
 from sojourn_integrations.safe_scope import count_error

@@ -40,7 +40,7 @@ from sojourn.program import (
     process_programs,
 )
 from sojourn.tools import ToolCall
-from sojourn.wire_names import SHORT, agent_type_of, call_id_of, name_of, new_program_id
+from sojourn.valid_ids_and_names import SHORT, agent_type_of, call_id_of, name_of, new_program_id
 
 from .interrupted_programs import InterruptedPrograms
 from .run_outcomes import interrupts_of

@@ -28,7 +28,7 @@ from sojourn.program import (
 from sojourn.runtime import clock, session
 from sojourn.shell_command import command_class
 from sojourn.tools import ToolCall
-from sojourn.wire_names import call_id_of
+from sojourn.valid_ids_and_names import call_id_of
 
 from sojourn_integrations.safe_scope import count_error, guarded
 

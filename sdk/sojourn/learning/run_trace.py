@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, NamedTuple
 
 from sojourn.aeg import END, START
-from sojourn.wire_names import name_of
+from sojourn.valid_ids_and_names import name_of
 
 if TYPE_CHECKING:
     from sojourn.aeg import Aeg

@@ -1,4 +1,4 @@
-"""Ids and names as the wire accepts them: long ids are hashed, long names are cut."""
+"""Ids and names that the wire accepts: makes fresh ids, hashes long ids and cuts long names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def _request_ids() -> Iterator[str]:
 
 
 request_ids: Iterator[str] = _request_ids()
-"""Fresh ids for logical requests: ``next(wire_names.request_ids)``. Each has 64 random bits and a number. The
-bits are drawn once per process, since drawing them costs more than all other work for a request."""
+"""Fresh ids for logical requests: ``next(valid_ids_and_names.request_ids)``. Each has 64 random bits and a
+number. The bits are drawn once per process, since drawing them costs more than all other work for a request.
+"""
 
 
 def _after_fork() -> None:
