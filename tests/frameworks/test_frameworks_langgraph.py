@@ -36,7 +36,7 @@ from sojourn_integrations.langchain import (
 )
 from sojourn_integrations.langchain.run_tree import node_path
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
-from sojourn_integrations.langgraph import compiled_graph
+from sojourn_integrations.langgraph import graph_reader, graph_runs
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +246,7 @@ def test_a_graph_that_cannot_be_drawn(server: FakeServer, monkeypatch: pytest.Mo
     def broken(*args: object, **kwargs: object) -> None:
         raise ToolBroke
 
-    monkeypatch.setattr(compiled_graph, "_read", broken)
+    monkeypatch.setattr(graph_reader, "_read", broken)
     planner(speaker(model_at(server.base_url, "m"))).invoke(HI)
     (program,) = recorded(server).values()
     assert program.nodes == ("plan", "work", "plan")
@@ -255,22 +255,22 @@ def test_a_graph_that_cannot_be_drawn(server: FakeServer, monkeypatch: pytest.Mo
 
 def test_a_graph_is_drawn_once_and_forgotten_with_its_builder(monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    original = compiled_graph._read
+    original = graph_reader._read
 
     def counting(graph: Any) -> Any:
         read.append(1)
         return original(graph)
 
-    monkeypatch.setattr(compiled_graph, "_read", counting)
+    monkeypatch.setattr(graph_reader, "_read", counting)
     graph = builder("a").compile()
     gc.collect()
-    before = len(compiled_graph._graphs)
+    before = len(graph_reader._graphs)
     first = langgraph.graph_of(graph)
     assert langgraph.graph_of(graph.with_config(tags=["copy"])) is first
     assert len(read) == 1
     del graph
     gc.collect()
-    assert len(compiled_graph._graphs) <= before
+    assert len(graph_reader._graphs) <= before
 
 
 def test_the_graph_is_reported_with_the_program(server: FakeServer) -> None:
@@ -888,7 +888,7 @@ def test_a_later_patch_is_left_and_the_adapter_becomes_idle(server: FakeServer, 
 
 
 def test_an_unfamiliar_langgraph_is_left_alone(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(langgraph, "_AROUND", {**langgraph._AROUND, "no_such_method": None})
+    monkeypatch.setattr(graph_runs, "_AROUND", {**graph_runs._AROUND, "no_such_method": None})
     init(server)
     assert "langgraph" not in sojourn.stats().instrumented
     assert "langchain" in sojourn.stats().instrumented
@@ -897,7 +897,7 @@ def test_an_unfamiliar_langgraph_is_left_alone(server: FakeServer, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(langgraph, "GraphStart"), (callback_handler, "current_run_id"), (langgraph, "graph_of")],
+    [(graph_runs, "GraphStart"), (callback_handler, "current_run_id"), (graph_runs, "graph_of")],
 )
 def test_internal_errors_never_reach_the_user(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -924,9 +924,9 @@ def test_odd_chunks_are_no_fault(server: FakeServer) -> None:
 
     init(server)
     for chunk in (None, (), ("updates", None), {"type": "updates"}, ((), "values", 5)):
-        langgraph._mark_interrupt(langgraph.GraphStart(None, None, lambda: None, None), chunk)
+        graph_runs._mark_interrupt(graph_runs.GraphStart(None, None, lambda: None, None), chunk)
     assert sojourn.stats()["internal_error"] == 0
-    langgraph._mark_interrupt(langgraph.GraphStart(None, None, lambda: None, None), Odd())
+    graph_runs._mark_interrupt(graph_runs.GraphStart(None, None, lambda: None, None), Odd())
     assert sojourn.stats()["internal_error"] == 1
 
 

@@ -331,7 +331,7 @@ def test_two_runs_of_a_thread_that_begin_at_once_are_two_programs(server: FakeSe
             both.wait(1)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr("sojourn_integrations.langgraph.graph_of", slow_graph)
+        patch.setattr("sojourn_integrations.langgraph.graph_runs.graph_of", slow_graph)
         config = {"configurable": {"thread_id": "1"}}
         list(pool.map(lambda x: graph.invoke({"x": x}, config), range(2)))
     assert sojourn.flush(60)
