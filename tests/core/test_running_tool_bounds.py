@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sojourn.wire_codec import EventOutcome
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core import program_lifecycle
+from sojourn_server.core import client_event_handler
 from sojourn_server.core.program_lifecycle import OWN_TOOLS_PER_PROGRAM
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.programs.program_status import ProgramStatus
@@ -16,7 +16,7 @@ BOUND = 40
 
 @pytest.fixture(autouse=True)
 def low_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_lifecycle, "MAX_RUNNING_TOOLS", BOUND)
+    monkeypatch.setattr(client_event_handler, "MAX_RUNNING_TOOLS", BOUND)
 
 
 def starts(program: str, calls: range) -> list[ToolStart]:

@@ -1,41 +1,32 @@
-"""Lifecycle of programs: requests open programs, client events change programs, then programs end or
-expire."""
+"""Lifecycle of programs: requests open programs, then programs end or expire."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sojourn.ids import CallId, EmitterId, ProgramId
-from sojourn.wire_codec import EventOutcome, Outcome
-from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.ids import ProgramId
 
 from ..policies.policy_protocols import DecisionReason
-from ..programs.execution_graphs import GraphError
-from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
-from ..programs.program_status import REPORTED_OUTCOMES, ProgramOutcome, ProgramSignal, ProgramStatus
+from ..programs.program_state import ProgramState
+from ..programs.program_status import ProgramOutcome, ProgramSignal, ProgramStatus
 from .decision_recorder import DecisionRecorder
 from .events_and_actions import EngineActionKind
 from .lease_manager import LeaseManager
-from .request_hints import unused_event_fields
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
 
 MAX_EXPIRED_PER_TICK = 8
 """Maximum number of programs that expire in one engine step; further ones expire in later steps."""
-MAX_TOOLS_PER_PROGRAM = 1024
-MAX_RUNNING_TOOLS = 100_000
-"""Maximum number of running tool calls of all programs together, about 160 MiB with the longest names. When
-the maximum is reached, each program may still have ``OWN_TOOLS_PER_PROGRAM``."""
 OWN_TOOLS_PER_PROGRAM = 4
-"""Number of running tool calls that each program may have even if ``MAX_RUNNING_TOOLS`` is reached. Without
-this number, one client that reports 100,000 calls would suppress the reports of all others."""
-MAX_EMITTERS_PER_PROGRAM = 16
+"""Number of running tool calls that each program may have even if those of all programs together reach
+``client_event_handler.MAX_RUNNING_TOOLS``. Without this number, one client that reports 100,000 calls would
+suppress the reports of all others."""
 
 
 class ProgramLifecycle:
-    """Opens programs and applies client events to them. Learns from ended programs and releases their KV.
-    Times are seconds on the engine's monotonic clock."""
+    """Opens, ends and expires programs. Learns from ended programs and releases their KV. Times are seconds
+    on the engine's monotonic clock."""
 
     def __init__(
         self,
@@ -52,15 +43,6 @@ class ProgramLifecycle:
         self._workflow_predictor = workflow_predictor
         self._tier_manager = tier_manager
         self._decision_recorder = decision_recorder
-        self._unused_fields = unused_event_fields(state.preset)
-        self._handlers = {
-            ProgramStart: self._program_start,
-            ToolStart: self._tool_start,
-            ToolStop: self._tool_stop,
-            Heartbeat: self._heartbeat,
-            AegReport: self._aeg,
-            ProgramEnd: self._program_end,
-        }
 
     def open(self, program_id: ProgramId, now: float) -> ProgramState:
         """Return the program of a request that has arrived. An unknown id or the id of an ended program
@@ -129,134 +111,3 @@ class ProgramLifecycle:
             # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
             self._state.contexts.drop(program.id)
             self._state.release_reasons.pop(program.id, None)
-
-    # -- client events ----------------------------------------------------------
-
-    def apply_event(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
-        """Apply one client event to its program and return the outcome for the client. Any new event of a
-        known program counts as contact, even if it is then rejected."""
-        program_id = ProgramId(event.program_id)
-        if not isinstance(event, ProgramStart) and program_id not in self._programs:
-            return _event_outcome(
-                event, Outcome.MISSING, "unknown program; its next request or program_start opens it"
-            )
-        program, forgotten = self._programs.open(program_id, now)
-        self.forget(forgotten, now)
-        if not _is_new_event(program, emitter, event.seq):
-            return _event_outcome(event, Outcome.DUPLICATE, "sequence number seen before, or too far behind")
-        self._leases.heard(program_id, now)
-        program.disconnected = False
-        if self._programs.signal(program, ProgramSignal.CONTACT):
-            self._workflow_predictor.eviction_key_changed(program)
-        outcome, reason = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
-        return _event_outcome(event, outcome, reason, self._unused_fields.get(type(event), ()))
-
-    def _program_start(self, program: ProgramState, event: ProgramStart, now: float) -> tuple[Outcome, str]:
-        program.name = event.name or program.name
-        program.agent_type = event.agent_type or program.agent_type
-        if event.parent_program_id:
-            program.parent_id = ProgramId(event.parent_program_id)
-        if event.root_program_id:
-            program.root_id = ProgramId(event.root_program_id)
-        program.tenant = event.tenant or program.tenant
-        if event.heartbeat:
-            self._promised(program, now)
-        return Outcome.APPLIED, ""
-
-    def _tool_start(self, program: ProgramState, event: ToolStart, now: float) -> tuple[Outcome, str]:
-        if program.status is ProgramStatus.ENDED:
-            return Outcome.MISSING, "the program has ended; its next request opens it again"
-        if len(program.tools) >= MAX_TOOLS_PER_PROGRAM:
-            return Outcome.REJECTED, f"{MAX_TOOLS_PER_PROGRAM} tool calls of the program already run"
-        if (
-            len(program.tools) >= OWN_TOOLS_PER_PROGRAM
-            and self._programs.running_tools.total >= MAX_RUNNING_TOOLS
-        ):
-            return Outcome.REJECTED, f"{MAX_RUNNING_TOOLS} tool calls of all programs already run"
-        key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool
-        started_s = now - min(event.age_s, now)
-        inferred_s = program.gap_inferred_s
-        if program.live_requests and inferred_s is not None and started_s <= inferred_s:
-            # The history already has the tool's duration: the gap between the two requests.
-            return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
-        program.tools[CallId(event.call_id)] = RunningTool(
-            key, started_s, event.expected_s, event.expected_p95_s, event.tool, event.tool_class
-        )
-        if program.live_requests:
-            return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
-        self._tier_manager.tool_known(program, now)
-        lease = self._leases.get(program.id)
-        if lease is not None:
-            if not lease.anchored:  # only once per gap, since the TTL was chosen for a tool that starts now
-                lease.anchored = True
-                self._leases.extend(program.id, started_s + lease.ttl_s)
-            if program.pending_tool != key:
-                program.pending_tool = key
-                self._workflow_predictor.tool_reported(program, now)
-        elif program.pending_tool != key and self._state.contexts.get(program.id) is not None:
-            # The output showed no call of this tool. A gap gets at most one lease.
-            program.pending_tool = key
-            self._workflow_predictor.tool_reported(program, now)
-            if not program.gap_leased:
-                self._lease_manager.order_action(
-                    EngineActionKind.PIN_CACHED, program.id, DecisionReason.THIS_TOOL, now
-                )
-        return Outcome.APPLIED, ""
-
-    def _tool_stop(self, program: ProgramState, event: ToolStop, now: float) -> tuple[Outcome, str]:
-        tool = program.tools.pop(CallId(event.call_id), None)
-        if tool is None:
-            return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
-        self._state.histories.tools.observe(tool.key, event.duration_s)
-        program.gap_reported = True
-        self._tier_manager.tool_known(program, now)
-        if not program.tools:
-            self._leases.extend(program.id, now + self._state.limits.return_grace_s)
-        return Outcome.APPLIED, ""
-
-    def _heartbeat(self, program: ProgramState, event: Heartbeat, now: float) -> tuple[Outcome, str]:
-        self._promised(program, now)
-        return Outcome.APPLIED, ""
-
-    def _aeg(self, program: ProgramState, event: AegReport, now: float) -> tuple[Outcome, str]:
-        agent_type = event.agent_type or program.agent_type
-        try:
-            known = self._state.graphs.follow(event.graph_hash, event.graph, agent_type)
-        except GraphError as error:
-            return Outcome.REJECTED, str(error)
-        if not known:
-            return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
-        program.agent_type = agent_type
-        program.graph_hash = event.graph_hash
-        return Outcome.APPLIED, ""
-
-    def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> tuple[Outcome, str]:
-        outcome = ProgramOutcome(event.status) if event.status in REPORTED_OUTCOMES else ProgramOutcome.ERROR
-        self.end_program(program, ProgramSignal.END, outcome, now)
-        return Outcome.APPLIED, ""
-
-    def _promised(self, program: ProgramState, now: float) -> None:
-        self._programs.promise_heartbeats(program)
-        self._leases.promised(program.id, now)
-
-
-def _is_new_event(program: ProgramState, emitter: EmitterId, seq: int) -> bool:
-    seen = program.seen.get(emitter)
-    if seen is None:
-        if len(program.seen) >= MAX_EMITTERS_PER_PROGRAM:
-            del program.seen[next(iter(program.seen))]
-        seen = program.seen[emitter] = SequenceWindow()
-    return seen.admit(seq)
-
-
-def _event_outcome(
-    event: AnyEvent, outcome: Outcome, reason: str, unused: Sequence[str] = ()
-) -> EventOutcome:
-    """Return the answer to an event. For an applied or deferred event, the answer lists the fields in
-    ``unused`` that the event sets."""
-    has: tuple[str, ...] = ()
-    if unused and outcome in (Outcome.APPLIED, Outcome.DEFERRED):
-        has = tuple(field for field in unused if getattr(event, field) is not None)
-    return EventOutcome(
-        outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq, unsupported=has
-    )

@@ -28,6 +28,7 @@ from ..policies.policy_views import AbandonedBranch, ReclaimRequest
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from .admission_controller import AdmissionController
+from .client_event_handler import ClientEventHandler
 from .decision_recorder import DecisionRecorder
 from .demand_forecaster import DemandForecaster
 from .events_and_actions import (
@@ -117,6 +118,9 @@ class ProgramScheduler:
         self._tiers = TierManager(state, self._moved)
         self._lifecycle = ProgramLifecycle(
             state, self._lease_manager, self._predictor, self._tiers, self._decision_recorder
+        )
+        self._client_events = ClientEventHandler(
+            state, self._lifecycle, self._lease_manager, self._predictor, self._tiers
         )
         self._parked_requests = self._tiers.parked_requests
         self._yielding = RequestYielding(state, self._parked_requests.is_parked)
@@ -219,7 +223,7 @@ class ProgramScheduler:
         self._decision_recorder.step_completed()
 
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
-        return EventAnswered(self._lifecycle.apply_event(EmitterId(event.emitter), event.event, now))
+        return EventAnswered(self._client_events.apply_event(EmitterId(event.emitter), event.event, now))
 
     def _admission_requested(self, event: AdmissionRequested, now: float) -> RequestLetIn | None:
         enters = self._admission.try_admit(event, self._requests.states[event.request_id], now)
