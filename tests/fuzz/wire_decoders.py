@@ -63,7 +63,7 @@ from sojourn_server.kv_transfer.transfer_stats import StatsUnavailable, read_sta
 from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, PeerWireError, decode, decode_head
 from sojourn_server.kv_transfer.transfer_wire import encode as encode_message
 from sojourn_server.metrics.vllm_metrics_page import cache_pool, cache_pools, process_start_time
-from sojourn_server.programs.execution_graphs import GraphError, GraphStore
+from sojourn_server.programs.declared_graphs import GraphError, GraphStore
 from sojourn_server.programs.tool_call_parsers import MAX_CALLS, parse_tool_calls
 from sojourn_server.replay.completions_client import CompletionsClient, RequestError, ServerError
 from virtual_engine import VirtualEngine
@@ -552,7 +552,7 @@ WIRE_DECODERS: dict[str, Decoder] = {
         pack=json_bytes,
     ),
     "execution graph": Decoder(
-        modules=("sojourn_server/programs/execution_graphs.py", "sojourn/aeg.py"),
+        modules=("sojourn_server/programs/declared_graphs.py", "sojourn/aeg.py"),
         decode=follow_graph,
         encode=lambda event: encode(event if event is not None else EVENTS[0]),
         examples=(encode(EVENTS[4]),),

@@ -119,7 +119,7 @@ def test_other_missing_things_are_no_reason(online: FakeServer) -> None:
 
 def test_the_real_desk_and_this_agree(online: FakeServer) -> None:
     """The server's own verdicts: it takes the hash that ``Aeg`` computes, and misses what it was not told."""
-    store = pytest.importorskip("sojourn_server.programs.execution_graphs").GraphStore()
+    store = pytest.importorskip("sojourn_server.programs.declared_graphs").GraphStore()
 
     def verdict(event: object) -> Outcome:
         if isinstance(event, AegReport):

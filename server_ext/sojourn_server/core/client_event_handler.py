@@ -9,7 +9,7 @@ from sojourn.wire_codec import EventOutcome, Outcome
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 from ..policies.policy_protocols import DecisionReason
-from ..programs.execution_graphs import GraphError
+from ..programs.declared_graphs import GraphError
 from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
 from ..programs.program_status import REPORTED_OUTCOMES, ProgramOutcome, ProgramSignal, ProgramStatus
 from .events_and_actions import EngineActionKind

@@ -24,7 +24,7 @@ from sojourn.wire_codec import (
 from ..metrics.link_metrics import LinkMetrics
 from ..metrics.live_frame import EngineSnapshot
 from ..metrics.metrics_recorder import MetricsRecorder
-from ..programs.execution_graphs import KnownGraph
+from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from . import engine_answers as answers

@@ -14,7 +14,7 @@ from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
-from ..programs.execution_graphs import GraphStore
+from ..programs.declared_graphs import GraphStore
 from ..programs.output_length_history import HintErrors, OutputLengthHistory
 from ..programs.program_table import ProgramTable
 from ..programs.tool_and_turn_history import SlidingMean, ToolHistory, TurnHistory

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sojourn.aeg import END, START, Aeg
 from sojourn.wire_codec import MAX_GRAPH_BYTES, encode
 from sojourn.wire_events import AegEdge, AegGraph, AegNode
-from sojourn_server.programs import execution_graphs
-from sojourn_server.programs.execution_graphs import TYPES_PER_GRAPH, GraphError, GraphStore
+from sojourn_server.programs import declared_graphs
+from sojourn_server.programs.declared_graphs import TYPES_PER_GRAPH, GraphError, GraphStore
 
 LOOP = Aeg({"plan": (), "act": ("bash", "edit")}, [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9)])
 
@@ -127,7 +127,7 @@ def test_no_other_graph_takes_the_place_of_a_known_one() -> None:
 def test_a_known_graph_spelt_out_again_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = GraphStore()
     store.follow(LOOP.hash, LOOP.wire())
-    monkeypatch.delattr(execution_graphs, "Aeg")
+    monkeypatch.delattr(declared_graphs, "Aeg")
     assert store.follow(LOOP.hash, LOOP.wire(), "fixer"), "every process spells it out once"
 
 
