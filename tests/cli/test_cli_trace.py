@@ -14,7 +14,7 @@ from sojourn_server.cli import build_app
 from sojourn_server.cli import trace as trace_command
 from sojourn_server.cli.console import CliError
 from sojourn_server.cli.live_client import LiveClient
-from sojourn_server.traces.imports import IMPORT_FORMATS
+from sojourn_server.traces.imports.import_formats import IMPORT_FORMATS
 from sojourn_server.traces.trace_file import read_trace
 
 LEDGER = {

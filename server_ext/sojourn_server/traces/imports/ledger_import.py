@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
-from .imported_trace import ImportedTrace, with_shared_prefixes
+from .import_result import ImportResult, with_shared_prefixes
 from .json_records import read_records
 
 _USABLE_OUTCOMES = ("stopped", "length")
@@ -51,7 +51,7 @@ class _LedgerProgram(msgspec.Struct, kw_only=True):
     tenant: str | None = None
 
 
-def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
+def read_ledgers(paths: Sequence[str | Path]) -> ImportResult:
     """Return the programs in files with ledgers. A file has one ledger, one per line, or an array of them.
     All times must be on the clock of one engine. Raises ``TraceError``, which names file and line."""
     found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]] = {}
@@ -79,7 +79,7 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportedTrace:
             check_program(one)
         except TraceError as error:
             raise TraceError(f"{names}: program {one.program_id!r}, {error}") from None
-    return ImportedTrace(programs, notes.lines())
+    return ImportResult(programs, notes.lines())
 
 
 class _SkippedCounts:

@@ -26,7 +26,7 @@ from pathlib import Path
 from ..prompt_builder import MIN_CONTINUED
 from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
 from . import otel_attributes
-from .imported_trace import ImportedTrace, with_shared_prefixes
+from .import_result import ImportResult, with_shared_prefixes
 from .otel_attributes import SpanTokenUsage
 from .otel_spans import OtelSpan, read_spans
 
@@ -45,7 +45,7 @@ class _AgentRun:
     tools: list[OtelSpan] = field(default_factory=list)
 
 
-def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
+def read_otel(paths: Sequence[str | Path]) -> ImportResult:
     """Return the programs of all files with spans as one trace. Raises ``TraceError`` for an unreadable file,
     or if the files hold no programs."""
     files = [read_spans(path) for path in paths]
@@ -57,10 +57,10 @@ def read_otel(paths: Sequence[str | Path]) -> ImportedTrace:
         raise TraceError(f"{', '.join(str(path) for path in paths)}: {error}{more}") from None
     if unended:
         notes.append(f"{unended} spans without an end left out")
-    return ImportedTrace(programs, notes)
+    return ImportResult(programs, notes)
 
 
-def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
+def import_spans(spans: Sequence[OtelSpan]) -> ImportResult:
     """Return the programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
     once = {span.key: span for span in spans}
     spans = sorted(once.values(), key=_start_order)
@@ -106,7 +106,7 @@ def import_spans(spans: Sequence[OtelSpan]) -> ImportedTrace:
             f"{single} of {len(roots)} programs have one turn only: calls belong together by an agent's "
             "span or by gen_ai.conversation.id"
         )
-    return ImportedTrace(programs, notes)
+    return ImportResult(programs, notes)
 
 
 def _usable(call: OtelSpan) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 from ..trace_schema import TraceProgram
 
 
-class ImportedTrace(NamedTuple):
+class ImportResult(NamedTuple):
     """The programs that an import found, and notes for the user."""
 
     programs: list[TraceProgram]
