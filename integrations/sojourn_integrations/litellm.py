@@ -26,10 +26,11 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 from sojourn.config import Config, host_key
+from sojourn.llm_paths import LLM_PATHS
 from sojourn.monkey_patches import Patches
 from sojourn.outgoing_request import OutgoingRequest, RetryScope
 from sojourn.program import find_context
-from sojourn.request_warnings import LLM_PATHS, warn_unlisted_host
+from sojourn.request_warnings import warn_unlisted_host
 from sojourn.runtime import session
 
 from .instance_method_wrapper import overlay_method

@@ -19,10 +19,11 @@ from typing import Any
 
 from . import runtime
 from .config import Config, canonical_host
+from .llm_paths import LLM_PATHS
 from .monkey_patches import Patches
 from .outgoing_request import OutgoingRequest
 from .program import find_context
-from .request_warnings import LLM_PATHS, warn_unlisted_host
+from .request_warnings import warn_unlisted_host
 
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256

@@ -24,8 +24,6 @@ OUTSIDE_REQUESTS = 3
 UNLISTED_REQUESTS = 3
 """Number of requests to unlisted hosts at which a warning is given, if no request went to a listed
 host."""
-LLM_PATHS = ("/chat/completions", "/completions", "/responses")
-"""Suffixes of the URLs of LLM requests."""
 _unsaid = {"outside": True, "unlisted": True, "empty": True}
 """Warnings not given yet. ``pop`` is atomic, so that two threads do not give the same warning."""
 
@@ -91,7 +89,9 @@ def warn_unlisted_host(session: runtime.Session, program: object | None, host: s
         session.unlisted_requests += 1
         if session.unlisted_requests >= UNLISTED_REQUESTS and _unsaid.pop("unlisted", False):
             if any(listed.startswith(f"{host}/") for listed in config.hosts):
-                host += _base_path(path)  # the same host with another path
+                from .llm_paths import base_path
+
+                host += base_path(path)  # the same host with another path
             logger.warning(
                 "%d requests went to %s and none to %s, which init() names: "
                 "they carry no program; if %s is the same server or a replica, write "
@@ -120,13 +120,3 @@ def _is_local(name: str) -> bool:
         return not ip_address(name).is_global
     except ValueError:
         return "." not in name or name.endswith((".local", ".internal"))
-
-
-def _base_path(path: str) -> str:
-    """Return the URL path of an LLM request without its suffix of ``LLM_PATHS`` and without ``/v1``. This is
-    the form of the paths in ``Config.hosts``."""
-    for suffix in LLM_PATHS:
-        if path.endswith(suffix):
-            path = path.removesuffix(suffix)
-            break
-    return path.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -9,7 +9,7 @@ import sojourn
 from openai import OpenAI
 from sojourn import request_warnings
 from sojourn.config import Config, Environment
-from sojourn.request_warnings import LLM_PATHS
+from sojourn.llm_paths import LLM_PATHS
 from sojourn.testing import FakeServer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
