@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import process_hooks, runtime, shared_ends
+from . import ended_programs_for_forks, process_hooks, runtime
 from .program import Program, current_context, process_programs
 
 _has_ended: Any = Program.__dict__["has_ended"]
@@ -34,7 +34,7 @@ class InheritedProgram(Program):
 
 
 def _after_fork() -> None:
-    shared_ends.forget_parent()
+    ended_programs_for_forks.forget_parent()
     session = runtime.live
     programs: list[Any] = [*process_programs, *(session.heartbeats.programs() if session is not None else ())]
     inner = current_context.get().program

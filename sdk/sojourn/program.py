@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import ref
 
-from . import runtime, shared_ends
+from . import ended_programs_for_forks, runtime
 from .aeg import Aeg
 from .ids import ProgramId
 from .listener_registry import notify_listeners
@@ -119,7 +119,7 @@ class Program:
         self._pid = os.getpid()
         self._ends = ends
         self._resume = resume
-        self._shared: shared_ends.SharedEnds | None = None
+        self._shared: ended_programs_for_forks.SharedEndedPrograms | None = None
         self._number = 0
         """The program's number in ``_shared``, which tells forked children that the program has ended."""
 
@@ -140,7 +140,7 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
-                self._shared = shared_ends.of_process()
+                self._shared = ended_programs_for_forks.of_process()
                 if self._shared is not None:
                     self._number = self._shared.new_number()
                 self.join(session)

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import sojourn
-from sojourn import shared_ends
+from sojourn import ended_programs_for_forks
 from sojourn.aeg import Aeg
-from sojourn.shared_ends import SLOTS, SharedEnds
+from sojourn.ended_programs_for_forks import SLOTS, SharedEndedPrograms
 from sojourn.testing import FakeServer
 from sojourn.user_hints import NO_HINTS
 from sojourn.wire_codec import decode_event
@@ -143,7 +143,7 @@ def test_a_forked_worker_that_outlives_its_program_is_outside_of_it(server, tmp_
 
 
 def test_what_forked_children_are_told_is_bounded():
-    ends = SharedEnds()
+    ends = SharedEndedPrograms()
     numbers = [ends.new_number() for _ in range(2 * SLOTS)]
     for number in numbers[1:SLOTS]:
         ends.add(number)
@@ -155,9 +155,9 @@ def test_what_forked_children_are_told_is_bounded():
 
 
 def test_without_shared_memory_programs_run_as_before(online, monkeypatch):
-    monkeypatch.setattr(shared_ends, "mmap", None)
-    monkeypatch.setattr(shared_ends, "_ends_here", [])
-    monkeypatch.setattr(shared_ends, "_can_share", True)
+    monkeypatch.setattr(ended_programs_for_forks, "mmap", None)
+    monkeypatch.setattr(ended_programs_for_forks, "_ends_here", [])
+    monkeypatch.setattr(ended_programs_for_forks, "_can_share", True)
     with sojourn.program() as p:
         assert sojourn.current_program() is p
     assert not p.is_open

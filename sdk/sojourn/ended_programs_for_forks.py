@@ -23,7 +23,7 @@ SLOTS: Final = 4096
 counts as ended in the children once the program whose number is higher by ``SLOTS`` has ended."""
 
 
-class SharedEnds:
+class SharedEndedPrograms:
     """The numbers of ended programs, in memory that the process shares with its forked children. Raises
     ``OSError`` if there is no such memory."""
 
@@ -46,24 +46,25 @@ class SharedEnds:
         return self._slots[number % SLOTS] >= number
 
 
-_ends_here: list[SharedEnds] = []
-"""Holds the ``SharedEnds`` of this process; empty until the first call of ``of_process``."""
+_ends_here: list[SharedEndedPrograms] = []
+"""Holds the ``SharedEndedPrograms`` of this process; empty until the first call of ``of_process``."""
 _can_share = hasattr(os, "register_at_fork")
 """Whether the process can fork and has shared memory, as far as known."""
 
 
-def of_process() -> SharedEnds | None:
-    """Return the ``SharedEnds`` of this process, made at the first call; ``None`` if the process cannot fork
-    or has no shared memory."""
+def of_process() -> SharedEndedPrograms | None:
+    """Return the ``SharedEndedPrograms`` of this process, made at the first call; ``None`` if the process
+    cannot fork or has no shared memory."""
     global _can_share
     if not _ends_here and _can_share:
         try:
-            _ends_here.append(SharedEnds())
+            _ends_here.append(SharedEndedPrograms())
         except OSError:
             _can_share = False
     return _ends_here[0] if _ends_here else None
 
 
 def forget_parent() -> None:
-    """In a forked child, drop the parent's ``SharedEnds``. The child makes its own for its own programs."""
+    """In a forked child, drop the parent's ``SharedEndedPrograms``. The child makes its own for its own
+    programs."""
     _ends_here.clear()
