@@ -22,7 +22,7 @@ from result_pages import made_by, marked, write_result
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sojourn_server.gateway.http.engine_reports import EngineDescription
+from sojourn_server.gateway.http.engine_descriptions import EngineDescription
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
 from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinated_routing_backend import CoordinatedRoutingBackend

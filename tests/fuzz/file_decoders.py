@@ -27,7 +27,7 @@ from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core.engine_service import EngineService
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerState
-from sojourn_server.gateway.http.engine_reports import EngineDescription
+from sojourn_server.gateway.http.engine_descriptions import EngineDescription
 from sojourn_server.gateway.http.routing_state_file import RoutingStateFile
 from sojourn_server.gateway.http.tenant_keys import TenantKeysError, load_tenant_keys
 from sojourn_server.gateway.ray.coordinator_checkpoint import (

@@ -36,7 +36,7 @@ from sojourn_server.api import refusal_middleware
 from sojourn_server.cli import agent_process
 from sojourn_server.core.engine_service import UnknownOperation
 from sojourn_server.core.request_hints import read_identity
-from sojourn_server.gateway.http import engine_client, engine_connection, engine_queries, engine_reports
+from sojourn_server.gateway.http import engine_client, engine_connection, engine_descriptions, engine_queries
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import (
     InvalidGenerationRequest,
@@ -305,9 +305,9 @@ def read_engine(data: bytes, folder: Path) -> Any:
     text = data.decode("utf-8", "replace")
     answer = engine_client.EngineReply(200, data, "application/json").document or {}
     for document in (answer, engine_client.parse_json_object(text) or {}):
-        described = engine_reports.describe_pair(document, text, document, 1)
+        described = engine_descriptions.describe_pair(document, text, document, 1)
         assert len(described.unfit) < 1000
-        engine_reports.parse_link_stats(document)
+        engine_descriptions.parse_link_stats(document)
         for programs in engine_queries._dropped(document).engines:
             for program in programs:
                 _names.key(program)
@@ -583,7 +583,7 @@ WIRE_DECODERS: dict[str, Decoder] = {
     ),
     "engine report": Decoder(
         modules=(
-            "sojourn_server/gateway/http/engine_reports.py",
+            "sojourn_server/gateway/http/engine_descriptions.py",
             "sojourn_server/gateway/http/engine_client.py",
             "sojourn_server/gateway/http/engine_queries.py",
             "sojourn_server/gateway/http/engine_probe.py",

@@ -12,9 +12,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from gateway_harness import no_more_files
 from sojourn_server.gateway.http.engine_client import open_session
+from sojourn_server.gateway.http.engine_descriptions import EngineDescription
 from sojourn_server.gateway.http.engine_monitor import MAX_LOST_PROBES, EngineMonitor, MonitoredEngine
 from sojourn_server.gateway.http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
-from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses, rank_addresses
 from sojourn_server.routing.routing_events import ProbeReplica, ReplicaGone, ReplicaRegistered
 

@@ -13,8 +13,8 @@ import pytest
 from fake_engine import FakeEngine, running
 from gateway_harness import World, until, world
 from sojourn.wire_events import ProgramEnd, ProgramStart
+from sojourn_server.gateway.http.engine_descriptions import EngineDescription
 from sojourn_server.gateway.http.engine_monitor import EngineMonitorProtocol
-from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.http.program_id_mapper import FOREIGN_PROGRAM_ID
 from sojourn_server.metrics.live_frame import LiveFrame
 from sojourn_server.routing.routing_events import ProbeReplica

@@ -13,7 +13,7 @@ import pytest
 from fake_engine import FakeEngine
 from fake_pair_engine import PairEngine, core_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, until
-from sojourn_server.gateway.http.engine_reports import (
+from sojourn_server.gateway.http.engine_descriptions import (
     DEFAULT_BLOCK_S,
     EngineCompatibility,
     InvalidPairEngine,

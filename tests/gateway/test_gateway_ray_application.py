@@ -284,7 +284,7 @@ def test_both_ports_are_announced() -> None:
 
 def test_an_engine_that_ray_should_run_and_nobody_knows_is_missing() -> None:
     pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.http.engine_reports import EngineDescription
+    from sojourn_server.gateway.http.engine_descriptions import EngineDescription
     from sojourn_server.gateway.ray.coordinator_messages import ReplicaInfo
     from sojourn_server.gateway.ray.deployments import build_gateway
 
@@ -313,7 +313,7 @@ async def test_a_gateway_of_pairs_says_which_engine_reads_stored_kv() -> None:
 
 async def test_a_probe_that_fails_in_the_gateway_itself_is_no_vote() -> None:
     pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.http.engine_reports import EngineDescription
+    from sojourn_server.gateway.http.engine_descriptions import EngineDescription
     from sojourn_server.gateway.ray.coordinator_messages import ReplicaInfo
     from sojourn_server.gateway.ray.deployments import RayEngineMonitor
 

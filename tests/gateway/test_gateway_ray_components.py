@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gateway_harness import until
-from sojourn_server.gateway.http.engine_reports import EngineDescription, registration_event
+from sojourn_server.gateway.http.engine_descriptions import EngineDescription, registration_event
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
 from sojourn_server.gateway.ray.coordinator_cache import INHERITED_TTL_S, ReplicaCache
 from sojourn_server.gateway.ray.coordinator_checkpoint import (

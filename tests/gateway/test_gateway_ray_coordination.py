@@ -13,7 +13,7 @@ import httpx
 import pytest
 from gateway_harness import until
 from sojourn_server.gateway.http import status_routes
-from sojourn_server.gateway.http.engine_reports import EngineDescription
+from sojourn_server.gateway.http.engine_descriptions import EngineDescription
 from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions
 from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses

@@ -12,7 +12,7 @@ import pytest
 from gateway_harness import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.gateway.http.engine_reports import registration_event
+from sojourn_server.gateway.http.engine_descriptions import registration_event
 from sojourn_server.gateway.ray import coordinated_routing_backend as deciders
 from sojourn_server.gateway.ray import coordinator_messages as m
 from sojourn_server.gateway.ray.coordinated_routing_backend import (

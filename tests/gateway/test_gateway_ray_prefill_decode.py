@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from gateway_harness import until
-from sojourn_server.gateway.http.engine_reports import (
+from sojourn_server.gateway.http.engine_descriptions import (
     STORAGE_READ,
     EngineDescription,
     LinkStats,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sojourn_server.gateway.http.engine_descriptions import EngineDescription
 from sojourn_server.gateway.http.engine_probe import MAX_PARTIAL_DESCRIPTIONS, EngineProbe
-from sojourn_server.gateway.http.engine_reports import EngineDescription
 from sojourn_server.gateway.ray import coordinator_checkpoint
 from sojourn_server.gateway.ray.coordinator import Coordinator
 from sojourn_server.gateway.ray.coordinator_checkpoint import (

@@ -13,8 +13,8 @@ from typing import Protocol
 import aiohttp
 
 from ...routing import routing_events
+from .engine_descriptions import EngineDescription, describe_engine, registration_event
 from .engine_probe import PROBE_TIMEOUT_S, EngineProbe
-from .engine_reports import EngineDescription, describe_engine, registration_event
 from .replica_addresses import ReplicaAddress, ReplicaAddresses, parse_replica_id, rank_addresses
 from .routing_backend import RoutingBackend
 

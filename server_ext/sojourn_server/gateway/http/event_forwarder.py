@@ -35,7 +35,7 @@ from ...routing import routing_events
 from ...routing.bounded_program_table import Key
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
-from .engine_reports import EngineDescription
+from .engine_descriptions import EngineDescription
 from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
 from .program_event_records import ProgramEventRecords, RecordedEvent, ReplicaInstance
 from .program_id_mapper import ProgramIdMapper

@@ -37,9 +37,9 @@ from .client_apis import (
 )
 from .engine_client import open_session
 from .engine_connection_pool import EngineConnectionPool
+from .engine_descriptions import EngineDescription
 from .engine_monitor import EngineMonitorProtocol
 from .engine_queries import EngineQueries
-from .engine_reports import EngineDescription
 from .engine_routes import AnyEngineRoutes, GatewayApplication, GenerationEndpoint, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics

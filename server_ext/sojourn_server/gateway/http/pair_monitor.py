@@ -16,8 +16,7 @@ from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import LinkStats
 from .engine_client import parse_json_object
-from .engine_monitor import POLL_S, EngineMonitor, MonitoredEngine
-from .engine_reports import (
+from .engine_descriptions import (
     EngineCompatibility,
     EngineDescription,
     InvalidPairEngine,
@@ -31,6 +30,7 @@ from .engine_reports import (
     parse_pair_capabilities,
     registration_event,
 )
+from .engine_monitor import POLL_S, EngineMonitor, MonitoredEngine
 from .replica_addresses import ReplicaAddresses, rank_addresses
 from .routing_backend import RoutingBackend
 

@@ -16,7 +16,7 @@ import msgspec
 from ...routing import routing_events
 from ...routing.bounded_program_table import Key
 from .engine_client import ask_engine
-from .engine_reports import EngineDescription
+from .engine_descriptions import EngineDescription
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
 from .program_event_records import RecordedEvent

@@ -19,7 +19,7 @@ from ...routing.routing_core import RoutingCore
 from ...routing.routing_from_preset import RoutingRules, build_core
 from ...routing.routing_limits import RoutingLimits
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus
-from ..http.engine_reports import registration_event
+from ..http.engine_descriptions import registration_event
 from ..http.policy_failure_log import PolicyFailureLog
 from ..http.routing_backend import TICK_S, take_event, with_links
 from .autoscale import Autoscaler

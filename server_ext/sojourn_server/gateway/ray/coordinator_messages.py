@@ -20,7 +20,7 @@ from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.home_change_log import HomeChanges
 from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
-from ..http.engine_reports import EngineDescription, PairCapabilities
+from ..http.engine_descriptions import EngineDescription, PairCapabilities
 
 Message = TypeVar("Message")
 Answered = TypeVar("Answered")

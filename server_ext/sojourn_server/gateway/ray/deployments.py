@@ -29,9 +29,9 @@ from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_events import PairRole, ProbeReplica
 from ...routing.routing_from_preset import PAIR_POLICY, routing_reasons
 from ..http.client_connection import DeadlineProtocol, log_accept_errors_rarely, raise_open_file_limit
+from ..http.engine_descriptions import EngineDescription
 from ..http.engine_monitor import EngineMonitorProtocol
 from ..http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
-from ..http.engine_reports import EngineDescription
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.gateway_metrics import GatewayMetrics
 from ..http.replica_addresses import ReplicaAddresses

@@ -22,8 +22,13 @@ from sojourn.wire_codec import CAPABILITIES_PATH
 
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import LinkStats
+from ..http.engine_descriptions import (
+    EngineDescription,
+    PairEngineDescription,
+    describe_engine,
+    describe_pair,
+)
 from ..http.engine_probe import EngineProbe
-from ..http.engine_reports import EngineDescription, PairEngineDescription, describe_engine, describe_pair
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import time
 
 from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing.routing_status import LinkStats
-from ..http.engine_reports import EngineDescription, PairEngineDescription
+from ..http.engine_descriptions import EngineDescription, PairEngineDescription
 from .coordinator_messages import (
     CoordinatorClient,
     CoordinatorUnavailable,

@@ -12,7 +12,7 @@ from ...routing import routing_events
 from ...routing.pair_core import PairCore
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import LinkStats
-from ..http.engine_reports import (
+from ..http.engine_descriptions import (
     EngineCompatibility,
     dominant_compatibility,
     engine_compatibility,

@@ -1,4 +1,4 @@
-"""Parses engines' reports: sizes, roles, links, and the properties that decide which engines can form pairs.
+"""Parses what engines report about themselves: sizes, role, links, and which of them can form pairs.
 
 For a prefill or decode engine, ``/sojourn/v1/capabilities`` reports its role, peer address, node, epoch and
 the size of a Full Block, the unit of KV storage. ``/sojourn/v1/stats`` reports the queues of its links to
