@@ -36,7 +36,13 @@ from sojourn_server.api import refusal_middleware
 from sojourn_server.cli import agent_process
 from sojourn_server.core.engine_service import UnknownOperation
 from sojourn_server.core.request_hints import read_identity
-from sojourn_server.gateway.http import engine_client, engine_connection, engine_descriptions, engine_queries
+from sojourn_server.gateway.http import (
+    dropped_kv_poller,
+    engine_client,
+    engine_connection,
+    engine_descriptions,
+    multi_engine_queries,
+)
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import (
     InvalidGenerationRequest,
@@ -66,6 +72,7 @@ from sojourn_server.metrics.vllm_metrics_page import cache_pool, cache_pools, pr
 from sojourn_server.programs.declared_graphs import GraphError, GraphStore
 from sojourn_server.programs.tool_call_parsers import MAX_CALLS, parse_tool_calls
 from sojourn_server.replay.completions_client import CompletionsClient, RequestError, ServerError
+from sojourn_server.routing.routing_events import YieldPrograms
 from virtual_engine import VirtualEngine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -300,15 +307,21 @@ def rename_event(data: bytes, folder: Path) -> Any:
     return event
 
 
+_YIELD_ORDER = YieldPrograms("a:1", "alice", "p", (("alice", "q"), ("alice", "r")))
+
+
 def read_engine(data: bytes, folder: Path) -> Any:
-    """Decode an engine's answers to a gateway's discovery queries."""
+    """Decode an engine's answers to a gateway's queries and orders."""
     text = data.decode("utf-8", "replace")
-    answer = engine_client.EngineReply(200, data, "application/json").document or {}
+    reply = engine_client.EngineReply(200, data, "application/json")
+    yielding = multi_engine_queries._yield_answer(_YIELD_ORDER, reply).programs
+    assert set(yielding) <= set(_YIELD_ORDER.programs)
+    answer = reply.document or {}
     for document in (answer, engine_client.parse_json_object(text) or {}):
         described = engine_descriptions.describe_pair(document, text, document, 1)
         assert len(described.unfit) < 1000
         engine_descriptions.parse_link_stats(document)
-        for programs in engine_queries._dropped(document).engines:
+        for programs in dropped_kv_poller._dropped(document).engines:
             for program in programs:
                 _names.key(program)
         _names.answer("alice", document)
@@ -585,7 +598,8 @@ WIRE_DECODERS: dict[str, Decoder] = {
         modules=(
             "sojourn_server/gateway/http/engine_descriptions.py",
             "sojourn_server/gateway/http/engine_client.py",
-            "sojourn_server/gateway/http/engine_queries.py",
+            "sojourn_server/gateway/http/dropped_kv_poller.py",
+            "sojourn_server/gateway/http/multi_engine_queries.py",
             "sojourn_server/gateway/http/engine_probe.py",
         ),
         decode=read_engine,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_engine import engines
 from gateway_harness import World, lines, until, world
-from sojourn_server.gateway.http import engine_queries, engine_routes, proxy_headers, request_bodies
+from sojourn_server.gateway.http import dropped_kv_poller, engine_routes, proxy_headers, request_bodies
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.gateway.http.generation_request import PromptSizeEstimator
@@ -324,7 +324,7 @@ async def test_programs_of_an_engine_that_is_gone_for_good_go_on_elsewhere(tmp_p
 
 
 async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "DROPPED_KV_POLL_S", 0.02)
+    monkeypatch.setattr(dropped_kv_poller, "DROPPED_KV_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)

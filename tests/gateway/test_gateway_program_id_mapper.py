@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import MAX_CONTEXT_BYTES
-from sojourn_server.gateway.http import engine_queries
+from sojourn_server.gateway.http import dropped_kv_poller
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import parse_generation_request
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
@@ -277,7 +277,7 @@ async def test_both_are_at_home_where_they_were_after_a_restart(tmp_path: Path) 
 
 
 async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "DROPPED_KV_POLL_S", 0.02)
+    monkeypatch.setattr(dropped_kv_poller, "DROPPED_KV_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
         of = await homes(it, fakes)
         of["alice"].waiting = of["bob"].waiting = ["p", "bob/p", "stranger/p"]

@@ -12,7 +12,7 @@ from fake_engine import FakeEngine, engines, running
 from gateway_harness import World, until, world
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context
-from sojourn_server.gateway.http import engine_queries, proxy_context
+from sojourn_server.gateway.http import dropped_kv_poller, proxy_context
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.generation_request import (
     InvalidGenerationRequest,
@@ -195,7 +195,7 @@ def test_a_cut_name_is_read_again() -> None:
 async def test_a_shortened_name_in_an_engines_answer_finds_its_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_queries, "DROPPED_KV_POLL_S", 0.02)
+    monkeypatch.setattr(dropped_kv_poller, "DROPPED_KV_POLL_S", 0.02)
     async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
         await it.chat(LONGEST, key="kb")
         assert it.gateway.routing_backend.home("bob", LONGEST) == fake.name

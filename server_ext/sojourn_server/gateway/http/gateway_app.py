@@ -39,12 +39,12 @@ from .engine_client import open_session
 from .engine_connection_pool import EngineConnectionPool
 from .engine_descriptions import EngineDescription
 from .engine_monitor import EngineMonitorProtocol
-from .engine_queries import EngineQueries
 from .engine_routes import AnyEngineRoutes, GatewayApplication, GenerationEndpoint, GenerationRoutes
 from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import GATEWAY_OPERATIONS
 from .live_engines import GatewayLiveSource
+from .multi_engine_queries import EngineQueries
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
 from .proxy_context import ProxyContext

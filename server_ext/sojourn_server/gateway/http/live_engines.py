@@ -12,7 +12,7 @@ import msgspec
 from ...api.live_stream import SourceFrame
 from ...metrics.live_frame import EngineRow, LiveFrame, ProgramRow, merge_rows
 from .engine_monitor import EngineMonitorProtocol
-from .engine_queries import EngineQueries
+from .multi_engine_queries import EngineQueries
 from .program_id_mapper import FOREIGN_PROGRAM_ID, ProgramIdMapper
 from .replica_addresses import ReplicaAddresses
 

@@ -20,8 +20,8 @@ from ...routing.routing_from_preset import (
     routing_reasons,
 )
 from ...routing.routing_limits import RoutingLimits
+from .dropped_kv_poller import DroppedKVPoller
 from .engine_monitor import POLL_S, EngineMonitor
-from .engine_queries import DroppedKVPoller
 from .gateway_app import Gateway, GatewayOptions
 from .gateway_metrics import GatewayMetrics
 from .pair_monitor import PairMonitor

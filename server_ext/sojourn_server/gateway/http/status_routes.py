@@ -29,7 +29,6 @@ from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, Repl
 from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
 from .engine_monitor import EngineMonitorProtocol
-from .engine_queries import EngineQueries
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import (
     MAX_LISTED_PROGRAMS,
@@ -38,6 +37,7 @@ from .gateway_route_types import (
     ReplicaList,
     RoutedProgramList,
 )
+from .multi_engine_queries import EngineQueries
 from .program_id_mapper import ProgramIdMapper
 from .program_listing import ProgramListing
 from .proxy_headers import REPLICA

@@ -13,55 +13,11 @@ from fake_engine import FakeEngine, engines, running
 from fake_pair_engine import core_of, pairs
 from gateway_harness import until, world
 from sojourn_server.cli import doctor
-from sojourn_server.gateway.http import engine_queries
-from sojourn_server.gateway.http.engine_queries import DroppedKVPoller, EngineReplies
-from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
-from sojourn_server.gateway.http.replica_addresses import ReplicaAddress, ReplicaAddresses, rank_addresses
-from sojourn_server.routing.routing_events import KvDropped
+from sojourn_server.gateway.http import multi_engine_queries
 from starlette.requests import Request
 from starlette.responses import Response
 
 PATH = "/sojourn/v1/capabilities"
-
-
-async def test_the_census_covers_all_ranks_and_all_programs() -> None:
-    """Of an engine with two ranks and one without, over several pages: a program is dropped only where it
-    is at home."""
-    replicas, told = ReplicaAddresses(), []
-    for url, ranks in (("http://a:1", 2), ("http://b:1", 1), ("http://stock:1", 1)):
-        for address in rank_addresses(url, ranks):
-            replicas.add(address)
-    homes = {"p0": "a:1/0", "p1": "a:1/1", "moved": "b:1", "late": "b:1", "last": "a:1/1"}
-    pages = {
-        ("http://a:1", 0): {"engines": [["p0", "moved"], ["p1", "p0"]], "next": 2},
-        ("http://a:1", 2): {"engines": [[], ["last", "nobody"]], "next": None},
-        ("http://b:1", 0): {"engines": [["p1"]], "next": 2},
-        ("http://b:1", 2): {"engines": [["late"], ["a rank that it never had"]]},
-    }
-
-    class Queries:
-        async def ask(self, path: str, authorization: str | None, *, only: Any) -> EngineReplies:
-            skip = int(path.rpartition("=")[2])
-            urls = [one.url for one in replicas.engines() if only(one)]
-            return EngineReplies({url: pages[url, skip] for url in urls if (url, skip) in pages}, [], [])
-
-    class Backend:
-        def home(self, tenant: str, program_id: str) -> str | None:
-            return homes.get(program_id)
-
-        def tell(self, event: Any) -> None:
-            told.append(event)
-
-    def speaks(address: ReplicaAddress) -> bool:
-        return address.url != "http://stock:1"
-
-    names = ProgramIdMapper(["default"])
-    tracker = DroppedKVPoller(Backend(), replicas, names, Queries(), speaks)  # type: ignore[arg-type]
-    await tracker.poll_all()
-    tenant = names.key("p0")[0]  # type: ignore[index]
-    dropped = {"p0": "a:1/0", "p1": "a:1/1", "late": "b:1", "last": "a:1/1"}
-    assert len(told) == 4
-    assert all(KvDropped(program, tenant, at) in told for program, at in dropped.items())
 
 
 class Odd(FakeEngine):
@@ -94,8 +50,8 @@ async def beside_odd(others: int) -> AsyncIterator[tuple[Odd, Any]]:
 
 
 async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_queries, "STRAGGLER_WAIT_S", 0.05)
-    monkeypatch.setattr(engine_queries, "QUERY_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(multi_engine_queries, "STRAGGLER_WAIT_S", 0.05)
+    monkeypatch.setattr(multi_engine_queries, "QUERY_TIMEOUT_S", 3600.0)
     async with beside_odd(1) as (odd, it):
         odd.mute = True
         told = await it.get(PATH)
@@ -106,8 +62,8 @@ async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: py
 
 async def test_one_silent_engine_holds_up_no_list_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent engine that is asked first counts as long as the others, and no answer waits for its own."""
-    monkeypatch.setattr(engine_queries, "NEXT_ENGINE_WAIT_S", 0.05, raising=False)
-    monkeypatch.setattr(engine_queries, "QUERY_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(multi_engine_queries, "NEXT_ENGINE_WAIT_S", 0.05, raising=False)
+    monkeypatch.setattr(multi_engine_queries, "QUERY_TIMEOUT_S", 3600.0)
     async with beside_odd(2) as (odd, it):
         assert it.gateway.replicas.engines()[0].url == odd.url
         odd.mute = True
@@ -117,7 +73,7 @@ async def test_one_silent_engine_holds_up_no_list_of_models(monkeypatch: pytest.
 async def test_the_next_engine_lists_its_models_where_the_first_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_queries, "NEXT_ENGINE_WAIT_S", 3600.0, raising=False)
+    monkeypatch.setattr(multi_engine_queries, "NEXT_ENGINE_WAIT_S", 3600.0, raising=False)
     async with beside_odd(1) as (odd, it):
         odd.lists_models = False
         assert (await it.get("/v1/models"))["data"]

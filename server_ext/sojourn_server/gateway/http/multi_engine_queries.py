@@ -1,4 +1,4 @@
-"""Queries all engines at once and merges their answers; finds programs whose KV the engines have dropped."""
+"""Queries several engines and merges their answers; sends yield orders to engines."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ from sojourn.wire_codec import Outcome, OutcomeBatch
 from ...api import response_merging
 from ...api.api_errors import ApiError
 from ...programs.program_status import OVER_STATUSES
-from ...routing.routing_events import KvDropped, YieldAnswered, YieldPrograms
+from ...routing.routing_events import YieldAnswered, YieldPrograms
 from .engine_client import EngineReply, ask_engine, bearer
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
-from .routing_backend import RoutingBackend
 
 QUERY_TIMEOUT_S = 15.0
 """Seconds that a query waits for an engine's answer."""
-DROPPED_KV_POLL_S = 5.0
-"""Seconds between two polls of ``DroppedKVPoller``, equal to MORI's control interval."""
-MAX_DROPPED_KV_PAGES = 16
-"""Maximum number of pages of dropped programs that one poll reads from an engine. A page has 5,000 programs,
-and an engine knows 20,000 by default."""
 ORDER_TIMEOUT_S = 5.0
 """Seconds to wait for an engine's answer to a yield order (``order_yield``). Engines drop orders of that
 age."""
@@ -242,76 +236,6 @@ def _key_refused() -> ApiError:
     return ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)
 
 
-class _DroppedPrograms(msgspec.Struct):
-    """An engine's answer to ``/sojourn/v1/dropped``: one page."""
-
-    engines: list[list[str]] = []
-    """Ids of programs whose KV is in no tier, for each data-parallel rank."""
-    next: int | None = None
-    """Where the next page begins; ``None``: this is the last one."""
-
-
-class DroppedKVPoller:
-    """Polls engines for programs whose KV they have dropped, and reports these programs to the routing core
-    (``KvDropped``). Such a program may use any replica again (MORI §4.3.1)."""
-
-    def __init__(
-        self,
-        routing_backend: RoutingBackend,
-        replicas: ReplicaAddresses,
-        names: ProgramIdMapper,
-        queries: EngineQueries,
-        speaks: Callable[[ReplicaAddress], bool],
-    ) -> None:
-        """``speaks``: function that returns whether an engine runs sojourn, and so has the route that is
-        polled."""
-        self._routing_backend = routing_backend
-        self._replicas = replicas
-        self._names = names
-        self._queries = queries
-        self._speaks = speaks
-
-    async def run(self) -> None:
-        """Poll the engines regularly, until cancelled."""
-        while True:
-            await asyncio.sleep(DROPPED_KV_POLL_S)
-            await self.poll_all()
-
-    async def poll_all(self) -> None:
-        """Poll each engine that runs sojourn once: all ranks, and up to ``MAX_DROPPED_KV_PAGES`` pages."""
-        skips: dict[str | None, int] = {None: 0}
-        for _ in range(MAX_DROPPED_KV_PAGES):
-            pages = [self._poll_page(url, skip) for url, skip in skips.items()]
-            following = [found for page in await asyncio.gather(*pages) for found in page.items()]
-            skips = {url: skip for url, skip in following if skip is not None}
-            if not skips:
-                break
-
-    async def _poll_page(self, url: str | None, skip: int) -> dict[str, int | None]:
-        """Poll one page of the engine at ``url``, or of each engine if ``url`` is ``None``. Report the
-        programs on the pages to the core. Returns, by engine URL, where the next page begins; ``None``: the
-        engine has no further page."""
-
-        def is_asked(one: ReplicaAddress) -> bool:
-            return url in (None, one.url) and self._speaks(one)
-
-        asked = await self._queries.ask(f"/sojourn/v1/dropped?skip={skip}", None, only=is_asked)
-        at = {(one.url, one.rank or 0): one.replica_id for one in self._replicas}
-        following: dict[str, int | None] = {}
-        for engine, document in asked.documents.items():
-            page = _dropped(document)
-            following[engine] = page.next if page.next is not None and page.next > skip else None
-            for rank, names in enumerate(page.engines):
-                for tenant, program_id in filter(None, map(self._names.key, names)):
-                    replica_id = at.get((engine, rank))
-                    if (
-                        replica_id is not None
-                        and self._routing_backend.home(tenant, program_id) == replica_id
-                    ):
-                        self._routing_backend.tell(KvDropped(program_id, tenant, replica_id))
-        return following
-
-
 def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswered:
     """Parse an engine's answer to ``order``. ``understood`` of the result is False if the engine returned no
     outcomes and is not busy: it runs stock vLLM, is broken or did not answer."""
@@ -324,14 +248,6 @@ def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswe
     yielding = tuple(key for key, one in results if one.outcome is Outcome.APPLIED)
     is_busy = reply is not None and reply.status in (429, 503)
     return YieldAnswered(order.replica_id, order.to_request_id, yielding, bool(outcomes) or is_busy)
-
-
-def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
-    """The programs without KV in any tier, from an engine's answer. Empty if the answer cannot be read."""
-    try:
-        return msgspec.convert(document, _DroppedPrograms)
-    except msgspec.ValidationError:
-        return _DroppedPrograms()
 
 
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:
