@@ -1,8 +1,16 @@
-"""``SchedulerLimits``: maximum numbers of programs and graphs, and maximum durations of leases and waits."""
+"""``SchedulerLimits``: maximum numbers of programs and graphs, maximum durations of leases and waits; also
+minimum sizes of the logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+MIN_LOGGED_TURNS_AND_DECISIONS = 1000
+"""Minimum number of turns that the turn ledger keeps, and of entries that the decision log keeps. Both keep
+``max_programs`` if that is larger."""
+MIN_LOGGED_EVICTED_BLOCKS = 16_384
+"""Minimum capacity of the eviction log, in blocks (about 6 MB). Else the capacity is twice the pool's blocks.
+A pool of a few hundred blocks can evict more than that during one tool call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

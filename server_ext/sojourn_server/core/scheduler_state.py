@@ -23,7 +23,7 @@ from .context_hashes import ContextHashStore
 from .events_and_actions import Action
 from .lease_table import LeaseTable
 from .request_table import RequestTable
-from .scheduler_limits import SchedulerLimits
+from .scheduler_limits import MIN_LOGGED_EVICTED_BLOCKS, MIN_LOGGED_TURNS_AND_DECISIONS, SchedulerLimits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,13 +90,6 @@ class Histories:
     """Errors of hinted output lengths."""
 
 
-MIN_REMEMBERED = 1000
-"""Minimum number of turns and of decisions that are kept; more if ``max_programs`` is larger."""
-MIN_EVICTED_BLOCKS = 16_384
-"""Minimum capacity of the eviction log, in blocks (about 6 MB). Else the capacity is twice the pool's blocks.
-A pool of a few hundred blocks can evict more than that during one tool call."""
-
-
 class SchedulerState:
     """Configuration and tables of one engine's scheduler. Only ``core`` and ``recording`` read this state;
     other packages ask ``ProgramScheduler``. Only ``ProgramScheduler.handle`` changes it."""
@@ -122,11 +115,11 @@ class SchedulerState:
         self.contexts = ContextHashStore()
         self.release_reasons: dict[ProgramId, DecisionReason] = {}
         """Program → why its KV was released. The entry is removed when a turn of the program begins."""
-        self.eviction_log = EvictionLog(max(MIN_EVICTED_BLOCKS, 2 * pool.blocks))
+        self.eviction_log = EvictionLog(max(MIN_LOGGED_EVICTED_BLOCKS, 2 * pool.blocks))
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
-        remembered = max(MIN_REMEMBERED, self.limits.max_programs)
-        self.ledger = TurnLedger(remembered)
-        self.decisions = DecisionLog(remembered)
+        logged = max(MIN_LOGGED_TURNS_AND_DECISIONS, self.limits.max_programs)
+        self.ledger = TurnLedger(logged)
+        self.decisions = DecisionLog(logged)
         self.recorder = MetricsRecorder()
         self.last_shortage_s = -math.inf
         """Time at which a living program last lost KV because memory was short, by eviction of a block,
