@@ -39,7 +39,8 @@ class SharedEndedPrograms:
 
     def add(self, number: int) -> None:
         """Record that the program with this number has ended."""
-        self._slots[number % SLOTS] = number
+        slot = number % SLOTS
+        self._slots[slot] = max(self._slots[slot], number)  # an earlier program of the slot may end later
 
     def has(self, number: int) -> bool:
         """Return whether the program with this number has ended."""

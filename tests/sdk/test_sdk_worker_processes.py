@@ -152,6 +152,8 @@ def test_what_forked_children_are_told_is_bounded():
     for number in numbers[SLOTS:]:
         ends.add(number)
     assert all(map(ends.has, numbers)), "one that is open for so long counts as ended there"
+    ends.add(numbers[0])
+    assert ends.has(numbers[SLOTS]), "its late end opens no other program again"
 
 
 def test_without_shared_memory_programs_run_as_before(online, monkeypatch):
