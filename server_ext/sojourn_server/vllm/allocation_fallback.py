@@ -127,7 +127,7 @@ def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCa
     what vLLM's method would return: no blocks. Calls with speculative tokens go to vLLM's method.
 
     Without a prefix cache, and for models with several KV cache groups or without full attention, the result
-    is vLLM's method itself. In other groups than full attention, this call also frees blocks.
+    is vLLM's method itself. In groups without full attention, ``allocate_slots`` also frees blocks.
     """
     original: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
     groups = manager.coordinator.single_type_managers
@@ -276,7 +276,7 @@ class AllocationFallback:
         return allocate_slots
 
     def _mark_yielding(self, request: Request) -> bool:
-        """Give the lowest priority to a running request that has to yield. Return whether there was one.
+        """Give the lowest priority to a running request that has to yield. Return whether this was done.
         ``request``: the request that vLLM allocates for. If it does not run, do nothing and return false."""
         if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
             return False

@@ -177,7 +177,7 @@ class EvictionAdapter:
 
     The caller must install ``queue`` in the pool, in place of ``replaced``. ``guarded`` runs a call and
     returns ``None`` if it fails. ``evicted``, ``failed`` and ``before_reuse`` are callbacks of the queue
-    (``ProgramFreeBlockQueue``). After an error in the queue, it keeps vLLM's own order from then on.
+    (``ProgramFreeBlockQueue``). After an error, the queue keeps vLLM's own order from then on.
     """
 
     def __init__(
@@ -219,7 +219,8 @@ class EvictionAdapter:
         return standing
 
     def score(self, standing: Standing) -> Score:
-        """Return the eviction score of a standing in the present scale; (-inf,) if the policy fails."""
+        """Return the eviction score of a standing in the present scale; the lowest is evicted first. Return
+        (-inf,) if the policy fails."""
         return self._guarded(self._program_scheduler.owner_score, standing, self._branches.share) or (
             -math.inf,
         )

@@ -13,7 +13,8 @@ The other request may be of another program or of no program, or may have come a
 
 The order of eviction is: (1) uncached blocks at the front of vLLM's list; (2) ``ENDED_BUCKET``: blocks of
 ended programs and unused blocks that were loaded ahead of need, in the order in which they came there;
-(3) the rest of vLLM's list; (4) the other buckets, lowest score first.
+(3) the rest of vLLM's list; (4) the buckets of programs, lowest score first; (5) ``SHARED_BUCKET``: blocks
+with several owners.
 
 vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
 own errors. After an error it forgets all programs and keeps vLLM's order for good.

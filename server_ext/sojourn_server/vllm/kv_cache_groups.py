@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_READ_BLOCKS = 1024
 """Maximum number of block table entries that are read, from the end, to find the blocks that a request still
-holds. Only for groups that free blocks of running requests (windows, states)."""
+holds; earlier ones are left out. Only for groups that free blocks of running requests (windows, states)."""
 
 GROUP_BYTES = 4
 """Length in bytes of the group's number, which vLLM appends to a block's content hash."""
@@ -245,9 +245,9 @@ class KVCacheGroups:
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group]) is not None
 
     def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
-        """Return the keys of the window blocks that the next prompt needs for a prefix cache hit, which ends
-        with this prompt of ``prompt_tokens`` tokens or one step (``_hit_tokens``) before its end. The earlier
-        end is for a next prompt that differs in the last few tokens."""
+        """Return the keys of the window blocks that the next prompt needs for a prefix cache hit on this
+        prompt of ``prompt_tokens`` tokens: those for a hit that ends at this prompt's end, and those for a
+        hit one step (``_hit_tokens``) shorter, in case the next prompt differs in the last few tokens."""
         context = self.context_keys(hashes, 0, prompt_tokens)
         ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
         return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))

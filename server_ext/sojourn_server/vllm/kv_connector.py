@@ -273,14 +273,13 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._worker = self._open_worker(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin all of a step's jobs. vLLM calls this hook in every step, before the forward pass writes
-        anything."""
+        """Give the worker its orders for the step. vLLM calls this hook in every step, before the forward
+        pass writes anything."""
         assert isinstance(kv_connector_metadata, StepOrders)
         self._begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Do nothing, because loads begin in ``handle_preemptions``, after the saves that must precede
-        them."""
+        """Do nothing, because ``handle_preemptions`` has given the worker its orders, loads included."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing. vLLM calls this when the forward pass reaches a layer."""

@@ -32,8 +32,8 @@ lease_s              seconds after which a peer's lease on buffers expires if no
 waiting_write_bytes  memory for copies of blocks that wait to be stored; default: 256 MiB
 role                 "prefill" or "decode": the engine's part in a gateway's pairs; default: none
 node                 machine whose storage link this engine uses; default: the host's name
-keep_on_reset        true: a reset of vLLM's prefix cache alone, as before a measurement, does not end
-                     transfers. Only a reset that includes connectors (reset_external) does. Default: false
+keep_on_reset        true: a reset of vLLM's prefix cache alone, as before a measurement, does not turn the
+                     connector off; a reset that includes connectors (reset_external) does. Default: false
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ _TRANSFER_OPTIONS = (
 
 class ConnectorOptions:
     """Reads ``kv_connector_extra_config`` option by option. Raises ``SettingsError`` if an option is not in
-    ``known``. Each method returns the value of one option, and raises ``SettingsError`` for a wrong or
-    missing value. ``expected``: text for the error that says which values are right."""
+    ``known``. Each method returns the value of one option, or the given ``default`` if the option is missing.
+    Raises ``SettingsError`` for a wrong value, and for a missing one if the method got no default.
+    ``expected``: text for the error that says which values are right."""
 
     def __init__(self, given: dict[str, Any], known: Collection[str]) -> None:
         self._given = dict(given)

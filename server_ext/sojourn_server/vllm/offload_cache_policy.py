@@ -27,14 +27,15 @@ logger = logging.getLogger("vllm.sojourn")
 OffloadKey = bytes
 """Key of a chunk: the hash of its block, followed by the number of its KV cache group."""
 MAX_REQUESTS = 10_000
-"""Maximum number of requests whose program is remembered, in case vLLM does not report the end of some."""
+"""Maximum number of requests whose program is remembered, in case vLLM does not report the end of some. The
+oldest are forgotten."""
 MAX_ENDED_PROGRAMS = 1000
 """Maximum number of ended programs whose chunks are evicted first; older ones lose this place."""
 
 
 class ProgramCachePolicy(LRUCachePolicy):
-    """Eviction order: first the chunks that only ended programs have used, then all others in vLLM's LRU
-    order."""
+    """Eviction order: first the chunks that a single program has used, if it has ended; then all others in
+    vLLM's LRU order."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -74,8 +75,8 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._attempt(self._used_all, [[key for key in keys if key in self._owner]], program_id)
 
     def program_ended(self, program_id: ProgramId) -> None:
-        """Handle the end of a program. From now on, eviction prefers the chunks that only ended programs have
-        used, including this program's."""
+        """Handle the end of a program. From now on, the chunks that only this program has used are evicted
+        before those of live programs."""
         self._ended.setdefault(program_id, {}).update(self._owned.pop(program_id, {}))
         if len(self._ended) > MAX_ENDED_PROGRAMS:
             _, keys = self._ended.popitem(last=False)

@@ -40,7 +40,7 @@ STORE_AHEAD_HOST_SHARE = 0.125
 """Maximum share of host memory for copies in advance. With a larger share, host memory might evict copies
 before the device reuses their blocks."""
 MAX_LEAVING = 1 << 16
-"""Maximum number of programs in ``_leaving``."""
+"""Maximum number of programs in ``_leaving``; the oldest are forgotten."""
 MAX_LOOKED_UP = 16
 """Maximum number of blocks that one ``held_blocks`` call looks up. The engine waits for these calls, and a
 client may ask about thousands of programs."""
@@ -517,5 +517,6 @@ class OffloadManager:
 
 
 def host_eviction_rank(label: BlockLabel) -> RetentionRank:
-    """Return the rank in host memory of a block with this label (``COLD``: once the block is on disk)."""
+    """Return the rank in host memory of a block with this label. A block that gets ``COLD`` has another rank
+    until it is on disk (``RetentionRank.until_written``)."""
     return _RANKS[label]

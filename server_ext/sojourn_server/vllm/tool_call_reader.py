@@ -164,8 +164,8 @@ _REQUEST = SimpleNamespace(
     tools=None, tool_choice="auto", chat_template_kwargs=None, skip_special_tokens=False
 )
 """Takes the place of the chat request, with the fields that parsers read. The engine core does not know the
-request's tools. Most parsers use them only for the types of arguments. Those that use their names find no
-call."""
+request's tools. Most parsers use the tools only for the types of arguments. Parsers that look up the called
+tool in them find no call."""
 
 
 def turn_end(request: Request, reader: ToolCallReader, guarded: Callable[..., Any] | None) -> TurnEnd:
