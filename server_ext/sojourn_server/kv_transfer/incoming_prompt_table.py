@@ -39,7 +39,7 @@ from .transfer_wire import (
 )
 
 MAX_REMEMBERED_EVICTIONS = 4096
-"""Maximum number of evicted or failed transfers whose reason is remembered."""
+"""Maximum number of evicted or failed transfers whose reason is remembered; the oldest are forgotten."""
 EVICTED_UNCLAIMED = "evicted before any request asked for it: other transfers waited for its buffers"
 EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others waited for its buffers"
 BAD_KEYS = "no blocks, or a duplicate block"
@@ -210,7 +210,7 @@ class IncomingPromptTable:
         return True
 
     def aborted(self, conn: int, message: AbortMessage, now: float) -> None:
-        """Handle a peer's abort of a transfer."""
+        """Handle a peer's abort of a transfer: its prompt fails."""
         prompt = self._prompts.get(message.transfer)
         if prompt is None or conn not in prompt.conns():
             return

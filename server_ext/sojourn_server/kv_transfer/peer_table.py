@@ -70,7 +70,7 @@ EXPECTED_MESSAGES: Mapping[HandshakeStage, tuple[type[WireMessage], ...]] = {
 }
 """Handshake stage → handshake messages that the peer may send in it. In ``READY`` it may send none."""
 MAX_KEPT_REFUSALS = 256
-"""Maximum number of refused peers whose reason is remembered."""
+"""Maximum number of refused peers whose reason is remembered. Further refusals are only counted."""
 HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)
 
 
@@ -154,13 +154,13 @@ class PeerTable:
         self._ctx.actions.append(SendMessage(conn, hello))
 
     def dial_failed(self, dial: DialPeer, why: str, now: float) -> None:
-        """Handle a failed dial."""
+        """Handle a failed dial: tell the transfers that wait for it that the peer is unreachable."""
         known = self._addresses.get(dial.address)
         if known is not None and known.dial == dial:
             self._give_up(dial.address, f"cannot reach {dial.address}: {why}", now)
 
     def accepted(self, conn: int, now: float) -> None:
-        """Handle a connection opened by a peer."""
+        """Handle a connection opened by a peer: wait for its ``HelloMessage``."""
         self._conns[conn] = _PeerConn(
             HandshakeStage.ANSWERED, StallDetector(self._ctx.limits.patience_s, now)
         )

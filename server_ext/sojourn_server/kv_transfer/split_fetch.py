@@ -99,7 +99,7 @@ class SplitFetch:
         return self._collect(lambda load: load.blocks())
 
     def end(self) -> None:
-        """End the loads of all parts, and release their buffers."""
+        """End the loads of all parts, whether or not their blocks have arrived, and release the buffers."""
         pieces, self.pieces = self.pieces, []
         for piece in pieces:
             piece.load.end()

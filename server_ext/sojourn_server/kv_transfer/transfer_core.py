@@ -223,19 +223,19 @@ class TransferCore:
         self._advance_transfers(now)
 
     def close_connection(self, conn: int, why: str, now: float) -> None:
-        """Close a connection and end the transfers that use it, for the reason ``why``."""
+        """Close a connection. The transfers that need it fail for the reason ``why``."""
         self.ctx.counts["hung_up"] += 1
         self.ctx.actions.append(CloseConnection(conn))
         self.connection_lost(conn, why, now)
 
     def stalled(self, conn: int, now: float) -> None:
-        """End the transfers of a peer that has accepted no data for ``patience_s`` seconds. The caller must
-        close the connection."""
+        """Handle a peer that has accepted no data for ``patience_s`` seconds: the transfers that need its
+        connection fail. The caller must close the connection."""
         self.ctx.counts["stalls"] += 1
         self.connection_lost(conn, "the peer accepts no data", now)
 
     def connection_lost(self, conn: int, why: str, now: float) -> None:
-        """Handle the end of a connection: end the transfers that use it."""
+        """Handle the end of a connection. The transfers that need it fail for the reason ``why``."""
         for part in (self.peers, self.loads, self.pushes, self.prompts):
             part.connection_lost(conn, why, now)
         self._advance_transfers(now)
@@ -257,7 +257,7 @@ class TransferCore:
         self._advance_transfers(now)
 
     def close(self, now: float) -> None:
-        """End all transfers and connections, with an event for each transfer of the engine."""
+        """Abort all transfers and close all connections. Each transfer of the engine ends with an event."""
         why = "the engine is closing"
         for conn in self.peers.conns():
             self.close_connection(conn, why, now)

@@ -54,7 +54,7 @@ class ExpectJob(NamedTuple):
 
 class FillJob(NamedTuple):
     """Fill a request's blocks with a complete context, or with fetched KV, while other requests compute. The
-    job ends the ask (the attempt to get KV). After the job, the worker tells vLLM that the KV has arrived."""
+    job ends the ask (the attempt to get KV). After the job, the worker tells vLLM that the load has ended."""
 
     ask: int
     """Number of the ask. If it is 0, there is no KV, and the worker reports the blocks as not filled."""

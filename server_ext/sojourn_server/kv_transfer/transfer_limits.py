@@ -22,7 +22,7 @@ class LinkRates:
 
 
 def check_rate(name: str, rate: float | None) -> None:
-    """Raise ``ValueError`` for a rate that is not positive and finite."""
+    """Raise ``ValueError`` for a rate that is not positive and finite. ``None`` (no limit) is valid."""
     if rate is None:
         return
     if not math.isfinite(rate) or rate <= 0:

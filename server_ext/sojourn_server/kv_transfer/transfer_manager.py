@@ -58,7 +58,7 @@ MIN_PAYLOAD_BYTES = 1 << 20
 smaller ones."""
 MAX_CONNECTIONS = 256
 MAX_UNIDENTIFIED_PEERS = 64
-"""Maximum number of connections whose peer has not identified itself."""
+"""Maximum number of connections whose peer has not identified itself. Further connections are closed."""
 _CONNECTION_ERRORS = (OSError, EOFError)
 """Exceptions of a connection that has failed or that the other side has closed."""
 
@@ -83,7 +83,7 @@ class TransferManager:
         ``name``: this engine's name, for peers and logs. ``transports``: scheme of an address → transport;
         ``None`` for the built-in ones. ``on_stored`` is called with the outcome of each write, in any thread.
         ``close`` does not close ``store``. Raises ``ValueError`` or ``UnknownTransport`` for a bad address,
-        ``OSError`` if it cannot listen, and ``TimeoutError``.
+        ``OSError`` if it cannot listen, and ``TimeoutError`` if it does not start in ``START_TIMEOUT_S``.
         """
         self.epoch = secrets.token_hex(8)
         self.name = name
@@ -179,7 +179,8 @@ class TransferManager:
 
     def discard(self, transfer: str, *, epoch: str | None = None) -> bool:
         """Release a pushed prompt that no request will ask for. Returns false, and keeps the prompt, if this
-        engine expects it. ``epoch``: the run of this engine's process to which it is pushed."""
+        engine expects it. ``epoch``: the run of this engine's process to which it is pushed; ``None`` if
+        unknown."""
         discarded: bool = self.do(self.core.discard, transfer, epoch=epoch)
         return discarded
 
@@ -201,8 +202,8 @@ class TransferManager:
         return found
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End all transfers and threads. Returns false if a thread still runs afterwards, for example in a
-        hanging store. ``timeout_s``: maximum seconds to wait for the event loop."""
+        """Abort all transfers and stop the threads. Returns false if a thread still runs afterwards, for
+        example in a hanging store. ``timeout_s``: maximum seconds to wait for the event loop."""
         with self.changed:
             if self._closing:
                 return not self._thread.is_alive()

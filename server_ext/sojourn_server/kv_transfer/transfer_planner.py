@@ -56,8 +56,8 @@ from .transfer_request import (
 )
 
 MAX_FETCHES = 3
-"""Maximum number of consecutive fetches for one request. A further fetch is needed if, during a fetch, the
-device evicts blocks that precede the fetched blocks in the context."""
+"""Maximum number of consecutive fetches for one request; after that, its KV is computed. A further fetch is
+needed if, during a fetch, the device evicts blocks that precede the fetched blocks in the context."""
 
 NULL_BLOCK = 0
 """Id of vLLM's placeholder for a block that it does not keep, for example one outside a sliding window."""

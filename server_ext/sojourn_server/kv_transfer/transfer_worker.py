@@ -162,7 +162,7 @@ class TransferWorker:
     # -- a step -----------------------------------------------------------------------
 
     def begin_step(self, step: TransferJobs) -> None:
-        """Begin a step's jobs. Call it before the forward pass, also in steps that have none."""
+        """Begin a step's jobs. Call it before the forward pass, and also in steps without a forward pass."""
         self._bad = set()
         self._streams, self._step_pushes = [], []
         self._fills = step.fills
