@@ -107,8 +107,8 @@ class ContextKeys:
         return [each.key for each in self.needed(end) if not self._groups[each.group].keeps_all]
 
     def needed(self, tokens: int) -> Iterator[NeededBlock]:
-        """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs, window blocks
-        first. Host memory evicts in reverse order, and without the window blocks the others are useless."""
+        """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs. Window blocks
+        come first. Host memory evicts them last, because the other blocks are useless without them."""
         for number, places in self._needed_places(tokens):
             group = self._groups[number]
             for place in places:

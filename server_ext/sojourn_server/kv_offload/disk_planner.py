@@ -24,10 +24,11 @@ NO_SIBLINGS_RECHECK_S = 5.0
 the beginning of that search."""
 
 MAX_OPEN_PROBES = 256
-"""Maximum number of searches of other engines' stores that have no answer yet."""
+"""Maximum number of open searches of other engines' stores. At this number no further search begins."""
 
 MAX_FOUND_KEYS = 1 << 16
-"""Maximum number of blocks for which the planner remembers that another engine's store has them."""
+"""Maximum number of blocks for which the planner remembers that another engine's store has them. The least
+recently used are forgotten."""
 
 STAGE_BATCH_BLOCKS = 32
 """Maximum number of blocks per job that reads from disk. The worker reports only whole jobs, so blocks of a

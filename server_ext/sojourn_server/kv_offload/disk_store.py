@@ -176,9 +176,10 @@ class DiskStore:
     ) -> DiskStore:
         """Open or create the store of ``identity`` in ``root``.
 
-        ``name`` distinguishes the stores of engines with the same identity (``is_store_name``).
-        ``alongside``: accept a root that has stores of other identities only. ``clock_ns``: clock for the
-        times of last use, which become the files' modification times; it may jump.
+        ``name`` distinguishes the stores of engines with the same identity (``is_store_name``); ``None`` for
+        a store without a name. ``alongside``: accept a root that has stores of other identities only.
+        ``clock_ns``: clock for the times of last use, which become the files' modification times; it may
+        jump.
 
         Partial files and files of the wrong size are removed, then the least recently used files beyond the
         budget. Payloads are not verified until they are read.

@@ -231,7 +231,7 @@ Once its reports have expired its speed is unknown, so it is used and measured a
 
 
 class OffloadStats:
-    """Totals of the worker's reports, and the recent speed of each direction."""
+    """Totals of an engine's results, and the recent speed of each direction."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(TRANSFER_DIRECTIONS, 0.0)

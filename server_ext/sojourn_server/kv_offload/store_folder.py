@@ -174,7 +174,7 @@ def is_store_name(name: str) -> bool:
 
 
 def folder_name(identity: KvIdentity, name: str | None) -> str:
-    """Return the name of a store's folder. ``name`` distinguishes stores of one identity."""
+    """Return the name of a store's folder. ``name``: the store's name; ``None`` if it has none."""
     digits = identity.digest().hex()[:_DIGITS]
     return digits if name is None else f"{digits}-{name}"
 
@@ -204,7 +204,7 @@ def find_stores(
 
     ``root``: a path without symbolic links. ``known``: known fields of the engine's ``KvIdentity``.
     ``weights``: the beginning of its field ``model``, up to a space; ``None`` if unknown. ``name``: name of
-    the store that the engine will write.
+    the store that the engine will write; ``None`` if it has none.
 
     Raises the errors that the engine itself would raise later: ``IncompatibleStore`` if there are stores but
     none matches; ``StoreInUse`` if all matching stores named ``name`` are open; and ``OSError``.
