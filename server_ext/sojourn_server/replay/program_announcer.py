@@ -19,7 +19,7 @@ class ProgramAnnouncer(Protocol):
 
     def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
         """Return a context manager for one tool call. Enter it inside the context of the call's program.
-        ``tool_class``: the kind of call; for shell tools the head of the command."""
+        ``tool_class``: the head of a shell tool's command; ``None`` for other tools."""
         ...
 
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:

@@ -49,7 +49,8 @@ class ReplayOptions:
     token_scale: float = 1.0
     """Factor for all lengths in tokens."""
     max_context_tokens: int | None = None
-    """Maximum context in tokens. A program ends before its first turn with a longer context."""
+    """Maximum context in tokens. A program ends before its first turn with a longer context. If ``None``, a
+    program with a turn that is too long for the server is skipped."""
     force_tokens: bool = False
     """Whether requests force the server to generate the planned tokens, so that prefixes are reused as in the
     trace."""
