@@ -35,7 +35,7 @@ class PrefillDecodeOptions:
     """Options of a prefill or decode engine; ``None`` means the default."""
 
     role: str | None = None
-    """One of ``ROLES``; the other options need it."""
+    """One of ``ROLES``; ``None`` for an engine without a pair. The other options need a role."""
     store: str | None = None
     """Existing directory that all prefill and decode engines share; on several machines, a shared mount."""
     store_gib: float | None = None
@@ -50,8 +50,8 @@ class PrefillDecodeOptions:
     """Size of the host memory for KV in transfer."""
     storage_gbit: float | None = None
     compute_gbit: float | None = None
-    """``storage_gbit`` and ``compute_gbit``: maximum rates of the engine's transfers from and to the store,
-    and to other engines, in Gbit/s each way; ``None`` for no limit."""
+    """``storage_gbit``: maximum rate from the store and maximum rate to the store. ``compute_gbit``: maximum
+    rate to other engines. Both in Gbit/s; ``None`` for no limit."""
 
     @property
     def any(self) -> bool:

@@ -95,7 +95,7 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The options of one ``sojourn serve`` call."""
+    """The options of one ``sojourn serve`` call. An option that is not given is ``None`` or empty."""
 
     model: str
     model_path: str
@@ -302,7 +302,8 @@ def absolute_path(path: str | Path) -> str:
 
 
 def listen_address(flags: EngineFlags) -> tuple[str, int] | None:
-    """Return the server's host and port; ``None`` for a Unix socket. Raises ``InvalidOption``."""
+    """Return the server's host (empty without ``--host``) and port; ``None`` for a Unix socket. Raises
+    ``InvalidOption``."""
     if flags.has("--uds"):
         return None
     port = flags.value("--port") or str(DEFAULT_PORT)

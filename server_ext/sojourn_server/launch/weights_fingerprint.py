@@ -31,7 +31,8 @@ def weights_fingerprint(
     For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
     path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
 
-    ``cache``: the hub's cache on this machine, which knows the commit of each branch; ``None`` if unknown.
+    ``revision``: branch or commit of a hub id; ``None`` for main. ``cache``: the hub's cache on this machine,
+    which knows the commit of each branch; ``None`` if unknown.
     ``since_s``: the engine's start in Unix time; ``None`` for no check. If ``cache`` has several commits of
     the model, and the branch got a new commit after ``since_s``, raises ``UnknownWeights``: the engine may
     have loaded either.
