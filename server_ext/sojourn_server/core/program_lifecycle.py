@@ -91,8 +91,8 @@ class ProgramLifecycle:
             self._lease_manager.order_action(EngineActionKind.RELEASE, program.id, DecisionReason.SILENT, now)
 
     def expire_silent_programs(self, now: float) -> None:
-        """End at most ``MAX_EXPIRED_PER_TICK`` programs that have been silent for too long (see
-        ``SchedulerLimits``)."""
+        """End at most ``MAX_EXPIRED_PER_TICK`` programs that have been silent for too long: for the limit
+        ``idle_program_s``, or ``silent_program_s`` if the client promised heartbeats."""
         for _ in range(MAX_EXPIRED_PER_TICK):
             program = self._programs.silent(
                 now, idle_s=self._state.limits.idle_program_s, promised_s=self._state.limits.silent_program_s

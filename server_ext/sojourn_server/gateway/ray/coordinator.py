@@ -22,7 +22,6 @@ from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus
 from ..http.engine_descriptions import registration_event
 from ..http.policy_failure_log import PolicyFailureLog
 from ..http.routing_backend import TICK_S, take_event, with_links
-from .autoscale import Autoscaler
 from .coordinator_checkpoint import (
     CheckpointWriter,
     CoordinatorCheckpoint,
@@ -46,6 +45,7 @@ from .coordinator_messages import (
     ReportRequest,
     ResponseStatus,
 )
+from .engine_autoscaler import Autoscaler
 from .engine_registry import EngineRegistry, LivenessQuorum
 from .message_router import HomeChangeTimer, MessageRouter, Outbox
 from .pair_admission import PairAdmission

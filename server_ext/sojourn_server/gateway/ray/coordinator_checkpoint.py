@@ -15,8 +15,8 @@ import msgspec
 
 from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing.routing_snapshot import RoutingState
-from .autoscale import AutoscaleLimits
 from .coordinator_messages import ReplicaInfo
+from .engine_autoscaler import AutoscaleLimits
 
 logger = logging.getLogger(__name__)
 

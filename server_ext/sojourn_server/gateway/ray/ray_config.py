@@ -15,7 +15,7 @@ from sojourn.errors import InputError, install_command
 
 from ...routing.routing_from_preset import READ_SIDE_POLICIES
 from ...routing.routing_limits import SILENT_PROGRAM_S
-from .autoscale import AutoscaleLimits
+from .engine_autoscaler import AutoscaleLimits
 
 Section = TypeVar("Section")
 _PREFILL_DECODE_KEYS = ("prefill", "decode", "pairs")

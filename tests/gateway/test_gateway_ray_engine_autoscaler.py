@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.gateway.ray.autoscale import (
+from sojourn_server.gateway.ray.coordinator import Coordinator
+from sojourn_server.gateway.ray.coordinator_checkpoint import CoordinatorOptions
+from sojourn_server.gateway.ray.coordinator_messages import DrainRequest, EngineRegistration, EngineStopped
+from sojourn_server.gateway.ray.engine_autoscaler import (
     AutoscaleDecision,
     AutoscaleLimits,
     wanted_engines,
 )
-from sojourn_server.gateway.ray.coordinator import Coordinator
-from sojourn_server.gateway.ray.coordinator_checkpoint import CoordinatorOptions
-from sojourn_server.gateway.ray.coordinator_messages import DrainRequest, EngineRegistration, EngineStopped
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing.routing_limits import RoutingLimits
 from test_gateway_ray_components import described

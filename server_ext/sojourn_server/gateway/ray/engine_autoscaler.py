@@ -1,4 +1,7 @@
-"""Computes how many engines the KV of all accepted programs needs."""
+"""Computes how many engines the KV of all accepted programs needs.
+
+The number of gateways is fixed: ``RayConfig.gateways``.
+"""
 
 from __future__ import annotations
 
