@@ -50,7 +50,7 @@ def leave(
 ) -> None:
     """Leave the scope. ``error``: the exception of the code inside, if any, which the caller then re-raises.
 
-    ``status`` is the tool call's status, or a function that returns it. If it is ``None``, ``error`` decides.
+    ``status`` is the tool call's status, or a function that returns it; without it, ``error`` decides.
     """
     if scope is None:
         return

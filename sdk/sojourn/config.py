@@ -90,15 +90,20 @@ class Config:
     history: str | None = None
     """File that keeps tool durations and program runs for later processes; ``None`` keeps them in memory."""
     program_id: str | None = None
+    """``Environment.program_id``."""
     own_program: bool = False
+    """``Environment.own_program``."""
     queue_events: int = 10_000
     """Maximum number of unsent events; further events are dropped and counted."""
     batch_events: int = 256
+    """Maximum number of events in a batch."""
     linger_s: float = 0.005
     """How long a batch waits for more events. During this time, a request of a program can still carry the
     program's events."""
     send_timeout_s: float = 2.0
+    """Timeout of the SDK's own HTTP requests to the server."""
     heartbeat_s: float = 3.0
+    """Interval of a program's heartbeats."""
     close_timeout_s: float = 1.0
     """Longest time for sending queued events when the session closes or the process exits."""
 

@@ -41,7 +41,7 @@ class PendingEvent:
 
 
 class EventQueue:
-    """Unsent events, at most ``limit``, oldest first within each program."""
+    """Unsent events, oldest first within each program. From ``limit`` events on, the queue is ``full``."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

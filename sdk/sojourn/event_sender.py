@@ -68,7 +68,7 @@ class EventSender:
         delivered: Callable[[], object] | None = None,
         unsupported: Callable[[], EventTransport | None] | None = None,
     ) -> None:
-        """``linger_s``: how long a batch waits for more events. The callbacks run on the sender's thread.
+        """The numbers are those of ``Config`` with the same names. The callbacks run on the sender's thread.
 
         ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
         heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and in how many seconds

@@ -38,7 +38,7 @@ def write_context(
 ) -> str | None:
     """Return the context of a request that has no hints, with ``events`` and their ages at the time ``now``
     (monotonic seconds). ``emitter`` is the id of the event sender that numbered the events; ``None`` if there
-    are no events.
+    are no events. ``steps_left`` is ``SojournContext.expected_steps_left``.
 
     Returns ``None`` if an event is not of a tool call, if an age or duration is out of range, or if a
     duration is not a float. The caller then encodes the structs of ``hints`` and ``wire_events``. Raises

@@ -27,6 +27,7 @@ def init(
     """Connect the SDK to a server, and patch the supported client libraries, imported now or later.
 
     - ``url``: root of the server, by default ``SOJOURN_URL``.
+    - ``api_key``: bearer key for sending events, by default ``SOJOURN_API_KEY``.
     - ``hosts``: further servers that may receive program ids, such as replicas, each as ``host:port`` or URL.
       Requests to all other hosts stay unchanged. If a URL has a path besides ``/v1``, requests to other paths
       of its host stay unchanged too.

@@ -175,10 +175,13 @@ def program(
     """Return a scope that runs code as one program: for ``with``, ``async with``, or as a decorator of sync
     and async functions and generators. ``@sojourn.program`` works with and without parentheses.
 
+    - ``name`` is a label. Programs with the same ``agent_type`` are taken to behave alike: estimates are
+      learned from all of them.
     - ``id`` resumes a known program; without it a fresh id is made.
     - ``parent`` is by default the program around the code; ``None`` means no parent.
     - ``priority`` to ``blocks_parent`` are hints for every request of the program; a ``step()`` may give
-      others. ``deadline_s`` is in seconds from the program's start.
+      others (see there). ``deadline_s`` counts from the program's start. ``blocks_parent`` says whether the
+      parent waits for this program.
     - ``tenant`` is the tenant that the program runs for, ``aeg`` is its Agent Execution Graph.
     - ``resume`` names a file that holds the id until the run ends cleanly, so that a restarted client
       continues the same program (see ``sojourn.resume_file``).

@@ -58,10 +58,11 @@ def step(
     """Return a ``with`` block that gives hints for the requests made inside it:
     ``with sojourn.step("plan", expected_output_length=200): ...``.
 
-    ``node`` is a node of the agent's graph. ``deadline_s`` counts from now, in seconds.
-    ``expected_output_length`` is in tokens. ``final`` means that no further turn follows. An invalid value is
-    dropped and counted (``hint_invalid``). It does not raise, since agents often compute values while they
-    run.
+    ``node`` is a node of the agent's graph; ``step_id`` is passed on to vLLM Router. A higher ``priority`` is
+    more important. ``deadline_s`` counts from now, in seconds. ``expected_output_length`` is in tokens.
+    ``kv_retention_ttl_s`` is how long to keep a turn's KV, in seconds. ``expected_resume`` says whether a
+    further turn follows; ``final`` means that none follows. An invalid value is dropped and counted
+    (``hint_invalid``). It does not raise, since agents often compute values while they run.
     """
     hints = _valid_hints(
         runtime.session().counters,

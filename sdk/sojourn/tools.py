@@ -258,7 +258,8 @@ def tool(
     expected_s: float | None = None,
 ) -> Any:
     """Decorate a function to report each of its calls as a tool call: ``@sojourn.tool`` or
-    ``@sojourn.tool(name="search")``."""
+    ``@sojourn.tool(name="search")``. ``name`` is by default the function's name; ``tool_class`` and
+    ``expected_s`` are those of ``tool_call``."""
     from .scoped_functions import scoped
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

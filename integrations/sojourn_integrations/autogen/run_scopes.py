@@ -84,7 +84,8 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 
 
 def resolve() -> ResolvedContext | None:
-    """Return the program of the team whose message AutoGen handles in this task; ``None`` if there is none.
+    """Return the program of the team whose message AutoGen handles in this task. Returns ``None`` if there is
+    no such team, and if the task has the run's own context.
 
     The first team that starts registers this function with the SDK, which then calls it to find the program
     of a request. The result has no node, since ``begin_turn`` reports the nodes."""
@@ -118,8 +119,8 @@ def _handled_frame() -> RunFrame | None:
 
 
 def _enclosing_context() -> tuple[ExecutionContext, RunFrame | None, bool]:
-    """Return three values: the current context, the frame of the run around the code (if any), and whether
-    the code is inside a tool call."""
+    """Return three values: the current context; the frame of the run around the code, ``None`` outside of a
+    run and inside a tool call; and whether the code is inside a tool call."""
     here = live_context()
     if here.program is None or resolvers:
         here, _ = find_context(session().counters)

@@ -27,7 +27,9 @@ class _Subgraph(NamedTuple):
     """A team or an agent as part of a larger graph."""
 
     nodes: dict[str, tuple[str, ...]]
+    """Node → names of its tools."""
     edges: dict[tuple[str, str], float | None]
+    """(source, target) → probability, ``None`` if unknown."""
     first: tuple[str, ...]
     """Possible first nodes."""
     last: tuple[str, ...]

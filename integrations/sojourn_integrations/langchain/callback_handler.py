@@ -1,9 +1,9 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
-The callbacks set no context variables, except below Python 3.11 (``GraphStart.sets_context``), for two
-reasons. If a step has only one node, LangGraph runs the node in the caller's context, where a variable's
-value would outlive the node. And LangGraph ends an async run in a separate task, where a variable could not
-be reset.
+From Python 3.11 on, the callbacks set no context variables. (Below 3.11 see ``GraphStart.sets_context``.)
+There are two reasons. If a step has only one node, LangGraph runs the node in the caller's context, where a
+variable's value would outlive the node. And LangGraph ends an async run in a separate task, where a variable
+could not be reset.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def remove(user: str) -> None:
 
 
 def current_run_id() -> Any:
-    """Return the id of the LangChain run around the running code; ``None`` outside of any run."""
+    """Return the key (``_key``) of the LangChain run around the running code; ``None`` outside of any run."""
     global _running_config
     if _running_config is None:
         from langchain_core.runnables.config import var_child_runnable_config

@@ -102,9 +102,10 @@ class ProgramCache:
             self._end(kept)
 
     def add_holder(self, key: Hashable, holder: object, *, ends: bool) -> None:
-        """Tie the program under ``key`` to the object ``holder``, e.g. a session. When the program's last
-        holder is garbage-collected, the program ends if ``ends`` is true, else it only stops its heartbeats.
-        Raises ``TypeError`` for an object that is not weakly referable."""
+        """Tie the program under ``key``, if any, to the object ``holder``, e.g. a session. The first holder
+        starts the program's heartbeats again. When the last holder is garbage-collected, the program ends if
+        ``ends`` is true, else it only stops its heartbeats. Raises ``TypeError`` for an object that is not
+        weakly referable."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or id(holder) in kept.holders:

@@ -245,7 +245,8 @@ def _timed_out(tool: Any, result: Any, elapsed_s: float) -> bool:
 
 
 def _command_head(arguments: Any) -> str | None:
-    """Return the main command in the arguments of a shell tool; other arguments are not read."""
+    """Return the main command of the shell command in ``arguments``, a tool's arguments as JSON text. Returns
+    ``None`` if they have no shell command."""
     if not isinstance(arguments, str) or ('"command"' not in arguments and '"cmd"' not in arguments):
         return None
     try:

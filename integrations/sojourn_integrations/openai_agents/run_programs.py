@@ -124,7 +124,8 @@ class _ConversationKey(NamedTuple):
     """True if the conversation ends once its session object is garbage-collected: it is in memory, or has no
     id by which another object could continue it."""
     by_object: bool
-    """True if the key is that of the session object, since the conversation has no id (yet)."""
+    """True if the key is that of the session object, since the conversation has no id (yet) or is in
+    memory."""
 
 
 def _identity(conversation: Any) -> _ConversationKey:

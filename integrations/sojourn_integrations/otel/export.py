@@ -76,8 +76,8 @@ class SpanExport(ProgramListener):
         self._requests: weakref.WeakKeyDictionary[LogicalRequest, _OpenRequest] = weakref.WeakKeyDictionary()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Fetch all outcomes and end the spans of all finished requests. Returns whether ``timeout_s`` was
-        enough."""
+        """Have all outcomes fetched now, which ends the spans of the finished requests, and wait at most
+        ``timeout_s`` for this. Returns whether it was done in time; with ``outcomes=False``, True at once."""
         return self._outcomes is None or self._outcomes.flush(timeout_s)
 
     def close(self) -> None:

@@ -165,8 +165,8 @@ class FakeServer:
         return events
 
     def program_events(self) -> list[AnyEvent]:
-        """Return all events, from batches and requests, each once and in the order in which they were
-        emitted."""
+        """Return all events, from batches and requests, each once. They are sorted by emitter, then in the
+        order in which the emitter numbered them."""
         seen: dict[tuple[str, str, int], AnyEvent] = {}
         for batch in list(self.batches):
             for raw in batch.events:

@@ -61,7 +61,7 @@ class LiveClient:
         self._client.close()
 
     def frame(self) -> LiveFrame:
-        """Return one full live frame."""
+        """Return the current live frame: the state of the programs, as ``sojourn top`` shows it."""
         try:
             return _frames.decode(self.get(f"{API}/stream", once=1).content)
         except msgspec.DecodeError as error:
@@ -95,7 +95,8 @@ class LiveClient:
         return self._json(f"{API}/programs", limit=limit)
 
     def decisions(self, since: int, limit: int, **more: str) -> dict[str, Any]:
-        """Return the decision log from the decision with number ``since`` on, at most ``limit`` decisions."""
+        """Return the decision log from the decision with number ``since`` on, at most ``limit`` decisions.
+        ``more``: further query parameters."""
         return self._json(f"{API}/decisions", since=since, limit=limit, **more)
 
     def get(self, path: str, **parameters: Any) -> httpx.Response:

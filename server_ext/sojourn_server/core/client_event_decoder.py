@@ -58,8 +58,8 @@ class ClientEventDecoder:
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
         """Handle the first ``MAX_ATTACHED_EVENTS`` events attached to a request, and return their outcomes.
-        Further events are rejected without decoding. Call this method before the scheduler handles the
-        request's ``RequestArrived``."""
+        Further events are rejected without decoding. Events without a valid emitter id are ignored. Call this
+        method before the scheduler handles the request's ``RequestArrived``."""
         context = identity.context
         ours = context.sojourn if context is not None else None
         if ours is None or not ours.events or not ours.emitter:
