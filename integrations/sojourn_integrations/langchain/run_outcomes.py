@@ -9,9 +9,9 @@ from sojourn.errors import tool_status_of
 
 
 def tool_status(error: BaseException) -> str:
-    """Return the status of a tool call that raised ``error``: ``timeout``, ``cancelled`` or ``error``.
-    LangGraph's interrupts count as ``cancelled``. Its ``ParentCommand`` counts as ``ok``, since it is a
-    result, not a failure."""
+    """Return the status of a tool call that raised ``error``: ``timeout``, ``cancelled``, ``error`` or
+    ``ok``. LangGraph's interrupts count as ``cancelled``. Its ``ParentCommand`` counts as ``ok``, since it is
+    a result, not a failure."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GraphInterrupt" in kinds:
         return "cancelled"

@@ -177,8 +177,8 @@ class RunTree:
         metadata: Mapping[str, Any],
         inputs: Any = None,
     ) -> None:
-        """Record the start of a chain. ``kind`` is LangChain's run type. ``inputs`` are stored only if the
-        chain is a node, until the node ends."""
+        """Record the start of a chain. ``kind`` and ``metadata`` are LangChain's run type and metadata.
+        ``inputs`` are stored only if the chain is a node, until the node ends."""
         if id in self._runs:
             return  # two handlers report the same run
         here = live_context()
@@ -401,7 +401,8 @@ class RunTree:
     def tool_started(
         self, id: Hashable, parent_id: Hashable | None, *, name: str, call_id: str | None
     ) -> None:
-        """Record the start of a tool call, unless our middleware or the user already reports that call."""
+        """Record the start of a tool call, unless our middleware or the user already reports that call.
+        ``call_id``: the model's id of the call; ``None``: unknown, so the run's id is used."""
         if id in self._runs:
             return
         here = live_context()
@@ -455,7 +456,8 @@ def node_path(ns: str, prefix: str = "") -> str | None:
 
 
 def _program_name(name: str | None, parent: Program | None) -> str | None:
-    """Return ``name`` as the name or agent type of a program whose parent is ``parent``."""
+    """Return ``name`` as a program's name or agent type; ``None`` for ``None``. For a program without a
+    parent, the script's name replaces LangGraph's default name."""
     if name is None:
         return None
     return agent_type_of(name, _DEFAULT_GRAPH_NAME) if parent is None else name_of(name)

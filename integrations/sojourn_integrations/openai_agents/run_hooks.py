@@ -130,8 +130,9 @@ _calling: ContextVar[Call | None] = ContextVar("sojourn_agents_call", default=No
 
 
 def resolve() -> ResolvedContext | None:
-    """Return the current run's program and node, for ``sojourn.program.add_resolver``. ``Program.node`` alone
-    is not enough, since two concurrent runs may share a program but have different nodes."""
+    """Return the current run's program and node, for ``sojourn.program.add_resolver``; ``None`` outside of a
+    run, or if the user's code opened another program inside the run. ``Program.node`` alone is not enough,
+    since two concurrent runs may share a program but have different nodes."""
     run = running.get()
     if run is None:
         return None

@@ -99,7 +99,7 @@ class SpanExport(ProgramListener):
             self._open(program)
 
     def program_ended(self, program: Program, status: str) -> None:
-        """End the program's span, and fetch the outcomes of its requests now."""
+        """End the program's span, and have the outcomes of its requests fetched now."""
         opened = self._programs.pop(program, None)
         if opened is not None and opened.ours:
             for span, ours in opened.tools.values():

@@ -161,7 +161,8 @@ class SojournSpanProcessor(SpanProcessor):
     # ---- what the SDK calls
 
     def _resolve(self) -> ResolvedContext | None:
-        """Return the program of the current span, for the requests made inside the span."""
+        """Return the program and node of the current span, for the requests made inside the span; ``None`` if
+        it has none, or if code opened another program inside the span."""
         if getattr(self._thread, "quiet", False):
             return None
         span = trace.get_current_span()
