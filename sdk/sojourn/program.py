@@ -375,7 +375,7 @@ def live_context() -> ExecutionContext:
 
 def find_context(counters: Counters, *, of_process: bool = True) -> tuple[ExecutionContext, str | None]:
     """Return the innermost program, step and tool call around the running code, and the graph node that a
-    framework reports for them. ``counters`` counts resolvers that raise. ``of_process=False`` ignores
+    framework reports for them, if any. ``counters`` counts resolvers that raise. ``of_process=False`` ignores
     programs opened for the whole process."""
     here = live_context()
     node: str | None = None
@@ -405,7 +405,7 @@ def find_context(counters: Counters, *, of_process: bool = True) -> tuple[Execut
 
 
 def opened_program() -> Program | None:
-    """Return the program that was last opened for the whole process, if it has not ended."""
+    """Return the last program opened for the whole process that has not ended; ``None`` if there is none."""
     while process_programs and process_programs[-1].has_ended:
         process_programs.pop()  # it has ended in the process that forked this one
     return process_programs[-1] if process_programs else None

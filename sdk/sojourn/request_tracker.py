@@ -78,7 +78,7 @@ class LogicalRequest:
 
     def pause(self) -> None:
         """Remove the request from ``open_requests`` after a failed attempt. The next attempt puts it back.
-        Without open requests, the program does not leave out every second heartbeat."""
+        Without open requests, the program sends every heartbeat (see ``Heartbeats.take_due``)."""
         self.program.open_requests.discard(self)
 
     def got_bytes(self) -> None:

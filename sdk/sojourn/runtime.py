@@ -175,8 +175,8 @@ class Session:
 
     def leave_own_program(self) -> bool:
         """End the process's own program, if there is one, once its requests in progress have ended. Later
-        requests outside ``program()`` belong to an implicit program. Returns False if this was done
-        before."""
+        requests outside ``program()`` belong to an implicit program. Returns False, without changes, if the
+        process does not count as one run (any more)."""
         with self.exclusive():  # else a thread that makes the program just now would bring it back
             if not self.counts_as_one_run:
                 return False

@@ -173,7 +173,7 @@ class Advisor(ProgramListener):
                 self._wake_thread()
 
     def request_over(self, run_trace: RunTrace, node: str | None) -> None:
-        """Record the end of a request of a program with nodes."""
+        """Record the end of a request of a program with nodes. ``node``: the node that it named, if any."""
         self._put(self._answered, run_trace, node)
 
     def tool_begins(self, run_trace: RunTrace, tool: str) -> None:

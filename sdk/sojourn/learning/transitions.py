@@ -171,7 +171,7 @@ class Transitions:
 
     def turns_left(self, kind: str, *, turns: int, node: str | None = None) -> float | None:
         """Return the expected number of LLM requests after a program's request number ``turns``, which is
-        made at ``node``. Returns ``None`` if too little is known.
+        made at ``node`` (``None``: at no node). Returns ``None`` if too little is known.
 
         Uses the statistics of the pair (node, turn) if it was seen often enough. Otherwise uses the
         statistics of the node or of the turn, whichever have the smaller variance.
