@@ -153,8 +153,9 @@ class PlacedPrefixes:
         return common_prefix_length(self.keys_of(program_id), keys)
 
     def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
-        """Store a program's keys and rank. Returns the length of the longest prefix that the program shares
-        with a program of higher rank. O(log n) comparisons of contexts, where n programs are stored."""
+        """Store a program's keys and rank. Returns the length, in keys, of the longest prefix that the
+        program shares with a program of higher rank. O(log n) comparisons of contexts, where n programs are
+        stored."""
         self.forget(program_id)
         if not keys:
             return 0

@@ -210,7 +210,7 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     program_id: str
     state: Literal["writing", "done", "unsupported"]
-    """If ``writing``, ask again later."""
+    """If ``writing``, ask again later. If ``unsupported``, ``reason`` says why."""
     reason: str | None
     """Why nothing is written."""
     shared: bool
@@ -296,6 +296,7 @@ class HistoryTotals(msgspec.Struct, frozen=True, kw_only=True):
     memoryfulness: float
     """Continuum's η (§4.2), from -1 to 1: how well the turns of a program so far predict its turns left."""
     mean_evicted_wait_s: float | None
+    """Mean queueing delay of requests whose program's KV had been evicted; ``None``: there were none."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

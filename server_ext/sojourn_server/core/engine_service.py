@@ -88,7 +88,8 @@ class EngineService:
     - ``below_blocks``: numbers of blocks of a program's context in host memory and on disk.
     - ``cpu_clock``: CPU seconds, from which a snapshot computes its own cost.
 
-    ``paths`` returns the status of KV transfer. ``persist`` writes the blocks of a chain of hashes to disk.
+    ``handle`` handles client events, by default ``program_scheduler.handle``. ``paths`` returns the status of
+    KV transfer; ``None``: no prefill/decode pair. ``persist`` writes the blocks of a chain of hashes to disk.
     It returns ``stored_blocks``, ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why
     writing is not possible.
     """

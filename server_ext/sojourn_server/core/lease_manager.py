@@ -130,8 +130,9 @@ class LeaseManager:
         now: float,
         kind: str = "keep",
     ) -> Lease | None:
-        """Ask the policy how long to keep ``blocks`` cached blocks; return the lease, if any. ``event`` has
-        the numbers of held and used blocks. ``kind``: name of the decision in the log."""
+        """Ask the policy how long to keep ``blocks`` cached blocks; return the lease, if any. ``tool``: key
+        of the tool that runs in the gap, if known. ``event`` has the numbers of held and used blocks.
+        ``kind``: name of the decision in the log."""
         state = self._state
         reload_s = state.reload.seconds(program.context_tokens)
         view = FinishedTurnView(
@@ -210,9 +211,9 @@ class LeaseManager:
         return state.leases.budget_blocks // (len(tenants) + untracked)
 
     def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> None:
-        """End hinted leases until at least ``blocks`` blocks are released. Only tenants that hold more than
-        ``share_blocks`` lose leases. Leases without a waiting request end first, and among these the ones
-        that expire soonest."""
+        """End hinted leases until at least ``blocks`` blocks are released, or no tenant holds more than
+        ``share_blocks``. Only tenants above that share lose leases. Leases without a waiting request end
+        first, and among these the ones that expire soonest."""
         held = self._state.leases.hinted_blocks
         if not any(own > share_blocks for own in held.values()):
             return

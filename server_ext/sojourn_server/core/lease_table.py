@@ -13,9 +13,11 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import LeaseView
 
 SILENCE_INITIAL_S = 20.0
-"""If the client promised heartbeats but sends no event, a lease ends this many seconds after the grant."""
+"""If the client promised heartbeats but sends no event, its silence ends a lease this many seconds after the
+grant."""
 SILENCE_EXTENSION_S = 10.0
-"""A lease with promised heartbeats (every 3 s) ends this many seconds after its client's last event."""
+"""If the client promised heartbeats (every 3 s), its silence ends a lease this many seconds after its last
+event, but not within ``SILENCE_INITIAL_S`` of the grant."""
 
 
 @dataclass(slots=True)
@@ -29,10 +31,12 @@ class Lease:
     granted_s: float
     ttl_s: float
     expires_s: float
+    """Time at which the TTL ends. ``LeaseTable.extend`` postpones it."""
     silent_s: float | None
     """Time at which the client's silence ends the lease; ``None`` if the client never promised heartbeats."""
     blocks: int
     reload_s: float
+    """Estimated seconds to restore the program's KV if it is evicted."""
     reason: DecisionReason
     tool: str | None = None
     tenant: str | None = None
@@ -119,7 +123,8 @@ class LeaseTable:
                 self._push(lease)
 
     def promised(self, program_id: ProgramId, now: float) -> None:
-        """Record that the client promised heartbeats, so that its silence ends the lease from now on."""
+        """Record that the client promised heartbeats. From now on, its silence ends the lease. The next
+        event is due within ``SILENCE_INITIAL_S``."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is None:
             lease.silent_s = now + SILENCE_INITIAL_S

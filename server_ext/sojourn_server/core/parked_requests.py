@@ -25,7 +25,8 @@ ENGINE_PAUSE_S = 120.0
 """Seconds without a tick after which the engine counts as paused, for example because the machine was
 suspended."""
 RELEASE_GAP_S = 10.0
-"""Maximum seconds for which a released request that the engine does not admit delays the next release."""
+"""Maximum seconds for which a released request that the engine does not admit delays the next release (see
+``ParkedRequests.release_next``)."""
 MAX_RELEASE_CANDIDATES = 16
 """Maximum number of longest-waiting requests that one tick considers for release."""
 RETRY_S = 60.0

@@ -53,6 +53,7 @@ class PlacedProgram:
     chains: dict[str, Sequence[Any]] = field(default_factory=dict)
     """Block hashes of the prompt of each request in ``running``."""
     context_blocks: int = 0
+    """Number of cached blocks that the program's last turn left; 0 if the KV was lost."""
     in_tier: int = 0
     """Number of leading block hashes of the program's context that are counted for another context of the
     same tier. The view ``seen`` leaves these blocks out of ``context_blocks``."""
@@ -60,7 +61,9 @@ class PlacedProgram:
     """Number of leading block hashes that the program need not bring to the device, because another context
     there has them. For a program on the device, the same as ``in_tier``."""
     last_active_s: float = 0.0
+    """Time at which an admitted request last left the engine; before that, the program's arrival."""
     returning: bool = False
+    """Whether a request of the program was admitted before."""
     tools_ended_s: float | None = None
     """Time at which the client reported the end of the gap's last tool call; ``None``: not reported."""
     tool_reports: int = 0

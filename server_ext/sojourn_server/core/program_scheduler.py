@@ -1,12 +1,12 @@
 """The state machine of one engine: it takes events, returns actions, and has read-only queries.
 
-``handle`` is the only way to change state. It uses no engine, no clock and no network. An adapter reports
-events with ``now`` and carries out the returned actions. The simulator does the same in virtual time, so a
-recorded run gives the same decisions again. If an event causes an exception, the actions that were added
-before the exception are returned with the actions of the next event.
+Only ``handle`` changes the tables. It uses no engine, no clock and no network. An adapter reports events with
+``now`` and carries out the returned actions. The simulator does the same in virtual time, so a recorded run
+gives the same decisions again. If an event causes an exception, the actions that were added before the
+exception are returned with the actions of the next event.
 
-Queries such as ``queue_key`` and ``is_parked`` change nothing. The tables are in ``state``. Only ``core`` and
-``recording`` may use them.
+Queries such as ``queue_key`` and ``is_parked`` change nothing; the two ``take_…`` methods only empty the
+list that they return. The tables are in ``state``. Only ``core`` and ``recording`` may use them.
 """
 
 from __future__ import annotations
@@ -341,7 +341,8 @@ class ProgramScheduler:
         return overdue is not None and other is not None and not preempted and other.arrival > overdue.arrival
 
     def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
-        """Whether the engine must report ``AdmissionRequested`` before it admits the request."""
+        """Whether the engine must report ``AdmissionRequested`` before it admits the request. ``preempted``:
+        whether the engine has preempted it; ``None``: as last reported."""
         state = self._requests.states[request_id]
         return not state.goes_first and self._admission.applies_to(state, preempted)
 
@@ -468,10 +469,9 @@ class ProgramScheduler:
         return self._predictor.take_changed()
 
     def take_begun_turns(self) -> dict[ProgramId, float]:
-        """Return the programs that began a turn since the last call to this method.
-
-        A turn begins when its request is admitted. The value is the time at which the program last used its
-        earlier blocks. This is the end of its previous turn or, for a first turn, its arrival."""
+        """Return the programs that began a turn since the last call to this method, each with the time at
+        which it last used its earlier blocks: the end of its previous turn or, for a first turn, its arrival.
+        A turn begins when its request is admitted."""
         return self._predictor.take_begun()
 
     # -- inside -----------------------------------------------------------------

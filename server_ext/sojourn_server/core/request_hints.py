@@ -83,8 +83,9 @@ def has_unused_field(context: AgenticContext, unused: tuple[str, ...]) -> bool:
 
 
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:
-    """Read a request's program from its hint, or from its session header if there is no valid hint. Never
-    raises. If the hint or a field of it is malformed, the result names the reason."""
+    """Read a request's program from its hint, or from its session header if there is no valid hint. An
+    implicit program (``SojournContext.implicit``) counts as none. Never raises. If the hint or a field of it
+    is malformed, the result names the reason."""
     session = _checked_session_id(session_id)
     text = xargs.get(CONTEXT_KEY) if xargs else None
     if text is None:

@@ -34,7 +34,9 @@ class RequestState:
     """Time from which placement counts the request as waiting: the request's arrival or, for a retry, the
     arrival of the aborted request."""
     hinted_ttl_s: float | None = None
+    """TTL that the hint asks for, clipped; ``None`` without such a hint."""
     final: bool = False
+    """Whether the hint says that no further turn follows."""
     resumes: bool = False
     """Whether the hint says that another turn follows."""
     node: str | None = None

@@ -79,6 +79,7 @@ class Histories:
     tools: ToolHistory = field(default_factory=ToolHistory)
     turns: TurnHistory = field(default_factory=TurnHistory)
     evicted_waits: SlidingMean = field(default_factory=SlidingMean)
+    """Queueing delays, in seconds, of requests whose program's KV had been evicted; their mean is T̄."""
     growth_tokens: SlidingMean = field(default_factory=SlidingMean)
     """Growth of contexts, in tokens per turn: a turn's context minus the longest earlier context of its
     program. First turns do not count."""
@@ -92,7 +93,7 @@ class Histories:
 
 class SchedulerState:
     """Configuration and tables of one engine's scheduler. Only ``core`` and ``recording`` read this state;
-    other packages ask ``ProgramScheduler``. Only ``ProgramScheduler.handle`` changes it."""
+    other packages ask ``ProgramScheduler``. Only ``ProgramScheduler.handle`` changes the tables."""
 
     def __init__(
         self,

@@ -118,7 +118,8 @@ class WorkflowPredictor:
     def turn_finished(
         self, program: ProgramState, request_state: RequestState, blocks: int, now: float
     ) -> None:
-        """Predict a program's next step after a turn. ``request_state``: the turn's last request to end."""
+        """Predict a program's next step after a turn. ``request_state``: the turn's last request to end.
+        ``blocks``: number of blocks that the turn left in the cache."""
         program.last_turn_s = now
         program.cached_blocks = blocks
         self.eviction_key_changed(program)
