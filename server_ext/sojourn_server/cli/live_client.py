@@ -68,7 +68,8 @@ class LiveClient:
             raise self._not_a("a live frame", error) from None
 
     def program(self, program_id: str) -> dict[str, Any]:
-        """Return one program with the ledger of its turns."""
+        """Return one program with the ledger of its turns. Raises ``AnswerError`` if the server does not know
+        it."""
         return self._json(f"{API}/programs/{quote(program_id, safe='')}")
 
     def explanation(self, program_id: str, turn: int | None = None) -> Explanation:

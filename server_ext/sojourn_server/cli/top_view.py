@@ -119,8 +119,8 @@ def _lease(view: ProgramView) -> str:
 
 
 def _state_sort_key(view: ProgramView) -> tuple[float, ...]:
-    """Sort key of the column STATE. States come in the order of ``_ORDER``. Within a state, programs that have
-    been in it longest come first, except that ended programs come newest first."""
+    """Sort key of the column STATE, highest first: states in the order of ``_ORDER``. Within a state,
+    programs that have been in it longest come first, except that ended programs come newest first."""
     rank = -float(_ORDER.index(view.state)) if view.state in _ORDER else -9.0
     return (rank, view.row.since_s if view.state == "ended" else -view.row.since_s)
 

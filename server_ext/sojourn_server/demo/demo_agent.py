@@ -87,7 +87,7 @@ class DemoProgramRecord:
 
 TurnCallback = Callable[[str, int, str], None]
 """Called with the state (``thinking``, ``tool``, ``done`` or ``failed``), the turn's number from 1, and a
-text."""
+text: the thought, the command, ``submitted`` or the error."""
 
 
 def prepare_environment(settings_directory: Path, url: str | None = None) -> None:

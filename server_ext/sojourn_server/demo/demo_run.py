@@ -38,8 +38,7 @@ STOCK = "stock"
 """Name of the arm with plain vLLM; the other arm is ``sojourn``."""
 
 ProgressCallback = Callable[[int, str, int, str], None]
-"""Called with the program's index, its state (``thinking``, ``tool``, ``done`` or ``failed``), the turn's
-number from 1, and a text."""
+"""``demo_agent.TurnCallback`` of one program, with the program's index as first argument."""
 
 
 class DemoInterrupted(BaseException):

@@ -72,7 +72,7 @@ class LiveView:
 
     def update(self, index: int, state: str, turn: int, text: str) -> None:
         """Set the state of program ``index``: ``thinking``, ``tool``, ``done`` or ``failed``. ``turn`` counts
-        from 1."""
+        from 1. ``text``: the turn's thought, its command, or how the program ended."""
         if self._closed:
             return
         with self._lock:
