@@ -1,4 +1,4 @@
 """HTTP routes under ``/sojourn/v1`` and the Prometheus exposition of one API server.
 
-Imports ``core``, ``metrics`` and the SDK's wire formats, never vLLM. Start reading in ``routes``.
+Imports ``core``, ``metrics``, ``programs`` and the SDK, never vLLM. Start reading in ``routes``.
 """

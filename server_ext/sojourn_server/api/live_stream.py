@@ -32,8 +32,8 @@ INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
 """Minimum ratio of the pause after a frame to the CPU seconds that the frame took, here and in the slowest
-engine. With this ratio, deltas and full frames together take at most a hundredth of a core. They take more
-where ``MAX_INTERVAL_S`` cuts a pause short. That limit does not apply between full frames of a stream."""
+engine. With this ratio, deltas and full frames together take at most a hundredth of a core, or more where
+``MAX_INTERVAL_S`` cuts a pause short. It never cuts the pause between two full frames of a stream."""
 FULL_INTERVAL_S = 15.0
 """Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
@@ -53,8 +53,8 @@ _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
 
 class SourceFrame(NamedTuple):
-    """Engines and programs of a source. ``total`` is the number of all programs of the engines that answered;
-    ``programs`` may have fewer, because an engine sends a limited number."""
+    """Engines and programs of a source. ``total`` is the number of all programs of the engines that answered
+    (a lower bound for data-parallel ranks). ``programs`` may have fewer, as an engine limits its answer."""
 
     engines: list[EngineRow]
     programs: list[ProgramRow]
@@ -107,7 +107,8 @@ class EngineLiveSource:
         self._ask = ask
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """Query all engines at once and merge their programs; see ``LiveSource.take``."""
+        """Query all engines at once and merge their programs. ``changed_within_s``: only programs that are
+        active or changed within this many seconds (see ``LiveSource.take``); ``None``: all programs."""
         payload = encode_json({"changed_within_s": changed_within_s})
         started_s = time.monotonic()
         answers = await self._ask("snapshot", payload, SNAPSHOT_TIMEOUT_S)
@@ -155,9 +156,9 @@ class _SharedFrames:
         self._running: asyncio.Task[LiveFrame] | None = None
 
     async def get(self, audience: Audience, within_s: float | None) -> bytes:
-        """Return the encoded frame for an audience. A delta is at most ``interval_s`` old and covers at least
-        the last ``within_s`` seconds. A full frame is at most as old as the pause between two polls. Raises
-        what ``poll`` raises."""
+        """Return the encoded frame for an audience: full if ``within_s`` is ``None``, else perhaps a delta. A
+        delta is at most ``interval_s`` old and covers at least the last ``within_s`` seconds. A full frame is
+        at most as old as the pause between two polls. Raises what ``poll`` raises."""
         frame = self._frame if self._is_fresh(within_s) else None
         if frame is None:
             if self._next is None:
@@ -275,7 +276,8 @@ class LiveHub:
         return Response(frame, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _poll_once(self, within_s: float | None) -> tuple[LiveFrame, float]:
-        """Return a new frame, and the CPU seconds that it took in this process and in the slowest engine."""
+        """Return a new frame, full if ``within_s`` is ``None``, and the CPU seconds that it took in this
+        process and in the slowest engine."""
         found = await self._source.take(within_s)
         busy = time.thread_time()
         self._seq += 1

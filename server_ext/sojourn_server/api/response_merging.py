@@ -40,8 +40,8 @@ def _first_outcome(outcomes: Sequence[EventOutcome]) -> EventOutcome:
 
 
 def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
-    """Return one list of at most ``limit`` programs. If several engines list a program, the entry with the
-    most turns is kept."""
+    """Return one answer with at most ``limit`` programs. If several engines list a program, the entry with
+    the most turns is kept. ``total`` and ``forgotten`` are lower bounds."""
     if len(answers) == 1:
         return dict(answers[0])
     best: dict[str, dict[str, Any]] = {}
@@ -73,7 +73,8 @@ def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
-    """Return the answer that ``merge_program`` selects, without the field ``turns``."""
+    """Return the answer that ``merge_program`` selects, without the field ``turns``; ``None`` if no engine
+    knows the program."""
     best = merge_program(answers)
     return {name: value for name, value in best.items() if name != "turns"} if best is not None else None
 
@@ -86,7 +87,8 @@ def merge_yields(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
-    """Return one list of graphs without duplicates. Each engine gets every graph and may forget some."""
+    """Return one answer, whose list of graphs has no duplicates. Each engine gets all graphs and may forget
+    some."""
     if len(answers) == 1:
         return dict(answers[0])
     known: dict[str, dict[str, Any]] = {}

@@ -23,7 +23,7 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     """Name of the engine in ``LiveFrame.engines``."""
     tenant: str | None
     status: str
-    """Reasoning, acting, gated, ended or expired."""
+    """A value of ``ProgramStatus``: reasoning, acting, gated (its request is held back), ended or expired."""
     name: str | None
     """The program's name, or else its agent type."""
     parent_program_id: str | None
@@ -125,7 +125,7 @@ class LiveFrame(msgspec.Struct, frozen=True, kw_only=True):
 
     v: int = FRAME_VERSION
     seq: int
-    """Number of the frame in its stream."""
+    """Number of the frame. It grows within a stream, with gaps."""
     full: bool
     """Whether all programs were asked for; else the frame is a delta."""
     unix_s: float

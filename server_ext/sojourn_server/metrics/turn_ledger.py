@@ -169,7 +169,8 @@ class TurnTokens(TypedDict):
     new: int
     """Never computed for this program before."""
     tail: int
-    """Computed before, but in a partial block, which is never cached."""
+    """Computed before, but in a partial block, which is never cached, or in a cached block that the engine
+    recomputes on purpose."""
     lost: dict[str, int]
     """Computed before and computed again, by cause."""
 
@@ -199,7 +200,7 @@ class TurnEntry(TypedDict):
     evictor: str | None
     """Program whose request took the first missing block of the prompt."""
     evicted_score: tuple[float, ...] | None
-    """Eviction score of that block's owner when the block was evicted."""
+    """Eviction score of that block's owner at the eviction; ``None``: no block was missing, or no scores."""
     goes_on: float | None
     """Probability of another turn, predicted at the end of this turn."""
     tier: str | None

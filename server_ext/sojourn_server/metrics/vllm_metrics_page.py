@@ -1,6 +1,6 @@
 """Reads an engine's ``/metrics`` page: the size of vLLM's KV pool, and the start time of the process.
 
-Any server may have written the page. A missing or malformed value is therefore ``None``; nothing raises.
+Any server may have written the page, so nothing raises. A missing or malformed size is ``None``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def cache_pool(page: str) -> CachePool:
 
 def process_start_time(page: str) -> str | None:
     """Return the process's start time in Unix seconds, as text without an exponent; ``None`` if the page has
-    none. If the text changes between two pages, the process has restarted."""
+    none. A malformed time is returned unchanged. If the text changes, the process has restarted."""
     found = _STARTED_LINE.search(page)
     if found is None:
         return None

@@ -41,7 +41,7 @@ class AffinityCore(RoutingCore):
     replicas, and ``sharing`` divides the capacity among tenants. ``yielding`` chooses the requests that make
     way for more urgent tenants; if it is ``None``, tenants do not preempt each other. ``order`` is the order
     in which requests wait for capacity; if it is ``None``, they wait in the order of arrival. ``expected``
-    estimates the sizes and turns of programs.
+    estimates the sizes and turns of programs; ``None``: a new estimator.
     """
 
     def __init__(
@@ -147,7 +147,9 @@ class AffinityCore(RoutingCore):
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
         """Restore a snapshot; return the number of programs with a home. The time of each replica's last
-        report is set to ``now``."""
+        report is set to ``now``. ``elapsed_s``: seconds since the snapshot, if its times are on another
+        clock; ``None``: they are on this core's. Raises ``ValueError`` for an invalid state or a used
+        core."""
         if self._number or len(self.fleet) or len(self.programs):
             raise ValueError("this core has replicas or programs already; expected a new one")
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s
@@ -472,8 +474,8 @@ class AffinityCore(RoutingCore):
         return fitting(self.expected.size_tokens(program, context_tokens, most))
 
     def _reset_capacity_needs(self, program: RoutedProgram) -> None:
-        """Mark the program's requests that wait for capacity to be routed again. The program has a home now,
-        so its requests need no further capacity."""
+        """Have the program's requests that wait for any replica routed again. The program has a home now, so
+        these requests need no further capacity."""
         if not program.waiting:
             return
         for request in self.requests.anywhere.of(program):

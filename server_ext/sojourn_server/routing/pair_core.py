@@ -32,7 +32,7 @@ MAX_NODES = 4096
 
 
 class PairCore(RoutingCore):
-    """Routing core in which a pair scheduler chooses the engines.
+    """Routing core in which a pair scheduler (``pairs``; ``None``: the default one) chooses the engines.
 
     ``expects_engines``: whether a supervisor starts missing engines. If True, requests wait for a missing
     engine. If False, a role (prefill or decode) without engines has two effects: new requests are rejected at

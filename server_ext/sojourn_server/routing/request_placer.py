@@ -85,9 +85,10 @@ class RequestPlacer:
     ) -> RoutingDecision:
         """Return the routing policy's decision about a request, without carrying it out.
 
-        ``reserved_replica``: the replica that is reserved for another, late request. In the policy's view,
-        this replica and the replicas where the request failed accept no new programs. ``leaves``: the policy
-        decides as if the program had no home. Raises ``PolicyCallError`` if the policy fails.
+        ``reserved_replica``: the replica that is reserved for another, late request; ``None``: none is. In
+        the policy's view, this replica and the replicas where the request failed accept no new programs.
+        ``leaves``: the policy decides as if the program had no home. Raises ``PolicyCallError`` if the policy
+        fails.
         """
         program = request.program
         shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)
@@ -152,8 +153,8 @@ class RequestPlacer:
 
     def place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
         """Route a request that waits for any replica. If a replica is found, send the request there or add it
-        to the replica's queue. Returns the decision. ``reserved_replica``: as in ``route``; ``None``: no
-        replica is reserved."""
+        to the replica's queue. Returns the decision. ``reserved_replica``: a replica that takes no new
+        program, because it is reserved for another request; ``None``: none is."""
         route = self.route(request, now, reserved_replica)
         if self._fleet.get(route.replica_id) is not None:
             self._requests.take_out(request)

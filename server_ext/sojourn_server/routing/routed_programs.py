@@ -264,7 +264,7 @@ class ResidentPrograms:
     ) -> dict[str, tuple[ResidentProgramGroup, ...]]:
         """Groups of resident programs at each of these replicas, by replica id. Replicas without programs are
         left out. The groups of a replica are sorted by (turns left, past turns). ``but``: a program to leave
-        out of the counts."""
+        out of the counts; ``None``: count all."""
         self._recount_stale(now)
         own = self._counted.get(id(but))
         found = {}

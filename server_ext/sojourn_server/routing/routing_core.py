@@ -70,7 +70,7 @@ class RoutingCore(ABC):
     """State machine that routes the requests of one gateway or one coordinator. Not thread-safe.
 
     ``life`` is an id of this core object. ``changes_since`` needs it, since the versions of two cores cannot
-    be compared.
+    be compared. ``limits``: ``None`` for the defaults.
     """
 
     def __init__(self, limits: RoutingLimits | None = None, life: str = "") -> None:
@@ -132,7 +132,8 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
-        """The ``SendRequest`` with which a request was sent; ``None``: the request waits, or is unknown."""
+        """The ``SendRequest`` with which a request was sent; ``None``: the request waits, is unknown, or was
+        sent to a pair that this core did not choose."""
 
     @abstractmethod
     def replica(self, replica_id: str) -> LeasedReplica | None:
@@ -154,7 +155,8 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def in_flight(self, replica_id: str) -> int:
-        """Number of requests that were sent to a replica and have not ended; 0 for an unknown replica."""
+        """Number of requests that were sent to a replica and have not ended; 0 for an unknown replica. A
+        prefill engine has a request only until the prompt is computed."""
 
     def drain_event(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
         """The event to pass to ``take`` to drain a replica; ``None``: it drains already, or it is not

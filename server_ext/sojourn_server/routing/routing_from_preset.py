@@ -64,8 +64,8 @@ def build_core(
     expects_engines: bool = False,
     life: str = "",
 ) -> RoutingCore:
-    """Build a routing core for these rules. ``expects_engines``: a supervisor starts missing engines (used
-    only for pairs). ``life``: id of the core."""
+    """Build a routing core for these rules. ``limits``: ``None`` for the defaults. ``expects_engines``: a
+    supervisor starts missing engines (used only for pairs). ``life``: id of the core."""
     if isinstance(rules, PrefillDecodeRules):
         return build_pair_core(rules, limits, expects_engines=expects_engines, life=life)
     return build_routing_core(rules, limits, life=life)
@@ -74,8 +74,8 @@ def build_core(
 def build_routing_core(
     preset: ClusterPreset, limits: RoutingLimits | None = None, *, life: str = ""
 ) -> AffinityCore:
-    """Build a core from a cluster preset. The preset's ``send_below_load`` replaces that of ``limits``.
-    ``life``: id of the core."""
+    """Build a core from a cluster preset. The preset's ``send_below_load`` replaces that of ``limits``
+    (``None``: the defaults). ``life``: id of the core."""
     return AffinityCore(
         preset.routing,
         preset.stealing,
@@ -95,9 +95,9 @@ def build_pair_core(
     expects_engines: bool = False,
     life: str = "",
 ) -> PairCore:
-    """Build a core for pairs of a prefill and a decode engine. ``expects_engines``: a supervisor starts
-    missing engines. ``life``: id of the core. Raises ``ValueError`` for an unknown ``read_side``, and for
-    limits out of range."""
+    """Build a core for pairs of a prefill and a decode engine. ``limits``: ``None`` for the defaults.
+    ``expects_engines``: a supervisor starts missing engines. ``life``: id of the core. Raises ``ValueError``
+    for an unknown ``read_side``, and for rules out of range."""
     if rules.read_side not in READ_SIDE_POLICIES:
         raise ValueError(f"read_side is {rules.read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
     pairs = PairScheduler(

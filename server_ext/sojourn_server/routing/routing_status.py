@@ -65,7 +65,9 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 
 class PairEngineStatus(ReplicaStatus, frozen=True, kw_only=True):
-    """Status of a prefill or decode engine. No program has its home there."""
+    """Status of a prefill or decode engine. No program has its home there. A request is in flight at a
+    prefill engine until its prompt is computed. ``room_tokens`` is the KV capacity minus the contexts of the
+    requests in flight, at least 0."""
 
     role: str
     """``prefill`` or ``decode``."""

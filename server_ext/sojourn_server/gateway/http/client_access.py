@@ -77,7 +77,7 @@ class ClientAccess:
             raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
 
     def sees_all(self, request: Request) -> bool:
-        """Whether the request may see data about all tenants together."""
+        """Whether the request may see all tenants' data: it has the admin key, or the gateway has no keys."""
         return request.state.tenant is None or not (self._tenants.checks or self.admin_key is not None)
 
 

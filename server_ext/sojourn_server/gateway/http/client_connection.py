@@ -97,8 +97,8 @@ class AnswerDeadline(asyncio.Protocol):
     request's handler sees a disconnect of the client.
 
     ``_check`` applies while the connection's buffer is full. The end of an answer may stay in a buffer that
-    is not full, and a closed transport waits for it without limit. So ``_check_end`` checks complete answers
-    once per period."""
+    is not full, and a closed transport waits without limit until the client reads it. So ``_check_end``
+    checks complete answers every ``UNREAD_TIMEOUT_S``."""
 
     loop: asyncio.AbstractEventLoop
     transport: Any
@@ -273,8 +273,8 @@ class HeadLimit(asyncio.Protocol):
     _head_bytes = 0
     """Bytes of the URL and of the complete headers of the newest request."""
     _bytes_beside_body = 0
-    """Number of bytes received since the newest request began, since the end of its headers, or since the
-    last part of its body."""
+    """Number of bytes received since the latest of three times: the begin of the newest request, the end of
+    its headers, and the last part of its body."""
 
     def data_received(self, data: bytes) -> None:
         self._bytes_beside_body += len(data)

@@ -117,7 +117,7 @@ def open_session() -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
-        # The engine gets the client's headers, without the library's own.
+        # The engine gets the headers of the query, without the library's own.
         skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
         trust_env=False,
     )

@@ -124,8 +124,9 @@ class EngineMonitor(EngineMonitorProtocol):
         read: Callable[..., EngineDescription] = describe_engine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine_key``: key sent to engines. ``poll_s``: seconds between two polls. ``read``: function that
-        builds an engine's description from its answers. ``clock``: clock in seconds."""
+        """``engine_key``: key sent to engines (``None``: no key). ``poll_s``: seconds between two polls.
+        ``read``: function that builds an engine's description from its answers. ``clock``: time in
+        seconds."""
         self._watched = {
             url: MonitoredEngine(EngineProbe(url, session, key=engine_key, read=read)) for url in urls
         }

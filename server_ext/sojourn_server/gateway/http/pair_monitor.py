@@ -56,8 +56,8 @@ class PairMonitor(EngineMonitor):
         engine_key: str | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        """``roles``: the configured role of the engine at each URL. ``engine_key``: key sent to engines.
-        ``poll_s``: seconds between two polls."""
+        """``roles``: the configured role of the engine at each URL. ``engine_key``: key sent to engines
+        (``None``: no key). ``poll_s``: seconds between two polls."""
         super().__init__(
             roles,
             routing_backend,

@@ -7,7 +7,8 @@ from collections.abc import Collection
 RawHeaders = Collection[tuple[bytes, bytes]]
 
 SESSION = b"x-session-id"
-"""Header of a request, in lower case, with the program's id. The request's hint and body take precedence."""
+"""Header of a request, in lower case, with the program's id. The hint and the body's ``session_id`` take
+precedence."""
 RANK = b"x-data-parallel-rank"
 """Header, in lower case, that chooses a data-parallel rank of an engine."""
 REPLICA = "X-Sojourn-Replica"

@@ -343,7 +343,7 @@ class ProxyRequest:
         return prefilled
 
     async def _post(self, address: ReplicaAddress, passed: RawHeaders, body: bytes) -> EngineAnswer:
-        """Send a body to one engine, with the client's query string. Raises ``ReplicaRequestError``."""
+        """Send a body to one engine, with the client's query string. Raises what ``send_to_engine`` does."""
         query = self._scope.get("query_string", b"")
         target = self._api.value.encode() + (b"?" + query if query else b"")
         if body is self._body:

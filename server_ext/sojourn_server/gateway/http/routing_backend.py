@@ -179,7 +179,7 @@ class LocalRoutingBackend:
         self._rate_limited_log = RateLimitedLog(logger, clock)
 
     def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
-        """Submit a request."""
+        """Submit a request. The returned queue receives the core's decisions until ``close``."""
         decisions = self._queues[asked.request_id] = RequestDecisionQueue(asked.request_id)
         self.tell(asked)
         return decisions

@@ -91,8 +91,9 @@ def build_prefill_decode_gateway(
     """Build a gateway in front of prefill and decode engines; return it with its ASGI application.
 
     ``prefill``, ``decode``: URLs of the engines. ``rules``: how pairs are chosen; ``None``: the defaults of
-    ``PrefillDecodeRules``. ``poll_s``: seconds between two polls of an engine. Raises ``ValueError`` if URLs
-    are missing or repeated, and for wrong rules.
+    ``PrefillDecodeRules``. ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``:
+    seconds between two polls of an engine. Raises ``ValueError`` if URLs are missing or repeated, and for
+    wrong rules.
     """
     rules = rules or PrefillDecodeRules()
     core = build_pair_core(rules, limits)

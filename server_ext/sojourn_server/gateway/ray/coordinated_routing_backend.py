@@ -179,7 +179,7 @@ class CoordinatedRoutingBackend:
         return None
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant: used capacity ÷ share, as of the last call of ``replicas``."""
+        """By tenant: used capacity ÷ share, as of the last call of ``replicas``; empty before."""
         return self._uses
 
     def probed(self, replica_id: str, instance: str, alive: bool) -> None:

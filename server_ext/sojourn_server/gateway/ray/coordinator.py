@@ -402,8 +402,9 @@ class Coordinator:
         self._pass_on(actions, gateway_id)
 
     def _pass_on(self, actions: Sequence[routing_events.AnyRoutingAction], gateway_id: str | None) -> None:
-        """Send each action to the gateway that it concerns. A ``ProbeReplica`` starts a vote. While a vote
-        runs, the action is not sent again."""
+        """Send each action to the gateway that it concerns. A ``ProbeReplica`` starts a vote on its replica.
+        While that vote runs, the action is not sent again. ``gateway_id``: the gateway that reported the
+        event; ``None``: no gateway reported it."""
         for action in actions:
             if isinstance(action, routing_events.ProbeReplica) and not self._liveness_votes.begin(
                 action.replica_id, action.instance, self.post.gateways, self._clock()

@@ -52,7 +52,8 @@ def wanted_engines(
     one after each ``shrink_after_s`` of low demand.
 
     ``programs_tokens``: total size of programs with a home, and of programs that wait for capacity.
-    ``engine_tokens``: KV capacity of one engine in all tiers; 0: unknown. ``before``: the last decision."""
+    ``engine_tokens``: KV capacity of one engine in all tiers; 0: unknown, so the number stays within
+    ``limits`` but unchanged otherwise. ``before``: the last decision."""
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if engine_tokens <= 0:
         return AutoscaleDecision(engines)

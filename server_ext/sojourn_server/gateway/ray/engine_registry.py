@@ -154,7 +154,8 @@ class EngineRegistry:
     def _shown(
         self, place: ReplicaInfo, core: RoutingCore, routing: RoutingPolicy | None, now: float
     ) -> ReplicaInfo | None:
-        """A replica's entry in the list for gateways; ``None``: the replica gets no requests."""
+        """A replica's entry in the list for gateways; ``None``: the replica gets no requests. ``routing``:
+        the policy of an affinity core."""
         health = core.health(place.replica_id)
         if health is None:
             return None

@@ -193,7 +193,7 @@ class OpenRequests(Mapping[str, OpenRequest]):
         now: float,
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Decide to which of the ``usable`` replicas a request goes; with prefill and decode engines, to
-        which pair. ``sent``: number of requests per replica."""
+        which pair (``None``: to none yet). ``sent``: number of requests per replica."""
         if any(place.paths is not None for place in places.values()):
             return self._choose_pair(one, usable, sent, now)
         chosen = min(
@@ -215,8 +215,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         self, one: OpenRequest, usable: Sequence[ReplicaInfo], sent: Mapping[str, int], now: float
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Choose the usable prefill engine and decode engine with the fewest requests of this gateway. The
-        prefill engine's node reads all stored KV. Without a usable engine of one role, the result
-        is that of ``_reject_if_waited_too_long``."""
+        prefill engine's node reads all stored KV. Without a usable engine of one role, reject the request if
+        it has waited for ``MAX_WAIT_WITHOUT_REPLICA_S``, else return ``None``."""
         chosen: dict[PairRole, ReplicaInfo] = {}
         for place in sorted(usable, key=lambda place: (not place.takes_new, sent[place.replica_id])):
             if place.paths is not None:

@@ -163,9 +163,9 @@ class RayConfig:
     max_waiting: int = 20_000
     """Maximum number of waiting requests (``RoutingLimits.most_waiting``)."""
     wait_s: float = 600.0
-    """Maximum seconds that a request waits."""
+    """Maximum seconds that a request waits; then it is rejected."""
     silent_program_s: float = SILENT_PROGRAM_S
-    """Seconds without an event after which a program is forgotten."""
+    """Seconds without an event after which a program without open requests is forgotten."""
     address: str = "local"
     """Address of a running Ray cluster. ``local`` starts a cluster on this machine, which ends with the
     command."""
