@@ -74,7 +74,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     """If ``running``, the turn has not ended, and its numbers are those of now."""
     text: str
-    """One paragraph."""
+    """The explanation in words, one paragraph."""
     before: GapBefore
     seconds: TurnSeconds
     first_token_s: float | None

@@ -193,7 +193,7 @@ class TurnEntry(TypedDict):
     leased: bool
     """Whether the program had a lease when the request arrived."""
     lease_ttl_s: float | None
-    """TTL of the lease granted at the end of the turn."""
+    """TTL of the lease granted at the end of the turn; ``None``: no lease."""
     preemptions: int
     recomputed_after_preemption_tokens: int
     output_tokens: int
@@ -202,7 +202,7 @@ class TurnEntry(TypedDict):
     evicted_score: tuple[float, ...] | None
     """Eviction score of that block's owner at the eviction; ``None``: no block was missing, or no scores."""
     goes_on: float | None
-    """Probability of another turn, predicted at the end of this turn."""
+    """Probability of another turn, predicted at the end of this turn; ``None``: not predicted."""
     tier: str | None
     """Source of ``goes_on``: hints, inferred or cold. It is not a memory tier."""
     p_reuse: float | None
@@ -233,7 +233,7 @@ class TurnRecord:
     """Eviction score of that block's owner when the block was evicted; ``None`` if the eviction policy has no
     scores. The lowest score is evicted first."""
     continuation_probability: float | None = None
-    """Probability of another turn, predicted at the end of this turn."""
+    """Probability of another turn, predicted at the end of this turn; ``None``: not predicted."""
     prediction_source: str | None = None
     """Source of ``continuation_probability``, a ``PredictionSource``: hints, inferred or cold."""
     p_reuse: float | None = None

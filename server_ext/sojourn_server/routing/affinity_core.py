@@ -148,8 +148,8 @@ class AffinityCore(RoutingCore):
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
         """Restore a snapshot; return the number of programs with a home. The time of each replica's last
         report is set to ``now``. ``elapsed_s``: seconds since the snapshot, if its times are on another
-        clock; ``None``: they are on this core's. Raises ``ValueError`` for an invalid state or a used
-        core."""
+        clock; ``None``: they are on this core's. Raises ``ValueError`` for an invalid state, or if this core
+        has replicas or programs."""
         if self._number or len(self.fleet) or len(self.programs):
             raise ValueError("this core has replicas or programs already; expected a new one")
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s

@@ -9,7 +9,8 @@ The oldest request of a tenant's queue is late in three cases:
 
 - It arrived at least ``patience_s`` seconds ago.
 - At least ``patience`` other requests were admitted since it became the oldest.
-- It arrived at least ``late_s`` seconds ago. This is half of the time that a request may wait.
+- It arrived at least ``late_s`` seconds ago. This is half of the time that a request may wait. It matters if
+  ``patience_s`` is longer, or counts from a later time (see the last paragraph).
 
 The time since arrival includes time at a replica that lost the request. For a late request, the replica with
 the most free capacity is reserved. That replica accepts no other program until it has enough capacity for the
@@ -53,11 +54,10 @@ is reserved), and ``now``."""
 class CapacityQueue:
     """Routes the requests of the waiting queue ``queue`` when a replica has capacity.
 
-    A request is late after ``patience_s`` seconds, or after ``patience`` other requests were admitted. It is
-    always late ``late_s`` seconds after its arrival. ``by_arrival``: whether the queue is in order of
-    arrival. ``reserved_replica``: id of the replica that is reserved for a late request; ``None``: no replica
-    is reserved. ``admitted_count``: number of requests that got a replica so far, including new ones that did
-    not wait.
+    ``patience_s``, ``patience`` and ``late_s`` define when a request is late (see the module's docstring).
+    ``by_arrival``: whether the queue is in order of arrival. ``reserved_replica``: id of the replica that is
+    reserved for a late request; ``None``: no replica is reserved. ``admitted_count``: number of requests that
+    got a replica so far, including new ones that did not wait.
     """
 
     def __init__(

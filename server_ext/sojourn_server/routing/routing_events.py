@@ -150,8 +150,8 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     request_id: str
     output_tokens: int = 0
     replica_id: str | None = None
-    """The replica at which the request ended. ``None``: it ended wherever it was, waiting or sent, as when the
-    client gives up."""
+    """The replica at which the request ended. ``None``: it ended wherever it was, waiting or sent, as when
+    the client gives up."""
     answered: bool | None = True
     """Whether the request was answered with status 200, completely or in part. ``None``: unknown. An
     ``AffinityCore`` then counts the request as answered if the client has the first byte. A ``PairCore``

@@ -388,7 +388,7 @@ class RoutingPreemption:
         for_capacity: bool,
     ) -> PreemptionPlan | None:
         """Ask the policy which of ``others`` make way for ``blocked``, and return the plan; ``None``: none of
-        them does."""
+        them does. ``for_capacity``: whether ``blocked`` waits for KV capacity."""
         if not others:
             return None
         tenants = self._tenants

@@ -225,7 +225,8 @@ class ProgramEventRecords:
     def _record_tool_event(
         self, record: ProgramEventRecord, event: ToolStart | ToolStop, kept: RecordedEvent, delivered: bool
     ) -> None:
-        """Record the start or end of a tool. ``kept``: the record of ``event``."""
+        """Record the start or end of a tool. ``kept``: the record of ``event``. ``delivered``: whether an
+        engine receives the event now."""
         call, starts = event.call_id, isinstance(event, ToolStart)
         if not starts:
             record.tools.pop(call, None)

@@ -352,7 +352,8 @@ class ProxyRequest:
             return await send_to_engine(self._shared.connections, address, target, passed, body)
 
     def _report_replica_failure(self, replica_id: str, why: str, *, computing: bool) -> None:
-        """Log that a replica did not answer, and report this to the core."""
+        """Log that a replica did not answer, and report this to the core. ``computing``: whether the replica
+        had accepted the request."""
         logger.warning("replica %s did not answer a request: %s", replica_id, why)
         self._shared.routing_backend.tell(
             routing_events.RequestFailed(self.decisions.request_id, replica_id, computing=computing)

@@ -269,7 +269,7 @@ class RayEngineMonitor(EngineMonitorProtocol):
         engine_key: str | None,
         groups: Sequence[EngineGroup] = (),
     ) -> None:
-        """``groups``: the engines that Ray is to run."""
+        """``engine_key``: key sent to engines; ``None``: no key. ``groups``: engines that Ray is to run."""
         self._routing_backend = routing_backend
         self._groups = groups
         self._session = session
