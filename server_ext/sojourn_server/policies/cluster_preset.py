@@ -113,8 +113,8 @@ def read_cluster_preset(path: Path, *, allowed_modules: str = "") -> ClusterPres
 def parse_cluster_preset(text: str, *, source: str, own: CustomClassLoader | None = None) -> ClusterPreset:
     """Build a cluster preset from TOML. ``extends = "NAME"`` starts from a shipped preset.
 
-    ``source`` is the name of the text in error messages. ``own`` loads classes named as ``module:Class``.
-    Raises ``PresetError``.
+    ``source`` is the name of the text in error messages. ``own`` loads classes named as ``module:Class``;
+    without it, only shipped classes are allowed. Raises ``PresetError``.
     """
     document = _PRESETS.document(text, source)
     send_below_load = number_option(document, "send_below_load", math.inf, source)

@@ -22,7 +22,7 @@ class FinishedTurnView:
 
     program_id: ProgramId
     tool: str | None
-    """History key of the tool that the output calls; ``None``: the output calls no tool."""
+    """History key of the tool that the output calls, e.g. ``bash:pytest``; ``None``: it calls no tool."""
     context_tokens: int
     kv_blocks: int
     reload_s: float
@@ -101,6 +101,7 @@ class ReclaimRequest:
     """A request that needs blocks, as input of the lease reclaim policy."""
 
     program_id: ProgramId | None
+    """``None``: the request belongs to no program. Then ``program_rank`` is the request's own rank."""
     program_rank: int
     blocks: int
     """Estimated number of missing blocks, at least 1."""

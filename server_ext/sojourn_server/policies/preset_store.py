@@ -90,8 +90,8 @@ class PresetStore:
     def policies(
         self, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
     ) -> dict[str, Any]:
-        """Build the policy of each question for a parsed preset, ``document``, as ``build`` does. Returns
-        question → policy. Raises ``PresetError``."""
+        """Call ``build`` for each question, with the same arguments. Returns question → policy. Raises
+        ``PresetError``."""
         return {question: self.build(question, document, source, own) for question in self.classes}
 
     def build(
@@ -100,7 +100,8 @@ class PresetStore:
         """Build the policy that a parsed preset, ``document``, names for a question.
 
         ``source`` is the name of the document in error messages. ``own`` loads classes named as
-        ``module:Class``. Raises ``PresetError``, also for invalid options of the policy.
+        ``module:Class``; ``None``: only shipped classes are allowed. Raises ``PresetError``, also for invalid
+        options of the policy.
         """
         chosen = document.get(question, self.default_policies.get(question))
         if isinstance(chosen, str):

@@ -11,9 +11,9 @@ else:
     import tomli as tomllib
 
 MAX_TOML_CHARS = 4 << 20
-"""Maximum length of a TOML text. A profile with thousands of measured steps has a tenth of that."""
+"""Maximum length of a TOML text; ``load_toml`` rejects more. Large engine profiles have a tenth of that."""
 MAX_KEY_PARTS = 1000
-"""Maximum number of parts of a dotted key. The parser's work grows with the square of this number."""
+"""Maximum number of parts of a dotted key; ``load_toml`` rejects more. Parsing time is quadratic in it."""
 _MAX_INTEGER = 2**63
 
 

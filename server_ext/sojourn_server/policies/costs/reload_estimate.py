@@ -104,7 +104,7 @@ class StepTimeEstimator:
 
     @property
     def prefill_share(self) -> float:
-        """Share of the time of recent steps that computing prompts took, 0 to 1."""
+        """Share of the time of recent steps that computing prompts took, 0 to 1; 0 before any step."""
         return self._prefill_s / self._busy_s if self._busy_s else 0.0
 
     @property
@@ -142,10 +142,10 @@ class HostLink:
 
     def observe_loads(self, s_per_token: float | None, queued_s: float | None = None) -> None:
         """Store measurements of copies to the device: ``s_per_token``, seconds to copy a token's KV, and
-        ``queued_s``, seconds that queued copies take. ``None``: not measured.
+        ``queued_s``, seconds that queued copies take. With ``None``, the earlier ``queued_s`` stays.
 
-        Without a measured ``s_per_token``, the assumed speed applies again. Otherwise a link that was slow
-        once would be avoided for ever."""
+        Without a measured ``s_per_token`` (``None``), the assumed speed applies again. Otherwise a link that
+        was slow once would be avoided for ever."""
         self._load_s_per_token = s_per_token
         if queued_s is not None:
             self.loads_queued_s = queued_s
@@ -185,8 +185,8 @@ def restore_s(compute_s: float, copy_s: float | None) -> float:
     is PrefillReload(r) of Continuum §4.1.
 
     ``compute_s``: seconds to compute the context; 0.0 if unknown. ``copy_s``: seconds to copy the context
-    back, including the wait for queued copies; 0.0 if unknown (then the result is 0.0 too), ``None`` without
-    a tier below the device.
+    back, including the wait for queued copies. ``None``: no tier below the device, or its speed is unknown;
+    then the result is ``compute_s``. With ``copy_s`` 0.0, the result is 0.0.
     """
     if copy_s is None:
         return compute_s

@@ -62,8 +62,8 @@ def expected_growth_tokens(
     """Tokens by which the program's context is expected to grow, at most up to ``max_context_tokens``.
 
     ``turns_ahead``: number of turns to look ahead. ``None``: look ahead until the program ends, at least one
-    turn. With ``None``, a context that was longer before is expected to reach its former length again. For
-    example, a parent's context is shorter while its sub-agents run. ``prior_turns`` and ``prior_growth`` (a
+    turn. With ``None``, a context that was longer before is expected to reach its former length again, since
+    the program may run a shorter branch now, such as a sub-agent. ``prior_turns`` and ``prior_growth`` (a
     share of the first prompt) apply until ``seen`` has enough observations; ``None``: ``PRIOR_TURNS`` and
     ``PRIOR_GROWTH``.
     """

@@ -38,17 +38,18 @@ class OutputLengthView(NamedTuple):
     """Lengths in tokens of finished outputs, ascending: outputs of this agent type after the same tool. If
     these are too few, all outputs of this agent type; if these are too few as well, all outputs."""
     hinted_tokens: int | None = None
-    """Total output length in tokens that the client announced."""
+    """Total output length in tokens that the client announced; ``None``: no hint."""
     hint_error: float | None = None
     """Error of hints for the request's agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
     network_prediction: RemainingTokens | None = None
     """Remaining tokens predicted by a network from hidden states: each value of its last prediction minus the
-    tokens generated since then. Values that would be 0 or less are left out."""
+    tokens generated since then. Values that would be 0 or less are left out. ``None``: no prediction."""
     prediction_error: float | None = None
     """Error of the network's predictions of remaining tokens: mean |ln(actual ÷ predicted)|; ``None``: too
     few samples."""
     baseline_error: float | None = None
-    """Error of predictions without the network, for the same outputs at the same positions."""
+    """Error of predictions without the network, for the same outputs at the same positions; ``None``: too
+    few samples."""
 
 
 class RemainingTokensPolicy(Protocol):
@@ -113,7 +114,8 @@ class SurvivalPrediction:
     ``min_outputs`` finished outputs.
 
     With ``hints``, a client's hint replaces the prediction while hints for the agent type are more accurate
-    than the median of the lengths. Raises ``ValueError`` for numbers out of range.
+    than always predicting the median length. With too few finished outputs for a median, a hint also counts.
+    Raises ``ValueError`` for numbers out of range.
     """
 
     min_outputs: int = MIN_OUTPUTS

@@ -71,8 +71,7 @@ class ProgramsWithKv:
 
     def growth_within(self, most_blocks: int) -> float:
         """Sum over all programs, in blocks: each program's predicted growth, but at most ``most_blocks``,
-        times the share of its time in which it reasons. For example, a program that waits for a person most
-        of the time grows slowly."""
+        times the share of its time in which it reasons, because a context grows only then."""
         if self._growth_sums is None:
             grown = accumulate(share * growth for growth, share in self._growths)
             self._growth_sums = ([*grown], [*accumulate(share for _, share in self._growths)])

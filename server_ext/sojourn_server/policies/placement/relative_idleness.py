@@ -185,7 +185,7 @@ class RelativeIdlenessPlan(PlacementPlan):
     # -- the device ---------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Promote ready programs until no rule allows another promotion."""
+        """Promote ready programs until no rule allows another promotion, in at most ``LOOKAHEAD`` rounds."""
         for _ in range(LOOKAHEAD):
             if not (
                 self._fill_device()

@@ -93,8 +93,8 @@ class ResidencyPricePlacement:
     tick_s: float = 1.0
     idle_tick_s: float = 0.25
     reserve: float = 0.7
-    """Share of contexts' predicted growth that is reserved: in all tiers together always, on the device right
-    after a loss of KV."""
+    """Largest share of contexts' predicted growth that is reserved: on the device right after a loss of KV,
+    in all tiers together if the lower tiers are at least as large as the device."""
     relax_s: float = 600.0
     """Seconds after the last loss of KV within which the share reserved on the device shrinks evenly to 0;
     ``inf``: it does not shrink."""

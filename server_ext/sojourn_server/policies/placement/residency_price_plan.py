@@ -56,15 +56,16 @@ class ResidencyPricePlan(PlacementPlan):
         self._exchanges = 0
         """Number of exchanges in this answer, at most ``LOOKAHEAD``."""
         self._acting: Ranking | None = None
-        """Acting programs on the device, by the value of holding their KV; ``None`` until first used."""
+        """Acting programs on the device, by the value of holding their KV, the lowest first; ``None`` until
+        first used."""
         self._by_size: list[tuple[int, ProgramId]] = []
         """(context blocks, id) of each program that was in ``_acting``, the smallest context first."""
         self._acting_room = (0, 0)
         """Free blocks in host memory and on disk when the values in ``_acting`` were computed."""
         self._with_kv = ProgramsWithKv(policy, view, now)
         self._droppable: Ranking | None = None
-        """Acting programs of all tiers, by the value per block that is lost if their KV is dropped; ``None``
-        until first used."""
+        """Acting programs of all tiers, by the value per block that is lost if their KV is dropped, the
+        lowest first; ``None`` until first used."""
 
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
@@ -380,8 +381,8 @@ class ResidencyPricePlan(PlacementPlan):
     def _destination(
         self, program: ProgramTierView, tier: Tier = Tier.DEVICE, free: Mapping[Tier, int] | None = None
     ) -> Tier:
-        """The highest tier below ``tier`` with room for the program's context. ``free``: free blocks by
-        tier, by default those of this plan."""
+        """The highest tier below ``tier`` with room for the program's context; ``WAITING`` if none has room.
+        ``free``: free blocks by tier, by default those of this plan."""
         free = self._free if free is None else free
         for below in (Tier.HOST, Tier.DISK)[tier is Tier.HOST :] if tier is not Tier.DISK else ():
             if 0 < program.context_blocks <= free[below]:

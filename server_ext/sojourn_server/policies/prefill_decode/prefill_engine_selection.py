@@ -14,10 +14,10 @@ class PrefillSelectionLimits:
     """Limits for the selection, the paper's α and β.
 
     In the paper, both limits are token counts: α is what a node reads within a fixed time, and β what an
-    engine computes within a fixed time. Both times are illegible in the text available to us; we chose 3 s
-    and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count, a time, or both
-    (then the lower limit applies). The measured speed of the engines converts the time to tokens. Raises
-    ``ValueError`` for limits < 0, and for ``most_tokens_s`` of 0.
+    engine computes within a fixed time. Both times are illegible in the text available to us; router and
+    simulator use 3 s and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count,
+    a time, or both (then the lower limit applies). The measured speed of the engines converts the time to
+    tokens. Raises ``ValueError`` for limits < 0, and for ``most_tokens_s`` of 0.
     """
 
     short_queue_s: float = 3.0

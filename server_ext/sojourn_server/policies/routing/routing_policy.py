@@ -11,8 +11,9 @@ from .replica_views import ReplicaView, RoutingDecision, RoutingView
 class RoutingPolicy(Protocol):
     """Chooses the replica for a request.
 
-    ``replicas`` are all registered replicas, in the order of registration. A replica with ``takes_new`` False
-    serves only programs whose home it is. A policy may have three more attributes:
+    ``replicas`` are all registered replicas (but see ``reads_residents``), in order of registration. A
+    replica with ``takes_new`` False serves only programs whose home it is. A policy may have three more
+    attributes:
 
     - ``reads_residents``: if true, the policy gets ``RoutingView.residents`` and ``turns_left`` for programs
       without KV. For these programs, ``replicas`` has only the few replicas with the most free memory.
