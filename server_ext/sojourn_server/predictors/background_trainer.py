@@ -55,8 +55,8 @@ class BackgroundTrainer:
     """Runs the length trainer of one engine in a thread.
 
     The engine sends messages to the thread with ``queue_hidden_states`` and ``ended``, and fetches
-    predictions with ``take_predictions``. Only ``stop`` waits for the thread. After an error the thread ends
-    and there are no more predictions, but the engine goes on.
+    predictions with ``take_predictions``. Only ``stop`` waits for the thread's work. After an error the
+    thread ends and there are no more predictions, but the engine goes on.
 
     ``points`` is the number of values in a prediction. The weights are loaded from ``file`` and saved to it;
     ``None``: neither loaded nor saved. ``share`` is the thread's share of one core. Raises ``WeightsError``

@@ -25,7 +25,8 @@ from sojourn.wire_codec import (
 from sojourn.wire_events import AegGraph
 
 TYPES_PER_GRAPH = 4
-"""Maximum number of stored agent types, as a multiple of ``max_graphs``. Several types can share a graph."""
+"""Maximum number of stored agent types, as a multiple of ``max_graphs``; the least recently used are
+dropped. Several types can share a graph."""
 
 
 class GraphError(InputError):
@@ -42,7 +43,8 @@ class KnownGraph:
     _following: dict[str, tuple[tuple[str, float], ...]] = field(default_factory=dict, repr=False)
 
     def following(self, node: str) -> tuple[tuple[str, float], ...]:
-        """Return the successors of ``node``, with probabilities that sum to one. The result is cached."""
+        """Return the successors of ``node``, with probabilities that sum to one; empty if it has none.
+        Cached."""
         found = self._following.get(node)
         if found is None:
             found = tuple(self.aeg.following(node).items())

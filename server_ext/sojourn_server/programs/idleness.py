@@ -24,7 +24,7 @@ WINDOW_CYCLES = 5
 """k of eq. 1: number of newest cycles that count; 5 in all of the paper's experiments."""
 
 MAX_INTERVAL_S = 1e9
-"""Maximum length of a counted interval in seconds, so that a clock jump cannot make the sums infinite."""
+"""Longer intervals count as this many seconds, so that a clock jump cannot make the sums infinite."""
 
 
 class IdlenessPhase(str, Enum):

@@ -16,7 +16,7 @@ LENGTHS_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
 
 MAX_OUTPUT_TOKENS = 2**53
-"""Maximum output length in tokens; floats are exact up to this number."""
+"""Maximum output length in tokens that ``observe`` accepts; floats are exact up to this number."""
 
 LengthKey = tuple[str | None, str | None]
 """Agent type, and the tool that was called before the output; ``None``: unknown."""

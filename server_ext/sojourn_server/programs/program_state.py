@@ -31,7 +31,7 @@ _DECAY = 0.5 ** (1.0 / HALF_LIFE)
 
 @dataclass(slots=True)
 class RunningTool:
-    """A tool call in progress."""
+    """A tool call in progress. A field is ``None`` if the client did not give it."""
 
     key: str
     """History key, e.g. ``bash:pytest``."""
@@ -177,7 +177,7 @@ class HintReliability:
 @dataclass(slots=True)
 class ProgramState:
     """One agent run, from its first to its last LLM request. Times are seconds on the engine's monotonic
-    clock."""
+    clock. ``None`` means unknown or absent, unless the field says otherwise."""
 
     id: ProgramId
     rank: int
@@ -319,6 +319,6 @@ class ProgramState:
         return min(self.tools.values(), key=lambda tool: tool.started_s, default=None)
 
     def tool_now(self) -> str | None:
-        """History key of ``running_tool``, or else ``pending_tool``."""
+        """History key of ``running_tool``, or else ``pending_tool``; ``None`` without either."""
         tool = self.running_tool()
         return tool.key if tool is not None else self.pending_tool

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 MAX_FLOAT = sys.float_info.max
 """The largest float. JSON may hold larger integers, which cannot become floats."""
 MAX_TURNS = 2**31
-"""Maximum number of turns of a program in a saved history."""
+"""Maximum number of turns of a program in a saved history; ``restore`` rejects more."""
 MAX_SAMPLES = 20_000
-"""Maximum number of durations kept for all tools together."""
+"""Maximum number of durations kept for all tools together; the newest are kept."""
 
 HISTORY_VERSION = 1
 """Version of the documents that ``snapshot`` writes and ``restore`` reads."""
@@ -78,8 +78,9 @@ class ToolHistory:
         return len(self.durations(key))
 
     def durations(self, key: str | None = None) -> Sequence[float]:
-        """The durations of the tool ``key`` in seconds, ascending; those of all tools if ``key`` is ``None``.
-        The result is a live view, not a copy. Read it at once, and do not keep or change it."""
+        """The durations of the tool ``key`` in seconds, ascending; empty for an unknown tool. If ``key`` is
+        ``None``, those of all tools. The result is a live view, not a copy. Read it at once, and do not keep
+        or change it."""
         if key is None:
             return self._all.ordered
         samples = self._tools.get(key)
@@ -186,7 +187,7 @@ class TurnHistory:
 
     @classmethod
     def restore(cls, document: Mapping[str, Any], max_programs: int = 1000) -> TurnHistory:
-        """Restore a history from a ``snapshot``, with at most ``max_programs`` programs. Raises
+        """Restore a history from a ``snapshot``, with the newest ``max_programs`` programs. Raises
         ``ValueError`` for other documents."""
         history = cls(max_programs)
         for turns in _checked(document, "turns", list)[-max_programs:]:

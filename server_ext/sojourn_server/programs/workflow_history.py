@@ -24,8 +24,8 @@ REPLY_STEP = "(reply)"
 MAX_STEPS = 256
 """Maximum number of steps kept per program. The history learns a longer program in pieces."""
 MAX_UNCONFIRMED_TYPES = 4096
-"""Maximum number of unconfirmed agent types. A type named by a prompt hash is unconfirmed after its first
-program, whose steps are not learned. The second program confirms the type."""
+"""Maximum number of unconfirmed agent types; the oldest is dropped. A type named by a prompt hash is
+unconfirmed after its first program, whose steps are not learned. The second program confirms the type."""
 
 OBSERVATIONS_VERSION = 1
 NEWEST_WEIGHT = 0.2
@@ -227,7 +227,7 @@ def agent_type_name(program: ProgramState) -> str:
 
 
 def step_name(tool: str | None) -> str:
-    """Name of the step of a turn that called ``tool``. Tools with a reserved name get a suffix."""
+    """Name of the step of a turn that called ``tool``; ``REPLY_STEP`` for ``None``. Reserved names get a suffix."""
     if not tool:
         return REPLY_STEP
     return f"{tool} (tool)" if tool in (START, END, REPLY_STEP) else tool

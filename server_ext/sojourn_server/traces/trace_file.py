@@ -15,7 +15,7 @@ from .atomic_files import write_atomically
 from .trace_schema import TraceError, TraceProgram, check_program
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
-"""Maximum length of a line (one program) in bytes. Decoding needs about ten times as much memory."""
+"""Maximum length of a line (one program) in bytes; readers reject more. Decoding takes ten times as much."""
 
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _decoder = msgspec.json.Decoder(TraceProgram)

@@ -32,7 +32,7 @@ class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One LLM call."""
+    """One LLM call. ``None``: the source does not record the field, or it does not apply."""
 
     prompt_tokens: int
     """Length of the whole prompt."""
@@ -112,7 +112,7 @@ ASSUMED_DECODE_S = 0.02
 
 
 class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One agent session, or one sub-agent of it."""
+    """One agent session, or one sub-agent of it. ``None``: the field is not recorded, or does not apply."""
 
     program_id: str
     turns: tuple[TraceTurn, ...]
@@ -162,9 +162,9 @@ def replayed_id(program_id: str) -> str:
 
 _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
 MAX_SECONDS = 1e9
-"""Longest time in a trace: 31 years. Adding milliseconds to a much longer time would not change it."""
+"""Longest time that ``check_program`` accepts: 31 years. A millisecond added to much more would be lost."""
 MAX_TOKENS = 2**31
-"""Maximum number of tokens of a prompt or an output. A simulation's memory grows with it."""
+"""Maximum tokens of a prompt or output that ``check_program`` accepts. A simulation's memory grows with it."""
 _TOKENS = (
     "prompt_tokens",
     "output_tokens",

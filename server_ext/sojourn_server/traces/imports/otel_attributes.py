@@ -54,7 +54,8 @@ _AGENT_NAME = ("gen_ai.agent.name", "agent.name", "graph.node.name", "traceloop.
 
 
 class SpanTokenUsage(NamedTuple):
-    """Token counts of one model call."""
+    """Token counts of one model call. ``cached``: prompt tokens from the provider's cache; ``None``: not
+    reported."""
 
     prompt: int
     output: int

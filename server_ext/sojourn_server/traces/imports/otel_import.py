@@ -186,7 +186,7 @@ class _SpanAssigner:
         return None if parent is None else self._scope(parent)
 
     def _scope(self, span: OtelSpan) -> _AgentRun | None:
-        """Return the run to which spans inside ``span`` belong."""
+        """Return the run to which spans inside ``span`` belong; ``None``: they have no run yet."""
         chain: list[OtelSpan] = []
         at: OtelSpan | None = span
         while at is not None and at.key not in self._scopes:
@@ -198,7 +198,7 @@ class _SpanAssigner:
         return scope
 
     def _entered(self, span: OtelSpan, around: _AgentRun | None) -> _AgentRun | None:
-        """Return the run to which spans inside ``span`` belong, if ``span`` itself is inside ``around``."""
+        """Return ``_scope(span)``. ``around`` is the scope of the span's parent."""
         kind = self._kinds[span.key]
         if kind not in _SCOPE_KINDS:
             return around
