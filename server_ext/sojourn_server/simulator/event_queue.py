@@ -35,7 +35,7 @@ the FIFO that contains the event or ``None``, whether this is a background event
 
 class EventQueue:
     """Callbacks with due times in virtual seconds. Callbacks with equal due times run in the order of
-    scheduling. ``now_s`` is the due time of the running event."""
+    scheduling. ``now_s`` is the due time of the latest event, or a later argument of ``run_due_events``."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

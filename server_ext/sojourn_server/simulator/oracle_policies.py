@@ -67,19 +67,18 @@ class ProgramWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OraclePlacement(ResidencyPricePlacement):
-    """The placement policy of the preset ``sojourn``, with exact remaining work instead of predictions.
-
-    The worth of a program is the mean service of all programs ÷ the service that this program has left.
-    Programs that are ready to run, new or returning, are admitted in ascending order of device blocks ×
-    service left."""
+    """The placement policy of the preset ``sojourn``, with exact remaining work instead of predictions."""
 
     work: ProgramWork
 
     def worth(self, program: ProgramTierView) -> float:
+        """Mean service of the programs so far ÷ the service that this program has left; 1 if it is over."""
         left_s = self.work.left_s(program.program_id)
         return 1.0 if left_s is None else self.work.mean_s / left_s
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
+        """Sort key: first ready programs, new or returning, by device blocks × service left, the lowest
+        first; then programs that are not ready."""
         left_s = self.work.left_s(program.program_id) or 0.0
         behind = program.activity is not ProgramActivity.READY
         order = self.device_blocks(program) * left_s

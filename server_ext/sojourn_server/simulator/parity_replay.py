@@ -93,7 +93,7 @@ class ParityReport:
     ended: str | None
     """Recorded reason for the end; None if the recording stops without an end record."""
     difference: ParityDifference | None
-    """The first difference; the replay stops there."""
+    """The first difference, at which the replay stops; ``None``: there is none."""
     wall_s: float
 
     @property

@@ -9,7 +9,7 @@ SLO_FACTOR = 1.5
 
 
 class TurnLog(msgspec.Struct, kw_only=True):
-    """One LLM request."""
+    """One LLM request. A time is ``None`` if its event has not occurred."""
 
     program_id: str
     turn: int
@@ -76,7 +76,7 @@ class TurnLog(msgspec.Struct, kw_only=True):
 
 
 class ProgramLog(msgspec.Struct, kw_only=True):
-    """One program: its turns, and the times of its arrival and end."""
+    """One program: its turns, and the times of its arrival and end. ``finished_s`` ``None``: unfinished."""
 
     program_id: str
     trace_id: str
@@ -147,7 +147,7 @@ class RunLog(msgspec.Struct, kw_only=True):
     trace: str
     seed: int
     loop: str
-    """``closed`` or ``open``."""
+    """``closed`` or ``open``; in a closed loop, ``rate_per_s`` is ``None``."""
     rate_per_s: float | None = None
     pool_blocks: int = 0
     host_blocks: int = 0

@@ -49,7 +49,7 @@ class SimulatedOutputs:
         self._calls.pop(id(token_ids), None)
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
-        """The tool calls of an output."""
+        """The tool calls of an output; empty if it has none."""
         return self._calls.get(id(token_ids), ())
 
 
@@ -71,7 +71,7 @@ class ActiveProgram:
     hashes: list[Any] = field(default_factory=list)
     """Block hashes of the program's last turn."""
     state: str = "waiting"
-    """See ``RoutedProgramView.state``."""
+    """``reasoning``, ``waiting``, ``acting`` or ``over`` (see ``RoutedProgramView.state``)."""
     since_s: float = 0.0
     """Time at which ``state`` began."""
     context_tokens: int = 0
@@ -88,7 +88,7 @@ class RequestInTransit(NamedTuple):
     events: list[dict[str, Any]]
     """Client events that the request carries."""
     context: dict[str, Any] | None
-    """Additional fields of the request's ``agentic_context``."""
+    """Additional fields of the request's ``agentic_context``; ``None`` without hints."""
 
 
 class SimulatedClients:
@@ -316,7 +316,7 @@ class SimulatedClients:
         return self._attempts.get(request_id) != attempt
 
     def first_token(self, turn: InFlightTurn) -> None:
-        """Handle the first token of an answer. Only clients of a gateway override this."""
+        """Handle the first token of an answer. Without a gateway, this has no effect."""
 
     def answered(self, turn: InFlightTurn) -> None:
         """Handle a finished turn: start its tools, or end its program."""

@@ -177,9 +177,9 @@ class SimulatedEngine:
         """Apply the results of a step: new tokens, and finished ``copies``. Returns the ids of finished
         requests.
 
-        ``sampled`` has the ids of the requests that get a token. With ``None``, each request gets one whose
-        tokens are all computed. Pass ``sampled`` if the next step has been planned already, because the
-        requests then count the tokens of that step as computed too.
+        ``sampled`` has the ids of the requests that get a token. ``None``: every request of the step whose
+        tokens are all computed gets a token. Pass ``sampled`` if the next step has been planned already,
+        because the requests then count the tokens of that step as computed too.
         """
         ids = list(planned.num_scheduled_tokens)
         tokens = []

@@ -107,7 +107,7 @@ class RunResult(NamedTuple):
 
     log: RunLog
     accesses: AccessLog | None
-    """Block accesses of the run, if they were recorded."""
+    """Block accesses of the run; ``None``: not recorded."""
 
 
 def run_simulation(

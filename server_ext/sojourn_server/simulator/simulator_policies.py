@@ -223,7 +223,7 @@ ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
 
 
 def policy_names() -> list[str]:
-    """All names that ``find_policy`` accepts, without suffixes, baselines first."""
+    """Names that ``find_policy`` accepts, baselines first; without suffixes, files and ``WORK_ORACLE``."""
     return list(dict.fromkeys([*BASELINES, *preset_names(), *(bound.value for bound in Bound)]))
 
 

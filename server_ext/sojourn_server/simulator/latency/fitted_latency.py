@@ -22,7 +22,7 @@ class FittedLatency:
 
     costs: StepCosts
     device_to_host_bytes_per_s: float | None
-    """Measured copy rate. ``None`` if it was not measured; then ``copy_s`` raises ``LatencyProfileError``."""
+    """Measured copy rate; ``None``: not measured, so ``copy_s`` in this direction raises an error."""
     host_to_device_bytes_per_s: float | None
 
     @classmethod

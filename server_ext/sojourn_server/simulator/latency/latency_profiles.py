@@ -328,7 +328,7 @@ class ModelShape:
             )
 
     def check_context(self, max_model_len: int | None) -> None:
-        """Raise ``LatencyProfileError`` if ``max_model_len`` exceeds the model's longest context."""
+        """Raise ``LatencyProfileError`` if ``max_model_len`` exceeds the longest context; ``None`` passes."""
         if max_model_len is not None and max_model_len > self.max_context_tokens:
             raise LatencyProfileError(
                 f"max_model_len is {max_model_len:,}; {self.name} takes at most {self.max_context_tokens:,}"

@@ -51,7 +51,7 @@ class AccessLog(msgspec.Struct, kw_only=True):
     prompt_blocks: list[int] = msgspec.field(default_factory=list)
     """Number of each request's full prompt blocks that the cache lookup covers."""
     owners: list[str] = msgspec.field(default_factory=list)
-    """Program of each request."""
+    """Program of each request; "" for a request without a program."""
     requests: list[str] = msgspec.field(default_factory=list)
     """Id of each request; not used by replays."""
     accesses: list[BlockAccess] = msgspec.field(default_factory=list)

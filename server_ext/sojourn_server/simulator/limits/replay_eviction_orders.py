@@ -114,8 +114,8 @@ def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
 
 
 def latest_program(owners: list[str]) -> ProgramEvictionOrder:
-    """The policy ``latest-program``: blocks of ended programs are evicted first, blocks shared by running
-    programs last."""
+    """The policy ``latest-program``: blocks of ended programs are evicted first, then those of the latest
+    program; blocks shared by running programs last."""
     return ProgramEvictionOrder(owners, LatestProgramEviction().score_inputs, shared_last=True)
 
 

@@ -10,9 +10,9 @@ from .cluster_devices import WINDOW_S
 from .prefill_decode_simulation import PdSimulation, TokenLatencies
 
 LOADED = (0.05, 0.5)
-"""Start and end of the *loaded part* of a run without arrivals, as shares of the run's duration. Metrics of
-storage NICs cover only this part, because storage is empty at the start, and little work is left at the end
-(§7.5). In a run with arrivals, the loaded part is the second half."""
+"""Start and end of the *loaded part* of a run without arrivals, as shares of the run's duration. ``nic_busy``
+and ``nic_max_over_mean`` cover only this part, because storage is empty at the start, and little work is left
+at the end (§7.5). In a run with arrivals, the loaded part is the second half."""
 FULL = 0.9
 """NICs count as full in a window (``WINDOW_S``) if they read at least this share of what they can read."""
 EARLY = 0.05
@@ -75,8 +75,8 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Latencies that clients saw. ``None`` if all agents are present from the start, or if no turn was
     measured."""
     prefill_nics_full: float | None = None
-    """Share of 10 s windows in which the prefill nodes' storage NICs together read at least 90 % of what they
-    can. ``None`` for a run of less than 10 s, and in results of earlier releases."""
+    """Share of the whole run's 10 s windows in which the prefill nodes' storage NICs together read at least
+    90 % of what they can. ``None`` for a run of less than 10 s, and in results of earlier releases."""
 
 
 def run_outcome(

@@ -30,9 +30,10 @@ COLUMNS = {
 }
 """Columns of the table: title → meaning. The table prints the last word of a title on a second line."""
 OFFLINE_ONLY = {"took s", "faster", "attention"}
-"""Columns of runs without arrivals only. Runs with arrivals have a fixed length, and few agents at first."""
+"""Columns that are shown only for runs without arrivals. Runs with arrivals have a fixed length, and few
+agents at first."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
-"""Columns of runs with arrivals only."""
+"""Columns that are shown only for runs with arrivals."""
 MOSTLY = 0.5
 """``storage_note`` warns if the prefill nodes' storage NICs were full for less than this share of the run."""
 

@@ -25,7 +25,8 @@ OnProgress = Callable[[int, float, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PdSpec:
-    """Specification of a run. Raises ``ValueError`` for invalid values."""
+    """Specification of a run. ``system``: key of ``PD_SYSTEMS``. ``model``: key of ``PD_MODELS``.
+    ``workload``: a trace file or ``synthetic:NAME``. Raises ``ValueError`` for invalid values."""
 
     system: str = "scheduling"
     model: str = "ds-660b"
@@ -43,6 +44,7 @@ class PdSpec:
     """Virtual time from which submitted turns count in the latencies. Used only with ``rate_per_s``."""
     seed: int = 0
     append_scale: float = 1.0
+    """Factor of the new prompt tokens of each turn after the first."""
     output_scale: float = 1.0
     max_context_tokens: int | None = None
     """Maximum of a turn's prompt and output tokens together. A trajectory ends before its first turn with
@@ -50,7 +52,7 @@ class PdSpec:
     max_gap_s: float | None = None
     """Upper limit of the gaps between turns, in seconds; ``None`` for no limit."""
     isolated: bool = True
-    """See ``PdCluster.isolated``."""
+    """Whether model traffic has priority over KV on the compute network (``PdCluster.isolated``)."""
     step_tokens: int | None = None
     """Maximum number of new tokens per device and prefill step. ``None``: the compute quota is the limit."""
     machine: PdMachine = PdMachine()  # noqa: RUF009 - frozen

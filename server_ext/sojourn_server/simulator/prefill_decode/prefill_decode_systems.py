@@ -35,7 +35,8 @@ class AlternatingReadSide:
 
 
 class RoundRobinPairs:
-    """Chooses pairs of engines by round robin, regardless of load. Has the interface of ``PairScheduler``.
+    """Chooses pairs of engines by round robin, regardless of load. Has the methods of ``PairScheduler`` that
+    the simulation calls.
 
     A request goes to the next prefill engine, and to the next decode engine with enough free KV memory. If no
     decode engine has enough, the request waits, and so do all later requests. Read queues are not tracked.

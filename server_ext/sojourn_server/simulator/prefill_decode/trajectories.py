@@ -43,6 +43,7 @@ class TrajectoryShaping:
     max_context_tokens: int | None = None
     """A trajectory ends before its first turn with more prompt and output tokens. ``None`` means no limit."""
     max_gap_s: float | None = None
+    """Upper limit of the gaps between turns, in seconds; ``None`` means no limit."""
 
     def __post_init__(self) -> None:
         if not (self.append_scale > 0 and self.output_scale > 0):

@@ -177,7 +177,7 @@ def plot_regenerated(rows: Sequence[RunRow]) -> Any:
 
 def plot_pareto(rows: Sequence[RunRow], styles: Mapping[str, PlotStyle]) -> Any:
     """Plot output throughput against P95 completion time. A hollow point means that the P95 is only a lower
-    bound. If no P95 is, a line joins the Pareto-optimal policies."""
+    bound. If all P95 values are exact, a line joins the Pareto-optimal policies."""
     timed = [
         row for row in rows if row.output_tok_per_s is not None and row.completion_estimate_s.p95 is not None
     ]

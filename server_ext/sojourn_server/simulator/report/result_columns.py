@@ -38,6 +38,7 @@ class ResultColumn(NamedTuple):
     unit: str
     read: Callable[[RunRow], ColumnValue | None]
     better: Direction | None = None
+    """``None``: neither a larger nor a smaller value is better."""
     when: Callable[[RunRow], bool] = lambda row: True
     """Whether a row needs the column. The column is left out if no row does."""
     compare_to_stock: bool = False

@@ -9,7 +9,8 @@ WALL_CLOCK_FIELDS = ("scheduler_ms_per_step", "wall_s")
 
 
 class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
-    """Mean, and percentiles with linear interpolation; each is ``None`` if nothing was measured."""
+    """Mean and percentiles; each is ``None`` if nothing was measured. Percentiles are linearly interpolated,
+    except those of ``RunRow.completion_estimate_s``."""
 
     mean: float | None
     p50: float | None
@@ -62,7 +63,7 @@ OVERALL = "overall"
 
 class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     """One policy on one workload. Times are virtual seconds except ``WALL_CLOCK_FIELDS``. ``summarize_run``
-    defines each field. ``None`` means "not measured", never zero."""
+    defines the metrics; ``None`` in a metric means "not measured", never zero."""
 
     policy: str
     programs: int

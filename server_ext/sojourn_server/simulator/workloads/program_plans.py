@@ -45,7 +45,7 @@ class PlaybackOptions:
 
     max_context_tokens: int | None = None
     """Context limit. The replay of a program ends before the first turn whose prompt and output together have
-    more tokens."""
+    more tokens. ``None``: no limit."""
     max_gap_s: float | None = None
     """Upper limit of the gaps between turns, in seconds; ``None`` for no limit."""
     human_gaps: bool = True
