@@ -1,4 +1,4 @@
-"""``ProgramState``, the state of one program, and its parts. Only ``ProgramTable`` and ``core`` change it."""
+"""The state of one program, and its parts. ``ProgramTable``, ``WorkflowHistory`` and ``core`` change it."""
 
 from __future__ import annotations
 

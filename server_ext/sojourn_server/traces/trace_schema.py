@@ -164,7 +164,7 @@ _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
 MAX_SECONDS = 1e9
 """Longest time that ``check_program`` accepts: 31 years. A millisecond added to much more would be lost."""
 MAX_TOKENS = 2**31
-"""Maximum tokens of a prompt or output that ``check_program`` accepts. A simulation's memory grows with it."""
+"""Maximum tokens of a prompt or output that ``check_program`` accepts. It bounds a simulation's memory."""
 _TOKENS = (
     "prompt_tokens",
     "output_tokens",
