@@ -227,7 +227,7 @@ def agent_type_name(program: ProgramState) -> str:
 
 
 def step_name(tool: str | None) -> str:
-    """Name of the step of a turn that called ``tool`` (``None``: ``REPLY_STEP``). A reserved name gets a suffix."""
+    """Step of a turn that called ``tool``; ``REPLY_STEP`` for ``None``. Reserved names get a suffix."""
     if not tool:
         return REPLY_STEP
     return f"{tool} (tool)" if tool in (START, END, REPLY_STEP) else tool
