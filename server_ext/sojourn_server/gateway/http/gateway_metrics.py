@@ -120,7 +120,9 @@ class GatewayMetrics:
         )
         self._waiting.set_function(lambda: self.waiting)
         self._load = gauge(
-            "replica_load", "Share of a replica's capacity that requests in flight use.", "replica"
+            "replica_load",
+            "Share of a replica's capacity that requests use, waiting ones included.",
+            "replica",
         )
         self._in_flight = gauge(
             "replica_in_flight", "Requests sent to a replica and not answered.", "replica"

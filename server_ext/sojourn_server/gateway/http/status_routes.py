@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...api.api_errors import ApiError
+from ...api.engine_route_types import MAX_DELTA_S
 from ...api.live_stream import Audience, LiveHub
 from ...api.openapi import PREFIX
 from ...metrics.turn_explanation import Explanation
@@ -45,6 +46,7 @@ from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import LocalRoutingBackend, RoutingBackend
 
 logger = logging.getLogger(__name__)
+NumberT = TypeVar("NumberT", int, float)
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 """Prometheus' text format."""
@@ -317,7 +319,7 @@ class StatusRoutes:
             return self._live.stream(audience, request.app.state)
         within_s = None
         if "changed_within_s" in request.query_params:
-            within_s = float(_number(request, "changed_within_s", 0, 0, 86_400))
+            within_s = _number(request, "changed_within_s", 0.0, 0, MAX_DELTA_S)
         return await self._live.once(audience, within_s)
 
     async def _decisions(self, request: Request) -> Response:
@@ -419,18 +421,20 @@ class StatusRoutes:
         return address
 
 
-def _number(request: Request, name: str, default: int, least: int, most: int) -> int:
-    """The query parameter ``name`` as a number, or ``default`` if it is missing. Raises ``ApiError`` unless
-    it is a whole number from ``least`` to ``most``."""
+def _number(request: Request, name: str, default: NumberT, least: int, most: int) -> NumberT:
+    """The query parameter ``name`` as a number of the type of ``default``, or ``default`` if it is missing.
+    Raises ``ApiError`` unless it is a number of this type from ``least`` to ``most``."""
     text = request.query_params.get(name)
     if text is None:
         return default
+    kind = type(default)
     try:
-        value = int(text)
+        value = kind(text)
     except ValueError:
-        value = least - 1
-    if not least <= value <= most:
-        raise ApiError(400, f"{name} is {text[:40]!r}", f"expected a whole number from {least} to {most}")
+        value = kind(least - 1)
+    if not least <= value <= most:  # also if it is no number (nan)
+        expected = "a whole number" if kind is int else "a number"
+        raise ApiError(400, f"{name} is {text[:40]!r}", f"expected {expected} from {least} to {most}")
     return value
 
 
