@@ -83,7 +83,8 @@ class LogicalRequest:
 
     def got_bytes(self) -> None:
         """Record that bytes of the answer arrived. The first call marks the start of the answer. Later calls
-        check whether requests outside ``program()`` overlap; overlapping requests cannot be of one run."""
+        check for a newer open request outside of ``program()``. If there is one, the process no longer counts
+        as one run (``Session.counts_as_one_run``)."""
         if self.awaits_answer:
             self.awaits_answer = False
             self._counters.add("ttft_count")

@@ -67,8 +67,9 @@ def unpatch() -> None:
 
 
 def wrap(target: Any) -> Any | None:
-    """Wrap a runner in a ``SojournRunner`` and return that. For an agent, report the runs of this agent from
-    now on, and return the agent. Returns ``None`` for other objects."""
+    """Wrap a runner in a ``SojournRunner`` and return that. For an agent, report its runs as programs from
+    now on, and return the agent itself. Returns ``None`` for other objects, and for an agent if this SDK
+    lacks a function that must be patched."""
     if not _is_openai_agents_sdk():
         return None
     kinds = _kinds()

@@ -401,8 +401,8 @@ _installed: weakref.WeakKeyDictionary[Any, SojournSpanProcessor] = weakref.WeakK
 def install(tracer_provider: Any = None, **options: Any) -> SojournSpanProcessor:
     """Add a ``SojournSpanProcessor(**options)`` to ``tracer_provider`` (by default the global provider).
 
-    Returns the processor; a second call returns the same one. Raises ``ConfigError`` if there is no tracer
-    provider yet.
+    Returns the processor. Until this processor is closed, a further call for the same provider returns it and
+    ignores ``options``. Raises ``ConfigError`` if there is no tracer provider yet.
     """
     provider = tracer_provider if tracer_provider is not None else trace.get_tracer_provider()
     if not hasattr(provider, "add_span_processor"):

@@ -131,8 +131,9 @@ class Advisor(ProgramListener):
         return int(left * 100.0 + 0.5) / 100.0
 
     def graph(self, program: Program) -> Aeg | None:
-        """Return the graph to report for ``program``: the declared one, corrected by earlier runs. Returns
-        ``None`` if no graph was declared and none has been learned."""
+        """Return the graph to report for ``program``: the declared graph, corrected by earlier runs if there
+        are enough; without a declared graph, the graph learned from earlier runs. Returns ``None`` if there
+        is neither."""
         declared = program.aeg
         kind = _kind(program)
         if kind is None:

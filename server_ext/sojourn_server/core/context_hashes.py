@@ -12,7 +12,7 @@ from ..metrics.turn_ledger import common_prefix_length
 from .shared_prefixes import SharedPrefixes
 
 MAX_PROGRAM_STEPS = 16
-"""Maximum number of steps for which ``StepPrefixes`` keeps a program's turns."""
+"""Maximum number of workflow steps for which ``StepPrefixes`` keeps a program's turns."""
 
 
 class ContextHashStore:

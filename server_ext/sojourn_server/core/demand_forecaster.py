@@ -192,7 +192,8 @@ class DemandForecaster:
 
     def statistics(self) -> dict[str, float | None]:
         """Return statistics. ``outputs``: number of learned output lengths. ``network_off`` and
-        ``without_off``: mean errors of predictions with and without the network (``prediction_errors``)."""
+        ``without_off``: mean errors of predictions with and without the neural network
+        (``prediction_errors``)."""
         prediction_error, baseline_error = self.prediction_errors
         return {
             "outputs": self._lengths.count(),
@@ -202,8 +203,8 @@ class DemandForecaster:
 
     @property
     def prediction_errors(self) -> tuple[float | None, float | None]:
-        """Mean |ln(actual ÷ predicted)| of remaining tokens, with the network and without it. ``None``: too
-        few outputs have been checked."""
+        """Mean |ln(actual ÷ predicted)| of predictions of remaining tokens: (the neural network's, those
+        without the network). Both are ``None`` if too few outputs have been checked."""
         if self._network_errors.count() < MIN_JUDGED_OUTPUTS:
             return None, None
         return self._network_errors.mean(), self._baseline_errors.mean()

@@ -101,8 +101,8 @@ def _wait_order(request_state: RequestState) -> tuple[bool, int]:
 
 
 class PlacedProgramViews:
-    """Builds the policy's views of programs from their state and the engine's histories. Times are seconds on
-    the engine's monotonic clock."""
+    """Builds the placement policy's views of programs, from their state and from what the scheduler has
+    learned (``Histories``). Times are seconds on the engine's monotonic clock."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._pool = state.pool

@@ -62,8 +62,9 @@ class ProgramLifecycle:
     def end_program(
         self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float
     ) -> None:
-        """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The histories
-        learn the program's turns and steps. ``END`` drops the program's KV; ``SILENCE`` only ends its lease.
+        """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The
+        scheduler's ``Histories`` learn the program's turns and workflow steps. ``END`` drops the program's
+        KV; ``SILENCE`` only ends its lease.
         """
         if not self._programs.signal(program, signal):
             return

@@ -25,10 +25,12 @@ def clipped(name: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """The program and the hint that a request names; each is ``None`` if the request names none."""
+    """The program and the hint of a request."""
 
     program_id: ProgramId | None
+    """``None``: the request names no program, or an implicit one (see ``read_identity``)."""
     context: AgenticContext | None
+    """The hint; ``None``: the request has none, or the hint was rejected."""
     outcome: Outcome | None = None
     """Whether the hint was applied, clipped (applied without invalid fields) or rejected; ``None`` without a
     hint."""

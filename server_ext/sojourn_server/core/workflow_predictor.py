@@ -1,7 +1,7 @@
-"""Predicts each program's next step with the workflow prediction policy, and plans prefetches.
+"""Predicts each program's next workflow step with the workflow prediction policy, and plans prefetches.
 
 Without such a policy (``workflow_prediction`` in presets) nothing is learned or predicted. This module also
-lists the programs whose eviction key may have changed. The engine reads that list before each step if
+lists the programs whose eviction key may have changed. The engine reads that list before each engine step if
 evictions are ordered by program.
 """
 
@@ -46,7 +46,7 @@ FIRST_RETRY_S = 0.1
 
 
 class WorkflowPredictor:
-    """Predicts the next step of each program of one engine, and plans the prefetch of its prefix."""
+    """Predicts the next workflow step of each program of one engine, and plans the prefetch of its prefix."""
 
     def __init__(self, state: SchedulerState, decision_recorder: DecisionRecorder) -> None:
         preset = state.preset
@@ -118,8 +118,8 @@ class WorkflowPredictor:
     def turn_finished(
         self, program: ProgramState, request_state: RequestState, blocks: int, now: float
     ) -> None:
-        """Predict a program's next step after a turn. ``request_state``: the turn's last request to end.
-        ``blocks``: number of blocks that the turn left in the cache."""
+        """Predict a program's next workflow step after a turn. ``request_state``: the turn's last request to
+        end. ``blocks``: number of blocks that the turn left in the cache."""
         program.last_turn_s = now
         program.cached_blocks = blocks
         self.eviction_key_changed(program)
@@ -135,8 +135,8 @@ class WorkflowPredictor:
         self._plan_gap(program, now)
 
     def tool_reported(self, program: ProgramState, now: float) -> None:
-        """Predict the next step again. Called if the client reports a tool that the last turn's output did
-        not show."""
+        """Predict the next workflow step again. Called if the client reports a tool that the last turn's
+        output did not show."""
         if program.gap_started_s is not None:
             self._plan_gap(program, now)
 
@@ -203,9 +203,9 @@ class WorkflowPredictor:
 
     def expected_prefix(self, program: ProgramState) -> tuple[Sequence[Any], bool]:
         """Return the block hashes with which the program's next prompt is expected to begin, and whether they
-        were learned for the predicted next step.
+        were learned for the predicted next workflow step.
 
-        Hashes of the predicted next step are returned only if their first block differs from the context's
+        Hashes of the predicted step are returned only if their first block differs from the context's
         first block. Otherwise the hashes are those of the program's context."""
         own = self._contexts.get(program.id) or ()
         if program.successor is not None:
@@ -260,17 +260,17 @@ class WorkflowPredictor:
 
     @property
     def reserve_blocks(self) -> int:
-        """Number of blocks that requests may take in one step, at most the whole pool."""
+        """Number of blocks that requests may take in one engine step, at most the whole pool."""
         return min(self._pool.blocks_of(self._pool.step_tokens), self._pool.blocks)
 
     def cache_reset(self) -> None:
-        """Forget the prefixes of all steps, because their blocks are gone."""
+        """Forget the learned prefixes of all workflow steps, after a reset of the engine's prefix cache."""
         self._prefixes.clear()
 
     # -- inside -------------------------------------------------------------------
 
     def _plan_gap(self, program: ProgramState, now: float) -> None:
-        """Predict the program's next step, and plan a prefetch for it."""
+        """Predict the program's next workflow step, and plan a prefetch for it."""
         if self._predicts:
             self._predict(program, now)
         self._plan_prefetch(program, now)

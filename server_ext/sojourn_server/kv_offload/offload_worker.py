@@ -48,7 +48,8 @@ class DeviceBackend(Protocol):
         copies have filled its slot."""
 
     def hold_compute(self, copy: Any) -> None:
-        """Make the device finish these copies before any work that is queued later."""
+        """Make the device finish ``copy``, a result of ``to_host`` or ``to_device``, before any work that the
+        calling thread queues later."""
 
     def slot(self, slot: int) -> memoryview:
         """Return the bytes of a slot, writable. Waits for the last copy into the slot."""

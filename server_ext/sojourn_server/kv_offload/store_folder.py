@@ -233,7 +233,8 @@ def find_stores(
 
 
 def block_files_bytes(store: Path) -> int:
-    """Return the bytes of all files that count against the store's budget. Raises ``OSError``."""
+    """Return the size in bytes of all files in the subfolders of ``store``: blocks, complete or partial. They
+    count against the store's budget. Raises ``OSError``."""
     files = LocalFileSystem(store.parent)
     folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
     return sum(file.size for folder in folders for file in files.scan(folder))

@@ -50,8 +50,8 @@ class KvBlocks(Protocol):
         ...
 
     def gather_full(self, block_ids: Sequence[int], after: Any) -> list[memoryview]:
-        """Return a copy of the Full Block that consists of these engine blocks, one buffer per layer. Waits
-        until the device has read the blocks."""
+        """Return a copy of the Full Block that consists of the engine blocks ``block_ids``, one buffer per
+        layer. Waits until the device has read the blocks."""
         ...
 
     def scatter(

@@ -1,4 +1,5 @@
-"""State that the tables of ``TransferCore`` share: links, buffers, memory, and pending actions and events."""
+"""State that the parts of ``TransferCore`` (``PeerTable``, ``LoadTable``, ``PushTable``,
+``IncomingPromptTable``) share: links, buffers, memory, and pending actions and events."""
 
 from __future__ import annotations
 

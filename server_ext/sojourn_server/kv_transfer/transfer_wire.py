@@ -77,7 +77,7 @@ class RefusedMessage(WireMessage, frozen=True, tag="refused"):
 
 
 class ReadMessage(WireMessage, frozen=True, tag="read"):
-    """Asks the peer to read these blocks from storage, keep them for the transfer, and return their
+    """Asks the peer to read the blocks ``keys`` from storage, keep them for the transfer, and return their
     layers."""
 
     transfer: str

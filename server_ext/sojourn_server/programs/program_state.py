@@ -198,8 +198,8 @@ class ProgramState:
     """Hash of the first tokens of the program's first prompt. The hash serves as the agent type if the client
     names none."""
     steps: list[str] = field(default_factory=list)
-    """Steps (names of the called tools) of the program's turns, newest last. The turn whose tool still runs
-    is left out."""
+    """Workflow steps (names of the called tools) of the program's turns, newest last. The turn whose tool
+    still runs is left out."""
     steps_begin: bool = True
     """Whether ``steps`` begins with the program's first step; false after older steps were dropped."""
     reused_share: float = 1.0
@@ -229,7 +229,7 @@ class ProgramState:
     credit: HintReliability | None = None
     """Reliability of this program's hints; ``None``: no hint was checked yet."""
     successor: str | None = None
-    """Predicted next step; ``None``: none is likely enough."""
+    """Predicted next workflow step; ``None``: none is likely enough."""
     prefetch_at_s: float | None = None
     """Start of the planned prefetch; ``None``: no prefetch is planned."""
     prefetch_tries: int = 0

@@ -179,8 +179,8 @@ class TierTransfers:
 
 
 class SimulatedTierConnector(SojournConnector):
-    """Scheduler side of sojourn's connector, with a disk that only counts blocks. Block hashes may differ
-    between processes, because there are no files to find again."""
+    """Scheduler side of sojourn's connector with a simulated disk (``tier_transfer_config`` sets its size).
+    This disk has no files that another process could read, so ``PYTHONHASHSEED`` need not be set."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

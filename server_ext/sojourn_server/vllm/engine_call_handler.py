@@ -104,7 +104,8 @@ class EngineCallHandler:
         return answer
 
     def shutdown(self) -> None:
-        """Save histories and the length predictor, and end the recording, when the engine stops."""
+        """Save the learned histories, end the recording, and stop the length predictor, which saves its
+        network. Called when the engine stops."""
         try:
             self._history.save(self._program_scheduler.histories)
         finally:

@@ -153,7 +153,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         return block_ids[0][match.computed // size : -(-(match.computed + external_tokens) // size)]
 
     def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
-        """Make the worker report these blocks as not filled, and the request's load as ended."""
+        """Make the worker report the blocks ``block_ids`` as not filled, and the request's load as ended."""
         raise NotImplementedError
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:

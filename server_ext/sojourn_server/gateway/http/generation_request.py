@@ -193,7 +193,7 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest`` if a field is not valid
     JSON.
 
-    Even the body of a parsed request may have such a field, because ``parse_generation_request`` skips
+    Even a body that ``parse_generation_request`` accepted may have such a field, because that function skips
     unknown fields.
     """
     try:
@@ -205,8 +205,9 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 def without_identity(body: bytes) -> bytes:
-    """The body of a parsed request without the fields that name its program: hint and session ids. All other
-    fields stay byte for byte. Raises ``InvalidGenerationRequest``."""
+    """The body without the fields that name the request's program: hint and session ids. All other fields
+    stay byte for byte. ``body``: a body that ``parse_generation_request`` accepted. Raises
+    ``InvalidGenerationRequest``."""
     document = members_of(body)
     document.pop(SESSION_KEY, None)
     xargs = document.get("vllm_xargs")
@@ -220,11 +221,11 @@ def without_identity(body: bytes) -> bytes:
 def with_names(
     body: bytes, rename: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
-    """The body of a parsed request with changed session ids and a changed hint.
+    """The body with changed session ids and a changed hint.
 
-    ``rename`` maps each session id to its replacement. ``change`` gets the fields of the hint and changes
-    them in place; ``None``: the hint is removed. If a field is repeated, the last one counts. Raises
-    ``InvalidGenerationRequest``."""
+    ``body``: a body that ``parse_generation_request`` accepted. ``rename`` maps each session id to its
+    replacement. ``change`` gets the fields of the hint and changes them in place; ``None``: the hint is
+    removed. If a field is repeated, the last one counts. Raises ``InvalidGenerationRequest``."""
     document = members_of(body)
     _rename_session(document, rename)
     xargs = document.get("vllm_xargs")

@@ -57,7 +57,7 @@ _ABSENT = (b"", b"null")
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
     """The body for the decode engine if the request has no prefill stage; ``None`` if it has one.
 
-    ``body``: the body of a parsed request. Its transfer parameters are removed. Raises
+    ``body``: a body that ``parse_generation_request`` accepted. Its transfer parameters are removed. Raises
     ``InvalidGenerationRequest``.
     """
     if api not in (ClientApi.CHAT, ClientApi.COMPLETIONS):
@@ -90,10 +90,10 @@ def prefill_body(
     """The body for the prefill engine: without program names, with an answer of one token, and with the
     destination of the KV.
 
-    ``body``: the body of a parsed request. ``transfer``: a unique name for this transfer of KV. ``peer``:
-    address of the decode engine's KV transfer manager. ``epoch``: expected instance of that manager; empty:
-    any. ``decode_share``: fraction of the prompt's stored KV that the decode engine's node reads. Raises
-    ``InvalidGenerationRequest``.
+    ``body``: a body that ``parse_generation_request`` accepted. ``transfer``: a unique name for this transfer
+    of KV. ``peer``: address of the decode engine's KV transfer manager. ``epoch``: expected instance of that
+    manager; empty: any. ``decode_share``: fraction of the prompt's stored KV that the decode engine's node
+    reads. Raises ``InvalidGenerationRequest``.
     """
     document = members_of(without_identity(body))
     for name in _ANSWER_FIELDS:

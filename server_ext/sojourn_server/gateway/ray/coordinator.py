@@ -326,7 +326,7 @@ class Coordinator:
         return DrainResponse(self.epoch, sum(self.core.in_flight(place.replica_id) for place in places))
 
     def _drain(self, places: Iterable[ReplicaInfo]) -> None:
-        """Drain these replicas at the core."""
+        """Drain the replicas ``places`` at the core."""
         for place in places:
             event = self.core.drain_event(place.replica_id, place.instance)
             if event is not None:

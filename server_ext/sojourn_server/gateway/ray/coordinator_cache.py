@@ -32,8 +32,8 @@ class ProgramAffinityCache:
         return self._homes.get((tenant, program_id))
 
     def put(self, key: Key, home: Home | None) -> None:
-        """Set a program's home before the coordinator reports it. If ``home`` is ``None``, remove the
-        program's home."""
+        """Set a program's home at once, without a report of the coordinator. If ``home`` is ``None``, remove
+        the program's home."""
         if home is not None:
             self._homes[key] = home
         else:

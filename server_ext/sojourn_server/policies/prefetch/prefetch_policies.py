@@ -54,8 +54,8 @@ class ToolEndPrefetch:
     loaded at once. Raises ``ValueError`` for values out of range.
 
     On the device, a prefix is loaded into spare blocks only. Some spare blocks stay free: as many as requests
-    may take in one step, at most the share ``max_reserve_share`` of the pool. Nothing is loaded into the
-    device if other copies to the device are queued, or if computing is faster than copying.
+    may take in one engine step, at most the share ``max_reserve_share`` of the pool. Nothing is loaded into
+    the device if other copies to the device are queued, or if computing is faster than copying.
     """
 
     early_share: float = 0.25

@@ -30,7 +30,7 @@ class NextStepPrediction(NamedTuple):
     continuation_probability: float | None
     """Probability that another turn follows; ``None``: unknown."""
     successor: str | None = None
-    """The most likely next step; ``None``: unknown, or not likely enough to act on."""
+    """The most likely next workflow step; ``None``: unknown, or not likely enough to act on."""
 
 
 NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)

@@ -212,8 +212,8 @@ def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
 
 
 def columns_to_show(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
-    """The columns to show. At least one row needs such a column (``when``), and at least one row has a value
-    other than 0."""
+    """Those of ``columns`` that at least one row needs (``ResultColumn.when``) and in which at least one row
+    has a value other than 0."""
     kept = []
     for column in columns:
         if not any(column.when(row) for row in rows):
