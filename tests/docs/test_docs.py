@@ -384,6 +384,8 @@ def test_the_readmes_numbers_are_the_committed_results() -> None:
     result = json.loads(generate.RESULT.read_text(encoding="utf-8"))
     table = generate.demo_table(result)
     assert generate.placed(README, "demo-table", table) == README, "run: python docs/generate.py"
+    judged = generate.judge_table(json.loads(generate.JUDGE.read_text(encoding="utf-8")))
+    assert generate.placed(README, "judge-table", judged) == README, "run: python docs/generate.py"
     assert generate.PICTURE.read_text(encoding="utf-8") == generate.demo_picture(result)
     ratio = f"{result['median']['ratio']['completion_mean']:.1f} times"
     assert ratio in README.split("## ")[0], f"the first screen says another number than {ratio}"
