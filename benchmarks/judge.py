@@ -8,8 +8,9 @@ hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dim
 are kept in the cache folder; a run that a change of code affects is repeated. The page has the worst cells
 first. ``--kept`` runs nothing. It makes the page of the cells that are finished, also after an interruption.
 ``--onto`` takes over the cells of an earlier result, so that the page can grow over several nights.
-Those runs are not compared with the code: after a change of the policy, ``--renew`` repeats the policy's own
-runs in all of those cells, and no others.
+Those runs are not compared with the code: after a change of the policy, ``--renew`` repeats the runs of the
+policy and of the oracle in all of those cells; near the capacity also those of the order of arrival, with
+which slowdowns are compared. With ``--kept`` it takes the new runs that are finished, and keeps the others.
 """
 
 from __future__ import annotations
@@ -250,6 +251,8 @@ def renewed(
         if cell.load in BUSY_LOADS:
             names += [name for name in ARRIVAL_ORDER if name in cell.rows][:1]
         specs = specs_of(point, names, rate, options.seed)
+        if options.kept:
+            specs = [spec for spec in specs if kept.get(spec) is not None]
         rows = run_with_progress(specs, processes=options.jobs, cache=kept).rows
         cell = replace(cell, rows={**cell.rows, **{row.policy: Figures.of(row) for row in rows}})
         console.print(f"{number} of {len(earlier)}: {cell.summary()}", highlight=False, soft_wrap=True)
@@ -286,7 +289,7 @@ def arguments() -> argparse.Namespace:
         "--onto", type=Path, metavar="FILE", help="judge.json of an earlier run; its cells are not run again"
     )
     parser.add_argument(
-        "--renew", action="store_true", help=f"run {OURS} and {ORACLE} alone, in all cells of --onto"
+        "--renew", action="store_true", help=f"run {OURS} and {ORACLE} again in all cells of --onto"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")

@@ -131,8 +131,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
-    if options.seeds < 1:
-        parser.error(f"--seeds is {options.seeds}; expected at least 1")
+    for name in ("seeds", "only"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; expected at least 1")
     began = time.monotonic()
     kept = RunCache(options.cache)
     found: dict[str, Rows] = {}

@@ -171,7 +171,7 @@ JUDGE_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
 def judge_table(result: dict[str, Any]) -> str:
     """The README's table of ``benchmarks/judge.py``: geometric means and ranges, by kind of load."""
     lines = [
-        "| simulated loads | over stock vLLM | over the best other policy: recorded agents | generated |",
+        "| simulated loads | over stock vLLM | over the best of four others: recorded agents | generated |",
         "|---|--:|--:|--:|",
     ]
     for label, loads in JUDGE_ROWS:
@@ -437,8 +437,9 @@ if __name__ == "__main__":
         table = demo_table(demo)
         PICTURE.write_text(demo_picture(demo), encoding="utf-8")
         README.write_text(placed(README.read_text(encoding="utf-8"), "demo-table", table), encoding="utf-8")
-    judged = judge_table(json.loads(JUDGE.read_text(encoding="utf-8")))
-    README.write_text(placed(README.read_text(encoding="utf-8"), "judge-table", judged), encoding="utf-8")
+    if JUDGE.exists():
+        judged = judge_table(json.loads(JUDGE.read_text(encoding="utf-8")))
+        README.write_text(placed(README.read_text(encoding="utf-8"), "judge-table", judged), encoding="utf-8")
     for path, text in framework_pages().items():
         path.write_text(text, encoding="utf-8")
     page = FRAMEWORKS.read_text(encoding="utf-8")

@@ -577,17 +577,25 @@ def test_a_fork_leaves_what_waits_to_its_parent(server):
     assert finished == [None]
 
 
-def test_a_request_that_ends_while_another_thread_closes_is_finished(server):
+@pytest.mark.parametrize("closed_first", [False, True])
+def test_a_request_that_ends_while_another_thread_closes_is_finished(server, closed_first):
     class ClosedMeanwhile(OutcomeFetcher):
         def _start(self) -> bool:
+            if closed_first:
+                self.close()
             started = super()._start()
-            self.close()
+            if not closed_first:
+                self.close()
             return started
 
     outcomes = ClosedMeanwhile()
     finished: list[object] = []
     outcomes.put(sojourn.runtime.session().config, "p", "r", finished.append)
+    give_up_s = time.monotonic() + 10.0
+    while not finished and time.monotonic() < give_up_s:
+        time.sleep(0.01)
     assert finished == [None]
+    assert outcomes.flush(0.0), "no thread is left to wait for"
 
 
 def test_a_server_gone_at_the_end_does_not_hold_the_process_up(provider, exporter):

@@ -178,15 +178,45 @@ def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do
         return SimpleNamespace(rows=[row(spec.policy, mean_s=50.0) for spec in specs])
 
     monkeypatch.setattr(judge, "run_with_progress", run)
-    options = SimpleNamespace(seed=0, jobs=1)
+    options = SimpleNamespace(seed=0, jobs=1, kept=False)
     [cell] = judge.renewed([earlier], points, options, None, judge.Console(quiet=True))
     # The order of arrival too, since slowdowns are compared with it.
     assert ran == [("sojourn", 0.25, 1.0), ("sojourn-oracle", 0.25, 1.0), ("continuum+host", 0.25, 1.0)]
     means = {name: figures.completion_mean_s for name, figures in cell.rows.items()}
     renewed = dict.fromkeys(("sojourn", "sojourn-oracle", "continuum+host"), 50.0)
     assert means == renewed | {"stock": 100.0, "mori": 100.0}
+    # Interrupted: the finished runs count, and the others stay as they were.
+    options.kept, half = True, SimpleNamespace(get=lambda spec: True if spec.policy == "sojourn" else None)
+    [cell] = judge.renewed([earlier], points, options, half, judge.Console(quiet=True))
+    assert {name for name, figures in cell.rows.items() if figures.completion_mean_s == 50.0} == {"sojourn"}
+    options.kept = False
     with pytest.raises(SystemExit, match="expected the traces of the earlier result"):
         list(judge.renewed([earlier], [], options, None, judge.Console(quiet=True)))
+
+
+def test_the_page_of_orders_compares_runs_of_the_same_seed(judge: ModuleType, tmp_path: Path) -> None:
+    from importlib import import_module
+
+    orders = import_module("policy_order")
+    known = {*policy_names(), *preset_names()}
+    for load in orders.LOADS.values():
+        specs = orders.specs(load, tmp_path, 2)
+        assert [spec.seed for spec in specs["by arrival"]] == [0, 1]
+        assert ("mori" in specs) is (load.cpu_ratio > 0)
+        for spec in (some[0] for some in specs.values()):
+            assert spec.policy.endswith(".toml") or spec.policy in known | {"sojourn-oracle"}
+            if spec.policy.endswith(".toml"):
+                read_preset(Path(spec.policy))
+
+    def run(mean_s: float, slowdown: float) -> RunRow:
+        made = row("any", mean_s=mean_s, slowdown=slowdown)
+        return msgspec.structs.replace(
+            made, completion_s=msgspec.structs.replace(made.completion_s, p95=2 * mean_s)
+        )
+
+    rows = {"sojourn": [run(100.0, 4.0), run(50.0, 2.0)], "by arrival": [run(200.0, 2.0), run(25.0, 1.0)]}
+    lines = orders.page({"bfcl, no host memory": rows}, "made so").splitlines()
+    assert "| by arrival | 112 | 225 | 1.00 (0.50 to 2.00) | 1.00 | 0.50 | 0.0% |" in lines
 
 
 def test_each_constant_of_the_policy_can_be_halved_and_doubled(judge: ModuleType, tmp_path: Path) -> None:

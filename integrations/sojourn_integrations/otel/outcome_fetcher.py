@@ -115,8 +115,11 @@ class OutcomeFetcher:
             full = self._count + self._inbox.qsize() >= MAX_PENDING
             if not (self._closed or full or time.monotonic() < self._quiet_until_s) and self._start():
                 self._inbox.put(_PendingOutcome(config, program_id, request_id, finish))
-                if self._stopped:  # by a ``close`` on another thread, after the check above
+                # Another thread may have called ``close`` after the check above.
+                if self._stopped:
                     self._finish_unread()
+                elif self._closed:
+                    self._inbox.put(_Flush(threading.Event(), last=True))
                 return
             count_error("otel_outcomes_skipped")
         except Exception:
@@ -145,6 +148,8 @@ class OutcomeFetcher:
             return True
         flush = _Flush(threading.Event(), last)
         self._inbox.put(flush)
+        if self._stopped:  # meanwhile, by a ``close`` on another thread
+            self._finish_unread()
         return flush.done.wait(timeout_s)
 
     def _start(self) -> bool:

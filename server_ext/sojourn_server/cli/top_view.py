@@ -139,9 +139,12 @@ COLUMNS = (
     ),
     Column(
         "TOOL", _TOOL_WIDTH, _current_tool, lambda view: (0.0,),
-        "tool that runs, as the client reports it", right=False,
+        "tool that runs, as the client reports it or the model called it", right=False,
     ),
-    Column("FOR", 5, lambda view: duration(view.for_s), lambda view: (view.for_s,), "time in this state"),
+    Column(
+        "FOR", 5, lambda view: duration(view.for_s), lambda view: (view.for_s,),
+        "since the oldest open request arrived, or the last turn ended",
+    ),
     Column(
         "LEASE", 5, _lease,
         # The lease that ends first comes first; programs without one come last.

@@ -150,8 +150,9 @@ class ResidencyPricePlacement:
 def size_class(blocks: int) -> int:
     """Return the exponent of the power of two above ``blocks``: 1 → 1, 2 and 3 → 2, 4 to 7 → 3.
 
-    Small differences between first prompts say little about the programs' total work, so they do not decide
-    which program waits."""
+    First prompts of one kind of agent often differ by less than a factor of two, which says little about the
+    programs' total work. So within a class the size does not decide which program waits. At the bound of two
+    classes one block still does."""
     return blocks.bit_length()
 
 
