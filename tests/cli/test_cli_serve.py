@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from sojourn_server.cli import build_app, console
@@ -489,3 +494,17 @@ def test_a_member_that_cannot_be_fails_before_anything_is_loaded(
     assert message in error.message
     assert error.next_step
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_vllm_is_imported_prints_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow_server.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-m", "sojourn_server.vllm.server_main", "slow_server"],
+        env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        assert server.stdout.readline() == "importing\n"
+        server.send_signal(signal.SIGINT)
+        _, stderr = server.communicate(timeout=60)
+    assert (server.returncode, stderr) == (130, "sojourn: interrupted while vLLM was imported\n")

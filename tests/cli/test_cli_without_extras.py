@@ -74,9 +74,11 @@ def test_what_the_small_models_are_read_with_comes_with_the_extra(extra: str) ->
     assert "gguf" in named
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("simulate",), ("top",)])
+@pytest.mark.parametrize(
+    "arguments", [(), ("--help",), ("simulate",), ("top",), ("doctor",), ("explain", "p")]
+)
 def test_the_command_line_names_its_extra_in_one_line(arguments: tuple[str, ...]) -> None:
-    extra = "top" if arguments == ("top",) else "server"
+    extra = "top" if arguments[:1] in (("top",), ("doctor",), ("explain",)) else "server"
     result = without(COMMAND_LINE_PACKAGES, MAIN, *arguments)
     assert result.returncode == 1
     assert result.stderr == (

@@ -21,6 +21,8 @@ COMMANDS = (
     "doctor", "run", "top", "explain",
 )  # fmt: skip
 COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
+LIGHT_COMMANDS = ("top", "explain", "doctor")
+"""Commands for which the extra ``top`` is enough."""
 EXTRAS = {
     **dict.fromkeys(COMMAND_LINE_PACKAGES, "server"),
     **dict.fromkeys(("aiohttp", "httptools", "prometheus_client", "starlette", "uvicorn"), "gateway"),
@@ -92,7 +94,7 @@ def main() -> None:
 
             run_agent(sys.argv[2:])
             return
-        extra = "top" if sys.argv[1:2] == ["top"] else "server"
+        extra = "top" if sys.argv[1:2] and sys.argv[1] in LIGHT_COMMANDS else "server"
         sys.exit(f"sojourn: the command line needs {', '.join(missing)}: {install_command(extra)}")
     from .console import exit_on_cli_error
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import runpy
+import signal
 import sys
 from importlib import import_module
 
@@ -35,6 +36,10 @@ if __name__ == "__mp_main__":
     _import_without_collections(ENGINE_CORE_MODULE)
 elif __name__ == "__main__":
     del sys.argv[0]
-    _import_without_collections(sys.argv[0])
+    try:
+        _import_without_collections(sys.argv[0])
+    except KeyboardInterrupt:
+        print("sojourn: interrupted while vLLM was imported", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     del sys.modules[sys.argv[0]]  # it runs as __main__; what it imported stays
     runpy.run_module(sys.argv[0], run_name="__main__")
