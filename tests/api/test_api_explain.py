@@ -114,13 +114,17 @@ def test_a_turn_that_no_move_kept_out_waited_for_the_engine() -> None:
     assert "the device had no place for it" in waited({**entered, "after_s": 6.0}).text
 
 
-def test_a_tool_without_a_name_has_the_remedy_in_the_paragraph() -> None:
+def test_a_gap_in_which_no_tool_was_seen_is_told_as_time_between_the_turns() -> None:
     virtual = VirtualEngine()
     virtual.turn("a", prompt(40), "no call")
     virtual.wait(3.0)
     virtual.turn("a", prompt(60))
-    text = asked(virtual, "a", 2)["text"]
-    assert "Before it an unnamed tool (name it: @sojourn.tool) ran for 3.00 s" in text
+    found = asked(virtual, "a", 2)
+    assert "3.00 s passed between the turns" in found["text"]
+    assert "tool" not in found["text"]
+    assert found["unknown"] == [
+        "whether a tool ran before the turn: neither the client nor the output named one"
+    ]
 
 
 def test_a_program_s_slowest_turn_is_named() -> None:

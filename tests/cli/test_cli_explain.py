@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top_view import turn_table
 from sojourn_server.metrics.live_frame import ProgramRow
-from sojourn_server.metrics.turn_explanation import Explanation, tool_name
+from sojourn_server.metrics.turn_explanation import Explanation
 from typer.testing import CliRunner
 
 FOUND = {
@@ -174,10 +175,11 @@ def test_a_policy_with_leases_shows_no_place(serve: Any) -> None:
     assert "reused: turn" not in text
 
 
-def test_a_tool_without_a_name_is_called_the_same_everywhere_with_the_remedy(serve: Any) -> None:
+def test_a_gap_in_which_no_tool_was_seen_is_no_tool_and_has_the_remedy(serve: Any) -> None:
     serve(Server(row("a"), before={"gap_s": 2.0, "tool": None, "leased_at_return": False}))
     text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
-    assert "unnamed tool (name it: @sojourn.tool); no lease" in text
+    assert re.search(
+        r"\ngap +2\.00 +no tool seen \(if one ran, name it: @sojourn\.tool\); no lease", text
+    )
     told = turn_table({"ledger": [{"turn": 1, "gap_s": 2.0, "tool_before": None}]})
-    assert told.endswith(" unnamed tool 2.0s")
-    assert tool_name(None) == "unnamed tool (name it: @sojourn.tool)"
+    assert told.endswith(" gap 2.0s")

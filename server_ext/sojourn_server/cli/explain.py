@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..metrics.live_frame import LiveFrame, ProgramRow
-from ..metrics.turn_explanation import POLICY_OFF, Explanation, grants_no_leases, tool_name
+from ..metrics.turn_explanation import NO_TOOL_SEEN, POLICY_OFF, Explanation, grants_no_leases
 from ..policies.custom_policies import did_you_mean
 from .cli_error import KEY_VARIABLES, CliError
 from .console import console, json_option, write_json
@@ -170,10 +170,10 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
     before, seconds, tokens = found.before, found.seconds, found.tokens
     if before.gap_s is not None:
-        note = tool_name(before.tool)
+        note = before.tool or NO_TOOL_SEEN
         if leases:
             note += "; lease held" if before.leased_at_return else "; no lease"
-        table.add_row("tool", f"{before.gap_s:.2f}", "", Text(printable(note)))
+        table.add_row("tool" if before.tool else "gap", f"{before.gap_s:.2f}", "", Text(printable(note)))
     table.add_row("queued", f"{seconds['queued']:.2f}", "", "")
     prompt = f"{tokens['prompt']:,}" if tokens is not None else ""
     table.add_row("prefilling", f"{seconds['prefilling']:.2f}", prompt, "prompt")

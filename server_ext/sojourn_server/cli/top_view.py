@@ -16,7 +16,6 @@ from rich.cells import cell_len, set_cell_size
 from rich.table import Table
 
 from ..metrics.live_frame import EngineRow, LiveFrame, ProgramRow
-from ..metrics.turn_explanation import UNNAMED_TOOL
 
 Line = list[tuple[str, str]]
 """One line: (text, style) pairs. A style is one of Rich's, empty for none."""
@@ -448,7 +447,7 @@ def _turn_line(turn: Mapping[str, Any]) -> str:
     if turn.get("preemptions"):
         why.append(f"{turn['preemptions']} preemptions")
     if turn.get("gap_s") is not None:
-        why.append(f"{cut(str(turn.get('tool_before') or UNNAMED_TOOL), 16)} {duration(turn['gap_s'])}")
+        why.append(f"{cut(str(turn.get('tool_before') or 'gap'), 16)} {duration(turn['gap_s'])}")
     reused = (tokens.get("device") or 0) + (tokens.get("host") or 0)
     return (
         f"{turn.get('turn', '?'):>4} {duration(seconds.get('queued', 0)):>6}"

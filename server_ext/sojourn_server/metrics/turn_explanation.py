@@ -38,8 +38,8 @@ _AWAY = {
     "host_full": "a busier program had needed its blocks in host memory",
 }
 """Reason of a move → why the program was not on the device, in words."""
-UNNAMED_TOOL = "unnamed tool"
-"""A tool that neither the client nor the output named."""
+NO_TOOL_SEEN = "no tool seen (if one ran, name it: @sojourn.tool)"
+"""Note on a gap in which neither the client nor the output named a tool."""
 POLICY_OFF = "policy_off"
 """Reason of a decision not to keep a turn's KV, if the policy grants no leases at all."""
 _MIN_SHOWN_S = 0.05
@@ -141,11 +141,6 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     )
 
 
-def tool_name(name: str | None) -> str:
-    """Return the name of a tool; for a tool without a name, what to do about it."""
-    return name or f"{UNNAMED_TOOL} (name it: @sojourn.tool)"
-
-
 def grants_no_leases(decisions: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether ``decisions`` are those of a policy that grants no leases."""
     return any(one["reason"] == POLICY_OFF for one in decisions)
@@ -169,7 +164,7 @@ def _unknown(
     if facts["decisions_since_s"] is not None and begin_s < facts["decisions_since_s"]:
         unknown.append("decisions before the oldest that the log keeps")
     if record["gap_s"] and record["tool_before"] is None:
-        unknown.append("which tool ran before the turn: neither the client nor the output named one")
+        unknown.append("whether a tool ran before the turn: neither the client nor the output named one")
     return unknown
 
 
@@ -197,8 +192,9 @@ def _paragraph(
     if _mostly_waited(record):
         sentences += waited
     if record["gap_s"] is not None:
-        article = "" if record["tool_before"] else "an "
-        text = f"Before it {article}{tool_name(record['tool_before'])} ran for {record['gap_s']:.2f} s"
+        text = f"{record['gap_s']:.2f} s passed between the turns"
+        if record["tool_before"]:
+            text = f"Before it {record['tool_before']} ran for {record['gap_s']:.2f} s"
         if record["leased"]:
             text += ", and a lease held the KV when the request came"
         elif not without_leases:

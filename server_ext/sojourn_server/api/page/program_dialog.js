@@ -7,7 +7,7 @@ import { count, duration, element, setText, size } from "./text_format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PHASES = ["queued", "prefilling", "decoding"];
-const UNNAMED_TOOL = "unnamed tool"; // as in metrics/turn_explanation.py
+const NO_TOOL_SEEN = "no tool seen (if one ran, name it: @sojourn.tool)"; // as in metrics/turn_explanation.py
 const TURNS = 40; // newest turns shown
 // Parts of a prompt, as `sojourn explain` names them (cli/explain.py).
 const SOURCES = {
@@ -110,7 +110,7 @@ export class ProgramDialog {
     const spans = [];
     for (const turn of ledger) {
       let at = turn.arrived_s;
-      if (turn.gap_s) spans.push({ kind: "tool", from: at - turn.gap_s, to: at, title: `${turn.tool_before ?? UNNAMED_TOOL} before turn ${turn.turn}: ${seconds(turn.gap_s)}` });
+      if (turn.gap_s) spans.push({ kind: "tool", from: at - turn.gap_s, to: at, title: `${turn.tool_before ?? "gap"} before turn ${turn.turn}: ${seconds(turn.gap_s)}` });
       const begin = at;
       for (const phase of PHASES) {
         const took = turn.seconds[phase];
@@ -172,7 +172,7 @@ export class ProgramDialog {
     const { before } = found;
     const rows = [];
     const add = (where, time, number, note) => rows.push({ cells: [where, time, number, note] });
-    if (before.gap_s !== null) add("tool", seconds(before.gap_s), "", (before.tool ?? `${UNNAMED_TOOL} (name it: @sojourn.tool)`) + (before.leased_at_return ? "; lease held" : this.live.showsLeases ? "; no lease" : ""));
+    if (before.gap_s !== null) add(before.tool ? "tool" : "gap", seconds(before.gap_s), "", (before.tool ?? NO_TOOL_SEEN) + (before.leased_at_return ? "; lease held" : this.live.showsLeases ? "; no lease" : ""));
     add("queued", seconds(found.seconds.queued), "", "");
     add("prefilling", seconds(found.seconds.prefilling), tokens.prompt ? whole(tokens.prompt) : "", "prompt");
     for (const [source, note] of Object.entries(SOURCES)) if (tokens[source]) add(source, "", whole(tokens[source]), note);
