@@ -43,9 +43,9 @@ def warn_outside_program(session: runtime.Session) -> None:
             return
         if _unsaid.pop("outside", False):
             logger.warning(
-                "%d requests were sent outside of programs, so the server keeps no KV from one to the next; "
-                "if they are of one agent run, put @sojourn.program on the function with its loop, or "
-                '"with sojourn.program():" around the loop, or start the process with "sojourn run"',
+                "%d requests were sent outside of programs, so the server does not protect their KV from "
+                "eviction; if they are of one agent run, put @sojourn.program on the function with its loop, "
+                'or "with sojourn.program():" around the loop, or start the process with "sojourn run"',
                 session.outside_requests,
             )
     except Exception:

@@ -18,9 +18,9 @@ from sojourn.request_warnings import logger
 from sojourn.testing import FakeServer, refusing_url
 
 OUTSIDE = (
-    "3 requests were sent outside of programs, so the server keeps no KV from one to the next; if they are "
-    'of one agent run, put @sojourn.program on the function with its loop, or "with sojourn.program():" '
-    'around the loop, or start the process with "sojourn run"'
+    "3 requests were sent outside of programs, so the server does not protect their KV from eviction; if "
+    "they are of one agent run, put @sojourn.program on the function with its loop, or "
+    '"with sojourn.program():" around the loop, or start the process with "sojourn run"'
 )
 
 
