@@ -164,6 +164,18 @@ def test_a_policy_without_leases_is_not_told_that_a_hint_would_have_kept_the_kv(
     assert (advice["hint"], advice["text"][:43]) == (None, "No hint: this policy grants no leases. More")
 
 
+def test_tokens_lost_to_a_changed_beginning_are_no_fault_of_the_cache() -> None:
+    virtual = VirtualEngine(curve=PrefillCurve(0.0, 1e-5, 0.0))
+    virtual.turn("a", prompt(40))
+    virtual.turn("a", [*prompt(20), *prompt(30, seed=7)])
+    found = asked(virtual, "a", 2)
+    assert list(found["tokens"]["lost"]) == ["changed"]
+    assert [one["text"] for one in found["advice"]] == [
+        "Nothing was lost that a hint could have kept. The changed tokens are no fault of the cache: the "
+        "client sent a different beginning (a re-tokenised answer or an edited history)."
+    ]
+
+
 def advice_after(virtual: VirtualEngine, gap_s: float, **hint: Any) -> Any:
     """The one advice about a turn whose context was evicted during the ``gap_s`` before it. ``hint``: fields
     of the turn before."""

@@ -178,8 +178,6 @@ def test_a_policy_with_leases_shows_no_place(serve: Any) -> None:
 def test_a_gap_in_which_no_tool_was_seen_is_no_tool_and_has_the_remedy(serve: Any) -> None:
     serve(Server(row("a"), before={"gap_s": 2.0, "tool": None, "leased_at_return": False}))
     text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
-    assert re.search(
-        r"\ngap +2\.00 +no tool seen \(if one ran, name it: @sojourn\.tool\); no lease", text
-    )
+    assert re.search(r"\ngap +2\.00 +no tool seen \(if one ran, name it: @sojourn\.tool\); no lease", text)
     told = turn_table({"ledger": [{"turn": 1, "gap_s": 2.0, "tool_before": None}]})
     assert told.endswith(" gap 2.0s")

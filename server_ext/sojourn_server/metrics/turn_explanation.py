@@ -307,6 +307,11 @@ def _advice(
                 if "unknown" in lost
                 else "Nothing was lost that a hint could have kept."
             )
+            if "changed" in lost:
+                text += (
+                    " The changed tokens are no fault of the cache: the client sent a different beginning "
+                    "(a re-tokenised answer or an edited history)."
+                )
             advice.append(Advice(None, text))
         return advice
     saves_s = recompute_s * sum(avoidable.values()) / sum(lost.values()) if recompute_s else None
