@@ -19,6 +19,8 @@ from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top_view import turn_table
 from sojourn_server.metrics.live_frame import ProgramRow
+from sojourn_server.metrics.metric_catalog import PLACEMENTS
+from sojourn_server.metrics.move_descriptions import move_in_words
 from sojourn_server.metrics.turn_explanation import Explanation
 from typer.testing import CliRunner
 
@@ -157,14 +159,32 @@ def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve
     ]
     server.detail = {"engine": {"placed": "host", "ledger": turns}}  # as a gateway answers
     serve(server)
-    text = CliRunner().invoke(build_app(), ["explain", "a"]).stdout
+    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
     assert "lease" not in text
     assert "policy_off" not in text
-    assert "decision 3: to_device (free_capacity) need_blocks=3" in text
+    assert "decision 3: entered the device: there was room (to_device, free_capacity) need_blocks=3" in text
     assert "\nterms: worth = weight of the program's progress" in text
     assert "price" not in text, "only the terms that occur"
     assert "place: host (its KV is in host memory)" in text
     assert "reused: turn 1: 0 of 40; turn 2: 45 of 60 (75%)\n" in text
+
+
+@pytest.mark.parametrize(("to", "when", "reason"), sorted(PLACEMENTS))
+def test_each_move_that_a_shipped_policy_decides_is_told_in_words(to: str, when: str, reason: str) -> None:
+    kind = f"to_{to}" if when == "now" else "leaves_after_turn"
+    what, _, why = move_in_words(kind, reason).partition(": ")
+    assert what in {
+        "entered the device", "stays on the device", "went to host memory", "went to disk",
+        "went off the device to wait", "leaves the device after its turn",
+    }  # fmt: skip
+    assert why
+    assert reason not in why.split()
+
+
+def test_moves_and_reasons_of_users_policies_keep_their_names() -> None:
+    assert move_in_words("to_device", "free_capacity") == "entered the device: there was room"
+    assert move_in_words("to_device", "mine") == "entered the device"
+    assert move_in_words("release", "ttl") == ""
 
 
 def test_a_policy_with_leases_shows_no_place(serve: Any) -> None:

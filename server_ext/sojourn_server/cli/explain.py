@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..metrics.live_frame import LiveFrame, ProgramRow
+from ..metrics.move_descriptions import move_in_words
 from ..metrics.turn_explanation import NO_TOOL_SEEN, POLICY_OFF, Explanation, grants_no_leases
 from ..policies.custom_policies import did_you_mean
 from .cli_error import KEY_VARIABLES, CliError
@@ -200,7 +201,10 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
         terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)
         # A decision of a retention policy with a TTL of 0 grants no lease.
         what = "no lease" if decision["kind"] == "keep" and not decision.get("ttl_s", 1) else decision["kind"]
-        lines.append(f"decision {decision['seq']}: {what} ({decision['reason']}) {terms}")
+        name = f"{what} ({decision['reason']})"
+        if words := move_in_words(str(decision["kind"]), str(decision["reason"])):
+            name = f"{words} ({what}, {decision['reason']})"
+        lines.append(f"decision {decision['seq']}: {name} {terms}")
     if meanings := [f"{name} = {_TERMS[name]}" for name in _TERMS if any(name in one for one in decisions)]:
         lines.append(f"terms: {'; '.join(meanings)}")
     for one in found.advice:
