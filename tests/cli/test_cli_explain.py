@@ -17,7 +17,7 @@ from sojourn_server.cli import explain as command
 from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
-from sojourn_server.cli.top_view import turn_table
+from sojourn_server.cli.turn_table import turn_table
 from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.metrics.metric_catalog import PLACEMENTS
 from sojourn_server.metrics.move_descriptions import move_in_words
@@ -157,7 +157,9 @@ def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve
         {"turn": 2, "tokens": {"prompt": 60, "device": 30, "host": 15}},
         {"turn": 3, "tokens": None},
     ]
-    server.detail = {"engine": {"placed": "host", "ledger": turns}}  # as a gateway answers
+    server.detail = {
+        "engine": {"placed": "host", "status": "acting", "ledger": turns}
+    }  # as a gateway answers
     serve(server)
     text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
     assert "lease" not in text
@@ -167,6 +169,7 @@ def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve
     assert "price" not in text, "only the terms that occur"
     assert "place: host (its KV is in host memory)" in text
     assert "reused: turn 1: 0 of 40; turn 2: 45 of 60 (75%)\n" in text
+    assert "state: acting (its tool runs, or it is idle)\n" in text
 
 
 @pytest.mark.parametrize(("to", "when", "reason"), sorted(PLACEMENTS))

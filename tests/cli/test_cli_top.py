@@ -32,8 +32,8 @@ from sojourn_server.cli.top_view import (
     shows_leases,
     size,
     sorted_programs,
-    turn_table,
 )
+from sojourn_server.cli.turn_table import turn_table
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame
 from sojourn_server.metrics.turn_explanation import Explanation
 from test_cli_explain import FOUND
@@ -300,7 +300,9 @@ def test_a_programs_turns_are_a_table() -> None:
 
     text = shown(command.explanation_of(client(handle), "a/b"))
     said = shown(explanation_view(msgspec.convert(FOUND, Explanation)))
-    assert text.startswith(f"{said}\nacting, 4 turns"), "as sojourn explain says it"
+    assert text.startswith(f"{said}\nacting (its tool runs, or it is idle), 4 turns"), (
+        "as sojourn explain says it"
+    )
     explained.clear()
     assert shown(command.explanation_of(client(handle), "a/b")).rstrip() == turn_table(document)
     explained["text"] = "another release"

@@ -19,7 +19,8 @@ from ..policies.custom_policies import did_you_mean
 from .cli_error import KEY_VARIABLES, CliError
 from .console import console, json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
-from .top_view import age_s, age_text, engine_detail, printable
+from .top_view import age_s, age_text, printable
+from .turn_table import engine_detail, program_state
 
 _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "device": "reused",
@@ -76,6 +77,10 @@ def explain(
         write_json(msgspec.to_builtins(found), json_output)
     if json_output != "-":
         report.print(explanation_view(found, detail))
+        if detail is not None and (
+            engine_detail(detail).get("status") or engine_detail(detail).get("outcome")
+        ):
+            note(f"state: {program_state(detail)}")
         if detail is not None and not _shows_leases(found, detail):
             report.print(reuse_line(detail), highlight=False, markup=False, soft_wrap=True)
 

@@ -89,7 +89,7 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
     from rich.text import Text
 
     from .explain import explanation_view
-    from .top_view import turn_table
+    from .turn_table import turn_table
 
     parts: list[RenderableType] = []
     program = client.program(program_id)

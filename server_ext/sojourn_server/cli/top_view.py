@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.table import Table
@@ -132,8 +132,8 @@ COLUMNS = (
     Column(
         "STATE", 8, lambda view: view.state, _state_sort_key,
         "thinking: a request runs. waiting: a request is in vLLM's queue. gated: the policy has not admitted "
-        "it yet. tool, idle: between two turns. silent: the client reports nothing more. ended: the run "
-        "is over",
+        "it yet. tool, idle: between two turns (acting in /programs). silent: the client reports nothing "
+        "more. ended: the run is over",
         right=False,
     ),
     Column(
@@ -407,54 +407,6 @@ def _tokens_line(engines: Sequence[EngineRow], width: int) -> Line:
     why = ", ".join(f"{cause} {count(tokens)}" for cause, tokens in worst if tokens)
     end = f" ({why})" if why else ""
     return [(start, ""), (again, LOSS if lost else ""), (cut(end, width - len(start) - len(again)), "")]
-
-
-# -- one program -------------------------------------------------------------------------
-
-_TURN_HEADING = "TURN QUEUED PREFILL DECODE PROMPT REUSED  LOST WHY, AND BEFORE IT"
-
-
-def engine_detail(program: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the engine's part of a program. ``program``: the answer of ``/sojourn/v1/programs/{id}`` of an
-    engine or a gateway."""
-    at_engine = program.get("engine")
-    return at_engine if isinstance(at_engine, Mapping) else program
-
-
-def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
-    """Return the ``last`` turns of a program as text, one line per turn, newest first. ``program``: the
-    answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
-    program = engine_detail(program)
-    turns = [turn for turn in program.get("ledger") or () if isinstance(turn, Mapping)]
-    lines = [
-        f"{program.get('outcome') or program.get('status')}, {program.get('turns')} turns, context of "
-        f"{count(program.get('context_tokens') or 0)} tokens; times and tokens of each turn:",
-        "",
-        _TURN_HEADING,
-    ]
-    lines += [_turn_line(turn) for turn in turns[: -last - 1 : -1]]
-    if not turns:
-        lines.append("no turn has finished yet, or the ledger has forgotten them")
-    return "\n".join(lines)
-
-
-def _turn_line(turn: Mapping[str, Any]) -> str:
-    seconds, tokens = turn.get("seconds") or {}, turn.get("tokens") or {}
-    lost = tokens.get("lost") or {}
-    why = [f"{cause} {count(number)}" for cause, number in lost.items() if number]
-    if turn.get("evictor"):
-        why.append(f"taken by {cut(str(turn['evictor']), 24)}")
-    if turn.get("preemptions"):
-        why.append(f"{turn['preemptions']} preemptions")
-    if turn.get("gap_s") is not None:
-        why.append(f"{cut(str(turn.get('tool_before') or 'gap'), 16)} {duration(turn['gap_s'])}")
-    reused = (tokens.get("device") or 0) + (tokens.get("host") or 0)
-    return (
-        f"{turn.get('turn', '?'):>4} {duration(seconds.get('queued', 0)):>6}"
-        f" {duration(seconds.get('prefilling', 0)):>7} {duration(seconds.get('decoding', 0)):>6}"
-        f" {count(tokens.get('prompt') or 0):>6} {count(reused):>6} {count(sum(lost.values())):>5}"
-        f" {', '.join(why)}"
-    )
 
 
 # -- numbers -----------------------------------------------------------------------------
