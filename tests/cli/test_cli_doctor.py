@@ -212,6 +212,16 @@ def test_a_server_tells_whether_agents_arrive(rows, details, ok, said, advice):
     assert bool(advice) == bool(check.next_step)
 
 
+def test_requests_without_a_program_are_told_with_the_next_step():
+    live = msgspec.to_builtins(frame(untracked_requests=3))
+    check = Server(__sojourn__v1__stream=(200, live)).examine()["programs"]
+    assert check.ok is None
+    assert (
+        check.detail == "none yet; 3 requests came without a program (each run of sojourn doctor sends one)"
+    )
+    assert "sojourn run --url http://server -- python agent.py" in check.next_step
+
+
 def test_a_server_whose_programs_are_not_understood_or_told_is_no_fault():
     assert "programs" not in Server().examine()
     check = Server(__sojourn__v1__stream=(503, {"error": {"message": "busy"}})).examine()["programs"]

@@ -74,12 +74,14 @@ class Server:
     def __init__(self, *programs: ProgramRow, **explanation: Any) -> None:
         self.programs = programs
         self.explanation = {**FOUND, **explanation}
+        self.untracked_requests = 0
         self.detail: dict[str, Any] = {"placed": None, "ledger": []}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if path == "/sojourn/v1/stream":
-            return httpx.Response(200, content=msgspec.json.encode(frame(*self.programs)))
+            live = frame(*self.programs, untracked_requests=self.untracked_requests)
+            return httpx.Response(200, content=msgspec.json.encode(live))
         program_id = path.removeprefix("/sojourn/v1/programs/").removesuffix("/explain")
         if all(program_id != one.program_id for one in self.programs):
             return httpx.Response(404, json={"error": {"message": "no program has this id"}})
@@ -137,6 +139,13 @@ def test_an_unknown_name_is_said_with_the_names_that_are_known(serve: Any) -> No
     error = CliRunner().invoke(build_app(), ["explain", "x"]).exception
     assert isinstance(error, CliError)
     assert error.next_step.endswith("known: none")
+    server = Server()
+    server.untracked_requests = 3
+    serve(server)
+    error = CliRunner().invoke(build_app(), ["explain", "x"]).exception
+    assert isinstance(error, CliError)
+    assert error.message == "no program has the id or name 'x'; 3 requests came without a program"
+    assert error.next_step == "start the agent with sojourn run, or open sojourn.program() in it; known: none"
 
 
 def test_the_json_of_the_newest_program_stays_json(serve: Any) -> None:

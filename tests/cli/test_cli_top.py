@@ -26,6 +26,7 @@ from sojourn_server.cli.top_view import (
     Line,
     count,
     duration,
+    empty_line,
     header,
     heading,
     program_line,
@@ -215,6 +216,13 @@ def answer(request: httpx.Request) -> httpx.Response:
         assert request.url.params["once"] == "1"
         return httpx.Response(200, content=msgspec.json.encode(frame(*PROGRAMS)))
     return httpx.Response(404, json={"error": {"message": "no program has this id", "next": "list them"}})
+
+
+def test_requests_without_a_program_are_told_where_there_are_no_programs() -> None:
+    ((text, _),) = empty_line(frame(untracked_requests=1), "http://h", 80)
+    assert text == "1 request came without a program: sojourn run --url http://h -- python agent.py"
+    ((text, _),) = empty_line(frame(), "http://h", 80)
+    assert text == "no programs yet: sojourn run --url http://h -- python agent.py"
 
 
 def test_once_prints_and_json_names_the_fields(

@@ -60,6 +60,12 @@ def test_a_snapshot_says_whether_the_policy_grants_leases(engine: VirtualEngine)
     assert default.ask("snapshot")["engine"]["grants_leases"] is False
 
 
+def test_a_snapshot_counts_the_requests_that_came_without_a_program(engine: VirtualEngine) -> None:
+    for seed in (7, 8):
+        engine.finish(engine.arrive(None, prompt(8, seed=seed)))
+    assert engine.ask("snapshot")["engine"]["untracked_requests"] == 2
+
+
 def test_capabilities_tell_what_is_below_the_device_as_it_is_now(engine: VirtualEngine) -> None:
     below = {"connector": "X", "on": True}
     service = EngineService(engine.program_scheduler, engine={}, pool_state=dict, below_device=lambda: below)

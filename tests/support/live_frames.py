@@ -18,7 +18,7 @@ def row(program_id: str, **fields: Any) -> ProgramRow:
     return ProgramRow(**{**values, **fields})
 
 
-def frame(*programs: ProgramRow, engines: int = 1) -> LiveFrame:
+def frame(*programs: ProgramRow, engines: int = 1, untracked_requests: int = 0) -> LiveFrame:
     rows = [
         EngineRow(
             engine=str(number), now_s=100.0, policy="sojourn", block_tokens=16, block_bytes=1 << 20,
@@ -26,7 +26,7 @@ def frame(*programs: ProgramRow, engines: int = 1) -> LiveFrame:
             tiers={"host": {"used": 1, "free": 3}},
             programs={"acting": 2, "reasoning": 1}, requests=2, running_requests=1, leases=1, turns=9,
             prompt_tokens=1000, device_tokens=700, host_tokens=100,
-            lost_tokens={"evicted": 150, "expired": 50},
+            lost_tokens={"evicted": 150, "expired": 50}, untracked_requests=untracked_requests,
         )
         for number in range(engines)
     ]  # fmt: skip

@@ -138,7 +138,7 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     """Yield one check: whether agents' programs arrive, and whether their tools have names. Looks up the
     tools of at most ``_NEWEST`` programs. Yields nothing for a server without live frames."""
     from ..metrics.live_frame import LiveFrame
-    from .top_view import age_s, age_text, printable
+    from .top_view import age_s, age_text, printable, untracked_text
 
     answer = _get(client, STREAM_PATH)
     if isinstance(answer, str) or answer.status_code != 200:
@@ -153,7 +153,10 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     if not frame.programs:
         base = str(client.base_url).rstrip("/")
         run = f"sojourn run --url {base} -- python agent.py, or open sojourn.program() in the agent"
-        yield Check("programs", None, "none yet", run)
+        detail = "none yet"
+        if untracked := untracked_text(frame):
+            detail += f"; {untracked} (each run of sojourn doctor sends one)"
+        yield Check("programs", None, detail, run)
         return
     newest = sorted(frame.programs, key=lambda row: age_s(row, frame))[:_NEWEST]
     named = sum(bool(row.tool) or _names_tools(client, row.program_id) for row in newest)

@@ -19,7 +19,7 @@ from ..policies.custom_policies import did_you_mean
 from .cli_error import KEY_VARIABLES, CliError
 from .console import console, json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
-from .top_view import age_s, age_text, printable
+from .top_view import age_s, age_text, printable, untracked_text
 from .turn_table import engine_detail, program_state
 
 _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
@@ -109,6 +109,11 @@ def find_explanation(
             if row.program_id.startswith(program) or row.program_id.endswith(program)
         ] or [row.program_id for row in rows if _is_label(program, row)]
         if not named and not ids:
+            if not rows and (untracked := untracked_text(frame)):
+                raise CliError(
+                    f"no program has the id or name {program!r}; {untracked}",
+                    "start the agent with sojourn run, or open sojourn.program() in it; known: none",
+                ) from None
             known = [*dict.fromkeys(row.name or row.program_id for row in rows)]
             raise CliError(
                 f"no program has the id or name {program!r}{did_you_mean(program, known)}",

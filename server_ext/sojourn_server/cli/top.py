@@ -120,7 +120,7 @@ def _print(frame: LiveFrame, url: str, sort: str) -> None:
     views = sorted_programs(frame, sort=sort)
     lines = [*header(frame, width, url=url), heading(width, sort, False, leases=leases)]
     lines += [program_line(view, width, leases=leases) for view in views[:_PROGRAMS]] or [
-        empty_line(url, width)
+        empty_line(frame, url, width)
     ]
     if len(views) > _PROGRAMS:
         lines.append([(f"{len(views) - _PROGRAMS} more programs; --json has all", "bold")])

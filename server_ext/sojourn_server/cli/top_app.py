@@ -293,7 +293,7 @@ class TopApp(App[None]):
         views = sorted_programs(self._frame, sort=self._sort, reverse=self._reverse, needle=self._needle)
         table.leases = shows_leases(self._frame)
         table.show(views)
-        table.empty = empty_line(self._url, width) if not self._frame.programs else []
+        table.empty = empty_line(self._frame, self._url, width) if not self._frame.programs else []
         place = f"{table.cursor + 1}/{len(views)}" if len(views) > table.size.height else ""
         lines = header(self._frame, width, url=self._url, note=note, place=place)
         if self._needle:

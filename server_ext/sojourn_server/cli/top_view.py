@@ -288,9 +288,16 @@ def _name_width(width: int) -> int:
     return max(MIN_WIDTH, width) - sum(column.width + 1 for column in _columns(True))
 
 
-def empty_line(url: str, width: int) -> Line:
+def untracked_text(frame: LiveFrame) -> str:
+    """Return how many requests came without a program; an empty text if none did."""
+    number = sum(engine.untracked_requests for engine in frame.engines)
+    return f"{number} request{'s' if number > 1 else ''} came without a program" if number else ""
+
+
+def empty_line(frame: LiveFrame, url: str, width: int) -> Line:
     """Return the line that is shown while there are no programs."""
-    return [(cut(f"no programs yet: sojourn run --url {url} -- python agent.py", width), DIM)]
+    what = untracked_text(frame) or "no programs yet"
+    return [(cut(f"{what}: sojourn run --url {url} -- python agent.py", width), DIM)]
 
 
 def _cell(text: str, column: Column) -> str:

@@ -80,6 +80,7 @@ def take_snapshot(
         preempted_tokens=totals.recomputed_after_preemption_tokens,
         lost_tokens=totals.lost_tokens,
         grants_leases=not isinstance(state.preset.retention, NoRetention),
+        untracked_requests=state.requests.untracked_arrivals,
     )
     return EngineSnapshot(
         engine=engine, programs=rows, total=len(state.programs), full=since_s is None and len(chosen) <= limit

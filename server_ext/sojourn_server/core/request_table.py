@@ -122,6 +122,8 @@ class RequestTable:
         self.states: dict[str, RequestState] = {}
         self.running_tokens = 0
         """Prompt tokens of all running requests."""
+        self.untracked_arrivals = 0
+        """Number of requests without a program that have arrived."""
         self._arrivals = 0
         self._idle_since_s: float | None = None
 
@@ -130,6 +132,7 @@ class RequestTable:
     ) -> RequestState:
         """Add a request that has reached the engine. Without a program, its own arrival is its rank."""
         self._arrivals += 1
+        self.untracked_arrivals += program is None
         request_state = RequestState(
             request_id,
             program.rank if program is not None else self._programs.next_rank(),

@@ -109,6 +109,9 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     grants_leases: bool = True
     """Whether the engine's policy grants leases. The default policy does not: it places whole programs. If
     false, viewers show no column of leases."""
+    untracked_requests: int = 0
+    """Requests without a program that have arrived since the engine's start. Each engine of a prefill/decode
+    pair counts the same request."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
