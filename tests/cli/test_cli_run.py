@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ from sojourn_server.cli import agent_process
 from sojourn_server.cli.agent_process import autostart_directory, child_environment, openai_base_url_root
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
+LIGHT = [SOJOURN[0], "-c", "import sys; from sojourn_server.cli.agent_process import main; main(sys.argv[1:])"]
+"""``sojourn run`` of an install without extras."""
 UNUSED = "http://127.0.0.1:9"
 
 
@@ -124,6 +127,35 @@ def test_unknown_commands_name_a_next_step(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text("")
     assert f"sojourn run -- python {script}" in sojourn_run(str(script)).stderr.replace("\n", "")
+
+
+@pytest.mark.parametrize("parser", ["typer", "argparse"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ur", UNUSED, "--", "true"), "unknown option --ur; did you mean --url?"),
+        ((f"--ulr={UNUSED}", "true"), "unknown option --ulr; did you mean --url?"),
+        (("--progam", "x", "--", "true"), "unknown option --progam; did you mean --program?"),
+        (("--url", UNUSED, "--childern", "true"), "unknown option --childern; did you mean --children?"),
+        (("--model", "x", "--", "true"), "unknown option --model\n"),
+        (("-x", "true"), "unknown option -x\n"),
+    ],
+)
+def test_misspelt_options_are_named(parser: str, words: tuple[str, ...], said: str) -> None:
+    line = [*SOJOURN, "run", *words] if parser == "typer" else [*LIGHT, *words]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert f"error: {said}" in result.stderr
+    assert "next: sojourn run has --url, --program, --children; the command and its own" in result.stderr
+
+
+def test_the_options_are_those_of_the_command() -> None:
+    from sojourn_server.cli import build_app
+
+    [run] = [each for each in build_app().registered_commands if each.name == "run"]
+    assert run.callback is not None
+    named = {f"--{name}" for name in inspect.signature(run.callback).parameters} - {"--command"}
+    assert named == set(agent_process.OPTIONS)
 
 
 def test_mini_is_instrumented_when_it_is_imported(packages: Path) -> None:

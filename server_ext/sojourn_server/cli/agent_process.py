@@ -22,7 +22,10 @@ from urllib.parse import urlsplit
 from sojourn.errors import install_command
 
 from .cli_error import CliError
+from .serve_typos import closest_flag
 
+OPTIONS = ("--url", "--program", "--children")
+"""Options of ``sojourn run``. Both parsers treat the first word that is none of them as the command."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 OPENAI_BASE_URL = "OPENAI_BASE_URL"
 """Environment variable with the URL to which agents send LLM requests. The server there may be any
@@ -56,6 +59,7 @@ def exec_agent_command(
     from sojourn.config import with_scheme
     from sojourn.ids import id_problem
 
+    _check_is_no_option(command[0])
     problem = None if program_id is None else id_problem(program_id)
     if problem is not None:
         raise CliError(f"--program {problem}", "give an id for this run, e.g. --program issue-1234-try-1")
@@ -83,6 +87,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     installed."""
     parser = argparse.ArgumentParser(
         prog="sojourn run",
+        allow_abbrev=False,
         description="Run an agent's own command with its programs reported to a server. "
         f"Instrumented on import: {framework_names()}.",
     )
@@ -94,17 +99,33 @@ def main(arguments: Sequence[str]) -> NoReturn:
         "--program", metavar="ID", help="program id of requests outside frameworks and sojourn.program()"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND...")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        parser.error("the command is missing, e.g. sojourn run -- python agent.py")
     try:
+        for option in unknown:
+            _check_is_no_option(option)
+        if not command:
+            parser.error("the command is missing, e.g. sojourn run -- python agent.py")
         exec_agent_command(
             command, options.url, children=options.children, note=_note_plainly, program_id=options.program
         )
     except CliError as error:
         print(f"error: {error.message}\nnext: {error.next_step}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _check_is_no_option(word: str) -> None:
+    """Raise ``CliError`` if ``word``, the first of the command, is an option that ``sojourn run`` does not
+    have. An executable may have such a name."""
+    if not word.startswith("-") or shutil.which(word):
+        return
+    flag = word.partition("=")[0]
+    meant = closest_flag(flag, OPTIONS)
+    raise CliError(
+        f"unknown option {flag}" + (f"; did you mean {meant}?" if meant else ""),
+        f"sojourn run has {', '.join(OPTIONS)}; the command and its own options come after `--`, "
+        "e.g. sojourn run -- mini -t '…'",
+    )
 
 
 def framework_names() -> str:

@@ -1,4 +1,4 @@
-"""Finds misspelt flags and models of ``sojourn serve``.
+"""Finds misspelt flags and models of ``sojourn serve``, and misspelt flags of ``sojourn run``.
 
 vLLM prints its whole usage for an unknown flag, and looks for an unknown model on the hub. Only close
 misspellings of sojourn's flags and models are errors here. vLLM judges everything else.
@@ -26,9 +26,16 @@ def check_flags(args: Iterable[str], own_flags: Sequence[str]) -> None:
         flag = arg.partition("=")[0]
         if not flag.startswith("--"):
             continue
-        for own in get_close_matches(flag.replace("_", "-"), own_flags, cutoff=CUTOFF):
-            if _edit_distance(flag.replace("_", "-"), own) <= MAX_CHANGES:
-                raise CliError(f"unknown flag {flag}; did you mean {own}?", "see sojourn serve --help")
+        meant = closest_flag(flag, own_flags)
+        if meant is not None:
+            raise CliError(f"unknown flag {flag}; did you mean {meant}?", "see sojourn serve --help")
+
+
+def closest_flag(flag: str, own_flags: Sequence[str]) -> str | None:
+    """Return the flag of which ``flag`` is a close misspelling; ``None`` if there is no such flag."""
+    typed = flag.replace("_", "-")
+    matches = get_close_matches(typed, own_flags, cutoff=CUTOFF)
+    return next((own for own in matches if _edit_distance(typed, own) <= MAX_CHANGES), None)
 
 
 def check_model(model: str, own_models: Sequence[str]) -> None:
