@@ -12,6 +12,7 @@ import msgspec
 
 from ..gateway.http.proxy_headers import GATEWAY
 from .cli_error import PASS_KEY
+from .connection_advice import connection_advice
 
 STREAM_PATH = "/sojourn/v1/stream?once=1"
 _NEWEST = 5
@@ -40,9 +41,10 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
     ``key_source``: the option or environment variable that holds the client's API key.
     """
     base = str(client.base_url).rstrip("/")
-    health = _get(client, "/health")
-    if isinstance(health, str):
-        yield Check("server", False, f"{base} does not answer: {health}", "start one: sojourn serve tiny")
+    try:
+        health = client.get("/health")
+    except httpx.HTTPError as error:
+        yield Check("server", False, *connection_advice(error, base))
         return
     if health.status_code != 200:
         found = gateway_checks(client, goes_on=False)

@@ -12,6 +12,7 @@ from ..launch.redaction import without_userinfo
 from ..metrics.live_frame import LiveFrame
 from ..metrics.turn_explanation import Explanation
 from .cli_error import PASS_KEY, CliError
+from .connection_advice import connection_advice
 
 API = "/sojourn/v1"
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -105,10 +106,8 @@ class LiveClient:
         try:
             answer = self._client.get(path, params=parameters)
         except httpx.HTTPError as error:
-            raise CliError(
-                f"{self.url} does not answer: {str(error) or type(error).__name__}",
-                "start a server: sojourn serve MODEL; or name another one with --url",
-            ) from None
+            message, next_step = connection_advice(error, self.url)
+            raise CliError(message, f"{next_step}; or name another server with --url") from None
         if answer.status_code == 200:
             return answer
         detail = _error_of(answer)
