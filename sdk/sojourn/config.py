@@ -93,6 +93,8 @@ class Config:
     """``Environment.program_id``."""
     own_program: bool = False
     """``Environment.own_program``."""
+    url_from_environment: bool = False
+    """Whether ``url`` is ``Environment.url``, as below ``sojourn run``."""
     queue_events: int = 10_000
     """Maximum number of unsent events; further events are dropped and counted."""
     batch_events: int = 256
@@ -140,6 +142,7 @@ class Config:
     ) -> Config:
         """Return the settings from arguments and environment; arguments win. Raises ``ConfigError``."""
         environment = Environment.read() if environment is None else environment
+        url_from_environment = not url
         url = url or environment.url
         if not url:
             raise ConfigError("no server named: call sojourn.init(url) or set SOJOURN_URL")
@@ -176,6 +179,7 @@ class Config:
             history=_history(history, environment),
             program_id=environment.program_id,
             own_program=environment.own_program,
+            url_from_environment=url_from_environment,
         )
 
 

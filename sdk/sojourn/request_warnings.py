@@ -3,7 +3,7 @@
 Each warning is given at most once per process:
 
 - for the third request outside of programs, if the process has opened no program;
-- for the third request to hosts that ``init()`` does not name, if no request went to a host that it names;
+- for the third request to hosts that are not in the session's ``hosts``, if no request went to one of these;
 - for a program that ends without a request, if requests outside of any program ran meanwhile.
 """
 
@@ -92,11 +92,16 @@ def warn_unlisted_host(session: runtime.Session, program: object | None, host: s
                 from .llm_paths import base_path
 
                 host += base_path(path)  # the same host with another path
+            if not config.url_from_environment:
+                named_by, remedy = "init()", f'write sojourn.init(url, hosts=["{host}"])'
+            elif config.own_program:
+                named_by, remedy = "sojourn run", f"give sojourn run --url http://{host}"
+            else:
+                named_by, remedy = "SOJOURN_URL", f"give SOJOURN_URL=http://{host}"
             logger.warning(
-                "%d requests went to %s and none to %s, which init() names: "
-                "they carry no program; if %s is the same server or a replica, write "
-                'sojourn.init(url, hosts=["%s"])',
-                session.unlisted_requests, host, config.event_server, host, host,
+                "%d requests went to %s and none to %s, which %s names: "
+                "they carry no program; if %s is the same server or a replica, %s",
+                session.unlisted_requests, host, config.event_server, named_by, host, remedy,
             )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")

@@ -272,6 +272,31 @@ def test_programs_whose_requests_all_go_to_a_host_that_is_not_listed_are_warned_
     assert all(request.context is None for request in other.requests)
 
 
+@pytest.mark.parametrize(
+    ("own", "named_by", "advice"),
+    [
+        ("1", "sojourn run", "sojourn run --url http://{there}"),
+        ("0", "SOJOURN_URL", "SOJOURN_URL=http://{there}"),
+    ],
+)
+def test_a_server_that_init_does_not_name_is_corrected_where_it_was_named(
+    server, said, monkeypatch, own, named_by, advice
+):
+    monkeypatch.setenv("SOJOURN_URL", server.url)
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", own)
+    here = server.url.replace("http://127.0.0.1", "localhost")
+    with FakeServer() as other:
+        there = other.url.replace("http://127.0.0.1", "localhost")
+        sojourn.init(instrument=False)
+        sojourn.instrument("openai")
+        for _ in range(3):
+            ask(other)
+    assert said() == [
+        f"3 requests went to {there} and none to {here}, which {named_by} names: they carry no program; "
+        f"if {there} is the same server or a replica, give {advice.format(there=there)}"
+    ]
+
+
 @pytest.mark.parametrize("how", ["client", "parts"])
 def test_programs_that_ask_the_listed_host_too_may_ask_any_other(server, said, how):
     with FakeServer() as other, sojourn.program("p"):
