@@ -416,6 +416,18 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         await until(lambda: frames[0] > before)
 
 
+@pytest.mark.parametrize("keys", [[], ["slash", "x"], ["question_mark"], ["p"]])
+async def test_control_c_quits(keys: list[str]) -> None:
+    pytest.importorskip("textual", reason="textual is missing: pip install 'sojourn[top]'")
+    from sojourn_server.cli.top_app import TopApp
+
+    app = TopApp(frame, lambda program_id: Group(), url="http://h")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press(*keys, "ctrl+c")
+        await until(lambda: not app.is_running)
+    assert app.return_code == 0
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until ``condition`` holds, at most ten seconds."""
     async with asyncio.timeout(10):

@@ -201,6 +201,8 @@ class TopApp(App[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
+        # With priority, since the filter and a screen of text would take it as a request to copy.
+        Binding("ctrl+c", "quit", show=False, priority=True),
         Binding("s", "sort", "Sort"),
         Binding("r", "reverse", "Reverse"),
         Binding("slash", "filter", "Filter", key_display="/"),
