@@ -19,7 +19,11 @@ from sojourn_server.cli import agent_process
 from sojourn_server.cli.agent_process import autostart_directory, child_environment, openai_base_url_root
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
-LIGHT = [SOJOURN[0], "-c", "import sys; from sojourn_server.cli.agent_process import main; main(sys.argv[1:])"]
+LIGHT = [
+    SOJOURN[0],
+    "-c",
+    "import sys; from sojourn_server.cli.agent_process import main; main(sys.argv[1:])",
+]
 """``sojourn run`` of an install without extras."""
 UNUSED = "http://127.0.0.1:9"
 
@@ -147,6 +151,17 @@ def test_misspelt_options_are_named(parser: str, words: tuple[str, ...], said: s
     assert result.returncode == 2
     assert f"error: {said}" in result.stderr
     assert "next: sojourn run has --url, --program, --children; the command and its own" in result.stderr
+
+
+@pytest.mark.parametrize("parser", ["typer", "argparse"])
+def test_a_missing_command_has_a_next_step(parser: str) -> None:
+    line = [*SOJOURN, "run"] if parser == "typer" else LIGHT
+    result = subprocess.run([*line, "--url", UNUSED], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "error: COMMAND is missing",
+        "next: write: sojourn run [OPTIONS] -- COMMAND...; see sojourn run --help",
+    ]
 
 
 def test_the_options_are_those_of_the_command() -> None:

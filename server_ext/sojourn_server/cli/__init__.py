@@ -42,8 +42,11 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every sub-command registered."""
     import typer
 
+    from .usage_errors import Commands
+
     app = typer.Typer(
         name="sojourn",
+        cls=Commands,
         help="Keep an agent's KV cache across its tool calls, on an unforked vLLM.",
         no_args_is_help=True,
         add_completion=False,

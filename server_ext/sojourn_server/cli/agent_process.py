@@ -82,10 +82,15 @@ def exec_agent_command(
         ) from error
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise CliError(message, "write: sojourn run [OPTIONS] -- COMMAND...; see sojourn run --help")
+
+
 def main(arguments: Sequence[str]) -> NoReturn:
     """Parse ``arguments`` and run ``sojourn run``. The entry point if the ``server`` extra is not
     installed."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="sojourn run",
         allow_abbrev=False,
         description="Run an agent's own command with its programs reported to a server. "
@@ -99,13 +104,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
         "--program", metavar="ID", help="program id of requests outside frameworks and sojourn.program()"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND...")
-    options, unknown = parser.parse_known_args(arguments)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
+        options, unknown = parser.parse_known_args(arguments)
+        command = options.command[1:] if options.command[:1] == ["--"] else options.command
         for option in unknown:
             _check_is_no_option(option)
         if not command:
-            parser.error("the command is missing, e.g. sojourn run -- python agent.py")
+            parser.error("COMMAND is missing")
         exec_agent_command(
             command, options.url, children=options.children, note=_note_plainly, program_id=options.program
         )

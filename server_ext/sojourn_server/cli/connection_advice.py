@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 
 URL_FORMAT = "http://HOST:PORT, e.g. http://127.0.0.1:8000"
-_START = "start one: sojourn serve tiny; if it is starting, wait for its line \"sojourn: ready at\""
+_START = 'start one: sojourn serve tiny; if it is starting, wait for its line "sojourn: ready at"'
 
 
 def connection_advice(error: httpx.HTTPError, url: str) -> tuple[str, str]:
@@ -28,7 +28,9 @@ def _reason(error: httpx.HTTPError, url: str) -> tuple[str, str]:
         if isinstance(cause, socket.gaierror):
             return f"the name {host} is unknown ({text})", "check the name of the host in the URL"
         if isinstance(cause, ssl.SSLCertVerificationError):
-            advice = "set SSL_CERT_FILE to the certificate of its authority, or use the name in its certificate"
+            advice = (
+                "set SSL_CERT_FILE to the certificate of its authority, or use the name in its certificate"
+            )
             return f"its certificate is not accepted ({text})", advice
         if isinstance(cause, ssl.SSLError):
             return f"it does not answer in TLS ({text})", f"use http://{at}"
