@@ -222,6 +222,14 @@ def test_mistakes_are_explained(args, said):
     assert error.next_step
 
 
+@pytest.mark.parametrize("port", ["abc", "70000"])
+def test_a_dry_run_refuses_a_port_as_a_start_does(port):
+    result = invoke("tiny", "--port", port, "--dry-run")
+    assert isinstance(result.exception, console.CliError)
+    assert result.exception.message == failure("tiny", "--port", port).message
+    assert result.stdout == ""
+
+
 def test_no_vllm_says_how_to_get_one(monkeypatch):
     monkeypatch.setattr(compat, "installed_vllm", lambda: None)
     assert "make setup" in failure("tiny").next_step
@@ -326,6 +334,8 @@ def test_a_dry_run_checks_the_tiers_too_prints_the_command_and_makes_nothing(tmp
         result = invoke("tiny", *options, "--dry-run")
         assert message in str(result.exception)
         assert result.exception.exit_code == 2
+        assert "the command above is for a machine that passes this check" in result.exception.next_step
+        assert "the command above" not in failure("tiny", *options).next_step
         assert "--kv-transfer-config" in shlex.split(result.stdout), "it may be for another machine"
     (there / "other").mkdir(parents=True)
     with console.console.capture() as said:

@@ -161,6 +161,7 @@ def serve(
         storage_gbit=storage_nic_gbit,
         compute_gbit=compute_nic_gbit,
     )
+    is_printed = False
     try:
         command = build_command(
             ServeOptions(
@@ -187,20 +188,23 @@ def serve(
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.flags, role))
         _print_notes(_check_model(model_path, command.flags, role))
-        if dry_run:  # before the checks, since the command may be for another machine
+        address = listen_address(command.flags)
+        if dry_run:  # before the checks of this machine, since the command may be for another one
             sys.stdout.write(command.as_shell() + "\n")
+            is_printed = True
         if tiers.any:
             _print_notes(_check_tiers(tiers, model_path, command.flags, try_writing=not dry_run))
         if pair.any:
             _print_notes(_check_pair(pair, model_path, command.flags, probe_system=not dry_run))
         if dry_run:
             return
-        address = listen_address(command.flags)
         if address is not None:
             check_free_port(*address, "another server may run there; choose a free port with --port")
     except InvalidOption as error:
-        usage = "see sojourn serve --help and vllm serve --help"
-        raise CliError(str(error), error.next_step or usage) from None
+        next_step = error.next_step or "see sojourn serve --help and vllm serve --help"
+        if is_printed:
+            next_step += "; the command above is for a machine that passes this check"
+        raise CliError(str(error), next_step) from None
     if is_local:
         _make_model(model)
     print_line(f"policy {policy}: {command.as_shell()}")
