@@ -26,7 +26,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from judge_page import ARRIVAL_ORDER, BUSY_LOADS, Cell, Figures, heat_map, page
+from judge_page import (
+    ARRIVAL_ORDER,
+    BUSY_LOADS,
+    LIMITS,
+    ORACLE,
+    OURS,
+    STOCK,
+    Cell,
+    Figures,
+    heat_map,
+    page,
+)
 from policy_comparison import chosen
 from result_pages import made_by, write_result
 from rich.console import Console
@@ -39,15 +50,10 @@ from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.simulator_policies import find_policy
 from sojourn_server.simulator.workloads.arrival_processes import load_programs
 
-OURS = "sojourn"
-STOCK = "stock"
 PRESETS = ("admit", "continuum", "saga", "mori", "tetris", "autellix", "thunderagent")
 """Policies that can run without host memory."""
 HOST_PRESETS = ("lru-offload", "thunderagent-offload", "continuum+host", "saga+host", "mori")
 """Further policies for engines with host memory. A variant with host memory replaces the one without."""
-LIMITS = ("free-io", "unlimited")
-ORACLE = "sojourn-oracle"
-"""Policy that shows what an order could gain. It runs in open loops, where programs wait for each other."""
 
 SYNTHETIC = ("continuum-swe-bench", "continuum-bfcl", "saga-ten-tenants", "reasoning-agent")
 CLOSED = (20, 40, 80)

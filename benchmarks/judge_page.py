@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,8 +22,11 @@ MEAN_AIM, FREE_IO_AIM, UNLIMITED_AIM = 1.08, 0.95, 0.85
 AGAIN_AIM = 0.02
 WAY_AIM = 0.5
 BUSY_LOADS = ("open 0.95", "open 1.1")
+OURS = "sojourn"
 STOCK = "stock"
+LIMITS = ("free-io", "unlimited")
 ORACLE = "sojourn-oracle"
+"""Policy that shows what an order could gain. It runs in open loops, where programs wait for each other."""
 ARRIVAL_ORDER = ("continuum+host", "continuum")
 """Presets that run programs first come, first served, the better one first."""
 
@@ -262,6 +266,39 @@ def _without_host(name: str) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
+
+
+KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("20 to 80 agents at once", ("closed 20", "closed 40", "closed 80")),
+    ("arrivals at 0.95 and 1.1 of the capacity", BUSY_LOADS),
+    ("arrivals at 0.5 and 0.8 of it, bursts", ("open 0.5", "open 0.8", "bursts")),
+)
+"""Kind of load → its loads."""
+
+
+def kinds_table(cells: Sequence[Cell]) -> str:
+    """The table of the README: ratios of ``OURS`` by kind of load, geometric mean and range."""
+    limits = (*LIMITS, ORACLE)
+    rows = []
+    for label, loads in KINDS:
+        some = [cell for cell in cells if cell.load in loads]
+        over_best = {cell.name: cell.ratio(OURS, cell.best(OURS, limits)) for cell in some}
+        generated = [ratio for name, ratio in over_best.items() if name.startswith("synthetic:")]
+        recorded = [ratio for name, ratio in over_best.items() if not name.startswith("synthetic:")]
+        over_stock = [cell.ratio(OURS, STOCK) for cell in some]
+        rows.append((f"{len(some)} with {label}", *map(_spread, (over_stock, recorded, generated))))
+    head = (
+        "simulated loads",
+        "over stock vLLM",
+        "over the best of four others: recorded agents",
+        "generated",
+    )
+    return marked(head, rows)
+
+
+def _spread(ratios: Iterable[float | None]) -> str:
+    known = [ratio for ratio in ratios if ratio]
+    return f"{geometric_mean(known):.2f} ({min(known):.2f} to {max(known):.2f})" if known else "–"
 
 
 def heat_map(cells: Sequence[Cell], ours: str, limits: Sequence[str], path: Path) -> None:

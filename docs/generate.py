@@ -15,7 +15,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from statistics import geometric_mean
 from types import ModuleType
 from typing import Any
 
@@ -160,46 +159,17 @@ def demo_table(result: dict[str, Any]) -> str:
 
 
 JUDGE = RESULT.with_name("judge.json")
-JUDGE_LIMITS = ("free-io", "unlimited", "sojourn-oracle")
-JUDGE_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("20 to 80 agents at once", ("closed 20", "closed 40", "closed 80")),
-    ("arrivals at 0.95 and 1.1 of the capacity", ("open 0.95", "open 1.1")),
-    ("arrivals at 0.5 and 0.8 of it, bursts", ("open 0.5", "open 0.8", "bursts")),
-)
 
 
 def judge_table(result: dict[str, Any]) -> str:
-    """The README's table of ``benchmarks/judge.py``: geometric means and ranges, by kind of load."""
-    lines = [
-        "| simulated loads | over stock vLLM | over the best of four others: recorded agents | generated |",
-        "|---|--:|--:|--:|",
-    ]
-    for label, loads in JUDGE_ROWS:
-        over_stock: list[float] = []
-        over_best: dict[bool, list[float]] = {False: [], True: []}
-        for cell in result["cells"]:
-            if cell["load"] not in loads:
-                continue
-            values = {name: _judged(row, cell["load"]) for name, row in cell["policies"].items()}
-            ours = values.pop("sojourn")
-            over_stock.append(ours / values["stock"])
-            best = max(value for name, value in values.items() if name not in JUDGE_LIMITS)
-            over_best[cell["cell"].startswith("synthetic:")].append(ours / best)
-        lines.append(
-            f"| {len(over_stock)} with {label} | {_spread(over_stock)} | {_spread(over_best[False])} "
-            f"| {_spread(over_best[True])} |"
-        )
-    return "\n".join(lines)
-
-
-def _judged(figures: dict[str, Any], load: str) -> float:
-    """A policy's measure under a load, more is better: tokens per second, or 1 ÷ mean completion time."""
-    measure = figures["output_tok_per_s"] if load.startswith("closed") else 1 / figures["completion_mean_s"]
-    return float(measure)
-
-
-def _spread(ratios: list[float]) -> str:
-    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    """The README's table of the loads of ``benchmarks/judge.py``."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        from judge_page import Cell, kinds_table
+    finally:
+        sys.path.remove(folder)
+    return kinds_table([Cell.read(cell) for cell in result["cells"]])
 
 
 PICTURE = Path(__file__).parent / "images" / "demo.svg"

@@ -32,7 +32,7 @@ def check_flags(args: Iterable[str], own_flags: Sequence[str]) -> None:
 
 
 def closest_flag(flag: str, own_flags: Sequence[str]) -> str | None:
-    """Return the flag of which ``flag`` is a close misspelling; ``None`` if there is no such flag."""
+    """Return the one of ``own_flags`` that the user probably meant by ``flag``; ``None`` if none is close."""
     typed = flag.replace("_", "-")
     matches = get_close_matches(typed, own_flags, cutoff=CUTOFF)
     return next((own for own in matches if _edit_distance(typed, own) <= MAX_CHANGES), None)

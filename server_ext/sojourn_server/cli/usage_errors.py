@@ -71,7 +71,7 @@ def _written(param: Any) -> str:
 
 
 def _invalid_value(error: Any) -> str:
-    """Return which value of which option is invalid, and why."""
+    """Return the text of the error: the option, its invalid value, and the reason."""
     name = error.param.opts[0] if error.param is not None and error.param.opts else "a value"
     reason = error.message.rstrip(".")
     for fault in _faults(error.__cause__ or error.__context__):

@@ -1,9 +1,9 @@
 """File operations of a store. They follow no symbolic links and use only folders private to this user.
 
 Below a store's root, each folder is opened by name in its parent, with ``O_NOFOLLOW``, and each file in its
-folder. So no link is followed, even if somebody replaces a folder by a link between two calls. New files are
-created with ``O_EXCL``. KV determines a model's answers, so every folder below the root must belong to this
-user and be writable by this user only. ``confine(private=False)`` switches the check of owners off.
+folder. So a store follows no link, even if another user replaces a folder with a link between two calls. New
+files are created with ``O_EXCL``. KV determines a model's answers, so every folder below the root must belong
+to this user and be writable by this user only. ``confine(private=False)`` switches the check of owners off.
 
 The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made. Other users may
 create and rename entries in it, so everything below the root is checked on each access. A root is refused if

@@ -306,8 +306,8 @@ class OffloadPlanner:
         return count
 
     def load_ahead(self, name: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Plan to copy ``keys``, all of which must be ``loadable``, to device blocks before a request needs
-        them. ``name`` takes the place of a request's id in ``take_loaded`` and ``cancel_load``."""
+        """Plan to copy blocks from host memory to the device before a request needs them. All ``keys`` must
+        be ``loadable``. ``name`` takes the place of a request's id in ``take_loaded`` and ``cancel_load``."""
         entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
         for entry in entries:
             self.host.pin(entry)

@@ -78,7 +78,7 @@ class TransferPlanner:
     ) -> None:
         """``block_tokens``: tokens per engine block. ``blocks_per_full``: engine blocks per Full Block.
         ``saves``: whether blocks are stored. ``max_saves``: maximum number of Full Blocks that one step
-        stores for one request. ``ranks``: number of workers, each of which reports its results.
+        stores for one request. ``ranks``: number of workers; each reports its results.
         ``concurrent_steps``: maximum number of planned steps whose results are not known yet. It is above 1
         with async scheduling or pipeline parallelism."""
         self.counts: Counter[str] = Counter()

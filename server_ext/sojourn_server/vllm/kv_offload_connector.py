@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..kv_offload.offload_jobs import BlockKey, OffloadJobs, OffloadResults, OffloadStats, RankResults
 from ..kv_offload.offload_planner import OffloadPlanner
 from .compat import KVConnectorRole
+from .connector_options import ConnectorOptions
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
 from .kv_connector_checks import keeps_contexts
-from .kv_connector_settings import ConnectorOptions, KVOffloadSettings
+from .kv_connector_settings import KVOffloadSettings
 
 if TYPE_CHECKING:
     import torch

@@ -42,8 +42,8 @@ class GatewayCapabilities(Capabilities, frozen=True, kw_only=True):
 
 
 class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
-    """The live programs that the client may see: ``total`` programs, of which this answer has the ``shown``
-    most recently active."""
+    """The live programs that the client may see. ``total`` is their number. The answer has the ``shown`` most
+    recently active ones."""
 
     programs: Sequence[ProgramRouteStatus]
     shown: int

@@ -90,7 +90,8 @@ def summarize_run(
     admitted = [turn for turn in sent if turn.admitted_s is not None]
     finished = [seconds for program in programs if (seconds := program.completion_s) is not None]
     elapsed = [run.virtual_s - program.arrived_s for program in programs if program.finished_s is None]
-    counted = finished_statistics if run.loop == "closed" else censored_statistics
+    is_closed = run.loop == "closed"
+    slow, at_least_slow = slowdowns(programs, run.virtual_s)
     causes: Counter[str] = Counter()
     for turn in admitted:
         causes.update(turn.regenerated)
@@ -104,8 +105,8 @@ def summarize_run(
         seed=run.seed,
         programs_finished=len(finished),
         programs_unfinished=len(elapsed),
-        completion_s=counted(finished, elapsed),
-        slowdown=counted(*slowdowns(programs, run.virtual_s)),
+        completion_s=censored_statistics(finished, [] if is_closed else elapsed),
+        slowdown=censored_statistics(slow, [] if is_closed else at_least_slow),
         ttft_s=_waits(sent, "first_token_s", run.virtual_s),
         tpot_s=summary_statistics(
             seconds for turn in sent if (seconds := _tpot_s(turn, run.virtual_s)) is not None
@@ -199,11 +200,6 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
         mean=summary["mean"], p50=summary["p50"], p90=summary["p90"], p95=summary["p95"], p99=summary["p99"],
         count=int(summary["count"] or 0),
     )  # fmt: skip
-
-
-def finished_statistics(exact: Sequence[float], _lower_bounds: Sequence[float]) -> SummaryStatistics:
-    """Mean and percentiles of ``exact`` alone. Takes lower bounds because ``censored_statistics`` does."""
-    return summary_statistics(exact)
 
 
 def slowdowns(programs: Iterable[ProgramLog], run_end_s: float) -> tuple[list[float], list[float]]:
