@@ -46,7 +46,8 @@ $(STAMP): pyproject.toml scripts/setup.sh
 demo: setup
 	$(BIN)/sojourn demo --json "$(JSON)" --plot "$(PLOT)" $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A process that dies ends the run, which then names its test: with a new process in its place, xdist may wait for ever.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # tox runs beside the tests, in one process: it takes the time in which they wait for engines and for each other.
 # --notest comes first: what the network did to it, the run tries again and says why. Its output is shown at the

@@ -159,6 +159,22 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
         found[:] = found[first:] + found[:first]
 
 
+def _ray_runs() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Fail a test that has no ``ray`` marker and starts a cluster. Ray starts one at the first call of an
+    actor. A minute after the cluster has stopped, Ray ends the process without a word."""
+    runs_before = _ray_runs()
+    yield
+    if not runs_before and _ray_runs() and not item.get_closest_marker("ray"):
+        sys.modules["ray"].shutdown()
+        pytest.fail("this test started a Ray cluster; expected the marker ray, or no call of an actor")
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Collect a folder's garbage at its end, so that its own warning filters apply. Reset the root logger's
     level, which an import of vLLM's server raises."""

@@ -8,7 +8,7 @@ import inspect
 import re
 import threading
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import httpx
 import pytest
@@ -297,13 +297,22 @@ def test_an_engine_that_ray_should_run_and_nobody_knows_is_missing() -> None:
     assert gateway.monitor.missing() == ["Engine"]
 
 
-async def test_a_gateway_of_pairs_says_which_engine_reads_stored_kv() -> None:
+async def test_a_gateway_of_pairs_says_which_engine_reads_stored_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.ray.deployments import build_gateway
+    from sojourn_server.gateway.ray import deployments
+    from sojourn_server.gateway.ray.coordinator_messages import CoordinatorUnavailable
 
+    class NoCoordinator:
+        def __init__(self, config: RayConfig) -> None:
+            pass
+
+        async def state(self) -> NoReturn:
+            raise CoordinatorUnavailable
+
+    monkeypatch.setattr(deployments, "CoordinatorActorClient", NoCoordinator)
     given = {"model": "m", "prefill": {}, "decode": {}, "pairs": {"store": "/kv", "read_side": "split"}}
     for document, shown in ((given, "split"), ({"model": "tiny"}, None)):
-        _, _, app = build_gateway(parse_config(document, source="f.yaml"))
+        _, _, app = deployments.build_gateway(parse_config(document, source="f.yaml"))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://gateway"
         ) as client:
