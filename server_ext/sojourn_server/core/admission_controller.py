@@ -24,8 +24,8 @@ class AdmissionController:
         self._leases = state.leases
         self._demand_forecaster = demand_forecaster
         self._holding: dict[str, RequestState] = {}
-        """Requests whose programs hold KV, by id: requests that the engine admitted, and those that may be
-        admitted in this step."""
+        """Request id → request that counts as a holder of KV: the engine admitted the request, or the
+        admission policy has accepted it."""
 
     def admitted(self, request_state: RequestState) -> None:
         """Record that the engine admitted the request and allocated its blocks."""
@@ -118,7 +118,7 @@ class AdmissionController:
         )
 
     def _holding_before(self, rank: int) -> Iterator[ProgramGrowthView]:
-        """Yield the programs of a lower rank (earlier arrival) that hold KV, each once."""
+        """Yield the view of each program that arrived before ``rank`` (has a lower rank) and holds KV."""
         seen: set[ProgramId] = set()
         for request_state in self._holding.values():
             program = request_state.program

@@ -25,14 +25,14 @@ EventHandler = Callable[[Event, float], list[Action]]
 method that calls ``handle`` and also collects the actions to carry out."""
 
 MAX_ATTACHED_EVENTS = 64
-"""At most this many of the events attached to one request are handled; the SDK attaches no more. The engine
-handles them before their request. So ``EventTimeBudget`` cannot delay them, but later posted events wait for
-the time that they took."""
+"""Maximum number of events attached to one request that are handled. The SDK attaches no more. The engine
+handles attached events before their request, so ``EventTimeBudget`` cannot delay them. Their time is charged
+to the budget, and delays events that are posted later."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 
 
 class _EventLabel(msgspec.Struct):
-    """The fields of an invalid event that are still read, to name the event in its outcome."""
+    """Fields that are read from an invalid event, so that its outcome can name the event."""
 
     type: Any = None
     program_id: Any = None

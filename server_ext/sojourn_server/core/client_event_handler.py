@@ -28,8 +28,8 @@ MAX_EMITTERS_PER_PROGRAM = 16
 
 
 class ClientEventHandler:
-    """Applies each client event by the handler of its type. ``ProgramLifecycle`` ends the programs whose
-    clients report the end. Times are seconds on the engine's monotonic clock."""
+    """Passes each client event to the handler of the event's type. If a client reports the end of its
+    program, ``ProgramLifecycle`` ends the program. Times are seconds on the engine's monotonic clock."""
 
     def __init__(
         self,

@@ -154,8 +154,8 @@ class PlacedPrefixes:
 
     def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
         """Store a program's keys and rank. Returns the length, in keys, of the longest prefix that the
-        program shares with a program of higher rank. O(log n) comparisons of contexts, where n programs are
-        stored."""
+        program shares with a program of higher rank. With n stored programs, the call compares O(log n)
+        contexts."""
         self.forget(program_id)
         if not keys:
             return 0

@@ -37,13 +37,13 @@ because errors within one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
 """Maximum number of predictions for one output that are compared with the output's actual length."""
 JUDGED_PREDICTION_SPACING = 1.25
-"""Factor by which an output must grow between two predictions of the neural network that are checked."""
+"""Factor by which an output must grow before the next prediction of the neural network is checked."""
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
-"""Number of generated tokens after which a neural network's prediction is too old to be used. For long
-outputs the number is larger (see ``PREDICTION_VALID_DIVISOR``)."""
+"""Minimum number of further generated tokens for which a neural network's prediction stays valid. For long
+outputs, a prediction stays valid for longer (see ``PREDICTION_VALID_DIVISOR``)."""
 PREDICTION_VALID_DIVISOR = 4
-"""A neural network's prediction is valid for a number of further tokens: the larger of
-``PREDICTION_VALID_TOKENS`` and (tokens generated so far ÷ this number)."""
+"""A neural network's prediction stays valid for max(``PREDICTION_VALID_TOKENS``, tokens generated so far ÷
+``PREDICTION_VALID_DIVISOR``) further generated tokens."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
 
@@ -75,7 +75,7 @@ class DemandForecaster:
         """Requests whose demand is counted, with their sizes. These requests ran at the last sample, or were
         admitted since. A size stays as it was at the sample or the admission."""
         self._needed = [0.0] * len(STEP_POINTS)
-        """Blocks that the counted requests are expected to need, for each number of steps from now in
+        """Expected need of all counted requests, in blocks: one value for each number of future steps in
         ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
         """Number of blocks available to the counted requests, as ``available_blocks`` counts them."""
@@ -214,8 +214,9 @@ class DemandForecaster:
     def sample_demand(
         self, running: Sequence[RunningRequestView], used_blocks: int, now: float
     ) -> int | None:
-        """Sample all running requests. Returns the steps until blocks run short; ``None``: no shortage is
-        predicted. ``used_blocks``: blocks of the whole pool that requests use or leases hold."""
+        """Sample all running requests. Returns the number of engine steps until blocks run short; ``None``:
+        no shortage is predicted, or the preset does not forecast shortages. ``used_blocks``: blocks of the
+        whole pool that requests use or leases hold."""
         self.changes += 1
         # Only what the sum needs is computed here. The rest follows in ``with_predictions``.
         self._counted = {view.request_id: self._growth(view, now) for view in running}

@@ -86,7 +86,7 @@ class EngineService:
     - ``network_state``: state of the neural network that predicts output lengths; ``None`` without one.
     - ``owned_blocks``: number of cached blocks on the device that a program owns.
     - ``below_blocks``: numbers of blocks of a program's context in host memory and on disk.
-    - ``cpu_clock``: CPU seconds, from which a snapshot computes its own cost.
+    - ``cpu_clock``: CPU seconds used so far. A snapshot reports how many of them it took.
 
     ``handle`` handles client events, by default ``program_scheduler.handle``. ``paths`` returns the status of
     KV transfer; ``None``: no prefill/decode pair. ``persist`` writes the blocks of a chain of hashes to disk.

@@ -91,8 +91,8 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
 
 
 class LoadGivenUp(_Event, tag="unload", frozen=True):
-    """A request lost its blocks during or after the load of its KV, before it ran any step. A running request
-    took the blocks. The request that lost them waits again. The loaded KV is still in the lower tier."""
+    """A request lost its blocks to a running request, during or after the load of its KV and before it ran
+    any step. The request waits again. The loaded KV is still in the lower tier."""
 
     request_id: str
 

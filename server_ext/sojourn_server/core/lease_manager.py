@@ -90,8 +90,8 @@ class LeaseManager:
             self._refused = (need, state.leases.changes)
 
     def _priority_of(self, program_id: ProgramId) -> int:
-        """The user's priority of a program: that of its most important request in the engine, or of its last
-        one."""
+        """Return the user's priority of a program: the priority of its most important request in the engine,
+        or else of its last request; 0 for an unknown program."""
         program, states = self._state.programs.get(program_id), self._state.requests.states
         if program is None:
             return 0

@@ -17,7 +17,7 @@ SILENCE_INITIAL_S = 20.0
 grant."""
 SILENCE_EXTENSION_S = 10.0
 """If the client promised heartbeats (every 3 s), its silence ends a lease this many seconds after its last
-event, but not within ``SILENCE_INITIAL_S`` of the grant."""
+event, at the earliest ``SILENCE_INITIAL_S`` after the grant."""
 
 
 @dataclass(slots=True)
@@ -41,9 +41,9 @@ class Lease:
     tool: str | None = None
     tenant: str | None = None
     own_blocks: int = 0
-    """Number of this lease's blocks that count against its tenant's share. At first, these are the blocks
-    that no other lease held at the grant, so that a shared block counts once. When another lease of the
-    tenant ends, its counted blocks may still be held by this lease, so they are added here, up to
+    """Number of this lease's blocks that count against its tenant's share. A shared block counts once: at the
+    grant, blocks that other leases already hold are left out. When another lease of the tenant ends, this
+    lease may still hold the ended lease's blocks. So the ended lease's number is added here, up to
     ``blocks``."""
     limit_s: float = float("inf")
     """Latest end of the lease, whatever the client reports."""

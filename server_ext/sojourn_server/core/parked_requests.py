@@ -63,8 +63,8 @@ class RequestWaits:
         self._by_arrival: dict[int, RequestWait] = {}
         """The same waits by arrival number."""
         self._starts_s: dict[int, float] = {}
-        """Arrival number → start of the request's wait, as it was before any ``restart``. Requests that
-        ``drop`` left out of the order are included."""
+        """Arrival number → start of the request's wait, as it was before any ``restart``. Includes requests
+        that ``drop`` took out of the order."""
         self._aborted: OrderedDict[ProgramId, tuple[float, float]] = OrderedDict()
         """Programs whose waiting request was aborted: the start of its wait, and the time of the abort; the
         oldest abort first."""
@@ -89,7 +89,7 @@ class RequestWaits:
         return self._starts_s.pop(arrival, now)
 
     def drop(self, arrival: int) -> None:
-        """Leave a request out of the order, although it still waits."""
+        """Take a request out of the order of waits, although it still waits."""
         wait = self._by_arrival.pop(arrival, None)
         if wait is None:
             return
@@ -210,7 +210,8 @@ class ParkedRequests:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def any_of(self, program_id: ProgramId) -> bool:
-        """Whether a waiting request of the program is parked. If any is, the newest one is."""
+        """Whether any waiting request of the program is parked. Only the newest request is checked, because
+        it is parked if any other request is."""
         place = self._placed.get(program_id)
         newest = next(reversed(place.waiting.values()), None) if place is not None else None
         return newest is not None and self.is_parked(newest)

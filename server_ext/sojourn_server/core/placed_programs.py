@@ -25,10 +25,10 @@ GAP_SAMPLES = 15
 RETURN_S = 0.5
 """Expected seconds from the reported end of a program's last tool call to its next request."""
 MAX_TOOL_REPORTS = 64
-"""Number of tool reports after a program's last admission that may change the expected start and length of
-its gap. Later reports do not. Without this limit, a client that reports tools endlessly would keep its
-program on the device, because the program's tool would always seem to have just begun, or to be about to
-end."""
+"""Maximum number of tool reports, after a program's last admission, that change the expected start and length
+of the program's gap. Further reports change nothing. Without this limit, a client that reports tools
+endlessly would keep its program on the device, because the program's tool would always seem to have just
+begun, or to be about to end."""
 MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of one agent type or of all types, from which a program's service (the
 seconds that its requests run) is predicted."""
@@ -166,8 +166,8 @@ class PlacedProgramViews:
         }
 
     def _rebuild_s(self, place: PlacedProgram) -> float:
-        """Seconds to compute the context again, except for the prefix that another context on the device
-        has."""
+        """Seconds to compute the context again, without the prefix that another context on the device has;
+        0.0 without a cached context."""
         if not place.context_blocks:
             return 0.0
         tokens = place.program.context_tokens
@@ -178,7 +178,8 @@ class PlacedProgramViews:
     def _service_s(self, program: ProgramState) -> tuple[float, ...]:
         """Return quantiles of the service of ended programs of this program's agent type. *Service* is the
         number of seconds that a program's requests ran. If fewer than ``MIN_PROGRAMS_SEEN`` programs of the
-        type have ended, programs of all types count. Empty if fewer than that have ended in all."""
+        type have ended, programs of all types count. Empty if fewer than ``MIN_PROGRAMS_SEEN`` programs of
+        all types have ended."""
         service, agent_type = self._histories.service, program.agent_type or ANY_TYPE
         known = agent_type if service.count(agent_type) >= MIN_PROGRAMS_SEEN else None
         return service.quantiles(known, GAP_SAMPLES) if service.count(known) >= MIN_PROGRAMS_SEEN else ()

@@ -19,9 +19,9 @@ from .workflow_predictor import WorkflowPredictor
 MAX_EXPIRED_PER_TICK = 8
 """Maximum number of programs that expire in one engine step; further ones expire in later steps."""
 OWN_TOOLS_PER_PROGRAM = 4
-"""Number of running tool calls that each program may have even if those of all programs together reach
-``client_event_handler.MAX_RUNNING_TOOLS``. Without this number, one client that reports 100,000 calls would
-suppress the reports of all others."""
+"""Number of running tool calls that each program may always have, even when all programs together have
+``client_event_handler.MAX_RUNNING_TOOLS``. Without this minimum, one client that reports 100,000 calls would
+suppress the reports of all other clients."""
 
 
 class ProgramLifecycle:

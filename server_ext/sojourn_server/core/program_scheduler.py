@@ -465,13 +465,17 @@ class ProgramScheduler:
         return self._predictor.scale_changes
 
     def take_changed_programs(self) -> dict[ProgramId, None]:
-        """Return programs whose ``owner_standing`` may have changed since the last call, oldest first."""
+        """Return the programs whose ``owner_standing`` may have changed since the last call, in the order of
+        the changes. Empty if evictions are not ordered by program."""
         return self._predictor.take_changed()
 
     def take_begun_turns(self) -> dict[ProgramId, float]:
-        """Return the programs that began a turn since the last call to this method, each with the time at
-        which it last used its earlier blocks: the end of its previous turn or, for a first turn, its arrival.
-        A turn begins when its request is admitted."""
+        """Return the programs that began a turn since the last call, each with the time at which the program
+        last used its earlier blocks. This time is the end of the previous turn or, for a first turn, the
+        program's arrival.
+
+        A turn begins when its request is admitted. Turns with parallel requests are left out. Empty if
+        evictions are not ordered by program."""
         return self._predictor.take_begun()
 
     # -- inside -----------------------------------------------------------------

@@ -19,7 +19,7 @@ MAX_NAME_CHARS = 256
 
 
 def clipped(name: str | None) -> str | None:
-    """Return the first ``MAX_NAME_CHARS`` characters of a name; ``None`` for ``None`` or "" ."""
+    """Return the first ``MAX_NAME_CHARS`` characters of a name; ``None`` if the name is empty or ``None``."""
     return name[:MAX_NAME_CHARS] if name else None
 
 

@@ -39,7 +39,7 @@ request."""
 
 @dataclass(slots=True)
 class _Order:
-    """An order to a program's request to yield to a request of another program."""
+    """An order by which a running request of one program yields to a request of another program."""
 
     until_s: float
     urgent: str | None = None

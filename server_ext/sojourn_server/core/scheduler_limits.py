@@ -9,8 +9,9 @@ MIN_LOGGED_TURNS_AND_DECISIONS = 1000
 """Minimum number of turns that the turn ledger keeps, and of entries that the decision log keeps. Both keep
 ``max_programs`` if that is larger."""
 MIN_LOGGED_EVICTED_BLOCKS = 16_384
-"""Minimum capacity of the eviction log, in blocks (about 6 MB). Else the capacity is twice the pool's blocks.
-A pool of a few hundred blocks can evict more than that during one tool call."""
+"""Minimum capacity of the eviction log, in blocks (about 6 MB). The log of a large pool has a capacity of
+twice the pool's blocks. For a pool of a few hundred blocks that is too little, because such a pool can evict
+more blocks during one tool call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,8 @@ class SchedulerLimits:
     clients give up."""
     queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges. A request without a program may then end any
-    lease, and is served before requests that arrived later. A request that the admission policy has rejected
-    for so long is no longer overtaken by later requests."""
+    lease, and is served before requests that arrived later. If the admission policy has rejected a request
+    for this time, later requests no longer overtake it."""
     return_grace_s: float = 2.0
     """Seconds that a lease lasts after the reported end of its tool, so that the next request can arrive."""
     idle_program_s: float = 1800.0

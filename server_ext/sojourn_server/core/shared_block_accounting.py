@@ -1,4 +1,4 @@
-"""Counts the blocks of the contexts in each tier, so that a prefix of several contexts counts once."""
+"""Counts the blocks of the contexts in each tier. A prefix that several contexts share counts once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SharedBlockAccounting:
 
     def end(self, place: PlacedProgram, request_id: str) -> None:
         """Record that a request of a program no longer runs. The program's context is then the longest prompt
-        of its other running requests, or the last turn's context if no other runs."""
+        of its other running requests, or the last turn's context if no other request runs."""
         ended = place.chains.pop(request_id, ())
         if not place.chains:
             self.store(place, self._of_last_turn(place))
@@ -137,13 +137,14 @@ class SharedBlockAccounting:
         return bool(self._expected.changed)
 
     def take_changed(self, places: Iterable[PlacedProgram]) -> Iterator[PlacedProgram]:
-        """The new programs among ``places`` whose expected prefix has changed since the last call."""
+        """Return the programs in ``places`` that have not run yet, and whose expected prefix has changed
+        since the last call."""
         changed, self._expected.changed = self._expected.changed, set()
         return (place for place in places if not place.returning and _kind(place) in changed)
 
     def _count_kind(self, program_id: ProgramId, kind: Hashable | None) -> None:
-        """Set the kind under which a program counts among those on the device that ran before. ``None``: it
-        does not count, because it is not on the device or has not run."""
+        """Set the kind of a program in ``_ran_on_device``. ``None``: remove the program, because it is not on
+        the device or has not run."""
         before = self._ran_on_device.get(program_id)
         if kind == before:
             return

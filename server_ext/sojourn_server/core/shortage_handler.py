@@ -64,7 +64,8 @@ class ShortageHandler:
         return RequestChosen(chosen) if chosen is not None else None
 
     def demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
-        """Choose a running request to offload before a forecast shortage comes. ``None``: none."""
+        """Choose a running request to offload before a forecast shortage comes. ``None``: no request is
+        offloaded."""
         state, forecaster = self._state, self._forecaster
         state.host_link.observe_stores(event.offload_s_per_token, event.queued_s)
         state.host_link.observe_loads(event.load_back_s_per_token)

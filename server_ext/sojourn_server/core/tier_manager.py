@@ -53,16 +53,17 @@ MAX_WAITING_IN_VIEW = 256
 
 MAX_FURTHER_WAITING_IN_VIEW = 32
 """Maximum number of further programs of the Waiting queue, behind its first ``LOOKAHEAD``, that one call of
-the policy sees. The next call sees the next ones, so each program of the queue is looked at in turn."""
+the policy sees. The next call sees the programs behind these, so the policy sees each program of the queue in
+turn."""
 
 MAX_REFRESHED = 64
 """Number of programs at the front of the Waiting queue whose views are rebuilt when the expected prefix of
 their kind changes."""
 UNTHROTTLED_PROGRAMS = 200
 MIN_INTERVAL_S_PER_PROGRAM = 50e-6
-"""The minimum interval between two calls of the policy has this many seconds for each program beyond
-``UNTHROTTLED_PROGRAMS``; programs in the Waiting queue do not count. A call takes about 1 µs per program, and
-5 µs while programs wait, so calls take 2 % to 10 % of the time."""
+"""Minimum interval between two calls of the policy, in seconds per program beyond ``UNTHROTTLED_PROGRAMS``.
+Programs in the tier WAITING do not count. A call takes about 1 µs per program, and 5 µs while programs wait,
+so calls take 2 % to 10 % of the time."""
 
 MoveListener = Callable[[ProgramState, TierMove, float], None]
 """Callback for each move; gets the program, the move and ``now``."""

@@ -44,8 +44,8 @@ class TurnGapTracker:
         now: float,
     ) -> TurnRecord:
         """Return a new record for a request that has arrived. ``gap_s``: seconds of the gap that the request
-        ended; ``None``: it ended none. ``tool``: the tool that ran in that gap, if known. ``leased``: whether
-        the program had a lease."""
+        ended; ``None``: there was no gap. ``tool``: the tool that ran in that gap, if known. ``leased``:
+        whether the program had a lease."""
         context = event.identity.context
         return TurnRecord(
             program.id,

@@ -36,8 +36,8 @@ REUSED_SHARE_WEIGHT = 0.5
 """Weight of the newest turn in a program's ``reused_share``, the moving average of the share of a turn's
 context with which the next prompt begins."""
 PREFETCH_HORIZON_S = 300.0
-"""Maximum seconds from now to the start of a planned prefetch. The default maximum TTL of a lease is as
-long."""
+"""Maximum seconds from now to the start of a planned prefetch; a later prefetch is not planned. Equal to the
+default of ``SchedulerLimits.max_hinted_ttl_s``."""
 MAX_PREFETCH_TRIES = 6
 """Maximum number of prefetches begun in one gap. A prefetch is repeated if blocks of the prefix were still on
 disk, or could not be loaded into the device."""
@@ -186,8 +186,9 @@ class WorkflowPredictor:
         return taken
 
     def take_begun(self) -> dict[ProgramId, float]:
-        """Return and clear the programs that began a turn, each with the time at which it last used its
-        earlier blocks. This is the end of its previous turn or, for a first turn, its arrival."""
+        """Return and clear the programs that began a turn, each with the time at which the program last used
+        its earlier blocks. This time is the end of the previous turn or, for a first turn, the program's
+        arrival."""
         taken, self._begun = self._begun, {}
         return taken
 

@@ -1,4 +1,4 @@
-"""Turns the running totals of an engine's links, to storage and to other engines, into metrics."""
+"""Converts running totals of an engine's links (to storage and to other engines) into metrics."""
 
 from __future__ import annotations
 

@@ -167,8 +167,8 @@ POLICY_BUCKETS_S = tuple(1e-6 * 4**k for k in range(11))
 """Bounds from 1 µs to 1.05 s, each 4 times the one before."""
 
 METRICS_DROPPED = "sojourn_metrics_dropped_total"
-"""Name of the counter of dropped measurements, whose metric or labels are not in this catalogue or whose
-value is invalid."""
+"""Name of the counter of dropped measurements. A measurement is dropped if its metric or a label is not in
+this catalogue, or if its value is invalid."""
 
 
 def _counter(

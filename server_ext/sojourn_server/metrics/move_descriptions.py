@@ -33,8 +33,9 @@ _WHY_OUT = {
 
 
 def move_in_words(kind: str, reason: str) -> str:
-    """Return what a move of placement did, and why. Without words for the reason, as for one of a user's
-    policy, return only what it did. Returns an empty text for a decision that is no move."""
+    """Return what a move of placement did, and why, in words. If this module has no words for the reason, for
+    example a reason of a user's policy, return only what the move did. Return an empty string for a decision
+    that is not a move."""
     if kind not in _MOVES:
         return ""
     what = "stays on the device" if reason == "kept" else _MOVES[kind]

@@ -250,8 +250,8 @@ class TurnRecord:
     outcome: str = "running"
 
     def seconds(self) -> TurnSeconds:
-        """Return the seconds of a finished turn: ``wall``, the whole turn, and its phases, which add up to
-        ``wall``."""
+        """Return the seconds of a finished turn. ``wall`` is the whole turn; the other entries are its phases
+        and add up to ``wall``."""
         end = self.finished_s if self.finished_s is not None else self.arrived_s
         admitted = self.admitted_s if self.admitted_s is not None else end
         first = self.first_token_s if self.first_token_s is not None else end

@@ -2,8 +2,8 @@
 
 A client sends a graph in full once, and afterwards only its hash. A full graph is accepted only if its hash
 is the given one, so no client can replace a known graph by another. If the hash is known already, the full
-graph is not read. Every process of an agent sends the same graph, and building it may take ten milliseconds
-of an engine's step. This module has no clock and does no I/O.
+graph is not read, because every process of an agent sends the same graph, and building it may take ten
+milliseconds of an engine's step. This module has no clock and does no I/O.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class GraphStore:
         """Record that a program of ``agent_type`` follows the graph with this hash.
 
         A graph that is not stored yet is stored. ``graph`` is ``None`` if the client sent only the hash.
-        Returns whether the graph is stored now. It is not if only an unknown hash was sent. Raises
+        Returns whether the graph is stored now: false if the client sent only an unknown hash. Raises
         ``GraphError`` for a graph that cannot be accepted, and changes nothing in this case.
         """
         if graph_hash not in self._graphs:

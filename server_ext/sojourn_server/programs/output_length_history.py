@@ -27,9 +27,9 @@ ALL_OUTPUTS: LengthKey = (None, None)
 class OutputLengthHistory:
     """Lengths of finished outputs in tokens, by agent type and by the tool that ran before the output.
 
-    Each output is added to three groups: of its agent type and tool, of its agent type, and of all outputs. A
-    group keeps its newest ``max_samples`` lengths. Only the ``max_keys`` most recently observed groups are
-    kept, so invented names cost bounded memory.
+    Each output is added to up to three groups: outputs of its agent type after its tool, all outputs of its
+    agent type, and all outputs. A group keeps its newest ``max_samples`` lengths. Only the ``max_keys`` most
+    recently observed groups are kept, so invented names cost bounded memory.
     """
 
     def __init__(self, max_samples: int = 500, max_keys: int = 512) -> None:

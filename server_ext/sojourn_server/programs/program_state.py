@@ -11,7 +11,7 @@ from .program_status import ProgramOutcome, ProgramStatus
 
 SEQ_WINDOW = 1024
 """Number of sequence numbers that are tracked per emitter (the sender of events in one client process).
-Numbers further behind the newest count as seen."""
+A number that is further behind the newest number counts as seen."""
 _FULL_MASK = (1 << SEQ_WINDOW) - 1
 HALF_LIFE = 20.0
 """Number of turns after which the weight of an older turn is halved in ``HintReliability``."""

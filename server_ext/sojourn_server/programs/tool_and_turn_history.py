@@ -168,7 +168,7 @@ class TurnHistory:
         return self._pairs / len(self._turns) if self._turns else 0.0
 
     def memoryfulness(self) -> float:
-        """η = −Corr(k, N−k), in [-1, 1], over the turns k = 1..N of every finished program; N: its turns.
+        """η = −Corr(k, N−k), in [-1, 1], over the turns k = 1..N of every finished program of N turns.
 
         With fewer than two pairs or no variance, the result is 1.0, because the paper's cold start assumes a
         fully memoryful workload (§4.2).
@@ -322,8 +322,8 @@ class BranchReuseRate:
         self.changes = 0
 
     def observe(self, reused: int, evicted: int) -> None:
-        """Update the share. Both numbers count blocks of abandoned branches since the start: ``reused`` those
-        that were used again, ``evicted`` those that were evicted unused."""
+        """Update the share. ``reused``: number of blocks of abandoned branches that were used again since the
+        start. ``evicted``: number of such blocks that were evicted unused since the start."""
         if (reused, evicted) == self._seen:
             return
         self._reused += reused - self._seen[0]

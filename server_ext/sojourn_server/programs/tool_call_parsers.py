@@ -325,8 +325,8 @@ _PYTHON_MARKS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<function_calls
 
 
 def _pythonic_calls(text: str) -> list[ParsedToolCall]:
-    """Return the calls if ``text``, or the part between marks, has only calls ``name(key=value, …)``; none if
-    there is other text."""
+    """Return the calls if ``text``, or the part between marks, has only calls ``name(key=value, …)``. Return
+    an empty list if there is other text."""
     for begin, end in _PYTHON_MARKS:
         if begin in text:
             text = text.split(begin, 1)[1].split(end, 1)[0]

@@ -12,9 +12,10 @@ _MAX_LINKS = 40
 
 
 def file_to_replace(path: Path) -> Path | None:
-    """The file that a write to ``path`` creates or replaces, with symbolic links followed. ``None`` if
-    ``path`` is a device, a pipe or an open file such as /dev/stdout, which must be written directly. Raises
-    ``OSError`` if links form a circle.
+    """Return the file that a write to ``path`` creates or replaces, with symbolic links followed.
+
+    ``None`` if ``path`` is a device, a pipe or an open file such as /dev/stdout: write to such a path
+    directly. Raises ``OSError`` if links form a circle.
     """
     target = path
     for _ in range(_MAX_LINKS + 1):

@@ -132,7 +132,8 @@ class PerfettoTrace:
     def document(
         self, *, max_events: int = MAX_EVENTS, notes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The trace as JSON data. ``notes`` go into its ``otherData``, such as where the trace comes from."""
+        """Return the trace as JSON data. ``notes``, such as the source of the run, go into its
+        ``otherData``."""
         kept: list[_Group] = []
         room = max_events
         groups = sorted(self._groups, key=lambda group: -group.at_s)

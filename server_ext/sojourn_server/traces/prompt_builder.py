@@ -1,7 +1,7 @@
 """Prompts of synthetic token ids with the recorded lengths and common prefixes.
 
 A trace has no text, and a KV cache depends only on lengths and common prefixes. The prompts have the recorded
-lengths. The recorded fields determine the case, and so the earlier tokens that a prompt repeats:
+lengths. The recorded fields of a turn determine which earlier tokens its prompt repeats. The cases are:
 
     append    previous prompt + previous output + fresh ids
     dropped   previous prompt + rest of the output + fresh ids   (thinking removed)

@@ -15,7 +15,8 @@ from .atomic_files import write_atomically
 from .trace_schema import TraceError, TraceProgram, check_program
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
-"""Maximum length of a line (one program) in bytes; readers reject more. Decoding takes ten times as much."""
+"""Maximum length of a line (one program) in bytes; readers reject more. Decoding a line takes ten times its
+length in memory."""
 
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _decoder = msgspec.json.Decoder(TraceProgram)

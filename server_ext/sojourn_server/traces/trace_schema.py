@@ -162,7 +162,8 @@ def replayed_id(program_id: str) -> str:
 
 _SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
 MAX_SECONDS = 1e9
-"""Longest time that ``check_program`` accepts: 31 years. A millisecond added to much more would be lost."""
+"""Longest time in seconds that ``check_program`` accepts: 31 years. Floats that are much larger cannot
+represent milliseconds."""
 MAX_TOKENS = 2**31
 """Maximum tokens of a prompt or output that ``check_program`` accepts. It bounds a simulation's memory."""
 _TOKENS = (
