@@ -203,7 +203,7 @@ class DemandForecaster:
 
     @property
     def prediction_errors(self) -> tuple[float | None, float | None]:
-        """Mean |ln(actual ÷ predicted)| of predictions of remaining tokens: (the neural network's, those
+        """Mean errors |ln(actual ÷ predicted)| of predictions of remaining tokens: (with the neural network,
         without the network). Both are ``None`` if too few outputs have been checked."""
         if self._network_errors.count() < MIN_JUDGED_OUTPUTS:
             return None, None
@@ -233,8 +233,8 @@ class DemandForecaster:
         return KvDemandView(tuple(self._needed), self._room_blocks)
 
     def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
-        """Number of blocks available to running requests: free blocks plus those that the requests use. A
-        shared block counts once for each request that uses it."""
+        """Return the number of blocks available to running requests: free blocks plus blocks that the
+        requests use. A shared block counts once for each request that uses it."""
         fixed = self._pool.fixed_blocks  # the forecast demand does not include fixed blocks
         return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 

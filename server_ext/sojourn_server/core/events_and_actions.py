@@ -404,23 +404,23 @@ Action = EngineAction | RequestRefused | RequestYields | RequestRequeued | Answe
 
 
 def granted_lease(actions: Sequence[Action]) -> Lease | None:
-    """The lease of a ``LeaseGranted`` answer, if any."""
+    """Return the lease, if the answer in ``actions`` is ``LeaseGranted``; else ``None``."""
     answer = actions[-1] if actions else None
     return answer.lease if isinstance(answer, LeaseGranted) else None
 
 
 def chosen_load(actions: Sequence[Action]) -> LoadAheadChosen | None:
-    """The ``LoadAheadChosen`` answer, if any."""
+    """Return the answer in ``actions``, if it is ``LoadAheadChosen``; else ``None``."""
     answer = actions[-1] if actions else None
     return answer if isinstance(answer, LoadAheadChosen) else None
 
 
 def chosen_request(actions: Sequence[Action]) -> str | None:
-    """The request of a ``RequestChosen`` answer, if any."""
+    """Return the request's id, if the answer in ``actions`` is ``RequestChosen``; else ``None``."""
     answer = actions[-1] if actions else None
     return answer.request_id if isinstance(answer, RequestChosen) else None
 
 
 def is_let_in(actions: Sequence[Action]) -> bool:
-    """Whether the answer to ``AdmissionRequested`` is yes."""
+    """Whether the answer in ``actions`` is ``RequestLetIn``, so that the request may be admitted."""
     return bool(actions) and isinstance(actions[-1], RequestLetIn)

@@ -213,7 +213,7 @@ class LeaseManager:
     def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> None:
         """End hinted leases until at least ``blocks`` blocks are released, or no tenant holds more than
         ``share_blocks``. Only tenants above that share lose leases. Leases without a waiting request end
-        first, and among these the ones that expire soonest."""
+        before leases with one. Within each group, the lease that expires soonest ends first."""
         held = self._state.leases.hinted_blocks
         if not any(own > share_blocks for own in held.values()):
             return
@@ -227,8 +227,8 @@ class LeaseManager:
                 blocks -= before - held[lease.tenant]
 
     def _chunked_reload_s(self, tokens: int, reload_s: float) -> float:
-        """Seconds to compute a context of ``tokens`` tokens, in several engine steps if it is too long for
-        one. ``reload_s``: the seconds in a single step."""
+        """Return the seconds to compute a context of ``tokens`` tokens. A context that is too long for one
+        engine step is computed in several steps. ``reload_s``: the seconds in a single step."""
         pieces = -(-tokens // self._state.pool.step_tokens)
         return reload_s if pieces <= 1 else pieces * self._state.reload.seconds(-(-tokens // pieces))
 

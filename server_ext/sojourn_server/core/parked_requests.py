@@ -59,7 +59,7 @@ class RequestWaits:
         self._of: dict[ProgramId, list[RequestWait]] = {}
         """The same waits by program, each program's longest wait first."""
         self._longest: list[RequestWait] = []
-        """The longest wait of each program, the longest one first."""
+        """The longest wait of each program, in order of decreasing length."""
         self._by_arrival: dict[int, RequestWait] = {}
         """The same waits by arrival number."""
         self._starts_s: dict[int, float] = {}
@@ -70,8 +70,8 @@ class RequestWaits:
         oldest abort first."""
 
     def longest(self) -> Iterable[RequestWait]:
-        """The longest wait of each program, the longest one first. One program may have thousands of waiting
-        requests."""
+        """Return each program's longest wait, in order of decreasing length. A program appears once, because
+        it may have thousands of waiting requests."""
         return self._longest
 
     def begin(self, request_state: RequestState, program_id: ProgramId, now: float) -> float:
@@ -210,8 +210,8 @@ class ParkedRequests:
         return place.leaves_after is not None and request_state.arrival > place.leaves_after
 
     def any_of(self, program_id: ProgramId) -> bool:
-        """Whether any waiting request of the program is parked. Only the newest request is checked, because
-        it is parked if any other request is."""
+        """Whether any waiting request of the program is parked. Only the newest request is checked: if it is
+        not parked, no other request of the program is parked."""
         place = self._placed.get(program_id)
         newest = next(reversed(place.waiting.values()), None) if place is not None else None
         return newest is not None and self.is_parked(newest)
@@ -248,7 +248,7 @@ class ParkedRequests:
         device. ``None``: no request is released now.
 
         The request with the longest wait is released, if this wait is at least ``limit_s`` seconds. The next
-        request is released when the last released one was admitted or has ended, or after ``RELEASE_GAP_S``.
+        request is released after the released request was admitted or has ended, or after ``RELEASE_GAP_S``.
         A released request that is parked again is released again after another ``limit_s`` seconds."""
         released = self._released
         if released is not None and 0 <= now - released.since_s < RELEASE_GAP_S:

@@ -33,7 +33,7 @@ MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of one agent type or of all types, from which a program's service (the
 seconds that its requests run) is predicted."""
 MAX_WAITING_SEEN = 256
-"""Maximum number of a program's waiting requests, the oldest ones, that its view covers."""
+"""Maximum number of waiting requests that a program's view covers. It covers the oldest requests."""
 MIN_CALLS_SEEN = 4
 """Minimum number of calls of a tool before the tool's own durations are used (see ``_gap_durations_s``)."""
 

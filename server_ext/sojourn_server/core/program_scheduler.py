@@ -417,7 +417,7 @@ class ProgramScheduler:
         return self._tiers.placed(program_id)
 
     def dropped_programs(self) -> Iterable[ProgramId]:
-        """The programs that placement keeps in no tier."""
+        """The programs in the tier WAITING, whose KV placement keeps in no memory and on no disk."""
         return self._tiers.dropped()
 
     def placed_counts(self) -> dict[Tier, int]:

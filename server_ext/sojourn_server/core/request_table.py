@@ -130,7 +130,8 @@ class RequestTable:
     def enter(
         self, request_id: str, program: ProgramState | None, now: float, prompt_tokens: int = 0
     ) -> RequestState:
-        """Add a request that has reached the engine. Without a program, its own arrival is its rank."""
+        """Add a request that has reached the engine, and return its state. A request without a program gets a
+        rank of its own."""
         self._arrivals += 1
         self.untracked_arrivals += program is None
         request_state = RequestState(

@@ -1,12 +1,12 @@
-"""Running requests that yield to a waiting request of another program (SAGA §6.2).
+"""Running requests that yield to an *urgent* request: a waiting request of another program (SAGA §6.2).
 
-Only the gateway knows how urgent each tenant is, so the gateway orders a request to yield. The request yields
-only if the other request really waits, and at most ``MAX_YIELDS`` times. So false or late orders cost a
-request at most ``MAX_YIELDS`` pauses.
+Only the gateway knows how urgent each tenant is, so the gateway orders a request to yield. A running request
+yields only if the urgent request really waits, and at most ``MAX_YIELDS`` times. So false or late orders cost
+a request at most ``MAX_YIELDS`` pauses.
 
-An order (``yield_to``) becomes due in ``tick`` once the other request has waited through a whole step. The
-engine then preempts the running request and holds it, and the other request goes first. The hold ends when
-the other request is admitted or leaves, at the latest after ``MAX_HOLD_S``.
+An order (``yield_to``) becomes due in ``tick`` once the urgent request has waited through a whole step. The
+engine then preempts the running request and holds it, and the urgent request goes first. The hold ends when
+the urgent request is admitted or leaves, at the latest after ``MAX_HOLD_S``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_ORDERS = 256
 """Maximum number of orders and holds at the same time. Further orders are rejected; an existing order may be
 renewed."""
 IDLE_TICKS = 2
-"""A hold ends if nothing has run for this many steps, because the hold then does not help the other
+"""A hold ends if nothing has run for this many steps, because the hold then does not help the urgent
 request."""
 
 

@@ -78,7 +78,8 @@ class SharedPrefixes:
         return self._set_before(others, at, others[at - 1] if at else None)
 
     def shared_hashes(self, key: Key) -> int:
-        """Number of leading hashes of a stored context that are not its own; 0 if it is not stored."""
+        """Number of leading hashes that a stored context shares with the preceding context; 0 if the context
+        is not stored."""
         context = self._of.get(key)
         return context.before if context is not None else 0
 

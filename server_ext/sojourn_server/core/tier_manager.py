@@ -104,7 +104,8 @@ class TierManager:
         self._last_shortage_s = -math.inf
         """Time at which a program last lost its KV because the tiers were over capacity."""
         self._asked_s = self._ask_at_s = -math.inf
-        """Time of the last call to the policy; ``_ask_at_s``: time of the next call if there is no event."""
+        """``_asked_s``: time of the last call to the policy. ``_ask_at_s``: time of the next call if no event
+        comes before."""
         self._changed: dict[ProgramId, float] = {}
         """Programs with events since their views were built, each with the time of its last event. The
         program whose first event is the oldest comes first."""
@@ -235,7 +236,7 @@ class TierManager:
 
     def cache_reset(self, now: float, *, device: bool = True) -> None:
         """Handle the loss of all KV except that of running requests. If ``device`` is false, programs on the
-        device keep their KV. From then on nothing is on disk."""
+        device keep their KV. From then on the disk has no capacity for placement."""
         self._pool.disk_blocks = 0
         for place in list(self._by_id.values()):
             if place.tier is Tier.DEVICE and not device:
@@ -263,15 +264,15 @@ class TierManager:
         return place.tier if place is not None else None
 
     def dropped(self) -> Iterable[ProgramId]:
-        """The programs whose KV is in no tier, longest time in the Waiting queue first. Empty if placement is
-        off."""
+        """Return the programs in the tier WAITING, whose KV is in no memory and on no disk. The program that
+        has been there longest comes first. Empty if placement is off."""
         return self._by_tier[Tier.WAITING] if self.places else ()
 
     def take_overdue(self, limit_s: float, now: float) -> Iterable[RequestState]:
         """Return the requests to refuse: parked requests that have waited for ``limit_s`` seconds, each once.
 
-        If ``policy.refuses`` is false, nothing is returned. Instead, such requests are released one after the
-        other: the request's program is placed on the device. Call this method in every tick."""
+        If ``policy.refuses`` is false, nothing is returned. Instead, at most one such request is released per
+        call: its program is placed on the device. Call this method in every tick."""
         parked_requests = self.parked_requests
         parked_requests.exclude_pause(now)
         if self.policy.refuses:
@@ -368,8 +369,8 @@ class TierManager:
         )
 
     def _further_waiting(self) -> tuple[ProgramTierView, ...]:
-        """The next programs behind the first ``LOOKAHEAD`` of the Waiting queue. After the last one, a new
-        round begins."""
+        """Return the next ``MAX_FURTHER_WAITING_IN_VIEW`` programs behind the first ``LOOKAHEAD`` of the
+        Waiting queue. After the end of the queue, a new round begins."""
         behind = len(self._waiting_queue) - LOOKAHEAD
         if behind <= 0:
             return ()

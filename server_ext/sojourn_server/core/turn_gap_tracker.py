@@ -43,8 +43,8 @@ class TurnGapTracker:
         leased: bool,
         now: float,
     ) -> TurnRecord:
-        """Return a new record for a request that has arrived. ``gap_s``: seconds of the gap that the request
-        ended; ``None``: there was no gap. ``tool``: the tool that ran in that gap, if known. ``leased``:
+        """Return a new record for a request that has arrived. ``gap_s``: length of the gap that the request
+        ended, in seconds; ``None``: no gap. ``tool``: the tool that ran in that gap, if known. ``leased``:
         whether the program had a lease."""
         context = event.identity.context
         return TurnRecord(

@@ -83,11 +83,11 @@ class GraphStore:
         return iter(self._graphs.values())
 
     def get(self, graph_hash: str) -> KnownGraph | None:
-        """The graph with this hash, or ``None``. Does not count as a use."""
+        """Return the graph with this hash; ``None`` if it is not stored. Does not count as a use."""
         return self._graphs.get(graph_hash)
 
     def use(self, graph_hash: str) -> KnownGraph | None:
-        """The graph with this hash, or ``None``. Counts as a use."""
+        """Return the graph with this hash; ``None`` if it is not stored. Counts as a use."""
         known = self._graphs.get(graph_hash)
         if known is not None:
             self._graphs.move_to_end(graph_hash)

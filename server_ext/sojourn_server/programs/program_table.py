@@ -46,7 +46,8 @@ class ProgramTable:
         return program_id in self._programs
 
     def get(self, program_id: ProgramId) -> ProgramState | None:
-        """The program, or ``None``. This lookup does not count as a contact of the client."""
+        """Return the program; ``None`` for an unknown id. This look-up does not count as a contact of the
+        client."""
         return self._programs.get(program_id)
 
     def next_rank(self) -> int:
@@ -103,7 +104,7 @@ class ProgramTable:
 
     def promise_heartbeats(self, program: ProgramState) -> None:
         """Record that the program's client will send heartbeats. Call this method right after ``open``: it
-        assumes that the program is the one with the latest contact."""
+        assumes that no other program has a later contact."""
         if program.heartbeats:
             return
         was_acting = self._acting[False].pop(program.id, 0) is None

@@ -79,8 +79,8 @@ class ToolHistory:
 
     def durations(self, key: str | None = None) -> Sequence[float]:
         """The durations of the tool ``key`` in seconds, ascending; empty for an unknown tool. If ``key`` is
-        ``None``, those of all tools. The result is a live view, not a copy. Read it at once, and do not keep
-        or change it."""
+        ``None``, the durations of all tools. The result is a live view, not a copy. Read it at once, and do
+        not keep or change it."""
         if key is None:
             return self._all.ordered
         samples = self._tools.get(key)
@@ -231,7 +231,7 @@ class SlidingMean:
         return list(self._values)
 
     def mean(self) -> float:
-        """The mean, 0.0 when empty (the paper initialises T as zero)."""
+        """The mean; 0.0 if there are no values (the paper initialises T as zero)."""
         if self._mean is None:
             # The sum is computed anew, since a running sum would keep the rounding errors of large values.
             count = len(self._values)

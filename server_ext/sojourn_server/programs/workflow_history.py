@@ -222,12 +222,14 @@ class ToolOutputTokens:
 
 
 def agent_type_name(program: ProgramState) -> str:
-    """The agent type of a program: the name from the client, else the hash of the first prompt, else ""."""
+    """Return a program's agent type: the name from the client, or else the type that the first prompt implies
+    (``prompt_type``); empty if neither is known."""
     return program.agent_type or program.prompt_type or ""
 
 
 def step_name(tool: str | None) -> str:
-    """Step of a turn that called ``tool``; ``REPLY_STEP`` for ``None``. Reserved names get a suffix."""
+    """Return the step of a turn that called ``tool``; ``REPLY_STEP`` if it called no tool. A tool with a
+    reserved name gets a suffix."""
     if not tool:
         return REPLY_STEP
     return f"{tool} (tool)" if tool in (START, END, REPLY_STEP) else tool
