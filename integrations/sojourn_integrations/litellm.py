@@ -39,10 +39,10 @@ from .safe_scope import count_error
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
 """Methods of a ``Router`` in Python through which all its requests pass. A router with a core in Rust (from
-litellm 1.109 at the latest) has neither; its methods that send requests are patched instead."""
+litellm 1.109 at the latest) has neither method. Its methods that send requests are patched instead."""
 _SMALL_BYTES = 4096
 """Longest field of the user's body, in bytes of JSON, that is decoded. Our fields are never merged into a
-longer one."""
+longer field."""
 
 _MAX_TARGETS = 256
 
@@ -152,8 +152,9 @@ def _reset(token: Token[OutgoingRequest | None]) -> None:
 def _begin(
     handler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[OutgoingRequest | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the LLM request, and the arguments of ``post`` with our fields added. For all other requests,
-    return ``None`` and the unchanged arguments."""
+    """Return the LLM request that this call of ``post`` sends, and the arguments of ``post`` with our fields
+    added. If the call is no LLM request to a listed server, or is part of a request under way, returns
+    ``None`` and the unchanged arguments."""
     outgoing: OutgoingRequest | None = None
     try:
         live = session()
@@ -226,7 +227,7 @@ def _target(config: Config, url: str) -> tuple[Config, str | None, str, str, str
 
 def _read(name: str, value: Any) -> Any:
     """Return the field ``name`` of the body, decoded if it is the model's name, an object or a null. All
-    other values, and long ones, stay encoded."""
+    other values stay encoded, and so do values longer than ``_SMALL_BYTES``."""
     if type(value) is not msgspec.Raw:
         return value
     text = memoryview(value)

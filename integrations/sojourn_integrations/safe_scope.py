@@ -1,4 +1,4 @@
-"""Keeps exceptions of integrations away from agents; enters and leaves the SDK's scopes in this way."""
+"""Keeps exceptions of integrations away from agents. Enters and leaves the SDK's scopes without raising."""
 
 from __future__ import annotations
 

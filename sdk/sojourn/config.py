@@ -82,11 +82,12 @@ class Config:
     tool_events: str | None = None
     """ZeroMQ endpoint for tool events; for the dialect ``dynamo`` only."""
     probe_timeout_s: float = 0.3
-    """How long ``init()`` may wait for the server's answer about its dialect; with 0 it does not wait."""
+    """Longest time that ``init()`` waits for the server's answer about its dialect; 0 means no wait."""
     threads: bool = False
     """Carry the current program into new threads and thread pools."""
     instrument: bool = True
-    """Whether to patch every supported framework, not only those given to ``instrument()`` or ``wrap()``."""
+    """Whether ``init()`` patches every supported framework. If False, only ``instrument()`` and ``wrap()``
+    do."""
     history: str | None = None
     """File that keeps tool durations and program runs for later processes; ``None`` keeps them in memory."""
     program_id: str | None = None
@@ -94,7 +95,7 @@ class Config:
     own_program: bool = False
     """``Environment.own_program``."""
     url_from_environment: bool = False
-    """Whether ``url`` is ``Environment.url``, as below ``sojourn run``."""
+    """Whether ``url`` comes from ``SOJOURN_URL``, which ``sojourn run`` sets."""
     queue_events: int = 10_000
     """Maximum number of unsent events; further events are dropped and counted."""
     batch_events: int = 256

@@ -44,8 +44,8 @@ class ServerDialect:
         """True if the dialect was given or detected, False if it is assumed."""
 
     def learn(self, dialect: str) -> Dialect:
-        """Record that the dialect named ``dialect`` was detected, and return its ``Dialect`` object. The
-        detected dialect is then used, unless the caller of ``init()`` named one."""
+        """Record that the dialect named ``dialect`` was detected, and return its ``Dialect`` object. Uses
+        this dialect from now on, unless the caller of ``init()`` named a dialect."""
         if not self.given:
             self.dialect = DIALECTS[dialect]
         self.known = True

@@ -19,8 +19,8 @@ except ImportError:  # pragma: no cover
     mmap = None
 
 SLOTS: Final = 4096
-"""Number of slots in the shared memory. Program number n uses slot n modulo ``SLOTS``. So an open program
-counts as ended in the children once the program whose number is higher by ``SLOTS`` has ended."""
+"""Number of slots in the shared memory. Program number n uses slot n modulo ``SLOTS``. So the end of program
+n + ``SLOTS`` marks program n as ended in the children too, even if n is still open."""
 
 
 class SharedEndedPrograms:

@@ -71,11 +71,11 @@ class EventSender:
         """The numbers are those of ``Config`` with the same names. The callbacks run on the sender's thread.
 
         ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
-        heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and in how many seconds
-        ``beats`` must be called again (``None`` if no heartbeat is due before another event). ``delivered()``
-        runs after each batch whose answer proves that the server speaks the dialect. ``unsupported()`` runs
-        if the server has no endpoint for batches; it returns another transport, or ``None`` to stop sending.
-        Until ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
+        heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until
+        ``beats`` must be called again (``None``: not before the next event). ``delivered()`` runs after each
+        batch whose answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has
+        no endpoint for batches; it returns another transport, or ``None`` to stop sending. Until
+        ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
         self.counters = counters
         self._transport = transport
         self._queue_events = queue_events
@@ -208,10 +208,10 @@ class EventSender:
             self.counters.add("dropped_full", lost)
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
-        """Put the events of a failed request back, before their programs' other events. If the server did get
-        them, it recognises the duplicates by their sequence numbers. ``emitter`` is this sender's id at the
-        time when the events were taken. A forked child has another id, so it drops its parent's events. Never
-        raises."""
+        """Put the events of a failed request back, before their programs' other events. If the server
+        received the events after all, it recognises the duplicates by their sequence numbers. ``emitter`` is
+        the sender's id when the events were taken. If the id has changed since, which happens in a forked
+        child, the events are dropped. Never raises."""
         try:
             with self._lock:
                 if emitter != self.id or self._closed or not self._supported:
@@ -256,7 +256,7 @@ class EventSender:
 
     def flush(self, timeout_s: float = 1.0) -> bool:
         """Wait at most ``timeout_s`` until no event is queued or being sent. Returns False if events are left
-        then, or if a batch failed meanwhile."""
+        after ``timeout_s``, or if a batch failed during the wait."""
         end_s = time.monotonic() + timeout_s
         with self._lock:
             dropped = self.counters["dropped_send"]
@@ -274,9 +274,9 @@ class EventSender:
             return self.counters["dropped_send"] == dropped
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Make the thread send the queued events and then end. Waits at most ``timeout_s`` for it, by default
-        the constructor's ``close_timeout_s``. Later events are dropped. A second call is harmless. Never
-        raises."""
+        """Make the thread send the queued events and then end. Waits for the thread at most ``timeout_s``, by
+        default the constructor's ``close_timeout_s``. Later events are dropped. A second call is harmless.
+        Never raises."""
         end_s = time.monotonic() + (self._close_timeout_s if timeout_s is None else timeout_s)
         try:
             with self._lock:
@@ -407,8 +407,7 @@ class EventSender:
             return (), None
 
     def _take_in(self) -> None:
-        """Give the events in the inbox their sequence numbers and move them into the queue. Called with the
-        lock held."""
+        """Number the events in the inbox and move them into the queue. Called with the lock held."""
         if self._inbox:
             # One sequence for all programs, so that it also grows within a program that is resumed by its id.
             count = self._pending.take_in(self._inbox, self._seq)

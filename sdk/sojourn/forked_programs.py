@@ -1,6 +1,6 @@
 """Programs in a forked child. A program that was open at the fork ends in the child when it ends in the
-parent. Without this, a worker of a process pool would count all its later jobs for the program that started
-the pool.
+parent. Otherwise a worker of a process pool would count all its later jobs for the program that started the
+pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _has_ended: Any = Program.__dict__["has_ended"]
 
 
 class InheritedProgram(Program):
-    """A program of the process that forked this one. It ends in this process when it ends in that one."""
+    """A program that was open in the parent process at the fork. It ends in this process when it ends in the
+    parent."""
 
     __slots__ = ()
 
@@ -47,6 +48,6 @@ def _after_fork() -> None:
 
 
 def watch_forks() -> None:
-    """From now on, a program that is open at a fork ends in the child when this process ends it. Call once,
-    before the first fork."""
+    """Register the fork hook that makes programs open at a fork end in the child when this process ends them.
+    Call it once, before the first fork."""
     process_hooks.register_at_fork(after_in_child=_after_fork)

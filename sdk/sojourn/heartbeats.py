@@ -52,11 +52,11 @@ class _LastBeat:
     def __init__(self, now: float) -> None:
         self.last_s = now
         self.left_out = False
-        """True if that heartbeat was not sent (see ``take_due``)."""
+        """True if the last heartbeat was due but not sent (see ``take_due``)."""
 
 
 class Heartbeats:
-    """Open programs and the time of each one's last heartbeat. This class has no thread and no clock; the
+    """The open programs, each with the time of its last heartbeat. This class has no thread and no clock; the
     sender calls ``take_due``.
 
     Programs are referenced weakly, so that heartbeats stop when a program without an end is

@@ -2,9 +2,9 @@
 
 While an agent waits for the model, the CPU's caches are filled with other data, so each turn begins with cold
 caches. The structs and their encoder touch many pages of memory, and then cost more than all other work for a
-request. So this module writes the context of nearly all requests: those without hints whose events are all of
-tool calls. ``hints`` and ``wire_events`` define the format; ``tests/sdk/test_sdk_hint_encoder.py`` compares
-this module's text with the encoder's.
+request. So this module writes the context of a request that has no hints and no events except those of tool
+calls. Nearly all requests are of this kind. ``hints`` and ``wire_events`` define the format;
+``tests/sdk/test_sdk_hint_encoder.py`` compares this module's text with the encoder's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 # Quotes and escapes a text as JSON. It raises ``TypeError`` for other objects.
 _quoted: Any = encoder.encode_basestring
 _LONGEST_S: Final = 1e9
-"""Ages and durations of at least this many seconds are left to the encoder. Shorter ones are written as whole
-microseconds, such as ``1500e-6``, since Python's own rounding and writing of floats takes longer than all
-else here."""
+"""Limit of ages and durations, in seconds. Below it they are written as whole microseconds, such as
+``1500e-6``, since Python's own rounding and writing of floats takes longer than all other work here. The
+encoder writes longer ages and durations."""
 
 
 def write_context(
@@ -40,10 +40,10 @@ def write_context(
     (monotonic seconds). ``emitter`` is the id of the event sender that numbered the events; ``None`` if there
     are no events. ``steps_left`` is ``SojournContext.expected_steps_left``.
 
-    Returns ``None`` if an event is not of a tool call, if an age or duration is out of range, or if a
-    duration is not a float. The caller then encodes the structs of ``hints`` and ``wire_events``. Raises
-    ``TypeError`` for a name that is not a string, and ``UnicodeEncodeError`` for a name that UTF-8 cannot
-    express."""
+    Returns ``None`` if an event is neither ``ToolStart`` nor ``ToolStop``, if an age or duration is out of
+    range, or if a duration is not a float. The caller then encodes the structs of ``hints`` and
+    ``wire_events``. Raises ``TypeError`` for a name that is not a string, and ``UnicodeEncodeError`` for a
+    name that UTF-8 cannot express."""
     id = _quoted(program.id)
     text = f'{{"program_id":{id}'
     if program.parent_id is not None:

@@ -27,8 +27,8 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     tenant: str | None = None
     """Tenant that the client names. It is advice only; fairness uses the authenticated identity."""
     expected_steps_left: float | None = None
-    """Number of turns that the client expects after this one, learned from earlier programs of this type; ≥
-    0."""
+    """Number of turns that the client expects after the current turn; ≥ 0. Learned from earlier programs of
+    the same agent type."""
     events: list[msgspec.Raw] = []
     """Unsent events of the program, encoded as JSON. The server applies these events before the request."""
 
@@ -42,7 +42,7 @@ class AgenticContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     blocks_parent: bool | None = None
     """True if the parent program waits for this program; ``None`` if unknown."""
     expected_resume: bool | None = None
-    """Whether the client expects a further turn after this one; ``None`` if unknown."""
+    """Whether the client expects a further turn after the current turn; ``None`` if unknown."""
     request_id: str | None = None
     """Id of the logical request. Retries have the same id, so that a retry does not count as a turn."""
     step_id: str | None = None

@@ -29,8 +29,8 @@ _methods: dict[str, tuple[Callable[..., object], ...]] = dict.fromkeys(EVENTS, (
 lock."""
 _OF_TURNS: Final = EVENTS[2:7]
 hears_turns = False
-"""True while at least one listener has a method for tool calls or requests. If False, the code of tool calls
-and requests calls nothing here, since each call takes an agent microseconds."""
+"""True while at least one listener has a method for tool calls or requests. While it is False, the code of
+tool calls and requests calls no function of this module, since each call costs the agent microseconds."""
 usage_wanted = False
 """True while at least one registered listener wants token counts (``wants_usage``)."""
 

@@ -28,8 +28,8 @@ def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callabl
 
 
 def first_anext(inner: AsyncIterator[Any], *default: Any) -> Awaitable[Any]:
-    """Return ``anext(inner, *default)`` and hide the generator ``inner`` from the event loop. For the first
-    step of a generator that a generator of ours wraps and closes.
+    """Return ``anext(inner, *default)`` and hide the generator ``inner`` from the event loop. Use it for the
+    first step of a generator that one of our generators wraps and closes.
 
     At its end an event loop closes all generators that it knows, at the same time. If the loop knew ``inner``
     too, ``inner`` or our generator would fail with "asynchronous generator is already running"."""

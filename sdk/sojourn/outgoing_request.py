@@ -41,8 +41,8 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     """The client object that sends the request; ``None`` once the attempt has ended. Tasks started during the
     request keep the request in their context and may outlive it. Calls by such tasks are new requests."""
     prepared: Any
-    """The ``options`` object of the last attempt to which our body fields were added. Only the patch of the
-    ``openai`` client uses it."""
+    """The ``options`` object to which our body fields were added last. A new attempt has a new object. Only
+    the patch of the ``openai`` client uses it."""
     headers: dict[str, str]
     """The headers to add to the last attempt. Only the patch of the ``openai`` client uses them."""
     bound_for: tuple[str, str]
@@ -223,8 +223,8 @@ class RetryScope:
                 self.give_up(error)
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """End the request ``open`` as failed, because no further attempt follows. A request with an attempt
-        in progress is left alone: it reports its own end."""
+        """End the request ``open`` as failed, because no further attempt follows. If an attempt is in
+        progress, does nothing: the request then reports its own end."""
         outgoing, self.open = self.open, None
         if outgoing is None or outgoing._busy:
             return  # a request in progress reports its own end

@@ -13,8 +13,8 @@ from .valid_ids_and_names import new_program_id, process_name
 def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
     """Return the process's own program, made at the first call.
 
-    It has the id in ``SOJOURN_PROGRAM_ID`` if that is set, else a fresh id. The program is implicit
-    (``Program.implicit``) if the variable is not set and the process does not count as one run
+    Its id is the value of ``SOJOURN_PROGRAM_ID`` if that variable is set, else a fresh id. The program is
+    implicit (``Program.implicit``) if the variable is not set and the process does not count as one run
     (``session.counts_as_one_run``). ``asks``: True for a new LLM request. If ``asks`` is True and another
     request still waits for its answer, the process stops counting as one run.
 

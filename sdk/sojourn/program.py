@@ -362,9 +362,9 @@ def remove_resolver(resolver: Resolver) -> None:
 
 
 def live_context() -> ExecutionContext:
-    """Return the context of the running code. If its program has ended, as in a task that outlives a program,
-    return the context around that program instead. Inside ``Program.here()``, an ended program stays the
-    current one, since the code names it."""
+    """Return the context of the running code. If the context's program has ended, as in a task that outlives
+    a program, return the context around that program instead. But inside ``Program.here()`` an ended program
+    stays the current program, since the code names it."""
     here = current_context.get()
     while (program := here.program) is not None and program.has_ended:
         if any(getattr(_block(entry), "_program", None) is program for entry in _entered.get()):
@@ -405,7 +405,8 @@ def find_context(counters: Counters, *, of_process: bool = True) -> tuple[Execut
 
 
 def opened_program() -> Program | None:
-    """Return the last program opened for the whole process that has not ended; ``None`` if there is none."""
+    """Return the open program of the whole process; if there are several, the one that was opened last.
+    Returns ``None`` if all have ended. Drops ended programs from the end of ``process_programs``."""
     while process_programs and process_programs[-1].has_ended:
         process_programs.pop()  # it has ended in the process that forked this one
     return process_programs[-1] if process_programs else None
@@ -427,8 +428,8 @@ def _block(entry: list[Any]) -> object:
 
 
 def enter_block(block: object, inside: ExecutionContext) -> None:
-    """Make ``inside`` the context until ``leave_block(block)``. Threads and tasks may enter a block again
-    before it is left."""
+    """Make ``inside`` the context until ``leave_block(block)``. A block may be entered again before it is
+    left, also by other threads and tasks."""
     entry = [ref(block), current_context.set(inside)]
     # If a generator that began here ends in another context, its entry stays, but its block is gone.
     around = [entry for entry in _entered.get() if _block(entry) is not None]

@@ -58,7 +58,7 @@ class ProgramScope:
     def __init__(self, make: Callable[[], Program], parent_id: str | None = None) -> None:
         """``parent_id``: id of the parent that the caller named, if any."""
         self.make = make
-        """Function that returns a new program, not started yet. For adapters that cannot use ``with``."""
+        """Function that returns a new program, not started yet. Adapters that cannot use ``with`` call it."""
         self._parent_id = parent_id
         self._program: Program | None = None
         self._token: Token[ExecutionContext] | None = None
@@ -70,9 +70,9 @@ class ProgramScope:
         programs belongs to it, in every thread. For consoles and notebooks, where no ``with`` block can span
         several cells.
 
-        ``open`` ends the program that an earlier ``open`` started, as ``cancelled``, so that a notebook cell
-        can run again. The earlier program stays open if it is given as ``parent``. A program still open when
-        the process exits ends as ``cancelled``.
+        ``open`` first ends the programs that earlier calls of ``open`` started, as ``cancelled``, so that a
+        notebook cell can run again. If one of these programs is given as ``parent``, this program and those
+        opened before it stay open. A program still open when the process exits ends as ``cancelled``.
         """
         while process_programs and process_programs[-1].id != self._parent_id:
             process_programs.pop().end("cancelled")

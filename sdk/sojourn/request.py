@@ -88,8 +88,9 @@ def _parts(*, take: bool, program: Program | None = None) -> Parts:
 
 
 class RequestContext:
-    """What one logical request (an LLM call with its retries) says about its program. Program and hints are
-    fixed at the start, so that every retry carries the same ones. Subclasses set the attributes."""
+    """What one logical request (an LLM call with its retries) says about its program. The program and its
+    hints are chosen once, at the start, so every retry carries the same program and hints. Subclasses set the
+    attributes."""
 
     session: runtime.Session
     program: Program

@@ -127,9 +127,9 @@ class LogicalRequest:
 
 
 def _check_overlapping_requests(program: Program, begun: object) -> None:
-    """Stop counting the process as one run if another request of ``program`` waits for its answer when the
-    request ``begun`` starts. ``process_program`` checks this too, but two threads may pass its check at the
-    same moment."""
+    """Stop counting the process as one run if another request of ``program`` still waits for its answer.
+    ``begun`` is the request that starts now. ``process_program`` checks this too, but two threads may pass
+    its check at the same moment."""
     session = runtime.session()
     if not session.counts_as_one_run or program is not session.program:
         return

@@ -117,7 +117,7 @@ _made: dict[type, type] = {}
 
 
 def _of_inner(self: Any, name: str) -> Any:
-    """Return an attribute of the stream that is watched. ``Response.elapsed`` of httpx2 needs one."""
+    """Return the attribute ``name`` of the watched stream. httpx2 reads one for ``Response.elapsed``."""
     if name == "_inner":  # missing in a copy, before ``__init__``
         raise AttributeError(name)
     return getattr(self._inner, name)

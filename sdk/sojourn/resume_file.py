@@ -1,4 +1,4 @@
-"""A file that holds a program's id until the program ends cleanly, so that a restarted client continues it.
+"""A file that holds a program's id until the program ends cleanly. A restarted client continues the program.
 
     with sojourn.program("fix-issue", resume="run.id"): ...
 
@@ -73,8 +73,8 @@ class ResumeFile:
         _held.add(self)
 
     def remove(self) -> None:
-        """Remove the file and release its lock. Called after the program's clean end. If another file has
-        replaced this one, that file stays. Raises ``OSError``."""
+        """Remove the file and release its lock. Called after the program's clean end. If ``path`` now names a
+        different file, that file stays. Raises ``OSError``."""
         fd = self._fd
         try:
             # Only our own file, not one that replaced it.

@@ -82,8 +82,8 @@ class Session:
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
         self.left_program: OpenProgram | None = None
-        """The process's own program, once it has proved not to be a single run. This program ends when its
-        last request in progress ends."""
+        """The process's own program after ``leave_own_program``; otherwise ``None``. This program ends when
+        its last request in progress ends."""
         self.counts_as_one_run = config is not None and config.own_program and config.program_id is None
         """Whether all code outside of ``program()`` counts as one run. Becomes False once the code opens
         programs of its own or requests overlap."""
@@ -94,8 +94,8 @@ class Session:
         self.outside_requests = 0
         """Number of answered requests of no program."""
         self.unlisted_requests = 0
-        """Number of requests to unlisted hosts before the first one to a listed host, as
-        ``warn_unlisted_host`` counts them."""
+        """Number of requests to unlisted hosts, as ``warn_unlisted_host`` counts them. It stops growing at
+        the first request to a listed host."""
         self._answered = threading.Event()
 
     @property
@@ -174,9 +174,9 @@ class Session:
         return nullcontext() if self.event_sender is None else self.event_sender.lock
 
     def leave_own_program(self) -> bool:
-        """End the process's own program, if there is one, once its requests in progress have ended. Later
-        requests outside ``program()`` belong to an implicit program. Returns False, without changes, if the
-        process does not count as one run (any more)."""
+        """Stop counting the process as one run. The process's own program, if any, ends once its requests in
+        progress have ended. Later requests outside ``program()`` belong to an implicit program. Returns
+        False, without changes, if the process did not count as one run."""
         with self.exclusive():  # else a thread that makes the program just now would bring it back
             if not self.counts_as_one_run:
                 return False
@@ -194,8 +194,8 @@ class Session:
             self.event_sender.put(program, kind, **fields)
 
     def take_over(self, before: Session) -> None:
-        """Continue the open programs of ``before``, the session that this one has replaced, if they send
-        heartbeats. Reports their starts again, since the server may be another one. Never raises."""
+        """Continue the open programs of the replaced session ``before``, except programs without heartbeats.
+        Reports their starts again, since the server may be a different server. Never raises."""
         for program in before.heartbeats.programs():
             try:
                 program.join(self)
@@ -204,8 +204,8 @@ class Session:
 
     def close(self, timeout_s: float | None = None) -> None:
         """End the process's own program, send the queued events and save what was learned. Waits at most
-        ``timeout_s``, by default the configured ``close_timeout_s``, but a moment longer if the saving needs
-        it. A second call is harmless."""
+        ``timeout_s``, by default the configured ``close_timeout_s``. Saving may take up to 50 ms more. A
+        second call is harmless."""
         left, self.left_program = self.left_program, None
         if left is not None:
             left.end("cancelled")

@@ -51,11 +51,11 @@ def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, 
 
 
 def _with_globals_of(function: Callable[..., Any], wrapper: Any) -> Any:
-    """Return ``wrapper`` with the globals of ``function``, if it has any. Some frameworks (AutoGen, for one)
-    look up the names in annotations there, if the annotations are text.
+    """Return ``wrapper`` with the globals of ``function``, if it has any. Some frameworks, such as AutoGen,
+    look up the names of text annotations in a function's globals.
 
     So the code of the wrappers below reads no global, not even a builtin, which the user's module may hide.
-    It has all that it needs in its closure."""
+    All that it needs is in its closure."""
     theirs = getattr(function, "__globals__", None)
     if type(theirs) is not dict:
         return wrapper
@@ -79,8 +79,8 @@ def _plain(function: Callable[..., Any], fresh: Callable[[], Scope]) -> Callable
 
 
 def _returned(result: Any, scope: Scope) -> Any:
-    """End ``scope``, whose function returned ``result``, or let it last as long as ``result`` runs. Returns
-    ``result``, or a wrapper of it."""
+    """End ``scope``, whose function returned ``result``. If ``result`` is a coroutine, generator or future,
+    ``scope`` ends with ``result`` instead. Returns ``result``, or a wrapper of ``result``."""
     wrap = _wrappers.get(type(result))
     if wrap is None and hasattr(type(result), "add_done_callback"):  # of the class, since mocks have all
         _end_with_future(result, scope)
@@ -147,7 +147,8 @@ class _OpenScope:
         self._scope.__exit__(*error)
 
     def drop(self, result: Any) -> None:
-        """End the scope if the coroutine or generator in it was thrown away before it began."""
+        """Called when the wrapper of ``result`` is garbage-collected. Ends the scope if the wrapper never
+        ran."""
         if not self._begun:
             if isinstance(result, types.CoroutineType):
                 result.close()  # else Python warns about this inner coroutine too
@@ -246,7 +247,7 @@ def close_generator(
 @contextmanager
 def without_asyncgen_hooks() -> Iterator[None]:
     """A ``with`` block: an async generator started inside does not enter the event loop's list of running
-    generators. For an inner generator that an outer one drives.
+    generators. Use it for an inner generator that an outer generator drives.
 
     Put the block around the first call of ``inner.__anext__()``, but not around its ``await``. At the loop's
     end ``shutdown_asyncgens`` closes all listed generators at the same time. The loop and the outer generator

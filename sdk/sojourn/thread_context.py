@@ -1,7 +1,7 @@
 """Carries the current program into threads and thread pools. Opt-in: ``init(url, threads=True)``.
 
-``asyncio`` tasks and ``asyncio.to_thread`` carry the program without this module. The new thread gets the
-value of the SDK's own context variable and of no other. If only a framework's context names the program, that
+``asyncio`` tasks and ``asyncio.to_thread`` carry the program without this module. A new thread gets the SDK's
+own context variable and no other context variable. If only a framework's context names the program, that
 program is passed on too. The internal threads of ``concurrent.futures`` and ``multiprocessing`` (workers, the
 manager of a process pool, the feeders of queues) get no program when they start, since they would keep it for
 life.
@@ -11,10 +11,10 @@ program that started the worker. So pass to each job its program ``p``, and run 
 ``with p.here(): ...``.
 
 Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. There
-only the program in ``SOJOURN_PROGRAM_ID`` is known, and in a forked worker the program that started it, until
-that program ends. Pass ``p`` to these jobs as an argument too, since a ``Program`` can be pickled. They use
-``p.here()``, or open a child with ``program(parent=p)``. Do not use ``program(id=p.id)`` there, since the end
-of its block would end the program.
+the SDK knows only the program in ``SOJOURN_PROGRAM_ID``. In a forked worker it also knows the program that
+started the worker, until that program ends. Pass ``p`` to these jobs as an argument too, since a ``Program``
+can be pickled. The job's code uses ``p.here()``, or opens a child with ``program(parent=p)``. Do not use
+``program(id=p.id)`` in a job, since the end of its block would end the program.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ def process_name() -> str | None:
 
 
 def agent_type_of(name: object, default: object) -> str:
-    """Return the name for an outermost agent, which is also its type. This is ``name``, or the script's name
-    if ``name`` is the ``default`` that the framework gives to every unnamed agent."""
+    """Return the name and type of an outermost agent. The result is ``name``. If ``name`` equals ``default``,
+    the name that the framework gives to every unnamed agent, the result is the script's name, if it has
+    one."""
     return (process_name() if name == default else None) or name_of(name)
 
 

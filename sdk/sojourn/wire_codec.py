@@ -125,11 +125,11 @@ def decode_batch(data: bytes) -> EventBatch:
 
 
 _MAX_DEPTH = 32
-"""If a batch is nested too deeply for Python's parser, its values below this many levels are replaced by
-``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
+"""Maximum number of levels that are kept of a batch that is nested too deeply for Python's parser. Deeper
+values are replaced by ``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
 _MAX_BRACKETS = 32 * 1024
-"""If a batch is nested too deeply for Python's parser and has more strings and brackets than this, the whole
-batch is refused. Ordinary batches have fewer."""
+"""Maximum number of strings and brackets in a batch that is nested too deeply for Python's parser. Beyond it
+the whole batch is refused. Ordinary batches have fewer."""
 _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 

@@ -148,7 +148,8 @@ def _replace(kind: type, name: str, wrapper: _Wrapper) -> None:
 
 
 def _wrapped(theirs: Any, wrapper: _Wrapper, active: Callable[[], bool]) -> Any:
-    """Return the wrapper of AutoGen's function ``theirs``; a static method if ``theirs`` is one."""
+    """Return the wrapper of AutoGen's function ``theirs``. The wrapper of a static method is a static
+    method."""
     if isinstance(theirs, staticmethod):
         return staticmethod(wrapper(theirs.__func__, active))
     return wrapper(theirs, active)

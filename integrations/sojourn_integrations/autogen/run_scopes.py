@@ -85,7 +85,7 @@ _graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
 
 def resolve() -> ResolvedContext | None:
     """Return the program of the team whose message AutoGen handles in this task. Returns ``None`` if there is
-    no such team, and if the task has the run's own context.
+    no such team, or if the task already has the run's own context.
 
     The first team that starts registers this function with the SDK, which then calls it to find the program
     of a request. The result has no node, since ``begin_turn`` reports the nodes."""
@@ -145,7 +145,7 @@ class RunScope:
     ) -> None:
         self._frame = frame
         self._place = inside
-        """The context inside the scope, as the last step left it: the user's ``with`` block may span several
+        """The context inside the scope, saved after each step, since a ``with`` block of the user may span
         steps."""
         self._run = run
         """The run that this scope begins, if any."""

@@ -50,8 +50,8 @@ def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..
 async def _in_call(
     call: ToolCall | None, execute: Callable[[], Any], status_of: Callable[[ToolCall, Any], str]
 ) -> Any:
-    """Await ``execute()``, end the tool call ``call``, and return the result. Without a call to report,
-    ``call`` is ``None``. ``status_of(call, result)`` returns the status of a call that did not raise."""
+    """Await ``execute()``, end the tool call ``call``, and return the result. ``call`` is ``None`` if no call
+    is to be reported. ``status_of(call, result)`` returns the status of a call that did not raise."""
     if call is None:
         return await execute()
     try:
@@ -64,8 +64,8 @@ async def _in_call(
 
 
 def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``BaseTool.run_json``, to recognise a tool's timeout. Outside of this method only the text of the
-    exception is left."""
+    """Wrap ``BaseTool.run_json``, to recognise a tool's timeout. AutoGen's callers of this method turn the
+    exception into text."""
 
     @functools.wraps(original)
     async def run_json(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from .run_tree import RunNode, RunTree
 
 tree = RunTree()
 _users: set[str] = set()
-"""Names passed to ``install`` and not yet to ``remove``: our modules that need the handler in every run."""
+"""The integrations that need the handler in every run: ``install`` adds a name, ``remove`` removes it."""
 _hook: ContextVar[Any] | None = None
 _running_config: ContextVar[Any] | None = None
 """LangChain's context variable with the config of the current run; ``None`` until its first use here."""
@@ -36,9 +36,10 @@ needs."""
 
 
 def install(user: str) -> bool:
-    """Add the handler to every run. ``user`` is the integration that needs it; the handler stays until
-    ``remove`` is called for each user. A repeated call changes nothing. Returns False, without changes, if
-    this LangChain lacks the configure hooks or the context variable of the running config."""
+    """Add the handler to every run. ``user`` is the name of the integration that needs the handler. The
+    handler stays until every such integration has called ``remove``. A repeated call changes nothing. Returns
+    False, without changes, if this LangChain lacks the configure hooks or the context variable of the running
+    config."""
     global _hook
     if _hook is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -94,8 +95,8 @@ def _key(run_id: Any) -> Any:
 
 def _tree_parent_id(parent_run_id: Any) -> Any:
     """Return the id of the run in the tree that is the parent of a starting run. Usually this is LangChain's
-    ``parent_run_id``. If that one is a retriever or model, which the tree leaves out, returns the id of the
-    run around the retriever or model."""
+    ``parent_run_id``. But the tree leaves out retrievers and models. If ``parent_run_id`` names such a run,
+    returns the id of the run around it."""
     if parent_run_id is None or tree.get(parent_run_id) is not None:
         return parent_run_id
     around = current_run_id()
@@ -252,8 +253,9 @@ def _name(serialized: Any) -> str | None:
 
 
 def _call_id_from_inputs(run: RunNode | None, name: str, arguments: Any) -> str | None:
-    """Return the id that the model gave to this call of the tool ``name``, found in the input of the node
-    around the call. Needed for langchain-core versions that do not pass the id to ``on_tool_start``."""
+    """Return the id that the model gave to this call of the tool ``name``; ``None`` if it is not found. Reads
+    the id from the input of the node around the call, for langchain-core versions that do not pass the id to
+    ``on_tool_start``."""
     while run is not None and run.inputs is None:
         run = run.parent
     if run is None:

@@ -51,8 +51,8 @@ class InterruptedPrograms:
 
     def keep(self, program: Program, interrupts: Sequence[str | None]) -> None:
         """Add a program that stopped for a person, report the wait as a tool call, and stop heartbeats.
-        ``interrupts`` holds the ids of the interrupts at which the program stopped, if known.
-        Beyond ``MAX_INTERRUPTED`` programs the oldest one ends as ``cancelled``."""
+        ``interrupts`` holds the ids of the interrupts at which the program stopped, if known. Beyond
+        ``MAX_INTERRUPTED`` programs the oldest program ends as ``cancelled``."""
         mark = next((each for each in interrupts if each), None)
         call = ToolCall(HUMAN, f"{HUMAN}-{mark}" if mark else None, tool_class=HUMAN, program=program).start()
         program.pause_heartbeats()

@@ -21,14 +21,15 @@ def tool_status(error: BaseException) -> str:
 
 
 def result_status(output: Any) -> str:
-    """Return the status of a tool call that raised nothing: ``ok``, or ``error`` if the result says so, as
-    when ``handle_tool_error`` turned an exception into a message."""
+    """Return the status of a tool call that raised nothing. The status is ``error`` if the result has the
+    status ``error``, for example because ``handle_tool_error`` turned an exception into a message; otherwise
+    ``ok``."""
     return "error" if getattr(output, "status", None) == "error" else "ok"
 
 
 def interrupts_of(error: BaseException | None) -> tuple[Any, ...] | None:
     """Return the interrupts at which a graph stopped, if ``error`` is LangGraph's ``GraphInterrupt``. The
-    result is empty for a breakpoint, and ``None`` for any other error and for no error."""
+    result is empty for a breakpoint. It is ``None`` for any other error, and if ``error`` is ``None``."""
     if error is None or all(kind.__name__ != "GraphInterrupt" for kind in type(error).__mro__):
         return None
     given = error.args[0] if error.args else ()

@@ -51,8 +51,8 @@ MAX_ROOTS = 10_000
 
 ASYNC_RUNS_LACK_CONFIG = sys.version_info < (3, 11)
 """True below Python 3.11, where asyncio cannot start a task in a given context. LangChain's context variable
-with the config is then not set inside async nodes, nor, with an old langchain-core, inside async chains. So
-requests in these nodes and chains do not find their run by this variable."""
+with the config is then not set inside async nodes. With an old langchain-core it is not set inside async
+chains either. So requests in these nodes and chains do not find their run by this variable."""
 
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
@@ -77,7 +77,7 @@ class GraphStart:
         self.agent_type = agent_type
         self.aeg = aeg
         self.saver = saver
-        """The graph's own checkpointer; ``None``: the checkpointer of the outer graph is used."""
+        """The graph's own checkpointer. If it is ``None``, the checkpointer of the outer graph is used."""
         self.run: RunNode | None = None
         self.sets_context = False
         """True if the start of the run sets the SDK's context variable, for the nodes. The caller resets the
@@ -110,7 +110,7 @@ class RunNode:
         self.program: Program | None = parent.program if parent else None
         self.outer_program: Program | None = parent.outer_program if parent else None
         """The program in the SDK's context variable when the run began. If the variable later has a program
-        that is neither this one nor the run's own, code opened that program inside the run."""
+        other than ``outer_program`` and ``program``, code opened that program inside the run."""
         self.owns = False
         """True if the run has a program of its own. The program then ends with the run."""
         self.adopted = False
@@ -130,7 +130,7 @@ class RunNode:
         """True if the program's id comes from the LangGraph thread (``thread_id``). A later run of the thread
         can then continue the program."""
         self.interrupts: tuple[Any, ...] | None = None
-        """Interrupts at which the graph stopped; empty if it stopped at a breakpoint, ``None`` if it did not
+        """Interrupts at which the graph stopped. Empty after a stop at a breakpoint; ``None`` without a
         stop."""
         self.inputs: Any = None
         self.seen_calls: set[str] = set()
@@ -178,7 +178,7 @@ class RunTree:
         inputs: Any = None,
     ) -> None:
         """Record the start of a chain. ``kind`` and ``metadata`` are LangChain's run type and metadata.
-        ``inputs`` are stored only if the chain is a node, until the node ends."""
+        ``inputs`` are stored only for a node, until the node ends."""
         if id in self._runs:
             return  # two handlers report the same run
         here = live_context()
@@ -210,8 +210,8 @@ class RunTree:
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
         """Record the end of a chain. If the chain has a program of its own or no parent, unfinished runs
-        inside the chain end too. Otherwise they move to the chain's parent, except that tool calls end if the
-        chain failed."""
+        inside the chain end too. Otherwise the unfinished runs move to the chain's parent. But if the chain
+        failed, its unfinished tool calls end."""
         run = self._runs.pop(id, None)
         if run is None:
             return
@@ -274,7 +274,8 @@ class RunTree:
             self._roots.pop(run.id, None)
 
     def _close(self, run: RunNode) -> None:
-        """Drop a run whose end will not be reported any more."""
+        """Drop a run whose end will not be reported, and all runs inside it. Its tool call ends as cancelled,
+        and so does its program if the run owns one."""
         self._leave(run)
         self._close_children(run)
         if run.call is not None:
@@ -402,7 +403,7 @@ class RunTree:
         self, id: Hashable, parent_id: Hashable | None, *, name: str, call_id: str | None
     ) -> None:
         """Record the start of a tool call, unless our middleware or the user already reports that call.
-        ``call_id``: the model's id of the call; ``None``: unknown, so the run's id is used."""
+        ``call_id`` is the model's id of the call. If it is ``None``, the run's id is used."""
         if id in self._runs:
             return
         here = live_context()
@@ -441,8 +442,8 @@ def _with_process_program(here: ExecutionContext) -> ExecutionContext:
 
 def node_path(ns: str, prefix: str = "") -> str | None:
     """Return the name of a node from its checkpoint namespace ``ns``: ``sub:UUID|model:UUID`` gives
-    ``sub:model``. ``get_graph(xray=True)`` uses the same names. The namespace ``prefix`` of an outer graph is
-    left out, as are the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if
+    ``sub:model``. ``get_graph(xray=True)`` uses the same names. Leaves out the namespace ``prefix`` of an
+    outer graph, and the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if
     ``ns`` names no node."""
     if prefix and ns.startswith(prefix + "|"):
         ns = ns[len(prefix) + 1 :]
@@ -456,8 +457,8 @@ def node_path(ns: str, prefix: str = "") -> str | None:
 
 
 def _program_name(name: str | None, parent: Program | None) -> str | None:
-    """Return ``name`` as a program's name or agent type; ``None`` for ``None``. For a program without a
-    parent, the script's name replaces LangGraph's default name."""
+    """Return ``name`` as a program's name or agent type; ``None`` if ``name`` is ``None``. For a program
+    without a parent, LangGraph's default name is replaced by the script's name."""
     if name is None:
         return None
     return agent_type_of(name, _DEFAULT_GRAPH_NAME) if parent is None else name_of(name)

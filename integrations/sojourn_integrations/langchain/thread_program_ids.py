@@ -42,7 +42,7 @@ def _bytes(text: str) -> bytes:
 
 def _secret(saver: object | None) -> bytes:
     """Return the random secret that makes the program ids of this checkpointer's threads unique. ``None`` and
-    all checkpointers that are not weakly referable share one secret. A forked process has other secrets."""
+    all checkpointers that are not weakly referable share one secret. A forked process makes new secrets."""
     global _of_process
     pid = os.getpid()
     try:

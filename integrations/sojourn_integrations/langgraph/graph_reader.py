@@ -17,11 +17,11 @@ def graph_of(graph: Any) -> Aeg | None:
     the graph cannot be read. Results are cached.
 
     The edges are read from the graph's builder. The result is complete only if the builder declares every
-    edge. Edges are missing in two cases: if the targets of a routing function are neither listed nor in its
-    return type, and if a node has no edge, since the node may return a ``Command``. In both cases LangGraph's
-    ``get_graph()`` would draw an edge to the end and drop nodes that become unreachable. It also adds nodes
-    at the start and end of sub-graphs; no run enters these nodes. So ``get_graph()`` is used only for a graph
-    without a builder.
+    edge. Edges are missing in two cases. A routing function may have targets that are neither listed nor in
+    its return type. And a node without an edge may return a ``Command``. In both cases LangGraph's
+    ``get_graph()`` would draw an edge to the end and drop nodes that become unreachable. ``get_graph()`` also
+    adds nodes at the start and end of sub-graphs; no run enters these nodes. So ``get_graph()`` is used only
+    for a graph without a builder.
     """
     builder = getattr(graph, "builder", None)
     key = frozenset(graph.nodes)

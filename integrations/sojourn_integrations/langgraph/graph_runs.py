@@ -114,8 +114,8 @@ class _AsyncChunks:
     ``watch``, looks for interrupts in the chunks.
 
     This is not a generator, since ``wrap_like`` already makes a generator around LangGraph's. With a third
-    generator, Python 3.11 prints "async generator ignored GeneratorExit" for a stream that is broken off as
-    its event loop ends."""
+    generator, Python 3.11 prints "async generator ignored GeneratorExit" if the event loop ends before the
+    stream does."""
 
     __slots__ = ("_begun", "_inner", "_start", "_watch")
 
@@ -215,8 +215,8 @@ def _mark() -> tuple[Hashable]:
 
 @guarded
 def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphStart | None:
-    """Return the ``GraphStart`` of a run that begins. A graph's class and the graph itself may both be
-    wrapped. Returns ``None`` if the other wrapper has already made a ``GraphStart`` for this run."""
+    """Return the ``GraphStart`` of a run that begins. If a graph's class and the graph itself are both
+    wrapped, both wrappers call this function for one run. The second call returns ``None``."""
     around = starting_graph.get()
     if around is not None and around.run is None and around.graph is graph:
         return None

@@ -102,10 +102,10 @@ class ProgramCache:
             self._end(kept)
 
     def add_holder(self, key: Hashable, holder: object, *, ends: bool) -> None:
-        """Tie the program under ``key``, if any, to the object ``holder``, e.g. a session. The first holder
-        starts the program's heartbeats again. When the last holder is garbage-collected, the program ends if
-        ``ends`` is true, else it only stops its heartbeats. Raises ``TypeError`` for an object that is not
-        weakly referable."""
+        """Tie the program under ``key``, if any, to the object ``holder``, e.g. a session. If the program has
+        no other holder, its heartbeats start again. When the last holder is garbage-collected, the program
+        ends if ``ends`` is true, else it only stops its heartbeats. Raises ``TypeError`` for an object that
+        is not weakly referable."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or id(holder) in kept.holders:
@@ -117,9 +117,9 @@ class ProgramCache:
             kept.holders.add(id(holder))
 
     def rename(self, old: Hashable, new: Hashable, *, ends: bool) -> None:
-        """Move the program under ``old`` to the key ``new``, with its holders. ``ends``: whether it ends with
-        its last holder. If ``new`` already has an open program of this session, that one stays, and the
-        program under ``old`` ends."""
+        """Move the program under ``old`` to the key ``new``, with its holders. ``ends``: whether the program
+        ends with its last holder. If ``new`` already has an open program of this session, that program stays
+        there, and the program under ``old`` ends."""
         with self._lock:
             kept = self._kept.pop(old, None)
             if kept is None:

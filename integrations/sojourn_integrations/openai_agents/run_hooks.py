@@ -57,7 +57,7 @@ class Run:
         self._tokens: list[tuple[ContextVar[Any], Token[Any]]] = []
 
     def enter(self) -> None:
-        """Make this the current run, for the calling code and for the tasks which that code starts."""
+        """Make this the current run, for the calling code and for tasks that the code starts."""
         values: tuple[tuple[ContextVar[Any], Any], ...] = ((running, self), (_calling, None))
         if current_context.get().program is not self.program:
             values += ((current_context, ExecutionContext(self.program)),)
@@ -79,7 +79,7 @@ class Run:
             self.program.enter_node(self.node)
 
     def stop_calls(self) -> None:
-        """End the run's open tool calls. A call that has not failed before ends as ``cancelled``."""
+        """End the run's open tool calls: as ``cancelled``, or with the status that a call already has."""
         for call in list(self.calls):
             call.stop(call.tool_call.status or "cancelled")
 
@@ -174,8 +174,8 @@ class BaseHooks:
 
 
 def chain_hook(name: str) -> Callable[..., Any]:
-    """Return the method ``name`` of ``Hooks``. The method runs our hook, which is no coroutine, then calls
-    the user's hook and returns the resulting awaitable."""
+    """Return the method ``name`` of ``Hooks``. The method runs our hook, a plain function, then calls the
+    user's hook and returns its awaitable."""
     ours = guarded(HOOKS[name]) if name in HOOKS else None
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -118,14 +118,13 @@ def _with_graph(run: Run, graph: Aeg | None) -> Run:
 class _ConversationKey(NamedTuple):
     key: Hashable
     program_id: str | None
-    """Program id, the same in every process of this machine; ``None``: the conversation is not in a file, so
-    its program gets a random id."""
+    """Program id, the same in every process of this machine. ``None`` for a conversation that is not in a
+    file; its program gets a random id."""
     ends: bool
-    """True if the conversation ends once its session object is garbage-collected: it is in memory, or has no
-    id by which another object could continue it."""
+    """True if the conversation ends once its session object is garbage-collected. So it does if it is in
+    memory, or has no id by which another session object could continue it."""
     by_object: bool
-    """True if the key is that of the session object, since the conversation has no id (yet) or is in
-    memory."""
+    """True if ``key`` stands for the session object, since the conversation is in memory or has no id yet."""
 
 
 def _identity(conversation: Any) -> _ConversationKey:
@@ -157,8 +156,8 @@ def _weak(conversation: Any) -> ReferenceType[Any] | None:
 
 
 def _current_key(run: Run) -> Hashable:
-    """Return the key of the run's conversation. If the session has got its id in this run, the conversation's
-    program is moved to a key with this id."""
+    """Return the key of the run's conversation. If the session got its id during this run, first move the
+    conversation's program to a key with this id."""
     conversation = None if run.session is None else run.session()
     if conversation is None or run.conversation != _object_key(conversation):
         return run.conversation

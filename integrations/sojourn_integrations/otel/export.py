@@ -76,12 +76,14 @@ class SpanExport(ProgramListener):
         self._requests: weakref.WeakKeyDictionary[LogicalRequest, _OpenRequest] = weakref.WeakKeyDictionary()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Have all outcomes fetched now, which ends the spans of the finished requests, and wait at most
-        ``timeout_s`` for this. Returns whether it was done in time; with ``outcomes=False``, True at once."""
+        """Have all outcomes fetched now, and wait for that at most ``timeout_s``. This ends the spans of the
+        finished requests. Returns False if ``timeout_s`` passed first. With ``outcomes=False``, returns True
+        at once."""
         return self._outcomes is None or self._outcomes.flush(timeout_s)
 
     def close(self) -> None:
-        """Stop the export. Spans of finished requests end; those of open programs are not exported."""
+        """Stop the export. The spans of finished requests end. The spans of open programs are not
+        exported."""
         remove_listener(self)
         atexit.unregister(self.close)
         for target, export in list(_exports.items()):
@@ -310,8 +312,8 @@ MAX_DECISIONS = 16
 
 def _add_decisions(span: Any, turn: Turn, ended_ns: int) -> None:
     """Add the server's decisions about the turn and about the gap after it to the span, as span events. The
-    times of the decisions are on the engine's clock. To convert them, the turn's end on that clock is taken
-    to be the span's end."""
+    times of the decisions are on the engine's clock. They are converted by the assumption that the turn ended
+    on that clock when the span ended."""
     wall_s, arrived_s = _mapping(turn.get("seconds")).get("wall"), turn.get("arrived_s")
     decisions = turn.get("decisions")
     if not (isinstance(wall_s, _NUMBERS) and isinstance(arrived_s, _NUMBERS) and isinstance(decisions, list)):

@@ -1,8 +1,9 @@
-"""Fetches the outcome of each request, its entry in the server's ledger of turns, on a thread of its own.
+"""Fetches the outcome of each request on a separate thread. The outcome is the request's entry in the
+server's ledger of turns.
 
 One call to the server fetches the outcomes of one program. The call is made at the program's end, when
-``EVERY_REQUESTS`` of the program's requests wait, or ``IDLE_S`` after the first of them began to wait. After
-an error the requests are finished without outcomes.
+``EVERY_REQUESTS`` of its requests wait, or when one has waited for ``IDLE_S``. After an error the requests
+are finished without outcomes.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ MAX_PENDING = 2_000
 """Approximate maximum number of waiting requests of all programs. Further requests are finished at once,
 without outcome (``otel_outcomes_skipped``)."""
 IDLE_S = 5.0
-"""Longest time from a request's end until its outcome is fetched, in seconds. So the spans of a long run
-arrive during the run."""
+"""Longest time from a request's end until its outcome is fetched, in seconds. It is short, so that the spans
+of a long run arrive during the run."""
 RETRY_S = 0.7
 """Delay before the only retry, for a request that the server's ledger did not have yet."""
 PAUSE_S = 5.0
@@ -99,7 +100,7 @@ class OutcomeFetcher:
         self._running = False
         self._closed = False
         self._stopped = False
-        """Whether the fetching thread reads the queue no more."""
+        """True once the fetching thread has stopped reading the queue."""
         self._quiet_until_s = 0.0
         self._count = 0
         self._groups: dict[str, _Group] = {}

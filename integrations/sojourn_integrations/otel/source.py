@@ -77,7 +77,7 @@ class _Entry:
             above.outer_program if above is not None else live_context().program
         )
         """The program in the SDK's context variable when ``program`` was found. If the variable later has a
-        program that is neither this one nor ``program``, code opened that program inside the span."""
+        program other than ``outer_program`` and ``program``, code opened that program inside the span."""
         self.node: str | None = above.node if above is not None else None
         self.under: CallInProgress | None = above.under if above is not None else None
         """The tool call around the span in the same program; for a tool's span, its own call."""
@@ -88,8 +88,8 @@ class _Entry:
         self.before: Any = _UNMOVED
         """Node of the program before this span changed it; ``_UNMOVED`` if the span did not change it."""
         self.caught = id(sys.exc_info()[1])
-        """``id()`` of the exception that was being handled when the span started; it is no error of this
-        span."""
+        """``id()`` of the exception that was being handled when the span started. That exception is not an
+        error of this span."""
 
 
 class SojournSpanProcessor(SpanProcessor):
@@ -161,8 +161,8 @@ class SojournSpanProcessor(SpanProcessor):
     # ---- what the SDK calls
 
     def _resolve(self) -> ResolvedContext | None:
-        """Return the program and node of the current span, for the requests made inside the span; ``None`` if
-        it has none, or if code opened another program inside the span."""
+        """Return the program and node of the current span, for the requests made inside the span. Returns
+        ``None`` if the span has no open program, or if code opened another program inside the span."""
         if getattr(self._thread, "quiet", False):
             return None
         span = trace.get_current_span()
@@ -196,8 +196,8 @@ class SojournSpanProcessor(SpanProcessor):
             self._enter(span, meaning, above)
 
     def _catch_up(self, span: Any, entry: _Entry | None) -> _Entry | None:
-        """Report a span by attributes that it got after its start. Returns the span's entry, or ``entry`` if
-        there is nothing new."""
+        """Report a span by attributes that were set after its start. Returns the span's entry; ``entry``, its
+        entry so far, if there is nothing to report."""
         if self.closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
             return entry
         meaning = self._meaning(span)
@@ -366,8 +366,8 @@ class SojournSpanProcessor(SpanProcessor):
             self._release(key, entry.program, "cancelled")
 
     def _enclosing_program(self) -> Program | None:
-        """Return the program around the running code; ``None`` if there is none, if it is implicit, or if
-        this processor opened it."""
+        """Return the program around the running code. Returns ``None`` for an implicit program, for a program
+        that this processor opened, and without a program."""
         self._thread.quiet = True
         try:
             program = find_context(runtime.session().counters)[0].program

@@ -22,12 +22,12 @@ UNSUPPORTED_STATUSES = frozenset({404, 405, 501})
 
 
 class TransportContext(NamedTuple):
-    """What every event transport of one session gets: HTTP transport, counters, endpoint and callback."""
+    """The objects that all event transports of one session share."""
 
     transport: ServerTransport
     counters: Counters
     tool_events: str | None = None
-    """ZeroMQ endpoint for tool events, if the server has one beside HTTP."""
+    """ZeroMQ endpoint for tool events; ``None`` if the server receives events over HTTP only."""
     unknown_graph: Callable[[PendingEvent], None] | None = None
     """Called with an ``AegReport`` whose graph the server does not know. Must not raise."""
 

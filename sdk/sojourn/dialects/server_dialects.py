@@ -19,8 +19,8 @@ SESSION_HEADER = "X-Session-ID"
 session affinity."""
 SESSION_KEY_HEADER = "x-aibrix-session-key"
 FAIRNESS_HEADER = "x-llm-d-inference-fairness-id"
-"""Header with llm-d's fairness flow. Requests with the same value share one flow, requests without this
-header share ``default-flow``."""
+"""Header with llm-d's fairness flow. Requests with the same value share one flow. Requests without this
+header share the flow ``default-flow``."""
 I32_MAX = 2**31 - 1
 U32_MAX = 2**32 - 1
 I64_MAX = 2**63 - 1
@@ -130,8 +130,8 @@ class SglangDialect(VllmDialect):
     in the body. Closes the session at the program's end. An implicit program sends no ``session_id``.
 
     ``session_id`` keeps KV only with ``--enable-session-radix-cache``. ``priority`` has an effect only with
-    ``--enable-priority-scheduling``. Servers without these flags ignore both, except that a server started
-    with ``--abort-on-priority-when-disabled`` aborts requests that have a priority. The *higher* number goes
+    ``--enable-priority-scheduling``. Without its flag, a server ignores the field. But a server started with
+    ``--abort-on-priority-when-disabled`` aborts requests that have a priority. The *higher* number goes
     first, as in sojourn, unless the server was started with ``--schedule-low-priority-values-first``.
     """
 

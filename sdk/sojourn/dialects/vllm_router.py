@@ -61,8 +61,9 @@ class VllmRouterDialect(VllmDialect):
 
 
 def _id(id: str | None) -> str | None:
-    """Return the id in a form that the router keeps unchanged. An id with unprintable characters is
-    percent-encoded, as is an id with spaces at its ends, which the router would strip."""
+    """Return the id in a form that the router keeps unchanged. The router would strip spaces at the ends of
+    an id. So an id with such spaces, or with unprintable characters, is percent-encoded. An id that is then
+    too long is hashed."""
     if id is None:
         return None
     return _short(id if id == id.strip() and id.isprintable() else header_text(id))

@@ -6,8 +6,8 @@
                                                 └──▶ history file (SQLite), read once at the start
 
 The agent's threads take no lock here. Garbage collection may end a program at any moment, even in a thread
-that holds a lock. The end of a program goes to the event sender and to this queue. With a lock here beside
-the event sender's, two threads could each hold one lock and wait for the other lock. ``deque.append`` and
+that holds a lock. The end of a program goes to the event sender, which has a lock, and to this queue. If the
+queue had a lock too, two threads could each hold one lock and wait for the other. ``deque.append`` and
 ``SimpleQueue.put`` may be called during garbage collection.
 """
 
@@ -44,7 +44,7 @@ MAX_FACTS: Final = 20_000
 (``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
 MAX_TURNS_LEFT: Final = 1e9
-"""An estimate of at least this many turns is discarded, since only a damaged history file causes it."""
+"""Estimates of this or more turns are discarded, since only a damaged history file causes them."""
 CLOSE_GRACE_S: Final = 0.05
 """Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
@@ -53,8 +53,8 @@ REPORT_EVERY_RUNS: Final = 30
 changed. The first checks come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version of a graph
 is sent in full."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
-"""Once this many runs have passed since a graph's last change, a new edge is reported at once instead of at
-the next check."""
+"""Minimum number of runs between a graph's last change and the report of a new edge. After that a new edge is
+reported at once, not at the next check."""
 MOVED: Final = 0.05
 """Smallest change of an edge's probability for which a graph is reported again."""
 LIKELY: Final = 0.03
@@ -63,9 +63,9 @@ LIKELY: Final = 0.03
 _Declared = tuple[str, "Aeg | None"]
 """Agent type, and the graph declared for it, if any."""
 Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
-"""An observed event, as it is queued: a function and its two arguments, a ``RunTrace`` (or ``None``) and a
-value. If the function is ``None``, the value is a ``threading.Event``, which is set once all earlier facts
-are learned."""
+"""An observed event in the queue, as (function, ``RunTrace`` or ``None``, value). The advisor's thread calls
+the function with the other two. If the function is ``None``, the value is a ``threading.Event``, which is set
+once all earlier facts are learned."""
 
 
 class Advisor(ProgramListener):
@@ -93,10 +93,10 @@ class Advisor(ProgramListener):
         self._graphs: dict[_Declared, Aeg] = {}
         """Graphs corrected by observed runs."""
         self._renewed: dict[_Declared, tuple[int, int]] = {}
-        """For each graph, the number of runs of its agent type at the graph's last check and at its last
-        change."""
+        """Graph → two numbers of runs of its agent type: at the last check and at the last change of the
+        graph."""
         self._moved: dict[_Declared, None] = {}
-        """Graphs to check again: graphs that are new, or whose agent type had new runs since the last
+        """Graphs to check again: new graphs, and graphs whose agent type had new runs since the last
         check."""
         self._fresh()
 
@@ -132,8 +132,8 @@ class Advisor(ProgramListener):
 
     def graph(self, program: Program) -> Aeg | None:
         """Return the graph to report for ``program``: the declared graph, corrected by earlier runs if there
-        are enough; without a declared graph, the graph learned from earlier runs. Returns ``None`` if there
-        is neither."""
+        are enough. Without a declared graph, returns the graph learned from earlier runs; ``None`` if none
+        was learned."""
         declared = program.aeg
         kind = _kind(program)
         if kind is None:
@@ -174,7 +174,8 @@ class Advisor(ProgramListener):
                 self._wake_thread()
 
     def request_over(self, run_trace: RunTrace, node: str | None) -> None:
-        """Record the end of a request of a program with nodes. ``node``: the node that it named, if any."""
+        """Record the end of a request of a program with nodes. ``node``: the node that the request named, if
+        any."""
         self._put(self._answered, run_trace, node)
 
     def tool_begins(self, run_trace: RunTrace, tool: str) -> None:

@@ -235,7 +235,7 @@ def _text(run: ProgramRun) -> str:
 
 def _duration(tool: Any, tool_class: Any, duration_s: Any, status: Any) -> DurationSample | None:
     """Return a row of the table ``durations`` as a sample. Returns ``None`` if the row has values that this
-    module never writes. SQLite accepts any type."""
+    module never writes, since SQLite accepts values of any type in a column."""
     if not (_is_name(tool) and (tool_class == "" or _is_name(tool_class)) and status in COUNTED):
         return None
     if not isinstance(duration_s, float) or not math.isfinite(duration_s) or duration_s < 0:

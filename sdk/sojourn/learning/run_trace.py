@@ -130,8 +130,8 @@ class RunTrace:
             self._tools[self._group[0], tool] = None
 
     def ended(self, *, broken_off: bool) -> ProgramRun:
-        """Return the finished run. ``broken_off``: True for a cancelled program, whose last node says nothing
-        about where programs end."""
+        """Return the finished run. ``broken_off``: True for a cancelled program. Its last node is then not
+        learned as an end node."""
         return self._run(ends=not broken_off)
 
     def _beside(self, node: str) -> bool:

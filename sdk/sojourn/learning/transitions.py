@@ -35,8 +35,8 @@ first."""
 MAX_SUCCESSORS: Final = 128
 """Maximum number of successors per context. The rarest is dropped first."""
 MAX_LEFT: Final = 1024
-"""Maximum number per agent type of (node, turn) keys with statistics of remaining turns. Nodes with known
-tools have the same limit. The least recently updated are dropped first."""
+"""Maximum number of (node, turn) keys per agent type that have statistics of remaining turns. The same limit
+holds for nodes with known tools. The least recently updated are dropped first."""
 MAX_TURN: Final = 64
 """Highest turn number that has statistics of its own. Later turns are counted as this turn."""
 MAX_NODE_TOOLS: Final = 16
@@ -44,7 +44,7 @@ SNAPSHOT_VERSION: Final = 1
 _GROWTH = 2.0 ** (1 / HALF_LIFE_RUNS)
 _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
-"""Counts below this many runs are ignored by ``edges``, and removed at the next ``_rescale``."""
+"""Decayed counts up to this value, in runs, are ignored by ``edges`` and removed at the next ``_rescale``."""
 _CONFIDENT_WEIGHT = ENOUGH_RUNS * 0.9 / _GROWTH ** (ENOUGH_RUNS / 2)
 """Minimum weight of statistics that give an estimate, in units of the next run's weight. It is less than
 ``ENOUGH_RUNS``, since earlier runs weigh less than the next one."""
@@ -170,11 +170,12 @@ class Transitions:
         return {} if known is None else {node: tuple(tools) for node, tools in known.tools.copy().items()}
 
     def turns_left(self, kind: str, *, turns: int, node: str | None = None) -> float | None:
-        """Return the expected number of LLM requests after a program's request number ``turns``, which is
-        made at ``node`` (``None``: at no node). Returns ``None`` if too little is known.
+        """Return the expected number of further LLM requests of a program. ``turns`` is its number of
+        requests so far, including the current one. ``node`` is the current request's node, if any. Returns
+        ``None`` if too little is known.
 
-        Uses the statistics of the pair (node, turn) if it was seen often enough. Otherwise uses the
-        statistics of the node or of the turn, whichever have the smaller variance.
+        Uses the statistics of the pair (node, turn) if the pair was seen often enough. Otherwise uses those
+        of the node or those of the turn, whichever have the smaller variance.
         """
         known = self._kinds.get(kind)
         if known is None or known.finished < ENOUGH_RUNS:

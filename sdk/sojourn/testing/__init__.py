@@ -108,7 +108,7 @@ class FakeServer:
         self.api_key = api_key
         """If set, probes and events without this API key get the answer 401."""
         self.fail_next = 0
-        """Number of coming LLM requests to answer with 500."""
+        """Number of further LLM requests that get the answer 500."""
         self.reply = "hello from the fake"
         """Text of the answers for which the script has no entry. A stream sends it word by word."""
         self.verdict: Callable[[AnyEvent], Outcome] = lambda event: Outcome.APPLIED
