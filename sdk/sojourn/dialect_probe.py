@@ -54,8 +54,8 @@ class ServerDialect:
 
 def probe_dialect(transport: ServerTransport, *, timeout_s: float, address: str = "the server") -> str | None:
     """Probe the server once and return the name of its dialect. Returns ``vllm`` for a server that answers
-    but is not recognised, or that speaks no wire version of this SDK. Returns ``None`` for a server that does
-    not answer, requires a key or fails. ``address`` names the server in the log. Never raises."""
+    but is not recognised, or that does not speak this SDK's wire version. Returns ``None`` for a server that
+    does not answer, requires a key or fails. ``address`` names the server in the log. Never raises."""
     try:
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:

@@ -95,9 +95,9 @@ class Heartbeats:
     def take_due(self, now: float) -> tuple[list[OpenProgram], float | None]:
         """Return the programs whose heartbeat is due at ``now``, and the seconds until the next heartbeat.
 
-        The caller sends these heartbeats; the next one of each program is due an interval later. Every second
-        heartbeat is left out for a program that only waits for LLM requests. The second value is ``None`` if
-        no program is open.
+        The caller sends these heartbeats. Each program's next heartbeat is due one interval after ``now``.
+        Every second heartbeat is left out for a program that only waits for LLM requests. The second value is
+        ``None`` if no program is open.
         """
         beating: list[OpenProgram] = []
         wait_s: float | None = None

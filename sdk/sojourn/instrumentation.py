@@ -19,7 +19,7 @@ class Framework(NamedTuple):
     module: str
     """Our module, imported after the package. It has ``patch() -> bool | None``, ``unpatch()`` and
     ``wrap(object) -> object | None``. ``patch`` returns False if this version of the package cannot be
-    patched, and ``None`` if the imported package is another one with the same name."""
+    patched, and ``None`` if the imported package is a different package with the same name."""
     related_packages: tuple[str, ...] = ()
     """Further top-level packages whose objects ``wrap()`` accepts."""
 

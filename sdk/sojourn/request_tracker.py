@@ -78,7 +78,7 @@ class LogicalRequest:
 
     def pause(self) -> None:
         """Remove the request from ``open_requests`` after a failed attempt. The next attempt puts it back.
-        Without open requests, the program sends every heartbeat (see ``Heartbeats.take_due``)."""
+        While a program has no open request, every due heartbeat is sent (see ``Heartbeats.take_due``)."""
         self.program.open_requests.discard(self)
 
     def got_bytes(self) -> None:

@@ -3,7 +3,7 @@
 Each warning is given at most once per process:
 
 - for the third request outside of programs, if the process has opened no program;
-- for the third request to hosts that are not in the session's ``hosts``, if no request went to one of these;
+- for the third request to hosts that are not in the session's ``hosts``, if no request went to a listed host;
 - for a program that ends without a request, if requests outside of any program ran meanwhile.
 """
 
@@ -76,9 +76,9 @@ def warn_unlisted_host(session: runtime.Session, program: object | None, host: s
 
     ``program``: the program around the request, if any. With a program, every such request counts. Without
     one, a request counts only if it may be meant for a server that ``init()`` names. That is so if both have
-    the same host name and different ports, or if both hosts are local (``_is_local``). A request to another
-    path of a listed ``host:port`` does not count, since a path in ``init()`` leaves out the rest of the host
-    on purpose.
+    the same host name and different ports, or if both hosts are local (``_is_local``). So without a program,
+    a request to another path of a listed ``host:port`` does not count. A path in ``init()`` leaves out the
+    rest of the host on purpose.
     """
     if session.has_turns or "unlisted" not in _unsaid:
         return

@@ -169,8 +169,8 @@ class Session:
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Return the event sender's lock, as a ``with`` block for several changes in one atomic step. The
-        session has no lock of its own. With two locks, garbage collection, which may end a program at any
-        moment, could take them in the wrong order and deadlock."""
+        session has no lock of its own. Garbage collection may end a program at any moment. With two locks it
+        could take them in the wrong order and deadlock."""
         return nullcontext() if self.event_sender is None else self.event_sender.lock
 
     def leave_own_program(self) -> bool:

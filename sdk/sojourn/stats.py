@@ -3,8 +3,8 @@
 - events: ``events_queued``, ``events_sent`` (in a batch), ``events_piggybacked`` (carried by a request),
   ``events_returned`` (put back after a failed request), ``outcome_X`` (server's outcome X),
   ``fields_unsupported`` (event fields that the server's policy does not use), ``answer_unreadable``;
-- lost events: ``dropped_full`` (queue full), ``dropped_send`` (failed batch), ``dropped_unsupported`` (by the
-  server), ``dropped_closed`` (after the end), ``encode_error``;
+- lost events: ``dropped_full`` (queue full), ``dropped_send`` (failed batch), ``dropped_unsupported`` (the
+  server does not accept them), ``dropped_closed`` (after the end), ``encode_error``;
 - failed batches: ``http_NNN`` (status NNN), ``net_X`` (exception X);
 - requests: ``requests_started``, then ``requests_ended``, ``requests_failed``, ``requests_cancelled``,
   ``requests_closed_early`` or ``requests_abandoned``; ``request_attempts``; ``ttft_count`` and

@@ -121,8 +121,8 @@ class _ConversationKey(NamedTuple):
     """Program id, the same in every process of this machine. ``None`` for a conversation that is not in a
     file; its program gets a random id."""
     ends: bool
-    """True if the conversation ends once its session object is garbage-collected. So it does if it is in
-    memory, or has no id by which another session object could continue it."""
+    """True for a conversation that is in memory or has no id yet, since no other session object could
+    continue it. It ends once its session object is garbage-collected."""
     by_object: bool
     """True if ``key`` stands for the session object, since the conversation is in memory or has no id yet."""
 
@@ -170,7 +170,7 @@ def _current_key(run: Run) -> Hashable:
 
 @functools.cache
 def _machine_id() -> bytes:
-    """Return an id of this machine or container. The id stays the same until the next start. A network
+    """Return an id of this machine or container. The id stays the same until the machine restarts. A network
     address is not enough, since containers on different machines may have the same address."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere host name and address must suffice
     try:

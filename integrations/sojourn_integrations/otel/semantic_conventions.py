@@ -73,7 +73,7 @@ class SpanMeaning(NamedTuple):
     tool_type: str | None = None
     conversation: str | None = None
     is_node: bool = True
-    """Whether the span can be a node of a graph. A chain without a node's name cannot."""
+    """Whether the span can be a node of a graph. False for a chain whose attributes name no node."""
 
 
 def meaning(span_name: str, attributes: Mapping[str, Any] | None) -> SpanMeaning | None:

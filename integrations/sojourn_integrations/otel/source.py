@@ -196,8 +196,8 @@ class SojournSpanProcessor(SpanProcessor):
             self._enter(span, meaning, above)
 
     def _catch_up(self, span: Any, entry: _Entry | None) -> _Entry | None:
-        """Report a span by attributes that were set after its start. Returns the span's entry; ``entry``, its
-        entry so far, if there is nothing to report."""
+        """Report a span by attributes that were set after its start. ``entry`` is the span's entry before, if
+        any. Returns the span's entry afterwards, or ``None`` if it still has none."""
         if self.closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
             return entry
         meaning = self._meaning(span)

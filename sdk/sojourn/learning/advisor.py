@@ -7,7 +7,7 @@
 
 The agent's threads take no lock here. Garbage collection may end a program at any moment, even in a thread
 that holds a lock. The end of a program goes to the event sender, which has a lock, and to this queue. If the
-queue had a lock too, two threads could each hold one lock and wait for the other. ``deque.append`` and
+queue had a lock too, two threads could each hold one lock and wait for the other lock. ``deque.append`` and
 ``SimpleQueue.put`` may be called during garbage collection.
 """
 
@@ -64,8 +64,8 @@ _Declared = tuple[str, "Aeg | None"]
 """Agent type, and the graph declared for it, if any."""
 Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
 """An observed event in the queue, as (function, ``RunTrace`` or ``None``, value). The advisor's thread calls
-the function with the other two. If the function is ``None``, the value is a ``threading.Event``, which is set
-once all earlier facts are learned."""
+the function with the second and third value. If the function is ``None``, the value is a ``threading.Event``,
+which is set once all earlier facts are learned."""
 
 
 class Advisor(ProgramListener):

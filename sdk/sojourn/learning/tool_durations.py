@@ -37,8 +37,8 @@ class Durations:
     def __init__(self) -> None:
         self._samples: OrderedDict[Key, deque[tuple[float, bool]]] = OrderedDict()
         self.estimates: dict[Key, DurationEstimate] = {}
-        """The current estimates. Only keys with at least ``ENOUGH_SAMPLES`` samples have one. For reading
-        only."""
+        """The current estimates. Only keys with at least ``ENOUGH_SAMPLES`` samples have an estimate. For
+        reading only."""
         self._stale: dict[Key, None] = {}
 
     def add(self, tool: str, tool_class: str | None, duration_s: float, status: str) -> bool:
