@@ -21,7 +21,7 @@ A header of 128 bytes, then the payload: the KV of each layer, in order. Numbers
 A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
 the ``KvIdentity``, and a file copied from another model's store is refused.
 
-The parent is the previous block of the context. Reading a block does not need the parent's key. It shows
+The parent is the previous block of the context. Reading a block does not need the parent's key. The key shows
 which blocks become useless when their parent is deleted.
 
 A file is written under a temporary name and then renamed. If the process dies, the block's file is complete

@@ -62,7 +62,8 @@ class ContextKeys:
     ) -> None:
         """``hashes``: the request's block hashes, from the beginning of the context. ``step_tokens``: all
         lengths are multiples of this. ``start_tokens``: number of leading tokens whose KV the device has in
-        every group. ``end_tokens``: greatest length considered; rounded down to a multiple.
+        every group. ``end_tokens``: greatest length considered; rounded down to a multiple of
+        ``step_tokens``.
         """
         self._groups = groups
         self._hashes = hashes
@@ -72,8 +73,8 @@ class ContextKeys:
 
     @property
     def identity(self) -> tuple[int, int, bytes]:
-        """Value that identifies the keys among those of one request. If two ``ContextKeys`` of a request have
-        the same identity, they have the same keys, because a request only grows at its end."""
+        """Value to compare two ``ContextKeys`` of one request. If it is equal, the keys are equal too,
+        because a request only grows at its end."""
         return self.start_tokens, self.end_tokens, self._hashes[0] if self._hashes else b""
 
     def covered(self, has: HasBlock) -> int:

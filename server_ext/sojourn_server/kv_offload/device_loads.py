@@ -24,8 +24,8 @@ class DeviceLoads:
         self._host = host
         self.by_request: dict[str, DeviceLoad] = {}
         self.keys: set[BlockKey] = set()
-        """Keys of the blocks of all loads. Another request that needs one of these blocks waits for its load
-        instead of loading it again."""
+        """Keys of the blocks of all loads. Another request that needs one of these blocks waits for the
+        running load instead of loading the block again."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.by_request

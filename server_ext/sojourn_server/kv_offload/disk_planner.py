@@ -92,15 +92,17 @@ class DiskPlanner:
         """Whether the cache was reset. From then on the disk is neither written nor read: the weights may
         have changed, but the store's identity still names the weights with which the engine started."""
         self.room = limits.disk_blocks
-        """Maximum number of files; for a while after the disk itself was full, a lower number."""
+        """Maximum number of files. It is lowered for a while after the disk itself was full."""
         self._pause = DiskBackoff()
         self._spilling: dict[int, list[HostEntry]] = {}
         """Number of a job that writes to disk → the entries that it writes."""
         self.being_spilled: set[BlockKey] = set()
         self._requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
-        """Blocks in host memory whose write to disk was requested → the rank that each gets after it."""
+        """Blocks in host memory whose write to disk was requested → the rank that the block gets after the
+        write."""
         self._lowered = False
-        """Whether the blocks of ``_requested_writes`` already have their new ranks: the disk is broken."""
+        """Whether the blocks of ``_requested_writes`` already have their new ranks, because the disk is
+        broken."""
         self._staged_by: dict[int, list[HostEntry]] = {}
         """Number of a job that reads from disk → the entries that it fills."""
         self._being_staged: dict[BlockKey, list[_PendingStage]] = {}
@@ -131,7 +133,7 @@ class DiskPlanner:
         return key in self._files
 
     def __iter__(self) -> Iterator[BlockKey]:
-        """Blocks on disk, least recently used first."""
+        """Iterate over the blocks on disk, least recently used first."""
         return iter(self._files)
 
     @property
@@ -162,7 +164,7 @@ class DiskPlanner:
 
     def add_existing(self, keys: Sequence[BlockKey]) -> None:
         """Add the files that an earlier engine left. ``keys``: their blocks, least recently used first. Files
-        beyond the budget are deleted; after a cache reset, all of them."""
+        beyond the budget are deleted. After a cache reset, all files are deleted."""
         self.known = True
         if self.closed:
             self._drops += keys
@@ -177,7 +179,7 @@ class DiskPlanner:
         self._drops += [key for key in keys if key not in self._files]
 
     def make_room(self, blocks: int) -> None:
-        """Delete least recently used files, except those being read, until ``blocks`` more fit."""
+        """Delete least recently used files, except files being read, until ``blocks`` further files fit."""
         excess = len(self._files) + len(self.being_spilled) + blocks - self.room
         unread = (key for key in self._files if key not in self._being_staged)
         for key in list(islice(unread, max(0, excess))):
@@ -188,7 +190,8 @@ class DiskPlanner:
             self._counts["disk_dropped"] += 1
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Mark the files of ``keys``, in context order, as just used. The last of them is deleted first."""
+        """Mark the files of ``keys``, in context order, as just used. The end of the context is deleted
+        first."""
         for key in reversed(keys):
             if key in self._files:
                 self._files.move_to_end(key)
@@ -214,8 +217,8 @@ class DiskPlanner:
 
     def request_spill(self, key: BlockKey, rank: RetentionRank) -> None:
         """Request that a block in host memory is written to disk as soon as possible. After the write it gets
-        the retention rank ``rank``. If the disk is broken, it gets this rank at once; otherwise blocks that
-        wait for ever would fill host memory. Does nothing if the planner is ``closed``."""
+        the retention rank ``rank``. If the disk is broken, it gets this rank at once, so that host memory
+        does not fill with blocks that wait for ever. Does nothing if the planner is ``closed``."""
         if self.closed:
             return
         self._requested_writes[key] = rank
@@ -338,7 +341,7 @@ class DiskPlanner:
         """Return whether the request must still wait for its search of other stores or for its disk read.
 
         It waits at most ``limits.max_probe_wait_s`` for the search and ``limits.max_stage_wait_s`` for the
-        read, and not at all for a read while reads hang. After that the request gives up the wait."""
+        read, then gives up. While reads hang, it does not wait for a read."""
         probe = self._probed.get(request_id)
         if probe is not None and not probe.over:
             if now - probe.since_s < self.limits.max_probe_wait_s:

@@ -82,7 +82,7 @@ def block_path(store: Path, key: bytes) -> Path:
 
 def block_payload(identity: KvIdentity, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
     """Return ``byte_views`` of the buffers of one block. Raises ``ValueError`` if ``buffers`` do not have
-    ``identity.block_bytes`` bytes in total, or if ``writable`` is set and one is read-only."""
+    ``identity.block_bytes`` bytes in total, or if ``writable`` is set and a buffer is read-only."""
     views = byte_views(buffers, writable=writable)
     found = sum(view.nbytes for view in views)
     if found != identity.block_bytes:

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Flags for opening any file. ``O_NONBLOCK`` has no effect on regular files. If a pipe is in the file's
-place, it keeps the call from hanging."""
+place, the flag keeps the call from hanging."""
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -76,8 +76,8 @@ class LocalFileSystem:
     """The local file system. KV reveals prompts, so only the owner may access new files and stores."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """``root``: path without symbolic links, below which none is followed. Without a root, only the last
-        part of a file's path is checked for a link."""
+        """``root``: path without symbolic links. Below it, no symbolic link is followed. Without a root, only
+        the last part of a file's path is checked for a link."""
         self._root = root
         self._private = True
 

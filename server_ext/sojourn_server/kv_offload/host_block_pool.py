@@ -21,7 +21,8 @@ class RetentionRank(IntEnum):
     WORTHLESS = 0
     """No request is known to need the block again. Not written to disk."""
     SPARE = 1
-    """The device also has the block, because it was copied before its eviction there. Not written to disk."""
+    """The device still has the block, which was copied ahead of its eviction from the device. Not written to
+    disk."""
     COLD = 2
     """Block of a program that has been idle so long that its KV belongs on disk. The disk has a copy."""
     PLAIN = 3
@@ -103,9 +104,9 @@ class HostBlockPool:
     def begin(
         self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
     ) -> HostEntry | None:
-        """Assign an empty slot to a new block and return its entry. Return ``None`` if no slot is empty; call
-        ``reuse`` first then. ``job``: number of the job that will fill the slot, ``None`` if it counts as
-        filled. ``on_disk``: whether the disk has a copy."""
+        """Assign an empty slot to a new block and return its entry. Return ``None`` if no slot is empty; then
+        call ``reuse`` first. ``job``: number of the job that will fill the slot, ``None`` if the slot already
+        counts as filled. ``on_disk``: whether the disk has a copy."""
         if not self._free:
             return None
         entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
@@ -126,8 +127,8 @@ class HostBlockPool:
         """Assign a slot to a new block and return its entry. If no slot is empty, evict an entry whose rank
         is at most ``at_most`` (default: ``rank``). Return ``None`` if there is no such entry.
 
-        ``job``: number of the job that will fill the slot, ``None`` if it counts as filled. ``on_disk``:
-        whether the disk has a copy."""
+        ``job``: number of the job that will fill the slot, ``None`` if the slot already counts as filled.
+        ``on_disk``: whether the disk has a copy."""
         if not self._free:
             reused = self.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:

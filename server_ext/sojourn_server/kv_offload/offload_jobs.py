@@ -93,8 +93,8 @@ class OffloadResults:
     """Results since the last report, of one worker or of all workers combined (``RankResults``)."""
 
     on_disk: Sequence[BlockKey] | None = None
-    """Keys that an earlier engine left on disk, least recently used first. In all reports but the first,
-    ``None``."""
+    """Keys that an earlier engine left on disk, least recently used first. ``None`` in all reports after the
+    first."""
     partly_on_disk: list[BlockKey] = field(default_factory=list)
     """Keys that only some workers of the engine have on disk. Only in combined results."""
     stored: dict[int, CopyResult] = field(default_factory=dict)

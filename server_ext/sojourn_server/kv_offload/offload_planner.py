@@ -334,8 +334,8 @@ class OffloadPlanner:
 
     def take_loaded(self, request_id: str, not_filled: Collection[int] = ()) -> int:
         """Handle the end of a request's load. Returns how many leading blocks arrived; 0 without a load.
-        ``not_filled``: ids of device blocks that the worker could not fill. Other copies of these blocks are
-        removed, so later look-ups do not find them."""
+        ``not_filled``: ids of device blocks that the worker could not fill. The copies of these blocks in
+        host memory and on disk are removed, so later look-ups do not find them."""
         load = self.loads.end(request_id)
         if load is None:
             return 0
@@ -490,7 +490,7 @@ class OffloadPlanner:
             self.host.set_rank(entry, rank)
 
     def _keep_lookup(self, request_id: str, lookup: _Lookup) -> None:
-        """Pin the blocks that a look-up has found, and unpin those of the request's look-up before it."""
+        """Pin the blocks that a look-up has found, and unpin the blocks of the request's previous look-up."""
         for entry in lookup.found:
             self.host.pin(entry)
         self._drop_lookup(request_id)

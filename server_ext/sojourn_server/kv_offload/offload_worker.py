@@ -232,8 +232,9 @@ class OffloadWorker:
     # -- inside --------------------------------------------------------------------------
 
     def _unfinished(self, job: int, copies: Sequence[BlockCopy]) -> Sequence[BlockCopy]:
-        """Return the copies of store job ``job`` that the caller must make before the step: all, or none if
-        they have begun. If they have begun, the device is made to end them before the step."""
+        """Return the copies of store job ``job`` that the caller must make before the step. If the copies
+        have begun without an error, return none, and make the device end them before the step. Otherwise
+        return all."""
         store = self._stores.get(job)
         if store is None:
             return copies  # already reported, possibly as failed; copying again is harmless

@@ -45,7 +45,7 @@ class _FinishedRequestSaves:
     stored: int | None = None
     """Number of leading blocks of ``saves`` that the store already has; ``None`` if not looked up yet."""
     content: list[memoryview] | None = None
-    """Copy of the first block of ``saves``, if the store has refused it so far."""
+    """Copy of the first block of ``saves``, kept until the store accepts it; ``None`` if not copied yet."""
     wanted: bool = True
     """Whether the blocks are still to be saved. If false, a running lookup stops asking the store."""
 

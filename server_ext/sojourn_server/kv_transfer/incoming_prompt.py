@@ -63,7 +63,7 @@ class PromptReadSide:
     missing: set[int] = field(default_factory=set)
     """Indices of slots that are not complete yet."""
     in_queue: dict[int, ReadChunk] = field(default_factory=dict)
-    """Number of a link item that waits or is in flight → the chunk that it sends."""
+    """Link item number → the chunk that the item sends. Holds items that wait or are in flight."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class PromptOfferSide:
 
 
 class ReadChunk(NamedTuple):
-    """One layer of some blocks that were read for a peer: the work of one item of the link to peers."""
+    """One layer of some blocks that were read for a peer. One item of the link to peers sends it."""
 
     prompt: IncomingPrompt
     layer: int

@@ -7,8 +7,9 @@ fails after ``patience_s``. While a request is queued, the engine repeats ``want
 prompt in the buffers.
 
 Prompts are evicted only while other transfers wait for buffers. Prompts that no queued request wants are
-evicted first. After that, if prompts of queued requests use more than ``queue_share`` of the slots, those
-last in the queue are evicted until the rest fits this share. The first in the queue is always kept.
+evicted first. After that, if prompts of queued requests use more than ``queue_share`` of the slots, they are
+evicted from the end of the queue until the rest fits this share. The prompt of the first queued request is
+always kept.
 """
 
 from __future__ import annotations
@@ -291,7 +292,7 @@ class IncomingPromptTable:
         self.ctx.actions.append(SendMessage(read.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle the end of a link item, sent or not. From now on, the link does not read its memory."""
+        """Handle the end of a link item, sent or not. The link no longer reads the item's memory."""
         chunk: ReadChunk = item.work
         read = chunk.prompt.read
         assert read is not None

@@ -45,8 +45,8 @@ class KvBlocks(Protocol):
         ...
 
     def gather(self, layer: int, block_ids: Sequence[int], after: Any) -> list[memoryview]:
-        """Return copies of one layer of engine blocks, as Layer Blocks; an incomplete last one is padded with
-        zeros. Waits until the device has read the blocks."""
+        """Return copies of one layer of engine blocks, as Layer Blocks (one layer of a Full Block each). An
+        incomplete last Layer Block is padded with zeros. Waits until the device has read the blocks."""
         ...
 
     def gather_full(self, block_ids: Sequence[int], after: Any) -> list[memoryview]:

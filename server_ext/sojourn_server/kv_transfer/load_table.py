@@ -296,7 +296,8 @@ class LoadTable:
         return [self.ctx.memory.block(slot.index) for slot in made.slots]
 
     def layer(self, load: str, layer: int) -> list[memoryview]:
-        """Return one layer of each block of a load. Raises ``ValueError`` unless all have this layer."""
+        """Return one layer of each block of a load. Raises ``ValueError`` if a block lacks this layer, or if
+        the load is unknown or has no blocks."""
         made = self._loads.get(load)
         if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
             raise ValueError(f"layer {layer} of load {load!r} has not arrived")

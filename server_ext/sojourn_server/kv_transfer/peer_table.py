@@ -75,8 +75,8 @@ HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)
 
 
 class PeerCaller(Protocol):
-    """A transfer that needs a connection to a peer. After ``PeerTable.reach``, one of the methods is called
-    once."""
+    """A transfer that needs a connection to a peer. After ``PeerTable.reach``, exactly one of the methods is
+    called, once."""
 
     def reached(self, conn: int, epoch: str, now: float) -> None: ...
     def unreachable(self, why: str, now: float) -> None: ...

@@ -1,8 +1,8 @@
 """Byte streams between engines, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport that you add.
 
-To add a transport, implement ``PeerTransport``. Its writes may return only once their memory may be reused,
-and its bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built
-in; addresses with its scheme are refused with a message.
+To add a transport, implement ``PeerTransport``. A ``write`` may return only once its memory may be reused,
+and bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in;
+addresses with its scheme are refused with a message.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class PushState(Enum):
 
 
 class PushChunk(NamedTuple):
-    """One layer of some blocks of a push: the work of one item of the link to peers."""
+    """One layer of some blocks of a push. One item of the link to peers sends it."""
 
     push: BlockPush
     layer: int
@@ -188,7 +188,7 @@ class PushTable:
         self.ctx.actions.append(SendMessage(push.conn, message, payload, item.number))
 
     def finished(self, item: LinkItem, now: float) -> None:
-        """Handle the end of a link item, sent or not. From now on, the link does not read its memory."""
+        """Handle the end of a link item, sent or not. The link no longer reads the item's memory."""
         push: BlockPush = item.work.push
         push.in_queue.discard(item.number)
         push.watch.record_progress(now)

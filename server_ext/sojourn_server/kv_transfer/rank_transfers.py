@@ -92,7 +92,7 @@ class RankAnswers:
         """``ranks``: number of workers that answer."""
         self._ranks = ranks
         self._partial: dict[int, list[int]] = {}
-        """Ask that some worker has not answered → the answers so far."""
+        """Number of an incomplete ask → the answers so far."""
 
     def __len__(self) -> int:
         return len(self._partial)

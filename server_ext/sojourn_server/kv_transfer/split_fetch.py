@@ -1,9 +1,9 @@
 """Reads one request's stored blocks in two parts: this engine reads the first, its peer the second.
 
 The router chooses how large each part is. (DualPath reads a request on one side only, and names reading on
-both sides as future work.) If the peer fails before the first layer of each of its blocks has arrived, this
-engine reads these blocks itself, into the same buffers. If the peer fails later, the blocks that have arrived
-are used and the others are computed.
+both sides as future work.) If the peer fails before the first layer of every block of its part has arrived,
+this engine reads the missing blocks itself, into the same buffers. If the peer fails later, the blocks that
+have arrived are used and the others are computed.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class LayerStream:
     block_ids: list[int]
 
     def fill(self, kv: KvBlocks, layer: int, timeout_s: float, times: TransferStepTimes) -> list[int]:
-        """Wait for a layer and copy it. Returns the ids of the filled blocks. Adds its time to ``times``."""
+        """Wait for a layer and copy it. Returns the ids of the filled blocks. Adds the time taken to
+        ``times``."""
         if self.split_fetch is None:
             return []
         began_s = time.perf_counter()

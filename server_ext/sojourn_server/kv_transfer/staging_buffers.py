@@ -1,8 +1,8 @@
 """Staging buffers in host memory: a fixed number of slots for one Full Block each, which transfers lease.
 
 A transfer requests one lease on all its blocks, plus a number of slots for blocks whose keys it does not know
-yet. A lease is granted as a whole, in the order of requests, so two transfers never wait for each other with
-half of their slots each. A lease that is not renewed for ``lease_s`` seconds expires.
+yet. A lease is granted as a whole, in the order of requests. So two transfers never each hold half of their
+slots and wait for the other half. A lease that is not renewed for ``lease_s`` seconds expires.
 
 All leases on a block share one slot. If a thousand requests need one prefix, the first reads it and the
 others wait for that read.

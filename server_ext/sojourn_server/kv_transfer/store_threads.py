@@ -47,7 +47,8 @@ class StoreThreads:
         self._writer.submit(partial(self._write, action))
 
     def close(self) -> bool:
-        """Stop all threads; wait at most 5 s for each. Returns false if one still runs in a hanging store."""
+        """Stop all threads; wait at most 5 s for each. Returns false if a thread still runs, in a hanging
+        store."""
         threads = [*self._readers, self._writer]
         for thread in threads:
             thread.close()

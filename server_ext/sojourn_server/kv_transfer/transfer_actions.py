@@ -67,7 +67,7 @@ class LayerLoaded(NamedTuple):
 
 class LoadEnded(NamedTuple):
     """A load has ended: its first ``good`` blocks have arrived, the others will not. ``why``: why blocks are
-    missing; empty if none is."""
+    missing; empty if all have arrived."""
 
     load: str
     good: int

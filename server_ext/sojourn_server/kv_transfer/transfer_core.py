@@ -46,7 +46,7 @@ from .transfer_wire import (
 
 
 class _StoreWrite(NamedTuple):
-    """The write of one block: the work of one item of the storage write link."""
+    """The write of one block. One item of the storage write link does it."""
 
     request: str
     key: bytes
@@ -134,8 +134,9 @@ class TransferCore:
         return True
 
     def discard(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
-        """Release a pushed prompt that no request will ask for. If the engine expects it, keep it and return
-        false. ``epoch``: the run of this engine's process to which it is pushed; ``None`` if unknown."""
+        """Release a pushed prompt that no request will ask for. If the engine expects it, keep it and
+        return false. ``epoch``: the run of this engine's process to which the prompt is pushed; ``None``
+        if unknown."""
         if self._is_stale(epoch):
             return True
         discarded = self.prompts.discard(transfer, now)
@@ -241,7 +242,7 @@ class TransferCore:
         self._advance_transfers(now)
 
     def sent(self, item: int, now: float) -> None:
-        """Handle the end of a ``SendMessage``, sent or not. From now on, its payload is not read."""
+        """Handle the end of a ``SendMessage``, sent or not. Its payload is no longer read."""
         self.ctx.peer_send.end_io(item, now)
         self._advance_transfers(now)
 

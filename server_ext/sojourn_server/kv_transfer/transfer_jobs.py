@@ -98,9 +98,9 @@ class TransferJobs:
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more."""
     wants: list[str] = field(default_factory=list)
-    """Contexts that queued requests will ask for, next one first: only the new ones, or all if their order
-    has changed. The worker keeps them in the buffers until a later step has them in ``expects`` or ``drops``.
-    If the engine takes no steps, they are kept for at most ``lease_s`` seconds."""
+    """Contexts that queued requests will ask for, in queue order: only the new contexts, or all of them if
+    their order has changed. The worker keeps them in the buffers until a later step has them in ``expects``
+    or ``drops``. If the engine takes no steps, they are kept for at most ``lease_s`` seconds."""
     drops: list[ExpectJob] = field(default_factory=list)
     """Contexts that are pushed to this engine but that no request will ask for. Their ``ask`` is 0."""
     aborts: list[str] = field(default_factory=list)
@@ -117,8 +117,8 @@ class TransferJobs:
     """Finished requests whose blocks vLLM keeps until their push and ``saves`` have ended. The worker then
     reports these requests to vLLM as sent."""
     unreported: list[str] = field(default_factory=list)
-    """Finished requests whose push must not be reported to vLLM, because vLLM forgets them when their fill
-    job ends."""
+    """Finished requests whose push must not be reported to vLLM, because vLLM forgets these requests when
+    their fill job ends."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))

@@ -218,7 +218,7 @@ class TransferLink:
 
     def wake_at(self) -> float:
         """Return the time at which the link's rate lets the next item start or finish; infinity if there is
-        none. The caller must then call ``take`` and ``take_finished``."""
+        none. The caller must call ``take`` and ``take_finished`` at that time."""
         flying = self._in_flight.values()
         return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
 
@@ -268,7 +268,7 @@ class TransferLink:
         return len(self._requests)
 
     def queued_bytes(self, now: float) -> int:
-        """Return the number of bytes queued or in flight."""
+        """Return the number of bytes, queued or in flight, that are not transferred yet."""
         return self._waiting_bytes + sum(
             item.nbytes - self._done(item, now) for item in self._in_flight.values()
         )
@@ -355,7 +355,7 @@ class TransferLink:
 
     @staticmethod
     def _hangs_s(item: LinkItem, now: float) -> float:
-        """Return the seconds since the item began or, if later, since the end that its rate allows."""
+        """Return how late the item is: the seconds since its start, or since ``until_s`` if that is later."""
         return now - max(item.began_s, item.until_s)
 
     def _unqueue(self, item: LinkItem) -> None:

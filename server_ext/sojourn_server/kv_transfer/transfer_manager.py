@@ -179,8 +179,8 @@ class TransferManager:
 
     def discard(self, transfer: str, *, epoch: str | None = None) -> bool:
         """Release a pushed prompt that no request will ask for. Returns false, and keeps the prompt, if this
-        engine expects it. ``epoch``: the run of this engine's process to which it is pushed; ``None`` if
-        unknown."""
+        engine expects it. ``epoch``: the run of this engine's process to which the prompt is pushed; ``None``
+        if unknown."""
         discarded: bool = self.do(self.core.discard, transfer, epoch=epoch)
         return discarded
 

@@ -140,7 +140,7 @@ class TransferPlanner:
 
     def order_wants(self, queue: Iterable[str]) -> None:
         """Announce the wanted contexts again if their order in the queue has changed. ``queue``: ids of the
-        queued requests, next one first."""
+        queued requests, in queue order."""
         entries = map(self._entries.get, queue)
         order = [entry.params.context for entry in entries if entry is not None and entry.waits_for_prompt]
         self._orders.wants = self._wants.reorder(order) or self._orders.wants
@@ -244,8 +244,8 @@ class TransferPlanner:
         filled before that step.
 
         Filling may fail in the middle of the step. The worker then neither stores nor sends KV that was
-        computed from the block. Other workers, and a step that is planned already, would learn of the failure
-        too late. So this needs a single worker, and a single planned step.
+        computed from the missing block. Other workers, and a step that is planned already, would learn of the
+        failure too late. So layer-by-layer filling needs a single worker, and one planned step at a time.
         """
         return self._ranks == self._concurrent_steps == 1
 
@@ -409,8 +409,8 @@ class TransferPlanner:
         return [save for save in saves if NULL_BLOCK not in save.block_ids]
 
     def _count_full_blocks(self, entry: TransferRequest) -> int:
-        """Return the number of the request's Full Blocks that are full after the last planned step and have
-        a key. The key is a hash of tokens, which must be known for it."""
+        """Return the number of the request's Full Blocks that are full after the last planned step and have a
+        key. A key is a hash of the block's tokens, so it exists only once these tokens are known."""
         return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
 
     def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:

@@ -185,7 +185,8 @@ class FinishOutcome(NamedTuple):
     hold: bool
     """Whether vLLM must keep the blocks for now, because a transfer still uses them."""
     answer: dict[str, Any] | None
-    """The parameters (``transfer_answer_params``); ``None`` if the prompt was not pushed."""
+    """The parameters (``transfer_answer_params``); ``None`` if the prompt was not pushed, or if the request
+    did not complete normally."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -197,7 +198,7 @@ class ScheduledRequest(NamedTuple):
 
 
 class WantedContexts:
-    """The contexts that queued requests of one engine will ask for, next one first."""
+    """The contexts that queued requests of one engine will ask for, in queue order."""
 
     def __init__(self) -> None:
         self._requests: Counter[str] = Counter()
@@ -221,8 +222,8 @@ class WantedContexts:
             del self._requests[context]
 
     def reorder(self, queue: Iterable[str]) -> list[str]:
-        """Put the contexts in the order of ``queue``, next one first; those that ``queue`` lacks go to the
-        end. Return all contexts in the new order, or an empty list if the order has not changed."""
+        """Put the contexts in the order of ``queue``. Contexts that ``queue`` lacks go to the end. Return all
+        contexts in the new order, or an empty list if the order has not changed."""
         order = [each for each in dict.fromkeys([*queue, *self._requests]) if each in self._requests]
         if order == list(self._requests):
             return []
@@ -269,7 +270,8 @@ class TransferRequest:
     pushed: bool = False
     """Whether a push of the prompt to the decode engine has been planned."""
     saved: int = 0
-    """Number of leading Full Blocks for which no further save is planned."""
+    """Number of leading Full Blocks that need no further save job. It falls if the worker could not save a
+    block."""
     stored: int = 0
     """Number of leading Full Blocks that are known to be stored."""
     saved_before: list[int] = field(default_factory=list)

@@ -98,8 +98,8 @@ class TransferWorker:
         its blocks has arrived; the attribute may be changed at any time, to measure the gain.
         ``concurrent_steps``: maximum number of planned steps whose results the planner does not know yet.
         ``max_held_blocks``: maximum number of engine blocks that finished requests pin together until their
-        blocks are saved. ``patience_s``: the store counts as hung if a lookup takes this long, or if it
-        accepts no block of finished requests for so long."""
+        blocks are saved. ``patience_s``: seconds after which the store counts as hung, if one lookup takes
+        this long or if the store accepts no block of finished requests for this long."""
         self.counts: Counter[str] = Counter()
         self.times = TransferStepTimes()
         """Times summed over all steps."""
@@ -129,7 +129,7 @@ class TransferWorker:
         self._open_expects: set[int] = set()
         """Asks that wait for a context that is pushed to this engine."""
         self._wanted: dict[str, None] = {}
-        """Contexts that queued requests will ask for, next one first."""
+        """Contexts that queued requests will ask for, in queue order."""
         self._wants_said_s = float("-inf")
         self._filled: set[str] = set()
         """Requests whose fill job has ended since the last ``take_received``."""
