@@ -25,7 +25,8 @@ from .cli_error import CliError
 from .serve_typos import closest_flag
 
 OPTIONS = ("--url", "--program", "--children")
-"""Options of ``sojourn run``. Both parsers treat the first word that is none of them as the command."""
+"""Options of ``sojourn run``. The first word that is not one of these options begins the command, in typer's
+parser and in the parser of ``main``."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 OPENAI_BASE_URL = "OPENAI_BASE_URL"
 """Environment variable with the URL to which agents send LLM requests. The server there may be any
@@ -41,7 +42,8 @@ CHILDREN = "SOJOURN_RUN_CHILDREN"
 the name, because it must not import this package."""
 
 OWN_PROGRAM = "SOJOURN_OWN_PROGRAM"
-"""Environment variable that makes all requests of a process outside ``program()`` one program."""
+"""Environment variable that groups into one program all requests that a process sends outside
+``program()``."""
 
 Note = Callable[[str], None]
 """A function that shows one line to the user."""
@@ -120,8 +122,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def _check_is_no_option(word: str) -> None:
-    """Raise ``CliError`` if ``word``, the first of the command, is an option that ``sojourn run`` does not
-    have. An executable may have such a name."""
+    """Raise ``CliError`` if ``word``, the first word of the command, looks like an option and is not the name
+    of an executable."""
     if not word.startswith("-") or shutil.which(word):
         return
     flag = word.partition("=")[0]
@@ -186,8 +188,8 @@ def child_environment(
 
 
 def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | None:
-    """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there. Otherwise return ``None``,
-    and ``note`` says why.
+    """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there. Otherwise return ``None``.
+    ``note`` then gets the reason, unless the variable is unset or names ``DEFAULT_URL``.
 
     The variable may name any provider's server, so the probe sends no API key. Only a server that answers as
     a sojourn server gets information about programs. A sojourn server that requires a key is not recognised;
@@ -231,7 +233,7 @@ def autostart_directory() -> str:
 
 
 class InvalidUrlError(Exception):
-    """The text is not the URL of an HTTP server."""
+    """Raised for a text that is not a valid URL."""
 
 
 def get_capabilities(root: str) -> tuple[int, bytes]:

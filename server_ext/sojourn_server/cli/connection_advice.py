@@ -14,7 +14,7 @@ _START = 'start one: sojourn serve tiny; if it is starting, wait for its line "s
 
 
 def connection_advice(error: httpx.HTTPError, url: str) -> tuple[str, str]:
-    """Return what is wrong, since a request to the server at ``url`` got no answer, and the next step."""
+    """Return why a request to the server at ``url`` got no answer, and the next step for the user."""
     if isinstance(error, httpx.UnsupportedProtocol):
         return f"{url} is no URL of a server", f"give {URL_FORMAT}"
     reason, next_step = _reason(error, url)

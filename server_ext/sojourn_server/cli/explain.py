@@ -31,7 +31,7 @@ _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
 _CANDIDATES = 5
 """Maximum number of programs that an error or a note lists."""
 _TURNS = 8
-"""Maximum number of turns of which the reuse is shown."""
+"""Maximum number of turns that ``reuse_line`` shows."""
 _PLACES = {
     "device": "its KV is on the device",
     "host": "its KV is in host memory",
@@ -88,8 +88,8 @@ def explain(
 def find_explanation(
     client: LiveClient, program: str, turn: int | None = None, *, note: Callable[[str], None] | None = None
 ) -> Explanation:
-    """Return the explanation of the turn with number ``turn``. If ``turn`` is ``None``, return that of the
-    newest turn. ``program``: an id, the beginning or end of an id, or a name. Of several programs with this
+    """Return the explanation of the turn with number ``turn``. If ``turn`` is ``None``, the newest turn is
+    explained. ``program``: an id, the beginning or end of an id, or a name. Of several programs with this
     name, the newest is explained, and ``note`` gets a line that lists the others.
 
     Raises ``CliError`` if the server knows no such program or turn, or if several ids match."""
@@ -150,8 +150,8 @@ def _is_label(text: str, row: ProgramRow) -> bool:
 
 
 def reuse_line(program: Mapping[str, Any]) -> str:
-    """Return a line on how much of their prompts the latest turns reused. ``program``: the answer of
-    ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
+    """Return a line that says how many prompt tokens each of the latest turns reused. ``program``: the answer
+    of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
     turns = [turn for turn in engine_detail(program).get("ledger") or () if turn.get("tokens")]
     parts = []
     for turn in turns[-_TURNS:]:

@@ -51,6 +51,6 @@ def check_model(model: str, own_models: Sequence[str]) -> None:
 
 
 def _edit_distance(typed: str, meant: str) -> int:
-    """Return the number of characters to insert, delete or replace between two words."""
+    """Return the number of characters to insert, delete or replace in ``typed`` to get ``meant``."""
     changes = SequenceMatcher(None, typed, meant).get_opcodes()
     return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in changes if tag != "equal")

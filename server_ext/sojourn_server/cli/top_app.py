@@ -189,7 +189,7 @@ class ExplanationScreen(ModalScreen[None]):
 
 
 class TopApp(App[None]):
-    """``sojourn top``. ``fetch`` returns a frame, and ``explain`` the explanation of a program. Both may
+    """``sojourn top``. ``fetch`` returns a frame. ``explain`` returns the explanation of a program. Both may
     block and raise ``CliError``."""
 
     TITLE = "sojourn top"

@@ -1,6 +1,7 @@
 """Usage errors of the command line, in the form of all other errors: what is wrong, and the next step.
 
-The command line's library prints them itself, without a next step, and without the invalid value.
+The command-line library would print usage errors itself, but without a next step and without the invalid
+value.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def _invalid_value(error: Any) -> str:
 
 
 def _faults(cause: Any) -> list[dict[str, Any]]:
-    """Return the faults that a validation of the value lists; later releases of typer validate so."""
+    """Return the faults that ``cause`` lists if it is a validation error, as later releases of typer raise;
+    else an empty list."""
     errors = getattr(cause, "errors", None)
     return list(errors()) if callable(errors) else []
 

@@ -92,8 +92,8 @@ model *tiny* computing a context again costs next to nothing."""
 
 
 def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAULT_BUDGET_S) -> DemoSize:
-    """Return the largest demo that is expected to end within ``budget_s`` seconds. If none is, return the
-    smallest one.
+    """Return the largest demo that is expected to end within ``budget_s`` seconds. If no demo is, return the
+    smallest.
 
     Turns are reduced before programs, because the demo is about programs that run at the same time.
     """

@@ -408,8 +408,8 @@ class DiskPlanner:
     ) -> bool:
         """Plan to read the leading ``keys`` of a request from disk. Returns false if no block can be read.
 
-        ``found``: entries of the request's blocks before ``keys``, which are in host memory. These entries
-        and those of the blocks read stay pinned until ``abandon``."""
+        ``found``: entries of the request's blocks before ``keys``, which are in host memory. These entries,
+        and the entries of the blocks to read, stay pinned until ``abandon``."""
         self.touch([*(entry.key for entry in found), *keys])
         waiting = _PendingStage(since_s=now, entries=list(found))
         for entry in found:  # reads must not evict them
@@ -422,8 +422,8 @@ class DiskPlanner:
         return True
 
     def fetch(self, keys: Iterable[BlockKey], rank: RetentionRank) -> int:
-        """Plan to read the leading ``keys`` from disk before a request needs them. Returns how many of them
-        are being read now."""
+        """Plan to read the leading ``keys`` from disk before a request needs them. Returns how many of
+        ``keys`` are being read now."""
         return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
 
     def _read(
@@ -439,7 +439,7 @@ class DiskPlanner:
         While reads hang, plans nothing and returns 0.
 
         ``waiting``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
-        highest rank of entries that host memory may evict for them."""
+        highest rank of entries that host memory may evict for the new entries."""
         if self._reads_hang:
             return 0
         host, job, coming, missing = self._host, 0, 0, 0

@@ -26,8 +26,8 @@ from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadR
 from .tier_limits import TierLimits
 
 STORE_BATCH_BLOCKS = 32
-"""Number of blocks per store job. If the device overwrites one of them early, the step waits for the whole
-job."""
+"""Number of blocks per store job. If the device overwrites one of these blocks before the job ends, the step
+waits for the whole job."""
 
 # Module variables, because ``RetentionRank.WANTED`` is slow to evaluate for each block.
 _WANTED, _SPARE = RetentionRank.WANTED, RetentionRank.SPARE
@@ -121,8 +121,8 @@ class OffloadPlanner:
 
         ``blocks``: (key, block id) in context order. If space is short, only the beginning of the context is
         copied. For the new entries, host memory evicts only entries whose rank is at most ``at_most``
-        (default: ``rank``). If the device overwrites a block before its copy ends, the caller must call
-        ``plan_save`` for it first.
+        (default: ``rank``). If the device will overwrite a block before the block's copy ends, the caller
+        must first call ``plan_save`` for this block.
         """
         used: list[HostEntry] = []
         begun: dict[int, list[tuple[HostEntry, BlockCopy]]] = {}
@@ -190,7 +190,8 @@ class OffloadPlanner:
 
     def write_to_disk(self, keys: Iterable[BlockKey], rank: RetentionRank) -> None:
         """Request that blocks in host memory are written to disk, in this order, as soon as the disk allows.
-        Each gets the retention rank ``rank`` after its write; a block that is on disk already gets it now."""
+        Each gets the retention rank ``rank`` after its write; a block that is already on disk gets the rank
+        now."""
         for key in keys:
             entry = self.host.get(key)
             if entry is not None and entry.on_disk:

@@ -150,8 +150,8 @@ class SiblingStores:
         self._clock = clock
         self._lock = threading.Lock()
         self._stores: list[Path] = []
-        """The other stores. The store in which a block was found last comes first, because usually one engine
-        wrote most of a context."""
+        """The stores of other engines. The store in which a block was found most recently comes first,
+        because usually one engine wrote most of a context."""
 
     def leading(self, keys: Sequence[bytes]) -> ProbeResult:
         """Return how many leading ``keys`` these stores have together, and the number of stores. Only the
@@ -235,7 +235,7 @@ SIBLINGS_RESCAN_S = 5.0
 
 EVICTION_RETRY_S = 60.0
 """Seconds for which ``SharedStore`` evicts nothing after a file could not be removed, or after evictions left
-the disk full. Each such attempt loses readable blocks and gains no room."""
+the disk full. Further attempts would lose readable blocks and gain no room."""
 
 DISK_FULL_EVICTIONS = 2
 """Maximum number of blocks evicted to write one block to a full disk. Other data may take the freed space."""
@@ -312,8 +312,8 @@ class SharedStore:
     def _put_evicting(
         self, key: bytes, buffers: Sequence[Buffer], parent: bytes, outcome: PutOutcome
     ) -> PutOutcome:
-        """Evict least recently used blocks without children until the new block fits, and store it. Its
-        ancestors are never evicted, because it would be useless without them.
+        """Evict least recently used blocks without children until the new block fits, and store it. The new
+        block's ancestors are never evicted, because the block would be useless without them.
 
         ``outcome``: ``FULL`` or ``DISK_FULL``, the outcome of the attempt without evictions. Returns the
         outcome of the last attempt. Evicts nothing if no store has the parent, if the budget is smaller than

@@ -203,8 +203,8 @@ def find_stores(
     list is empty if there is no store or no root. Changes nothing.
 
     ``root``: a path without symbolic links. ``known``: known fields of the engine's ``KvIdentity``.
-    ``weights``: the beginning of its field ``model``, up to a space; ``None`` if unknown. ``name``: name of
-    the store that the engine will write; ``None`` if it has none.
+    ``weights``: the beginning of the identity's field ``model``, up to a space; ``None`` if unknown.
+    ``name``: name of the store that the engine will write; ``None`` if it has none.
 
     Raises the errors that the engine itself would raise later: ``IncompatibleStore`` if there are stores but
     none matches; ``StoreInUse`` if all matching stores named ``name`` are open; and ``OSError``.

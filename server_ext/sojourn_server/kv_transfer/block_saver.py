@@ -1,8 +1,8 @@
 """Saves Full Blocks to the store between steps, without making the forward pass wait for the store.
 
-A lookup thread asks the store which blocks it already has. These are not copied. If a block's lookup has not
-returned when the step ends, the block is copied and given to the store, which ignores duplicates. While a
-lookup hangs (for ``patience_s`` or more), no further lookup starts.
+A lookup thread asks the store which blocks it already has. Blocks that the store has are not copied. If a
+block's lookup has not returned when the step ends, the block is copied and given to the store, which ignores
+duplicates. While a lookup hangs (for ``patience_s`` or more), no further lookup starts.
 
 Blocks of a finished request stay pinned until they are saved. Each step saves a limited number of them. They
 are given up, and not saved, if the store accepts none of them for ``patience_s``, or if finished requests
@@ -148,8 +148,8 @@ class BlockSaver:
 
     def end_step(self, bad: Collection[int]) -> dict[str, int]:
         """Copy the blocks that this step filled and hand them to the store. ``bad``: ids of engine blocks
-        that were not filled. A Full Block is not saved if it contains one of them, or comes after one of them
-        in the request's context.
+        that were not filled. A Full Block is not saved if it contains such a block, or comes after such a
+        block in the request's context.
 
         Returns request → index in its context of the first Full Block that was not saved. Requests whose
         blocks were all saved are absent.

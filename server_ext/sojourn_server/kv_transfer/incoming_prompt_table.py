@@ -73,8 +73,9 @@ class IncomingPromptTable:
     # -- what the engine asks for ---------------------------------------------------
 
     def expect(self, transfer: str, now: float) -> None:
-        """Announce that the engine waits for a transfer. The event ``PromptTransferEnded`` reports its end,
-        at once if it has ended already. Raises ``ValueError`` if the engine waits for it already."""
+        """Announce that the engine waits for a transfer. The event ``PromptTransferEnded`` reports the end of
+        the transfer, at once if it has ended already. Raises ``ValueError`` if the engine already waits for
+        the transfer."""
         prompt = self._prompts.get(transfer)
         if prompt is None:
             prompt = self._prompts[transfer] = IncomingPrompt(self, transfer, now)
@@ -339,9 +340,9 @@ class IncomingPromptTable:
         return prompt.transfer in self._wanted and prompt.state is PromptState.COMPLETE
 
     def _beyond_share(self, rest: set[str]) -> list[IncomingPrompt]:
-        """Return the prompts of queued requests to evict so that the others fit ``queue_share`` of the slots,
-        last in the queue first. ``rest``: transfers to consider. The first of them in the queue is needed
-        next and is never returned."""
+        """Return the prompts of queued requests that must be evicted so that the rest fits ``queue_share`` of
+        the slots, in reverse queue order. ``rest``: transfers to consider. The first of these transfers in
+        the queue is needed next, so its prompt is never returned."""
         most = self.ctx.limits.queue_share * self.ctx.limits.slots
         slots: set[int] = set()
         found: list[IncomingPrompt] = []

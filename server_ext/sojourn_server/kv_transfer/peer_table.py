@@ -68,7 +68,8 @@ EXPECTED_MESSAGES: Mapping[HandshakeStage, tuple[type[WireMessage], ...]] = {
     HandshakeStage.DIALLED: (WelcomeMessage, RefusedMessage),
     HandshakeStage.ANSWERED: (HelloMessage,),
 }
-"""Handshake stage → handshake messages that the peer may send in it. In ``READY`` it may send none."""
+"""Handshake stage → handshake messages that the peer may send in this stage. In ``READY`` the peer may send
+none."""
 MAX_KEPT_REFUSALS = 256
 """Maximum number of refused peers whose reason is remembered. Further refusals are only counted."""
 HANDSHAKE_MESSAGES = (HelloMessage, WelcomeMessage, RefusedMessage)

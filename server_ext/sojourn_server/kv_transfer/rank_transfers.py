@@ -1,8 +1,8 @@
 """Splits an engine's transfer jobs among its workers (ranks), and combines the workers' results.
 
 Each worker of a tensor-parallel or pipeline-parallel engine has a part of every block: some of the heads, or
-some of the layers. It has a transfer manager and a store of its own, and exchanges its part with the worker
-of the same rank in the peer. Both engines therefore need equal parallel sizes.
+some of the layers. Each worker has its own transfer manager and its own store, and exchanges its part with
+the worker of the same rank in the peer. Both engines therefore need equal parallel sizes.
 
 Requests and the gateway see one address and one epoch per engine. Each is a comma-separated list with one
 value per worker, in the order of ranks.

@@ -1,4 +1,5 @@
-"""Reads one request's stored blocks in two parts: this engine reads the first, its peer the second.
+"""Reads one request's stored blocks in two parts: this engine reads the first part, and its peer reads the
+second.
 
 The router chooses how large each part is. (DualPath reads a request on one side only, and names reading on
 both sides as future work.) If the peer fails before the first layer of every block of its part has arrived,

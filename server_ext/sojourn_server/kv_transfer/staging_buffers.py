@@ -74,7 +74,8 @@ class BufferSlot:
     holders: dict[str, None] = field(default_factory=dict)
     """Names of the leases on this slot, oldest first."""
     pins: int = 0
-    """Number of threads and messages that are reading or writing the slot."""
+    """Number of current uses of the slot: reads, writes, sends, and claims by the engine. A pinned slot is
+    not freed."""
     bad: bool = False
     """Whether the content is unusable, because a fill failed. A thread may still write to the slot."""
 

@@ -66,8 +66,8 @@ class LayerLoaded(NamedTuple):
 
 
 class LoadEnded(NamedTuple):
-    """A load has ended: its first ``good`` blocks have arrived, the others will not. ``why``: why blocks are
-    missing; empty if all have arrived."""
+    """A load has ended: its first ``good`` blocks have arrived, and the other blocks will not arrive.
+    ``why``: why blocks are missing; empty if all have arrived."""
 
     load: str
     good: int

@@ -121,10 +121,10 @@ class TransferCore:
 
     def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
         """Announce that the engine needs a prompt that a peer pushes to it. Event: ``PromptTransferEnded``.
-        After that, call ``prompts.blocks`` if the prompt is complete, and ``end_prompt``.
+        After that, call ``prompts.blocks`` if the prompt is complete. Then call ``end_prompt`` in any case.
 
-        ``epoch``: the run of this engine's process to which the prompt is pushed; ``None`` if unknown.
-        Returns false, and there is no event, if that was an earlier run, because its buffers are gone. Raises
+        ``epoch``: the run of this engine's process to which the prompt is pushed; ``None`` if unknown. If
+        ``epoch`` is an earlier run, its buffers are gone: the result is false, and there is no event. Raises
         ``ValueError`` if the prompt is expected already.
         """
         if self._is_stale(epoch):

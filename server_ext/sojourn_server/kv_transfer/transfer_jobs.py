@@ -25,7 +25,8 @@ class FetchJob(NamedTuple):
     keys: list[bytes]
     """Keys of consecutive Full Blocks of a context."""
     decode_share: float = 0.0
-    """Share of the stored blocks that the peer, a decode engine, reads. It reads the last blocks."""
+    """Share of the stored blocks that the peer, a decode engine, reads. The peer reads the last of these
+    blocks."""
     peer: str = ""
     """Address of the peer; empty if this engine reads all blocks. The fields below are for the peer."""
     context: str = ""

@@ -166,8 +166,8 @@ class TransferManager:
     def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
         """Announce that the engine needs a prompt that a peer pushes to it, and return a handle to wait for
         it. ``epoch``: the run of this engine's process to which the prompt is pushed; ``None`` if unknown. If
-        that was an earlier run, the handle has failed already. Raises ``ValueError`` if the prompt is
-        expected already, or after ``close``."""
+        ``epoch`` is an earlier run, the returned handle has failed already. Raises ``ValueError`` if the
+        prompt is expected already, or after ``close``."""
         handle = PromptHandle(self, transfer)
         if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
             handle.outcome = PromptTransferEnded(

@@ -113,8 +113,8 @@ class TransferPlanner:
     # -- what vLLM asks ---------------------------------------------------------------
 
     def arrived(self, view: RequestView) -> str | None:
-        """Add a new request. If its ``kv_transfer_params`` are invalid, this engine computes it alone, and
-        the reason is returned; otherwise ``None``."""
+        """Add a new request. If its ``kv_transfer_params`` are invalid, return the reason; this engine then
+        computes the request alone. Otherwise return ``None``."""
         self._forget(view.request_id)
         try:
             params, wrong = parse_transfer_params(view.kv_transfer_params), None
@@ -172,8 +172,8 @@ class TransferPlanner:
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """Plan the job that fills a request's new blocks. ``block_ids``: all blocks of the request, in
-        context order: first those whose KV the device has, then those to fill with the KV of
-        ``external_tokens`` tokens (as returned by ``ask``), then those to compute."""
+        context order: first blocks whose KV the device has, then blocks to fill with the KV of
+        ``external_tokens`` tokens (as returned by ``ask``), then blocks to compute."""
         entry = self._entries.get(request_id)
         if entry is None or entry.phase is not TransferPhase.READY:
             if external_tokens:  # a mistake of the caller: report the blocks as not filled
@@ -273,8 +273,8 @@ class TransferPlanner:
 
     def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
         """Handle a finished request. Returns whether vLLM must keep its blocks, and the parameters for the
-        decode engine. ``well``: whether it completed normally. If so, those of its blocks ``block_ids`` that
-        are not stored yet are saved."""
+        decode engine. ``well``: whether the request completed normally. If so, and if its prompt was not
+        pushed, the blocks in ``block_ids`` that are not stored yet are saved."""
         entry = self._entries.get(request_id)
         if entry is None:
             return FinishOutcome(False, None)

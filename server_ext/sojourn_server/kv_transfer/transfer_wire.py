@@ -96,8 +96,8 @@ class OfferMessage(WireMessage, frozen=True, tag="offer"):
 
 
 class NeedMessage(WireMessage, frozen=True, tag="need"):
-    """Asks for those offered blocks that the sender of this message lacks. If a block that it expected from
-    storage does not arrive, it asks for the block with a further ``NeedMessage``."""
+    """Asks for those offered blocks that the sender of this message lacks. If a block that the sender
+    expected from storage does not arrive, the sender asks for it with a further ``NeedMessage``."""
 
     transfer: str
     indices: list[int]

@@ -269,7 +269,7 @@ class TransferWorker:
 
     def take_sent(self) -> set[str]:
         """Return the finished requests whose pushes and saves have ended, so that vLLM may free their blocks.
-        Each is returned once."""
+        Each request is returned once."""
         pushing = {request for request, push in self._pushes.items() if not push.over}
         for request in self._unreported - pushing:
             self._unreported.discard(request)
