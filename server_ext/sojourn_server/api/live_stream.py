@@ -32,8 +32,8 @@ INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
 """Minimum ratio of the pause after a frame to the CPU seconds that the frame took, here and in the slowest
-engine. With this ratio, deltas and full frames together take at most a hundredth of a core, or more where
-``MAX_INTERVAL_S`` cuts a pause short. It never cuts the pause between two full frames of a stream."""
+engine. With this ratio, deltas and full frames together take at most a hundredth of a core, unless
+``MAX_INTERVAL_S`` cuts a pause short. The pause between two full frames of a stream is never cut short."""
 FULL_INTERVAL_S = 15.0
 """Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
@@ -42,7 +42,7 @@ MAX_AUDIENCES = 64
 SNAPSHOT_TIMEOUT_S = 30.0
 """Longest wait for an engine. A step with a long prompt on a CPU takes seconds."""
 MAX_FAILURES = 3
-"""Failed polls in a row after which the streams end. A viewer may connect again."""
+"""Number of failed polls in a row after which the streams end. A viewer may connect again."""
 SEND_TIMEOUT_S = 30.0
 """Seconds in which a viewer must read a frame. After that its connection is closed."""
 OVERLAP_S = 1.0
@@ -156,9 +156,10 @@ class _SharedFrames:
         self._running: asyncio.Task[LiveFrame] | None = None
 
     async def get(self, audience: Audience, within_s: float | None) -> bytes:
-        """Return the encoded frame for an audience: full if ``within_s`` is ``None``, else perhaps a delta. A
-        delta is at most ``interval_s`` old and covers at least the last ``within_s`` seconds. A full frame is
-        at most as old as the pause between two polls. Raises what ``poll`` raises."""
+        """Return the encoded frame for an audience: a full frame if ``within_s`` is ``None``, otherwise a
+        full frame or a delta. A delta is at most ``interval_s`` old and covers at least the last ``within_s``
+        seconds. A full frame is at most as old as the pause between two polls. Raises what ``poll`` raises.
+        """
         frame = self._frame if self._is_fresh(within_s) else None
         if frame is None:
             if self._next is None:

@@ -38,8 +38,8 @@ _PATH_PARAMETERS = {
 
 
 def either(*types: type | None) -> Meta:
-    """Return an annotation that marks an ``Any`` as one of several structs, or as null for ``None`` among
-    ``types``. msgspec does not support such unions of structs."""
+    """Return an annotation for a field of type ``Any`` whose value is one of the structs ``types``. ``None``
+    among ``types`` stands for null. msgspec does not support such unions of structs."""
     schemas = [{"type": "null"} if one is None else {"$ref": _REF.format(name=one.__name__)} for one in types]
     return Meta(extra_json_schema={"anyOf": schemas}, extra={_TYPES: [one for one in types if one]})
 

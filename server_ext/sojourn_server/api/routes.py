@@ -80,7 +80,8 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         return [msgspec.json.decode(answer) for answer in found]
 
     async def query_id(op: str, **name: str) -> list[Any]:
-        """Query the engines for one id, ``name``'s only value. Return an empty list for an invalid id."""
+        """Query the engines for one id. ``name`` has one entry: the parameter's name and the id. Return an
+        empty list for an invalid id."""
         (text,) = name.values()
         return await query(op, **name) if id_problem(text) is None else []
 

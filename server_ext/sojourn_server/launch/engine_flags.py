@@ -87,7 +87,7 @@ class EngineFlags:
 
     def pop_json(self, flag: str) -> tuple[EngineFlags, dict[str, Any]]:
         """Return (the other flags, the JSON object that is the value of ``flag``). The object is empty if the
-        flag is missing. Raises ``InvalidOption`` for any other value."""
+        flag is missing. Raises ``InvalidOption`` for any other value, and for the form ``flag.key``."""
         if any(flag_name(arg).startswith(f"{flag}.") for arg in self.in_effect):
             raise InvalidOption(f"sojourn adds to {flag}: give it as one JSON object, not as {flag}.key")
         text = self.value(flag)

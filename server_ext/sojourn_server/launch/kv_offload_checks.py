@@ -71,8 +71,8 @@ def check_kv_offload(
 
 
 def folder_of_stores(root: Path, workers: int) -> Path:
-    """Return the folder with the KV stores of an engine's first worker: ``root`` for a single worker,
-    otherwise a folder below ``root``, where each worker has one."""
+    """Return the folder with the KV stores of an engine's first worker. For a single worker it is ``root``.
+    Several workers have one folder each below ``root``."""
     return root if workers == 1 else root / f"rank0of{workers}"
 
 
@@ -206,9 +206,9 @@ def free_space_notes(
     """Yield a note if the engine's store cannot grow to ``disk_gib``.
 
     The store can use the free space of the disk that holds the directory ``there``, plus the space of its
-    present blocks. ``stores``: candidates for the store of the first of ``workers`` workers, of which the
-    largest counts. The other workers' stores are assumed to have the same size. ``flag`` and ``disk`` are for
-    the note, which names the directory as the user wrote it."""
+    present blocks. ``stores``: candidates for the first worker's store. The largest candidate counts, and the
+    stores of the other ``workers`` are assumed to have the same size. ``flag`` and ``disk`` are for the note,
+    which names the directory as the user wrote it."""
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(there)
         # The store can reuse the space of its blocks. With several stores, only the engine knows its own.
@@ -222,7 +222,8 @@ def free_space_notes(
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """Return the names as text, separated by commas; only the first ``_MAX_LISTED``, then …, of many."""
+    """Return the names as text, separated by commas. If there are more than ``_MAX_LISTED`` names, "…" stands
+    for the rest."""
     return ", ".join([*names[:_MAX_LISTED], *(["…"] if len(names) > _MAX_LISTED else [])])
 
 

@@ -33,7 +33,8 @@ _STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba
 
 def read_model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
     """Return the configuration of ``model``, a directory or a hub id that was downloaded before; ``None`` if
-    this machine has no readable configuration of it. ``revision``: of a hub id; ``None`` for main."""
+    this machine has no readable configuration of it. ``revision``: branch or commit of a hub id; ``None`` for
+    main."""
     try:
         folder = Path(model).expanduser()
         path: object = str(folder / "config.json")

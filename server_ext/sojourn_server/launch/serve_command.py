@@ -1,9 +1,9 @@
 """Builds the engine's command line and environment for ``sojourn serve``.
 
-They follow from the options and the files that these name, from the machine's properties, and from the
-caller's environment. A flag of the user, on the command line or in a ``--config`` file, replaces a default.
-If it conflicts with a flag that the options need, ``InvalidOption`` is raised. The module does not import
-vLLM and starts no process.
+The command line and environment follow from three sources: the options and the files that they name, the
+machine's properties, and the caller's environment. A flag of the user, on the command line or in a
+``--config`` file, replaces a default. If a user's flag conflicts with a flag that the options need,
+``InvalidOption`` is raised. The module does not import vLLM and starts no process.
 """
 
 from __future__ import annotations
@@ -269,11 +269,11 @@ def build_command(
 def policy_settings(
     flags: Mapping[str, str | None], extra: Mapping[str, Any], engine_args: Sequence[str]
 ) -> dict[str, str | None]:
-    """Return the settings that choose the policy: name → value, ``None`` if no source gives one.
+    """Return the settings that choose the policy: name → value; ``None`` if no source gives a value.
 
-    The names are those in ``flags``: name of a setting → value of its flag, ``None`` if the flag is missing.
-    The other sources are ``extra`` (the values of ``--sojourn-option``) and ``--additional-config`` in
-    ``engine_args``. Raises ``InvalidOption`` if the sources give different values for a setting.
+    ``flags``: name of each such setting → value of its flag; ``None`` if the flag is missing. The other
+    sources are ``extra`` (the values of ``--sojourn-option``) and ``--additional-config`` in ``engine_args``.
+    Raises ``InvalidOption`` if the sources give different values for a setting.
     """
     sources: dict[str, Any] = {"--sojourn-option": extra}
     if STOCK_POLICY not in (flags["policy"], extra.get("policy")):  # plain vLLM ignores them
@@ -433,7 +433,7 @@ def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -
 CPU_KV_GIB = "1"
 """GiB of memory for the KV cache of an engine on CPUs, if no flag sets the size."""
 _MEMORY_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
-"""Flags that set the size of the KV cache. vLLM ignores them if an environment variable sets it too."""
+"""Flags that set the size of the KV cache. vLLM ignores them if an environment variable sets the size too."""
 _COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
 
 

@@ -39,8 +39,8 @@ AMPLE_FREE_SHARE = 0.5
 
 
 class DemandMonitor:
-    """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks. If it
-    predicts that a request will be preempted, copies this request's KV to host memory in advance."""
+    """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks. Copies
+    a request's KV to host memory in advance if the forecast predicts that this request will be preempted."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class DemandMonitor:
         self._due_in = 0
 
     def before_step(self, now: float) -> None:
-        """Make a forecast if one is due. If it predicts that a running request will be preempted, start to
-        copy this request's KV to host memory. Does nothing for presets that predict no output lengths."""
+        """Make a forecast if one is due. If the forecast predicts that a running request will be preempted,
+        start to copy this request's KV to host memory. Do nothing for presets that predict no output
+        lengths. ``now``: seconds on the engine's clock."""
         if not self._program_scheduler.predicts_outputs:
             return
         self._due_in -= 1
@@ -161,10 +162,11 @@ def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCa
 class AllocationFallback:
     """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations.
 
-    If blocks are missing, it first cancels all loads ahead of need (``cancel_prefetches`` returns whether
-    there were any), then ends leases. If that is not enough for a running request, it chooses the request
-    that vLLM preempts. ``carry_out`` executes the pending actions of the ``ProgramScheduler``. ``guarded``
-    runs a call and returns ``None`` if it fails. Sets vLLM's scheduling policy to PRIORITY.
+    If blocks are missing, it first cancels all prefetches, then ends leases. If that is not enough for a
+    running request, it chooses the request that vLLM preempts. It sets vLLM's scheduling policy to PRIORITY.
+
+    ``cancel_prefetches`` returns whether there were any prefetches. ``carry_out`` executes the pending
+    actions of the ``ProgramScheduler``. ``guarded`` runs a call and returns ``None`` if it fails.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class AllocationFallback:
 
     def prepare_step(self) -> None:
         """Install the wrapper for the next step, or remove it if memory is ample and no request waits. Before
-        that, end a deadlock of loading requests, if there may be one.
+        that, end a possible deadlock of loading requests.
 
         The wrapper runs for every running request and causes most of the adapter's cost. In steps without
         the wrapper, evictions are recorded without the request that caused them.
@@ -237,8 +239,8 @@ class AllocationFallback:
         scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._allocate_with_fallback
 
     def forget_yielding(self) -> None:
-        """Forget the requests that had to yield in the last step. The ``ProgramScheduler`` reports requests
-        that must yield again in each step."""
+        """Forget the requests that had to yield in the last step. In each step, the ``ProgramScheduler``
+        reports all requests that must yield in this step."""
         self._yielding.clear()
 
     def preempt_for_yield(self, request_id: str, to_request_id: str) -> None:
@@ -277,7 +279,8 @@ class AllocationFallback:
 
     def _mark_yielding(self, request: Request) -> bool:
         """Give the lowest priority to a running request that has to yield. Return whether this was done.
-        ``request``: the request that vLLM allocates for. If it does not run, do nothing and return false."""
+        ``request``: the request that vLLM allocates for. Do nothing and return false if ``request`` does not
+        run, or if the connector is about to free blocks."""
         if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
             return False
         running = self._scheduler.running
@@ -393,7 +396,7 @@ class AllocationFallback:
     def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
         """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own choice.
 
-        If vLLM's choice is ``request`` itself, the last loading request is chosen instead, if there is one. A
+        If vLLM would choose ``request`` itself, the victim is the last loading request, if there is one. A
         running victim gets the lowest priority, so that vLLM's priority branch preempts it next. The caller
         must make a loading victim give up its load.
         """
@@ -434,10 +437,10 @@ class AllocationFallback:
     def _break_load_deadlock(self, starved: Request) -> None:
         """If no request runs, make the last loading request other than ``starved`` give up its blocks.
 
-        Before vLLM begins a load, it reserves blocks with which the requests that load already can finish
-        their prompts. For sliding windows it reserves too few: its limit ``max_admission_blocks_per_request``
-        assumes that blocks behind the window are free. Without this method, all loading requests could wait
-        for each other for ever.
+        Before vLLM begins a load, it reserves the blocks that other loading requests need to finish their
+        prompts. For sliding windows it reserves too few blocks, because its limit
+        ``max_admission_blocks_per_request`` assumes that blocks behind the window are free. Without this
+        method, all loading requests could wait for each other for ever.
         """
         if self._scheduler.running or starved.is_finished():
             return

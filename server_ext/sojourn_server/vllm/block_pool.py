@@ -160,9 +160,10 @@ def without_common_prefix(manager: KVCacheManager, pinned: PinnedBlocks) -> Call
     """Return a function that replaces ``manager.get_num_common_prefix_blocks``. While blocks are pinned, it
     reports no common prefix.
 
-    vLLM 0.31 takes a block for common to all requests if it has as many references as there are requests with
-    blocks. Pins are references too. Cascade attention would therefore let requests read blocks that are not
-    theirs. Cascade attention is off by default in vLLM 0.31, and later releases do not have it."""
+    vLLM 0.31 treats a block as common to all requests if its reference count equals the number of requests
+    with blocks. Pins are references too, so a pinned block may look common. Cascade attention would then let
+    requests read blocks that are not theirs. Cascade attention is off by default in vLLM 0.31, and later
+    releases do not have it."""
     count = manager.get_num_common_prefix_blocks
 
     def get_num_common_prefix_blocks(running_request_id: str) -> list[int]:
@@ -207,8 +208,8 @@ class EvictionAdapter:
             self._guarded(self._rescore)
 
     def after_step(self) -> None:
-        """For each program with a newly admitted turn, mark an abandoned branch: the free blocks of its
-        previous turn, which the new turn does not use."""
+        """Mark an abandoned branch for each program with a newly admitted turn. The branch is the free blocks
+        of the program's previous turn, because the new turn does not use them."""
         for program_id, used_s in self._program_scheduler.take_begun_turns().items():
             self.queue.mark_abandoned(program_id, used_s)
 

@@ -10,9 +10,11 @@ from .plugin_settings import SettingsError
 
 
 class ConnectorOptions:
-    """Reads ``kv_connector_extra_config`` option by option. Raises ``SettingsError`` if an option is not in
-    ``known``. Each method returns the value of one option, or the given ``default`` if the option is missing.
-    Raises ``SettingsError`` for a wrong value, and for a missing one if the method got no default.
+    """Reads ``kv_connector_extra_config`` option by option. The constructor raises ``SettingsError`` if an
+    option is not in ``known``.
+
+    Each method returns the value of one option, or the given ``default`` if the option is missing. It raises
+    ``SettingsError`` if the value is wrong, or if the option is missing and the method got no default.
     ``expected``: text for the error that says which values are right."""
 
     def __init__(self, given: dict[str, Any], known: Collection[str]) -> None:

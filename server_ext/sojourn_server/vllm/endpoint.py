@@ -131,8 +131,8 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return the id that vLLM gave an HTTP request, or ``None``. The ids of the request's engine requests
-    contain this id."""
+    """Return the id that vLLM gave an HTTP request, or ``None``. The id of each engine request that the HTTP
+    request starts contains this id."""
     return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 

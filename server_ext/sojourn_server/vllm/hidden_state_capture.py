@@ -32,7 +32,8 @@ class HiddenStateRows(NamedTuple):
 
     request_ids: tuple[str, ...]
     states: torch.Tensor
-    """Shape [requests, hidden size], in host memory, in the model's precision. Rows as in ``request_ids``."""
+    """Shape [requests, hidden size], in host memory, in the model's precision. The rows are in the order of
+    ``request_ids``."""
 
 
 class HiddenStateCapture:

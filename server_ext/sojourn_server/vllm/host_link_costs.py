@@ -1,4 +1,4 @@
-"""Measured costs of copies between the device and host memory, for the policies that choose to copy."""
+"""Measured costs of copies between the device and host memory, for policies that decide whether to copy."""
 
 from __future__ import annotations
 

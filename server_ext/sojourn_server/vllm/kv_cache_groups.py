@@ -141,7 +141,7 @@ class KVCacheGroups:
 
     def cached_blocks(self, request: Request, *, contiguous: bool = False) -> list[KVCacheBlock]:
         """Return the request's blocks that have a hash, one group after the other. If ``contiguous``, return
-        of each group only the blocks before the first block without a hash."""
+        only those blocks that come before their group's first block without a hash."""
         choose = takewhile if contiguous else filter
         groups = self._manager.get_blocks(request.request_id).blocks
         return [block for group in groups for block in choose(_has_hash, group)]
@@ -167,8 +167,9 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and the ids of all blocks of ``requests`` that depend on one of them. In each
-        request, these are the blocks of all groups from the first token of the first such block on."""
+        """Return ``block_ids`` and the ids of all blocks of ``requests`` that depend on one of them. The
+        dependent blocks of a request are all its blocks, in every group, from the first token of its first
+        block in ``block_ids`` on."""
         dependent = set(block_ids)
         for request in requests:
             groups = self._manager.get_block_ids(request.request_id)
@@ -246,8 +247,9 @@ class KVCacheGroups:
 
     def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
         """Return the keys of the window blocks that the next prompt needs for a prefix cache hit on this
-        prompt of ``prompt_tokens`` tokens: those for a hit that ends at this prompt's end, and those for a
-        hit one step (``_hit_tokens``) shorter, in case the next prompt differs in the last few tokens."""
+        prompt of ``prompt_tokens`` tokens. The keys are those for two hits: one that ends at this prompt's
+        end, and one that is a step (``_hit_tokens``) shorter. The next prompt gets the shorter hit if it
+        differs in the last few tokens."""
         context = self.context_keys(hashes, 0, prompt_tokens)
         ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
         return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))
@@ -257,9 +259,10 @@ class KVCacheGroups:
     ) -> Sequence[BlockKey]:
         """Return the keys of the blocks that a request needs to continue a context with these block hashes.
 
-        With one full-attention group, these are ``hashes[start:stop]``. Otherwise a key is a hash followed by
-        the group's number. The keys of window blocks come first. They belong to the end of the context, so
-        they are left out if ``stop`` is before it. Then come the full-attention keys of the slice."""
+        With one full-attention group, the keys are ``hashes[start:stop]``. Otherwise a key is a hash followed
+        by the group's number. The keys of window blocks come first. They belong to the end of the context, so
+        they are left out if ``stop`` is before this end. Then come the keys of full-attention blocks that
+        begin within ``hashes[start:stop]``."""
         if self.is_single:
             return hashes[start:stop] if start or stop is not None else hashes
         first, end = start * self.hash_tokens, (len(hashes) if stop is None else stop) * self.hash_tokens
@@ -276,7 +279,8 @@ class KVCacheGroups:
         ]
 
     def sample_keys(self, hashes: Sequence[Any], most: int) -> tuple[int, Sequence[BlockKey]]:
-        """Return (number of keys in ``needed_keys(hashes)``, at most ``most`` of them, evenly spaced)."""
+        """Return (number of keys in ``needed_keys(hashes)``, evenly spaced sample of at most ``most`` of
+        these keys)."""
         if self.is_single:
             every = -(-len(hashes) // most) or 1
             return len(hashes), hashes[::every]
@@ -290,8 +294,9 @@ class KVCacheGroups:
             yield from (each + layout.suffix for each in hashes for layout in self._layouts)
 
     def needed_blocks(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
-        """Return those blocks of ``needed_keys(hashes)`` that the device has; with one full-attention group
-        only those before the first missing one. With several groups they may be too few for a cache hit."""
+        """Return those blocks of ``needed_keys(hashes)`` that the device has. With one full-attention group,
+        return only those before the first missing block. With several groups, the returned blocks may be too
+        few for a cache hit."""
         if self.is_single:
             return self.cached_prefix(hashes).blocks
         context = self.context_keys(hashes, 0, len(hashes) * self.hash_tokens)

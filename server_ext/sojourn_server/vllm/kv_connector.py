@@ -73,7 +73,7 @@ class StepOrders(KVConnectorMetadata, Generic[JobsT]):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
-    """One worker's results of one step. After ``aggregate`` also those of the engine's other workers."""
+    """One worker's results of one step. A report from ``aggregate`` also has the results of other workers."""
 
     results: ResultsT
     others: tuple[ResultsT, ...] = ()
@@ -262,7 +262,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._disable(error)
 
     def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
-        """Run ``call`` and return its result. If it raises, ``handle_failure`` and return ``None``."""
+        """Run ``call`` and return its result. If it raises, call ``handle_failure`` and return ``None``."""
         try:
             return call(*arguments)
         except Exception as error:

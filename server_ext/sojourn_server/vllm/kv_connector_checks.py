@@ -57,8 +57,9 @@ def check_groups(kv_cache_config: KVCacheConfig, *, windows: bool = False) -> No
 
 
 def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether some group keeps the blocks of a request's whole context: one with full attention. Other
-    groups free blocks of a running request, and vLLM replaces these blocks by a placeholder."""
+    """Return whether the model has full attention in some layers. Only groups with full attention keep the
+    blocks of a request's whole context. Other groups free blocks of a running request, and vLLM replaces
+    these blocks by a placeholder."""
     from .compat import FullAttentionSpec
 
     return any(
@@ -134,8 +135,8 @@ def check_hash_seed() -> None:
 
 
 def check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
-    """Raise ``SettingsError``, which names the setting ``name``, if ``given_bytes`` exceeds the machine's
-    memory. Engines without tensors, as in the simulator, are not checked."""
+    """Raise ``SettingsError`` if ``given_bytes`` exceeds the machine's memory. ``name``: name of the setting,
+    for the error. Engines without tensors, as in the simulator, are not checked."""
     memory = read_memory()
     if has_tensors and given_bytes > memory.total_bytes:
         raise SettingsError(

@@ -6,12 +6,13 @@ Bytes and rates are those of all workers of the engine together. An option witho
 
 option               meaning
 host_bytes           host memory for blocks
-disk, disk_bytes     directory of the blocks on disk, and its budget; both or none. Default: no disk
+disk, disk_bytes     directory of the blocks on disk, and its budget in bytes; both or none. Default: no disk
 disk_name            name of this engine's store in ``disk``. If given, stores with other names are read too
 max_stage_wait_s     maximum seconds that a request waits for the disk; default: 10
 kv_layout            vLLM's KV cache layout to prefer on the device, such as "BLHNC"; default: vLLM's choice
 
-``PathsConnector``, for a shared store and other engines:
+``PathsConnector``, for a shared store and other engines. It stores and transfers Full Blocks. A Full Block is
+one or more engine blocks:
 
 option               meaning
 listen               address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT. Further workers
@@ -102,8 +103,8 @@ class KVConnectorSettings:
     ``SojournConnector``, and a Full Block for ``PathsConnector``."""
 
     def with_layout(self, layout: str) -> Self:
-        """Return a copy of these settings, whose identity's data type also names ``layout``, the order of
-        bytes in a block. An empty ``layout`` adds nothing."""
+        """Return a copy of these settings in which the identity's data type also names ``layout``.
+        ``layout``: text for the order of bytes in a block; an empty text adds nothing."""
         dtype = f"{self.identity.kv_dtype}/{layout}" if layout else self.identity.kv_dtype
         return replace(self, identity=replace(self.identity, kv_dtype=dtype))
 
@@ -307,7 +308,7 @@ class KVTransferSettings(KVConnectorSettings):
 
     @property
     def needed_buffer_bytes(self) -> int:
-        """The value of ``buffer_bytes`` that the longest prompt needs; 0 if the present one is enough."""
+        """The value of ``buffer_bytes`` that the longest prompt needs; 0 if the present value is enough."""
         short = self.limits.slots < self.longest_blocks
         return self.longest_blocks * self.block_bytes if short else 0
 
@@ -323,7 +324,8 @@ class KVTransferSettings(KVConnectorSettings):
 
 
 def rank_folder(folder: str, identity: KvIdentity) -> str:
-    """Return the subdirectory of ``folder`` for the stores of one worker, if the engine has several."""
+    """Return the subdirectory of ``folder`` for one worker's stores. Call it only if the engine has several
+    workers."""
     return os.path.join(folder, f"rank{identity.tp_rank}of{identity.tp_size}")
 
 

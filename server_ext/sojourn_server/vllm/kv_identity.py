@@ -139,7 +139,7 @@ def _weights_identity(vllm_config: VllmConfig) -> str:
 
 
 def dtype_identity(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
-    """Return the KV cache's data type. On a CPU, its packing follows, as in ``torch.bfloat16/amx``.
+    """Return the KV cache's data type. On a CPU, add the name of the packing, as in ``torch.bfloat16/amx``.
 
     vLLM's CPU attention packs a block for the processor's instructions, so the same bytes are different KV on
     another kind of processor. ``spec``: spec of the model's first KV cache group. Raises ``SettingsError`` if

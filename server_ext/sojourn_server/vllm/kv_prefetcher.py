@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from .compat import BlockPool
 
 MAX_DEVICE_SHARE = 0.125
-"""Maximum share of the device's blocks that loads hold, or have filled and no request has used yet."""
+"""Maximum share of the device's blocks for loads: blocks that running loads hold, and blocks that loads have
+filled but no request has used yet."""
 
 
 class _Load(NamedTuple):
@@ -54,7 +55,7 @@ class _BlockHashes(NamedTuple):
 
 class KVPrefetcher:
     """Makes the loads ahead of need of one engine, and uncaches filled blocks that no request uses in time.
-    Without a ``connector``, and with several KV cache groups or vLLM's KV cache events, it loads nothing."""
+    It loads nothing without a ``connector``, with several KV cache groups, or with vLLM's KV cache events."""
 
     def __init__(
         self,
@@ -122,8 +123,8 @@ class KVPrefetcher:
             self._drop(next(iter(self._filled)))
 
     def uncache_unused(self, program_id: ProgramId) -> None:
-        """Uncache the unused blocks that were filled for a program, and forget the others. Call it when one
-        of the program's requests is admitted."""
+        """Uncache those blocks filled for a program that no request has used. Forget the filled blocks that
+        requests have used. Call it when one of the program's requests is admitted."""
         if program_id in self._filled:
             self._drop(program_id)
 
@@ -156,8 +157,8 @@ class KVPrefetcher:
             self._pool.free_blocks(reversed(load.blocks))
 
     def _cache(self, load: _Load, arrived: int) -> None:
-        """Cache the first ``arrived`` blocks of a load, up to the first one that the device has meanwhile.
-        Cache none if the device has lost the prefix before them, or if the load has no keys."""
+        """Cache the first ``arrived`` blocks of a load, but stop at the first block that is already in the
+        prefix cache. Cache none if the device has lost the prefix before them, or if the load has no keys."""
         blocks, keys = load.blocks, load.keys
         first = len(keys) - len(blocks)
         find = self._pool.get_cached_block

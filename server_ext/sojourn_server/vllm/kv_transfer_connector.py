@@ -313,8 +313,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Wait until the KV that this step pushes and saves is copied, then start its fill jobs. vLLM calls
-        this after the forward pass, and in steps without one. Afterwards it may reuse the step's blocks."""
+        """Wait until the KV that this step pushes and saves is copied. Then start the step's fill jobs. vLLM
+        calls this after the forward pass, and in steps without one. After this call, vLLM may reuse the
+        step's blocks."""
         if self._worker is not None:
             self._worker.end_step()
             if self._traffic is not None and not self._warned_context_too_large:
@@ -400,7 +401,7 @@ def open_kv_blocks(
 ) -> tuple[KvBlockArrays | CudaBlockArrays, str]:
     """Return (object that copies blocks of the KV tensors layer by layer, text that identifies the order of
     bytes in a block). The text is empty on a CPU. ``kv_caches``: KV tensors by layer. ``blocks``: number of
-    blocks on the device. ``per_full``: number of these per Full Block.
+    blocks on the device. ``per_full``: number of engine blocks per Full Block.
 
     Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
     CUDA cannot pin host memory.

@@ -23,9 +23,11 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class LengthPredictor:
-    """Predicts the output lengths of one engine's requests from hidden states. ``network_file``: where the
-    network is loaded from and saved; ``None`` for neither. ``rank``: data-parallel rank, if any. Raises
-    ``WeightsError`` if the file is unusable or belongs to another model."""
+    """Predicts the output lengths of one engine's requests from hidden states.
+
+    ``network_file``: file from which the network is loaded and to which it is saved; ``None`` for no file.
+    ``rank``: data-parallel rank, if any. Raises ``WeightsError`` if the file is unusable or belongs to
+    another model."""
 
     def __init__(
         self,
@@ -47,8 +49,8 @@ class LengthPredictor:
     def observe(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
         """Pass a step's hidden states to the trainer. Call it before the scheduler handles the step's tokens.
 
-        ``planned``: vLLM's plan of this step. Numbers of computed tokens come from it, because those of the
-        requests may already include the next step.
+        ``planned``: vLLM's plan of this step. Numbers of computed tokens are read from this plan, because
+        ``num_computed_tokens`` of a request may already include the next step.
         """
         computed = computed_tokens_after(planned)
         seen, places = [], []

@@ -30,8 +30,8 @@ from .kv_offload_connector import SojournConnector
 from .preempted_contexts import KeptContext, PreemptedContexts
 
 STORE_AHEAD_STEPS = 2
-"""The blocks that the device may reuse in this number of steps of maximum size are copied to host memory in
-advance."""
+"""Number of steps of maximum size. The blocks that the device may reuse in these steps are copied to host
+memory in advance."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 """Maximum share of the device's blocks that is copied to host memory in advance."""
 STORE_AHEAD_REFILL_SHARE = 0.25
@@ -116,7 +116,9 @@ class OffloadManager:
     @_turns_off
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         """Copy to host memory those of ``blocks`` that are cached, because the device is about to reuse
-        ``blocks``. ``owners`` still has their owners. Blocks of rank ``COLD`` are also written to disk."""
+        ``blocks``. Not copied are window blocks from which no request is expected to continue, and blocks
+        that are faster to recompute. Blocks of rank ``COLD`` are also written to disk. ``owners`` must still
+        have the owners of ``blocks``."""
         ranks: dict[ProgramId | None, RetentionRank] = {}
         planner, cold = self._connector.planner, RetentionRank.COLD
         key_of, is_single = self._groups.key_of, self._groups.is_single
@@ -283,10 +285,10 @@ class OffloadManager:
 
     def fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
         """Start to read blocks of a context from disk into host memory. ``hashes``: the context's block
-        hashes. The device has the blocks of the first ``on_device`` of them.
+        hashes. ``on_device``: number of leading hashes whose blocks the device has.
 
-        Return numbers of further blocks of the context: (being read from disk, missing in all tiers, leading
-        ones that can be loaded from host memory now)."""
+        Return three numbers of blocks behind these: (blocks being read from disk, blocks missing in all
+        tiers, leading blocks that can be loaded from host memory now)."""
         found = self._guarded(self._fetch, hashes, on_device)
         return found if found is not None else (0, len(hashes) - on_device, 0)
 
@@ -416,9 +418,12 @@ class OffloadManager:
     def _rank_of(
         self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
     ) -> RetentionRank:
-        """Return the rank that a block gets in host memory: ``WANTED`` if a preempted request will load it,
-        otherwise the highest rank of its owners' labels; ``PLAIN`` without owners. ``ranks``: cache of the
-        programs' ranks during one call."""
+        """Return the rank that a block gets in host memory.
+
+        The rank is ``WANTED`` if a preempted request will load the block, and that of an ended program if
+        only an ended program has used it. Otherwise it is the highest rank of the block's owners, or of the
+        program for which the block was loaded ahead of need. Without owners, and for ``MANY``, it is
+        ``PLAIN``. ``ranks``: cache of the programs' ranks during one call."""
         if key in self._preempted.wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:

@@ -42,7 +42,8 @@ class SettingsError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """All settings, read once when the engine starts. ``SchedulerLimits`` explains those without a text."""
+    """All settings, read once when the engine starts. ``SchedulerLimits`` explains the settings that have no
+    text here."""
 
     policy: str = DEFAULT_PRESET
     """Name of a preset."""
@@ -69,7 +70,7 @@ class PluginSettings:
     refuse no requests. After that, the request waits for placement no longer."""
     queue_patience_s: float = _LIMITS.queue_patience_s
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
-    arrived later, and may end any lease. A request that admission has rejected for so long is no longer
+    arrived later, and may end any lease. A request that admission has rejected for this time is no longer
     overtaken."""
     max_programs: int = _LIMITS.max_programs
     tool_call_parser: str | None = None

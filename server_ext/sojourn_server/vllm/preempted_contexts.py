@@ -18,7 +18,7 @@ class KeptContext(NamedTuple):
     """The context of a preempted request, whose blocks are kept in host memory."""
 
     keys: Sequence[BlockKey]
-    """Keys of these blocks, in all KV cache groups."""
+    """Keys of the kept blocks, in all KV cache groups."""
     hashes: int
     """Number of block hashes of the context."""
     last_hash: Sequence[BlockKey]

@@ -83,7 +83,8 @@ class PrefillQuota:
             self.step.undo_take(request.request_id)
 
     def close_step(self, output: SchedulerOutput) -> None:
-        """Record in the metrics how much of the quota a planned step uses, if it has prompts."""
+        """Record in the metrics how much of the quota a planned step uses. Record nothing for a step without
+        prompts."""
         step = self.step
         if step is None:
             return

@@ -64,8 +64,9 @@ class RequestHeap:
 class RequestsBeforeOverdue:
     """Finds the requests of a ``RequestHeap`` that are served before an overdue request, by key.
 
-    An overdue request has waited too long (``PolicyRequestQueue``). Served before it are the requests
-    for which ``passes(overdue, other)`` is false: preempted ones, and those that arrived earlier."""
+    An overdue request has waited too long (``PolicyRequestQueue``). The requests for which
+    ``passes(overdue, other)`` is false are served before it: preempted requests, and requests that arrived
+    earlier."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class RequestsBeforeOverdue:
 
     def head(self, overdue: Request) -> Entry | None:
         """Return the entry with the lowest key that is served before ``overdue``; ``None`` if there is none.
-        Amortized O(log n), unless ``overdue`` arrived before that of the previous call."""
+        Amortized O(log n), unless ``overdue`` arrived before the overdue request of the previous call."""
         arrival = self._arrival(overdue)
         if arrival < self._last_arrival:
             earlier, self._earlier = self._earlier, []

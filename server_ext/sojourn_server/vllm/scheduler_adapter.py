@@ -298,12 +298,12 @@ class SchedulerAdapter:
         return self.guarded(self._scheduler.waiting.next_requests, most) or ()
 
     def only_parked_wait(self) -> bool:
-        """Return whether requests are parked, and no other request waits that vLLM could run now."""
+        """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
         return self._waiting.only_parked_wait()
 
     def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
-        """Report the duration of a step whose results have arrived, before vLLM handles them. ``waited_s``:
-        seconds that the step waited for copies; they are subtracted."""
+        """Report the duration of a step whose results have arrived, before vLLM handles the results.
+        ``waited_s``: seconds that the step waited for copies; they do not count towards the duration."""
         now = self._clock()
         took_s = self._step_timer.ended(output, now)
         if took_s is not None:
@@ -355,7 +355,8 @@ class SchedulerAdapter:
                 self.handle(FirstToken(request_id), now)
 
     def finished(self, request: Request) -> None:
-        """Handle the end of a request before vLLM frees its blocks. If the program gets a lease, pin them."""
+        """Handle the end of a request before vLLM frees its blocks. If the request's program gets a lease,
+        pin the blocks."""
         self._waiting.left(request)
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None

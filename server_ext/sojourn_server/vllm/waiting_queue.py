@@ -34,14 +34,14 @@ class PolicyRequestQueue(RequestQueue):
                      until the next step (``open_step``), and the queue returns only other requests
     blocks_queue     for a gated request that is rejected: whether it stops all requests behind it. Requests
                      before it are still returned
-    parked           whether the queue holds it back, until ``rekey`` calls this again and gets false
+    parked           whether the queue holds it back, until ``rekey`` calls ``parked`` again and gets false
     untracked        whether it has no program. Without this callback, no request becomes overdue
     arrival          sort key of untracked requests, lowest first
     overdue          for the oldest untracked request: whether it has waited too long. If so, the queue
                      returns it before each other request for which ``passes(overdue, other)`` is true
 
-    ``bool`` is true if ``peek_request`` would return a request now. ``len`` counts all requests, so that the
-    engine knows that it has work left.
+    ``bool`` is true if ``peek_request`` would return a request now, and false between ``close_step`` and
+    ``open_step``. ``len`` counts all requests, so that the engine knows that it has work left.
 
     vLLM's scheduler peeks, may change keys, and then calls ``pop_request``. It must get the request that it
     has peeked, so ``rekey`` does not change the peeked request.
@@ -288,9 +288,9 @@ class WaitingQueueAdapter:
     def pause_admission(self) -> None:
         """Admit no further request in this step, as vLLM does after a preemption.
 
-        Call this after a load was cancelled: its blocks must not be given to other requests before the worker
-        has answered. With asynchronous scheduling the answer comes one step later, so the pause lasts for one
-        step more."""
+        Call this after a load was cancelled, because other requests must not get the load's blocks before
+        the worker has answered. With asynchronous scheduling the answer comes one step later, so the pause
+        also covers the next step."""
         self._admission_paused_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
         self._queue.close_step()
 
@@ -312,7 +312,7 @@ class WaitingQueueAdapter:
             self._queue.rekey(first[2])
 
     def only_parked_wait(self) -> bool:
-        """Return whether requests are parked, and no other request waits that vLLM could run now."""
+        """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
         scheduler, parked = self._scheduler, self._queue.parked_requests()
         waiting = len(self._queue) + len(scheduler.kv_holding_waiting)
         if not parked:
