@@ -18,7 +18,7 @@ class ApiKeys:
         self._digests: tuple[bytes, ...] | None = None
 
     def configure(self, keys: Iterable[str]) -> None:
-        """Accept ``keys``, instead of earlier ones. Empty strings are ignored."""
+        """Accept only ``keys`` from now on. Empty strings are ignored."""
         self._digests = tuple(_digest(key) for key in keys if key)
 
     def allow(self, authorization: str | None) -> bool:

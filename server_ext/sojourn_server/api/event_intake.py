@@ -149,10 +149,11 @@ class EventIntake:
             self._pump = asyncio.create_task(self._run(), name="sojourn-events")
 
     def _make_room(self, newcomer: _Submission) -> bool:
-        """Refuse the newest batches of the clients with the highest weight until ``newcomer`` fits.
+        """Refuse batches in the queue until ``newcomer`` fits. Return false if ``newcomer`` must be refused.
 
-        Return false if ``newcomer`` itself must be refused, because no other client would have a higher
-        weight than its own client.
+        Each refused batch is the newest batch of the connection with the highest weight, of the host with the
+        highest weight. The weight of ``newcomer`` counts for its own host and connection. ``newcomer`` must be
+        refused if this rule selects its own connection.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:

@@ -46,15 +46,16 @@ MAX_FAILURES = 3
 SEND_TIMEOUT_S = 30.0
 """Seconds in which a viewer must read a frame. After that its connection is closed."""
 OVERLAP_S = 1.0
-"""A delta also covers this many seconds before the previous poll, since an engine answers some time after it
-is asked."""
+"""Seconds before the previous poll that a delta also covers, because an engine answers some time after the
+poll begins."""
 
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
 
 class SourceFrame(NamedTuple):
     """Engines and programs of a source. ``total`` is the number of all programs of the engines that answered
-    (a lower bound for data-parallel ranks). ``programs`` may have fewer, as an engine limits its answer."""
+    (a lower bound for data-parallel ranks). ``programs`` may have fewer, because engines limit their answers.
+    """
 
     engines: list[EngineRow]
     programs: list[ProgramRow]

@@ -54,7 +54,7 @@ class Operation(NamedTuple):
     body: Any = None
     """Type of the JSON body of a request."""
     media: Mapping[str, str] = {}
-    """Other media types that the route answers with, with descriptions."""
+    """Other media type of the answer → description."""
 
 
 def openapi_document(

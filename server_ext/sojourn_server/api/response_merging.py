@@ -59,8 +59,8 @@ def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
 
 
 def merge_dropped(answers: Sequence[Any]) -> dict[str, Any]:
-    """Return ``engines``, one list of programs per engine in the order of ``answers``, and ``next``, where
-    the next page begins (``None``: no engine has more)."""
+    """Return ``engines`` (one list of programs per engine, in the order of ``answers``) and ``next`` (where
+    the next page begins; ``None`` if no engine has more programs)."""
     following = [answer["next"] for answer in answers if answer["next"] is not None]
     return {"engines": [answer["programs"] for answer in answers], "next": max(following, default=None)}
 

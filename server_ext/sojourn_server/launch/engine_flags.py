@@ -49,7 +49,7 @@ class EngineFlags:
 
     @property
     def in_effect(self) -> tuple[str, ...]:
-        """The flags of the file, then those of the command line. The last one of repeated flags counts."""
+        """The flags of the file, then those of the command line. The last occurrence of a flag counts."""
         return (*self.from_file, *self.args)
 
     def has(self, flag: str) -> bool:
@@ -113,7 +113,7 @@ def flag_name(arg: str) -> str:
 
 
 def _without(flag: str, args: tuple[str, ...]) -> tuple[str, ...]:
-    """Return ``args`` without a flag that has one value."""
+    """Return ``args`` without all occurrences of ``flag`` and their values. ``flag`` takes one value."""
     rest: list[str] = []
     skip_value = False
     for arg in args:

@@ -1,7 +1,7 @@
 """Checks the options of host memory and disk before an engine starts, minutes before the engine's own checks.
 
 The engine checks everything again. Only the engine knows all parts of a store's identity, such as the layout
-of the KV, and free memory and disk space may change meanwhile.
+of the KV. Free memory and disk space may also change before the engine uses them.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class BlockOwners:
         """Block id → program, for cached blocks that were loaded ahead of need for the program and that no
         request has used yet. Such blocks have no owner."""
         self.common: set[int] = set()
-        """Ids of cached blocks of common prefixes: those that a second program has used, or that a request
-        has reused while they had no owner."""
+        """Ids of cached blocks of common prefixes. A second program has used such a block, or a request has
+        reused the block while it had no owner."""
 
     def owners_of(self, block_id: int) -> frozenset[ProgramId]:
         """Return the owners of the block; an empty set if the block has no owner, or is owned by ``MANY``."""

@@ -59,8 +59,8 @@ class PinnedBlocks:
     def freed_by(self, program_id: ProgramId) -> int:
         """Return the number of pinned blocks that count for the program; 0 if it pins none. O(1).
 
-        Each pinned block counts for one program: of the programs that pin it, the one with the lowest rank
-        (the earliest), whose lease usually ends last. So the values of all programs add up to ``blocks()``.
+        Each pinned block counts for only one of the programs that pin it: the program with the lowest rank
+        (the earliest). Its lease usually ends last. So the values of all programs add up to ``blocks()``.
         If a program and all programs of higher rank are released, at least the sum of their values is
         unpinned. Running requests may still use some of these blocks."""
         return self._counted_for.get(program_id, 0)

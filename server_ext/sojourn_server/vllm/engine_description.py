@@ -45,7 +45,7 @@ def host_s_per_token(
 
 
 def connector_name(scheduler: Scheduler) -> str | None:
-    """Return the name of the engine's KV connector; ``None`` without one. For a subclass of
+    """Return the name of the engine's KV connector; ``None`` without a connector. For a subclass of
     ``SojournConnector``, the name is ``SojournConnector``."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None:

@@ -155,9 +155,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return ownerless
 
     def spare_blocks(self, most: int, keep: Container[int]) -> int:
-        """Return the number of spare blocks at the front of the eviction order, at most ``most``. Spare
-        blocks are uncached, or only ended programs have used them. Counting stops at the first other block.
-        Blocks loaded ahead of need, and blocks whose id is in ``keep``, are not spare. O(``most``)."""
+        """Return the number of spare blocks at the front of the eviction order, at most ``most``.
+
+        Spare blocks are uncached, or only ended programs have used them. Blocks loaded ahead of need, and
+        blocks whose id is in ``keep``, are not spare. Counting stops at the first block that is not spare.
+        Takes O(``most``)."""
         if self.broken:
             return 0
         spare = 0

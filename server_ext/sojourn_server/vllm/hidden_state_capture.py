@@ -117,7 +117,8 @@ def computes_logits() -> bool:
 
 
 class HiddenStateWorkerMixin:
-    """Mix-in that adds hidden state capture to a vLLM worker class. List it before that class as a base."""
+    """Mix-in that adds hidden state capture to a vLLM worker class. It must come before the worker class in
+    the list of bases."""
 
     _sojourn_capture: HiddenStateCapture | None = None
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 MAX_READ_BLOCKS = 1024
 """Maximum number of block table entries that are read, from the end, to find the blocks that a request still
-holds; earlier ones are left out. Only for groups that free blocks of running requests (windows, states)."""
+holds. Earlier entries are left out. Only for groups that free blocks of running requests (windows, states).
+"""
 
 GROUP_BYTES = 4
 """Length in bytes of the group's number, which vLLM appends to a block's content hash."""

@@ -200,8 +200,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle the workers' results of earlier jobs, first the ended loads: vLLM may load the same request
-        again in the next step. Removes loads ahead of need from ``connector_output``."""
+        """Handle the workers' results of earlier jobs. Handle ended loads first, because vLLM may load the
+        same request again in the next step. Remove loads ahead of need from ``connector_output``."""
         if connector_output.invalid_block_ids:  # vLLM may repeat block ids of loads that have ended
             self._load_errors |= connector_output.invalid_block_ids & self.planner.loads.blocks()
         for request_id in connector_output.finished_recving or ():
@@ -441,7 +441,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return None, answered or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the ids of unfilled blocks, of the requests that ``get_finished`` just returned."""
+        """Return the ids of blocks that were not filled for requests that ``get_finished`` just returned."""
         not_filled, self._not_filled = self._not_filled, set()
         return not_filled
 

@@ -98,8 +98,8 @@ class KVPrefetcher:
 
         The caller must make sure that the device has the blocks of all earlier ``keys``, and that ``count``
         is at least 1 and at most what ``budget`` and ``spare`` return. If host memory has lost some of the
-        ``count`` blocks, only those before the first lost one are loaded, which may be none. Loaded blocks
-        that no request uses are uncached at ``expires_s``, in seconds on the engine's clock."""
+        ``count`` blocks, only the blocks before the first lost block are loaded, if there are any. Loaded
+        blocks that no request uses are uncached at ``expires_s``, in seconds on the engine's clock."""
         assert self._connector is not None
         blocks = self._pool.get_new_blocks(count)
         try:

@@ -99,8 +99,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Hash table of ``_pool`` at the start. A reset of the pool replaces the table by a new one."""
         self.clock = time.monotonic
         self.next_requests: Callable[[int], Iterable[Request]] = lambda most: ()
-        """Returns the first requests of the queue, next one first, and at most the given number. Sojourn's
-        scheduler sets this, because its queue is not in order of arrival. By default it returns none."""
+        """Returns at most the given number of requests from the front of the queue, in queue order. Sojourn's
+        scheduler sets this function, because its queue is not in order of arrival. The default function
+        returns no requests."""
         self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(

@@ -1,7 +1,7 @@
 """Eviction order for the host memory of vLLM's own connector (``--tier-backend vllm``).
 
-KV of ended programs is evicted first, all other KV in vLLM's LRU order. Chunks are that connector's unit of
-storage.
+KV of ended programs is evicted first, then all other KV in vLLM's LRU order. The connector's unit of storage
+is the chunk.
 
 vLLM loads the class by name, from ``eviction_policy`` and ``cache_policy_module_path`` of the connector's
 configuration. The scheduler adapter reports requests and programs to it. vLLM's connector calls the methods
@@ -30,7 +30,8 @@ MAX_REQUESTS = 10_000
 """Maximum number of requests whose program is remembered, in case vLLM does not report the end of some. The
 oldest are forgotten."""
 MAX_ENDED_PROGRAMS = 1000
-"""Maximum number of ended programs whose chunks are evicted first; older ones lose this place."""
+"""Maximum number of ended programs whose chunks are evicted first. Above it, the chunks of the program that
+ended first are evicted in vLLM's LRU order."""
 
 
 class ProgramCachePolicy(LRUCachePolicy):

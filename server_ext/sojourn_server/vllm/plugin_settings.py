@@ -170,8 +170,8 @@ class PluginSettings:
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
-    """Return the data-parallel rank of the engine, which it adds to the names of its files; ``None`` for no
-    rank.
+    """Return the engine's data-parallel rank; ``None`` for no rank. The engine adds the rank to the names of
+    its files.
 
     vLLM makes each rank of a dense model an engine of its own, with data-parallel size 1 and rank 0. Only
     ``data_parallel_index`` keeps the rank. The engine of rank 0 then looks like a single engine: ``None``.

@@ -132,8 +132,8 @@ class PrefillQuota:
             self.step.take(request.request_id, computed, chunk)
 
     def _decodes_s(self) -> float:
-        """Return the seconds of attention for the decoding requests among the running ones. Called only in
-        steps with a prompt."""
+        """Return the seconds of attention for all running requests that decode. Called only in steps with a
+        prompt."""
         seconds = self.quota.costs.seconds
         return sum(
             seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))

@@ -199,8 +199,8 @@ def _parse(read: ReadSource, module: str) -> ast.Module | None:
 
 
 def _defined(parse: Callable[[str], ast.Module | None], module: str) -> set[str]:
-    """Return the names that a module defines or imports, and all its string constants that are identifiers,
-    since its ``__getattr__`` may provide them."""
+    """Return the names that a module defines or imports. Return also its string constants that are
+    identifiers, because its ``__getattr__`` may provide these names."""
     names: set[str] = set()
     tree = parse(module)
     for node in ast.walk(tree) if tree is not None else ():

@@ -80,7 +80,8 @@ class RequestsBeforeOverdue:
         self._earlier: list[tuple[QueueKey, int]] = []
         """Heap of (key, number) of the entries served before the overdue request of the last ``head``."""
         self._later: list[tuple[int, int, QueueKey]] = []
-        """Heap of (arrival, number, key) of the other entries. A preempted request has the arrival -1."""
+        """Heap of (arrival, number, key) of the entries that are not in ``_earlier``. A preempted request has
+        the arrival -1."""
         self._last_arrival = 0
         """Arrival of the overdue request of the last ``head`` call."""
 

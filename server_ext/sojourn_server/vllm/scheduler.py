@@ -39,8 +39,8 @@ def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> 
 
 
 class SojournMixin:
-    """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. List it before the scheduler
-    class as a base."""
+    """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. It must come before the
+    scheduler class in the list of bases."""
 
     prefill_capacity_bound: bool
     """vLLM's attribute: whether its last step with prefills left requests in the queue that could run."""
