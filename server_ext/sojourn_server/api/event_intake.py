@@ -152,8 +152,8 @@ class EventIntake:
         """Refuse batches in the queue until ``newcomer`` fits. Return false if ``newcomer`` must be refused.
 
         Each refused batch is the newest batch of the connection with the highest weight, of the host with the
-        highest weight. The weight of ``newcomer`` counts for its own host and connection. ``newcomer`` must be
-        refused if this rule selects its own connection.
+        highest weight. The weight of ``newcomer`` counts for its own host and connection. If this rule
+        selects that connection, ``newcomer`` must be refused.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:
