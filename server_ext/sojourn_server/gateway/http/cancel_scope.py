@@ -54,8 +54,8 @@ class CancelScope:
         return kind is asyncio.CancelledError
 
     def _set(self, handle: asyncio.Handle | None) -> None:
-        """Cancel the scheduled call of ``_cancel``, and store ``handle`` in its place; ``None``: no new
-        call."""
+        """Cancel the scheduled call of ``_cancel``, if any. Remember ``handle`` as the new scheduled call;
+        ``None``: there is no new call."""
         if self._soon is not None:
             self._soon.cancel()
         self._soon = handle

@@ -82,12 +82,12 @@ class ClientAccess:
 
 
 def tenant_name(request: Request) -> str:
-    """The request's tenant; ``admin`` for the admin key."""
+    """Return the request's tenant, or ``admin`` if the request has the admin key."""
     tenant: str | None = request.state.tenant
     return tenant if tenant is not None else "admin"
 
 
 def engine_authorization(request: Request) -> str | None:
-    """The client's ``Authorization`` header, to be sent to engines. ``None`` if the client has the admin key,
-    because engines never receive that key."""
+    """Return the client's ``Authorization`` header, to be sent to engines. ``None``: the client sent no such
+    header, or sent the admin key, which engines never receive."""
     return request.headers.get("authorization") if request.state.tenant is not None else None

@@ -48,8 +48,8 @@ def error_body(api: ClientApi | None, status: int, code: str, message: str) -> b
 
 
 def error_event(api: ClientApi, code: str, message: str) -> bytes:
-    """Server-sent events that end a broken stream with an error, in the format of ``api``. The bytes sent
-    before must end with a complete event."""
+    """Return the server-sent events that end a broken stream with an error, in the format of ``api``. The
+    bytes sent before must end with a complete event."""
     if api is ClientApi.RESPONSES:
         error = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
         return b"event: error\ndata: " + _json(error) + b"\n\n"

@@ -96,9 +96,9 @@ class AnswerDeadline(asyncio.Protocol):
     """A mix-in for uvicorn's protocols that aborts a connection whose client does not read the answer. The
     request's handler sees a disconnect of the client.
 
-    ``_check`` applies while the connection's buffer is full. The end of an answer may stay in a buffer that
-    is not full, and a closed transport waits without limit until the client reads it. So ``_check_end``
-    checks complete answers every ``UNREAD_TIMEOUT_S``."""
+    While the connection's write buffer is full, ``_check`` applies. The end of an answer may also stay in a
+    buffer that is not full, and a closed transport waits without limit until the client has read its buffer.
+    So ``_check_end`` checks connections with complete answers every ``UNREAD_TIMEOUT_S``."""
 
     loop: asyncio.AbstractEventLoop
     transport: Any
@@ -111,8 +111,8 @@ class AnswerDeadline(asyncio.Protocol):
     _end_deadline: asyncio.TimerHandle | None = None
     """The next call of ``_check_end``."""
     _unread_end: tuple[Any, int] | None = None
-    """(request cycle, number of unread bytes) at the last call of ``_check_end``; ``None``: all bytes were
-    read, or more could follow."""
+    """(request cycle, number of unread bytes) at the last call of ``_check_end``; ``None``: all bytes had
+    been read, or the answer was not complete."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -181,7 +181,7 @@ class HeaderDeadline(asyncio.Protocol):
     """uvicorn's current request cycle; ``None`` before the first request."""
     _deadline: asyncio.TimerHandle | None = None
     _has_begun = False
-    """Whether a request has begun to arrive whose headers are not complete."""
+    """Whether a part of a request has arrived, but not all of its headers."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -228,8 +228,9 @@ class PipelineLimit(asyncio.Protocol):
     """A mix-in for uvicorn's protocol on httptools that aborts a connection with too many pipelined requests.
     It also reports a disconnect to the request that is being answered.
 
-    uvicorn keeps all requests that have arrived, and reports a disconnect only to the newest of them. Its
-    protocol on h11 reads the next request only after the answer to the last, so it has neither problem."""
+    uvicorn keeps all requests that have arrived, and reports a disconnect only to the newest of them.
+    uvicorn's protocol on h11 has neither problem, because it reads a request only after the answer to the
+    previous request."""
 
     transport: Any
     cycle: Any
@@ -273,8 +274,8 @@ class HeadLimit(asyncio.Protocol):
     _head_bytes = 0
     """Bytes of the URL and of the complete headers of the newest request."""
     _bytes_beside_body = 0
-    """Number of bytes received since the latest of three times: the begin of the newest request, the end of
-    its headers, and the last part of its body."""
+    """Number of bytes received since the latest of three times: the beginning of the newest request, the end
+    of its headers, and the last part of its body."""
 
     def data_received(self, data: bytes) -> None:
         self._bytes_beside_body += len(data)
@@ -325,9 +326,9 @@ class UpgradeIgnored(asyncio.Protocol):
     """A mix-in for uvicorn's protocol on httptools that ignores a client's offer to change to another
     protocol. Java's HTTP client offers HTTP/2 with its first request.
 
-    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But httptools treats the bytes after the
-    headers as the other protocol's, so the request would lose its body, which uvicorn would parse as the next
-    request.
+    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But after the headers of such a request,
+    httptools treats all bytes as bytes of the other protocol. The request would lose its body, and uvicorn
+    would parse the body as the next request.
     """
 
     transport: Any
@@ -355,7 +356,8 @@ class UpgradeIgnored(asyncio.Protocol):
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def head_without_upgrade(self) -> bytes:
-        """The request line and headers that have just been parsed, without the offer."""
+        """Return the request line and headers that have just been parsed, without the offer of another
+        protocol."""
         lines = [
             b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         ]
@@ -372,7 +374,7 @@ _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
 class _UpgradeIgnoringParser:
-    """httptools' parser. It parses a request that offers another protocol a second time, without the
+    """httptools' parser. If a request offers another protocol, its headers are parsed again without the
     offer."""
 
     def __init__(self, parser: Any, protocol: UpgradeIgnored) -> None:

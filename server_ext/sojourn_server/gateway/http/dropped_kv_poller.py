@@ -27,7 +27,7 @@ class _DroppedPrograms(msgspec.Struct):
     engines: list[list[str]] = []
     """Ids of programs whose KV is in no tier, for each data-parallel rank."""
     next: int | None = None
-    """Where the next page begins; ``None``: this is the last one."""
+    """Value of ``skip`` with which to request the next page; ``None``: there is no further page."""
 
 
 class DroppedKVPoller:
@@ -67,9 +67,9 @@ class DroppedKVPoller:
                 break
 
     async def _poll_page(self, url: str | None, skip: int) -> dict[str, int | None]:
-        """Poll one page of the engine at ``url``, or of each engine if ``url`` is ``None``. Report the
-        programs on the pages to the core. Returns, by engine URL, where the next page begins; ``None``: the
-        engine has no further page."""
+        """Poll one page of the engine at ``url``, or of each engine if ``url`` is ``None``. Report to the
+        core each listed program whose home is the replica that has dropped its KV. Returns, by engine URL,
+        the ``skip`` of the next page; ``None``: the engine has no further page."""
 
         def is_asked(one: ReplicaAddress) -> bool:
             return url in (None, one.url) and self._speaks(one)

@@ -47,7 +47,7 @@ class ReplicaRequestError(Exception):
 
 @dataclass(slots=True)
 class EngineAnswer:
-    """An engine's answer, from its first byte on."""
+    """An engine's answer whose first part has arrived."""
 
     response: EngineResponse
     first: bytes
@@ -105,8 +105,9 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """The value of the ``Authorization`` header for an engine: ``Bearer KEY`` if the gateway has its own
-    ``key``, otherwise the client's header ``authorization``. If both are ``None``, no header is sent."""
+    """Return the value of the ``Authorization`` header for an engine: ``Bearer KEY`` if the gateway has its
+    own ``key``, otherwise the client's header ``authorization``. ``None``: both are ``None``, and no header
+    is sent."""
     return f"Bearer {key}" if key else authorization
 
 
@@ -158,8 +159,9 @@ async def send_to_engine(
 
 
 async def _begin_answer(response: EngineResponse) -> EngineAnswer:
-    """Wait for the first byte of a response. Raises ``ReplicaRequestError``, also if the response says that
-    the engine core is dead."""
+    """Wait for the first part of a response: the first bytes of a stream, or up to about
+    ``MAX_WHOLE_ANSWER_BYTES`` of any other answer. Raises ``ReplicaRequestError``, also if the response says
+    that the engine core is dead."""
     is_stream = response.media_type == b"text/event-stream"
     try:
         first = await (response.read_some() if is_stream else response.read(MAX_WHOLE_ANSWER_BYTES))
@@ -189,8 +191,8 @@ def is_engine_failure(answer: EngineAnswer) -> bool:
 
 
 def _error_event(first: bytes) -> bytes | None:
-    """The data of the first event in ``first`` if it is an error event, else ``None``. ``first``: the first
-    bytes of a stream. Generated text cannot look like an error event."""
+    """Return the data of the first event in ``first`` if it is an error event, else ``None``. ``first``: the
+    first bytes of a stream. Generated text cannot look like an error event."""
     if not first.startswith((b'data: {"error"', b"event: error")):
         return None
     for line in first.splitlines():

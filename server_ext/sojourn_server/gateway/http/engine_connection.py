@@ -103,8 +103,8 @@ class EngineResponse:
         return self._take()
 
     async def read_some(self) -> bytes:
-        """The part of the body that has arrived since the last call, at least one byte; empty: the body is
-        complete. Raises ``EngineConnectionError``."""
+        """Wait for further bytes of the body, and return all that have arrived since the last call. Returns
+        ``b""`` once the whole body was returned. Raises ``EngineConnectionError``."""
         while not self._parts:
             if self.is_complete:
                 return b""
@@ -151,7 +151,8 @@ class EngineResponse:
     # -- internals --------------------------------------------------------------------
 
     async def _next(self) -> None:
-        """Wait until something has changed. Raises ``EngineConnectionError``."""
+        """Wait until ``wake`` is called. Raises ``EngineConnectionError`` if the response was broken off
+        before."""
         if self._error is not None:
             raise self._error()
         self._waiter = asyncio.get_running_loop().create_future()

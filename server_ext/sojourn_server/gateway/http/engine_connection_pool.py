@@ -32,7 +32,8 @@ CONNECT_TIMEOUT_S = 5.0
 """Maximum time, in seconds, until a new connection is open, including name lookup and TLS."""
 NEXT_ADDRESS_S = 0.25
 """Seconds without a connection after which the next address of an engine's host name is tried too (RFC 8305).
-Otherwise a first address that drops packets, such as one of IPv6, would take all of ``CONNECT_TIMEOUT_S``."""
+Otherwise a first address that drops packets, for example an IPv6 address, would use up
+``CONNECT_TIMEOUT_S``."""
 IDLE_CONNECTION_S = 3.0
 """Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
 seconds, and a write to a closing connection costs a retry."""
@@ -78,8 +79,8 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def request_head(method: bytes, target: bytes, host: bytes, headers: RawHeaders, body_bytes: int) -> bytes:
-    """The request line and headers of a request, with the empty line. ``target``: path and query. Raises
-    ``ValueError`` if a part has a character that would end its line."""
+    """Return the request line and headers of a request, up to and including the empty line. ``target``: path
+    and query. Raises ``ValueError`` if a part has a character that would end its line."""
     lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (method, target, host)]
     lines += [b"%b: %b" % pair for pair in headers]
     lines.append(b"content-length: %d" % body_bytes)

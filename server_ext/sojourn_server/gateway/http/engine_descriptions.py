@@ -110,11 +110,11 @@ class PairCapabilities:
 
     role: PairRole
     peer: str
-    """Address of the engine's KV transfer manager, for other engines."""
+    """Address at which other engines reach the engine's KV transfer manager."""
     node: str
     """Name of the engine's machine."""
     epoch: str
-    """Instance of the engine's KV transfer manager."""
+    """Id of the engine's KV transfer manager; changes with each restart of the manager."""
     block_s: float
     """Seconds in which the node's storage NIC reads one Full Block."""
     block_bytes: int
@@ -128,7 +128,7 @@ class PairCapabilities:
 
 
 def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities:
-    """Parse the fields of a prefill or decode engine in its answer to ``/capabilities``. Raises
+    """Parse the field ``paths`` in the answer of a prefill or decode engine to ``/capabilities``. Raises
     ``InvalidPairEngine``."""
     reported = capabilities.get("paths")
     if not isinstance(reported, Mapping):
@@ -251,8 +251,8 @@ def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Why an engine of the kind ``kind`` cannot form a pair with engines of the served kind ``ours``; empty
-    if it can. An empty ``kv`` or ``shape`` matches any other."""
+    """Return why an engine of the kind ``kind`` cannot form a pair with engines of the served kind ``ours``;
+    empty if it can. An empty ``kv`` or ``shape`` matches any value."""
     if kind.model != ours.model:
         return f"it serves {kind.model!r}; expected {ours.model!r}, as the others do"
     if kind.shape and ours.shape and kind.shape != ours.shape:

@@ -26,7 +26,8 @@ PROBE_TIMEOUT_S = 10.0
 MAX_ERROR_POLLS = 2
 """Default number of consecutive health checks with an error after which an engine counts as dead."""
 MAX_PARTIAL_DESCRIPTIONS = 3
-"""Number of consecutive incomplete descriptions after which an engine is accepted with an incomplete one."""
+"""Number of consecutive incomplete descriptions of a new engine after which the gateway accepts the last one
+as it is."""
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 
 

@@ -91,7 +91,8 @@ class GenerationRoutes:
         self.bodies = bodies or BodyBudget()
 
     async def serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
-        """Handle one generation request: check its key and encoding, then ``_exchange``."""
+        """Handle one generation request: check its key and encoding, then read and proxy it
+        (``_exchange``)."""
         raw: RawHeaders = scope["headers"]
         try:
             tenant = self._tenants.tenant_of(
@@ -232,8 +233,8 @@ class AnyEngineRoutes:
 
 
 async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
-    """The parts of a long answer. Raises ``EngineConnectionError`` or ``asyncio.TimeoutError`` if the answer
-    breaks off."""
+    """Yield the parts of a long answer. Raises ``EngineConnectionError`` or ``asyncio.TimeoutError`` if the
+    answer breaks off."""
     try:
         part = answer.first
         while part:

@@ -81,7 +81,7 @@ class EventForwarder:
         self._engine_key = engine_key
         self._clock = clock
         self.description_of: Callable[[str], EngineDescription | None] = lambda replica_id: None
-        """Function that returns the last description of a replica's engine. The engine monitor sets it."""
+        """Function that returns the last description of a replica's engine. ``ProgramMigrator`` sets it."""
         self.known = ProgramEventRecords(silent_s=silent_program_s)
         self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
         """By engine URL: (the engine's instance, hashes of the graphs that this instance received in
@@ -197,9 +197,9 @@ class EventForwarder:
     def catch_up(
         self, key: Key, replica_id: str, carried: Container[RecordedEvent] = ()
     ) -> asyncio.Future[bool] | None:
-        """Start to send a replica the events that it lacks of a program: start, graph and tool events.
-        Returns a future whose result is whether the replica accepted them, or ``None`` if nothing is being
-        sent.
+        """Start to send a replica those events of a program that it lacks: start, graph and tool events.
+        Returns a future whose result is whether the replica accepted the events; ``None``: no events are
+        being sent.
 
         ``carried``: events that a request carries to the replica."""
         record = self.known.get(key)
@@ -330,8 +330,9 @@ class EventForwarder:
     def _with_full_graph(
         self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
     ) -> msgspec.Raw:
-        """The encoded event as it is sent to the engine of ``to``. Clients send a full graph once, and then
-        only its hash. If the engine lacks a graph that the gateway has, the graph is added to the event."""
+        """Return the encoded event that is to be sent to the engine of ``to``. Clients send a full graph
+        once, and then only its hash. If the engine lacks a graph that the gateway has, the graph is added to
+        the event."""
         if not isinstance(event, AegReport):
             return raw
         if (
@@ -348,7 +349,8 @@ class EventForwarder:
         return msgspec.Raw(encode({**msgspec.to_builtins(event), "graph": graph}))
 
     def _aged(self, tenant: str, kept: RecordedEvent) -> msgspec.Raw:
-        """A recorded event, encoded to be sent again, with its present ``age_s`` and its full graph."""
+        """Encode a recorded event for sending it again, with its present ``age_s`` and, if known, its full
+        graph."""
         event: dict[str, Any] = msgspec.to_builtins(kept.event)
         event["age_s"] = round(event.get("age_s", 0.0) + self._clock() - kept.at_s, 4)
         if isinstance(kept.event, AegReport):
@@ -363,7 +365,7 @@ class EventForwarder:
         return self._renamed(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
 
     def _renamed(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
-        """An encoded event with its program ids replaced by the engines' names. The event must be one that
+        """Return an encoded event with its program ids replaced by the engines' names. ``raw``: an event that
         ``decode_event`` accepts."""
         named = self.names.event(tenant, raw)
         assert named is not None, "it was read before"
@@ -387,7 +389,8 @@ class EventForwarder:
         authorization: str | None,
     ) -> None:
         """Post the part ``to`` of a client's batch to one engine, and store the outcomes of its events in
-        ``outcomes``. Waits first until the engine has the gateway's own earlier events."""
+        ``outcomes``. Waits first until the gateway's own earlier events for this engine were sent or
+        dropped."""
         sender = self._senders.get(url)
         if sender is not None:
             await sender.wait_until_sent()  # earlier events of these programs arrive first

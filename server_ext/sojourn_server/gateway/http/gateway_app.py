@@ -161,8 +161,8 @@ class Gateway:
         routing_backend.on_control_action = self._run_control_action
 
     def session(self) -> aiohttp.ClientSession:
-        """The connection pool for the gateway's own queries to engines. The first call opens the pool in the
-        running event loop."""
+        """Return the connection pool for the gateway's own queries to engines. The first call opens the pool
+        in the running event loop."""
         if self._open is None:
             self._open = open_session()
         return self._open

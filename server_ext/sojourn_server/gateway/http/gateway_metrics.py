@@ -59,7 +59,7 @@ class GatewayMetrics:
         """``reasons``: all known values of ``SendRequest.reason``. Their counters start at 0, so that
         ``rate()`` sees the first increment. ``clock``: Unix time in seconds. ``shares_address``: whether
         several gateways listen at one address. If so, ``exposition`` returns only the gauges that are the
-        same at each gateway, and ``own_exposition`` the other metrics."""
+        same at each gateway, and ``own_exposition`` returns the other metrics."""
         self._clock = clock
         self._shares_address = shares_address
         self.registry = CollectorRegistry()
@@ -183,8 +183,9 @@ class GatewayMetrics:
             self._recalled.inc()
 
     def yielded(self, yielding: int, refused: int) -> None:
-        """Count an engine's answer to a yield order. ``yielding``: number of running requests that it will
-        preempt for a more urgent one. ``refused``: number of those that it will not."""
+        """Count an engine's answer to a yield order. ``yielding``: number of running requests that the engine
+        will preempt for a more urgent one. ``refused``: number of requests in the order that the engine will
+        not preempt."""
         self._yields.inc(yielding)
         self._no_yields.inc(refused)
 
@@ -199,8 +200,8 @@ class GatewayMetrics:
         waited_s: float,
         left_because: str = "",
     ) -> None:
-        """Record that a program moved to a new home. Called when the first request is sent there. The
-        arguments are the fields of ``ProgramMove``."""
+        """Record that a program moved to a new home. Called just before the program's first request is sent
+        to the new home. The arguments are the fields of ``ProgramMove``."""
         self._moved.labels(reason).inc()
         self._moves.append(
             ProgramMove(
@@ -297,8 +298,8 @@ class GatewayMetrics:
 
 
 def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:
-    """The largest difference between the loads of two replicas of one role that are up. Replicas that are not
-    up are left out, because they get no new requests."""
+    """Return the largest difference in load between two replicas of the same role; 0.0: no role has two
+    replicas. Only replicas that are up count, because other replicas get no new requests."""
     loads = defaultdict(list)
     for state in replicas:
         if state.health == "up":

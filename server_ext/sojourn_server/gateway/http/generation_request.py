@@ -158,8 +158,9 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
     """Parse a body. ``session``: value of the header ``X-Session-ID``; ``None``: no such header. Raises
     ``InvalidGenerationRequest``.
 
-    The program's id is the first that is given in this order: by the hint, the field ``session_id``, the
-    header, ``vllm_xargs``. The last three are in the order of vLLM's ``_get_session_id``.
+    The program's id comes from the first of these sources that has one: the hint, the field ``session_id``,
+    the header, ``vllm_xargs``. vLLM's ``_get_session_id`` reads the field, the header and ``vllm_xargs`` in
+    the same order.
     """
     try:
         read = _decoder.decode(body)
@@ -190,8 +191,8 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
 
 def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """The fields of a JSON object, as raw JSON. Raises ``InvalidGenerationRequest`` if a field is not valid
-    JSON.
+    """Return the fields of a JSON object by name, as raw JSON. Raises ``InvalidGenerationRequest`` if a field
+    is not valid JSON.
 
     Even a body that ``parse_generation_request`` accepted may have such a field, because that function skips
     unknown fields.
@@ -221,7 +222,7 @@ def without_identity(body: bytes) -> bytes:
 def with_names(
     body: bytes, rename: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
-    """The body with changed session ids and a changed hint.
+    """Return the body with changed session ids and a changed hint.
 
     ``body``: a body that ``parse_generation_request`` accepted. ``rename`` maps each session id to its
     replacement. ``change`` gets the fields of the hint and changes them in place; ``None``: the hint is
@@ -343,7 +344,8 @@ class PromptSizeEstimator:
         """Tokens per byte by tenant and model; models least recently updated first."""
 
     def tokens(self, question: GenerationRequest, tenant: str = "") -> int:
-        """Estimated number of prompt tokens of a tenant's request, at least 1."""
+        """Estimate the number of prompt tokens of a tenant's request, at least 1. Token ids in the request
+        are counted instead."""
         if question.prompt_tokens is not None:
             return max(1, question.prompt_tokens)
         size = question.size
@@ -363,8 +365,8 @@ class PromptSizeEstimator:
 
     def learn(self, question: GenerationRequest, prompt_tokens: int, tenant: str = "") -> None:
         """Update the tenant's tokens per byte for the model. ``prompt_tokens``: the engine's count for this
-        request. Ignored are prompts that are short, given as token ids, not only text, perhaps truncated, or
-        continuations of a stored conversation."""
+        request. A prompt is ignored if it is short, is given as token ids, has images or other media, may be
+        truncated, or continues a stored conversation."""
         size = question.size.json_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return
@@ -396,8 +398,8 @@ def _measure(api: ClientApi, read: _Body) -> PromptSize:
 
 
 def _slices(part: memoryview) -> Iterator[tuple[int, bytes]]:
-    """Yield (start, slice) for the slices of a part. Each slice also has the first 15 bytes of the next one,
-    so that each mark of up to 16 bytes is within one slice."""
+    """Yield (start, slice) for the slices of a part. Each slice also has the first 15 bytes of the next
+    slice, so that a search finds every string of up to 16 bytes within one slice."""
     for start in range(0, len(part), SLICE_BYTES):
         yield start, bytes(part[start : start + SLICE_BYTES + 15])
 
@@ -408,8 +410,8 @@ def _has_media(part: memoryview) -> bool:
 
 
 def _embedded_file_bytes(part: memoryview) -> list[int]:
-    """Lengths in bytes of the JSON fields of ``part`` that embed files. Base64 counts as it is, not decoded.
-    At most ``MAX_EMBEDDED_FILES`` lengths are returned."""
+    """Return the lengths, in bytes, of the JSON fields of ``part`` that embed files. The base64 text is
+    counted, not the decoded file. At most ``MAX_EMBEDDED_FILES`` lengths are returned."""
     found: list[int] = []
     end = 0  # end of the last sign or file
     signs = 0

@@ -98,8 +98,8 @@ class EngineQueries:
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
         """The capabilities of all engines, merged into one document. The document has the format of a single
-        engine's answer, so that clients see a single server. If no engine with sojourn answers, raises
-        ``ApiError`` 401 if an engine refused the key, and returns an empty document otherwise."""
+        engine's answer, so that clients see a single server. If no engine with sojourn answers, the document
+        is empty. In that case, raises ``ApiError`` 401 if an engine refused the key."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
@@ -118,7 +118,8 @@ class EngineQueries:
         return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
 
     async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        """All workflow graphs that the engines know, with the engines that did not answer."""
+        """Return all workflow graphs that the engines know, with the URLs of engines that run without sojourn
+        (``stock``) or did not answer (``silent``)."""
         found = await self.ask("/sojourn/v1/graphs", authorization)
         graphs = (
             response_merging.merge_graphs(list(found.documents.values()))
@@ -128,8 +129,8 @@ class EngineQueries:
         return {**graphs, "stock": found.stock, "silent": found.silent}
 
     async def ended_program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
-        """The report on an ended program, from the engine that ran most of its turns. ``path``: the engines'
-        route for the program. ``None``: no engine remembers the program, or it has not ended."""
+        """Return the report on an ended program, from the engine that ran most of its turns. ``path``: the
+        engines' route for the program. ``None``: no engine remembers the program, or it has not ended."""
         found = await self.ask(path, authorization)
         program = response_merging.merge_program(list(found.documents.values()))
         return program if program is not None and program.get("status") in OVER_STATUSES else None
@@ -178,8 +179,8 @@ class EngineQueries:
     def order_yield(
         self, order: YieldPrograms, names: ProgramIdMapper, answered: Callable[[YieldAnswered], None]
     ) -> None:
-        """Start to send a yield order to a replica's engine: it asks the engine to preempt running requests
-        of the programs in ``order`` for a more urgent request.
+        """Start to send a yield order. The order asks a replica's engine to preempt running requests of the
+        programs in ``order`` for a more urgent request.
 
         ``names``: maps program ids to the engine's names. ``answered`` is called with the result within
         ``ORDER_TIMEOUT_S``. If the order cannot be sent, ``answered`` is called before this method returns.

@@ -114,7 +114,7 @@ class PairMonitor(EngineMonitor):
         )
 
     def refused(self) -> Mapping[str, str]:
-        """Why an engine that answers gets no requests, by the engine's URL."""
+        """Return the URLs of engines that answer but get no requests, with the reasons."""
         return dict(self._refused)
 
     def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:

@@ -19,10 +19,11 @@ class PolicyFailureLog:
         self._logged = 0
         """Number of failures that have been logged."""
         self._last_line_s = -math.inf
-        """Time of the last log line."""
+        """Time of the last log line, on the clock of ``now``."""
 
     def log_new_failures(self, now: float) -> None:
-        """Log the failures since the last log line, in one line, at most once per ``LOG_INTERVAL_S``."""
+        """Log the failures since the last log line, in one line, at most once per ``LOG_INTERVAL_S``.
+        ``now``: present time of a monotonic clock, in seconds."""
         new = self._counts.policy_failures - self._logged
         if new <= 0 or now - self._last_line_s < LOG_INTERVAL_S:
             return

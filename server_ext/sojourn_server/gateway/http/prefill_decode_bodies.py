@@ -55,7 +55,8 @@ _ABSENT = (b"", b"null")
 
 
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
-    """The body for the decode engine if the request has no prefill stage; ``None`` if it has one.
+    """Return the body for the decode engine if the request has no prefill stage; ``None``: it has a prefill
+    stage.
 
     ``body``: a body that ``parse_generation_request`` accepted. Its transfer parameters are removed. Raises
     ``InvalidGenerationRequest``.

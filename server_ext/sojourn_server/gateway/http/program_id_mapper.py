@@ -35,7 +35,8 @@ _ID_FIELDS = (*PROGRAM_ID_FIELDS, "evictor")
 """Fields of engines' answers whose values are names of programs."""
 _NO_EVENTS = b',"events":[]'
 _HASH_MARK = "#"
-"""First character of the digest that replaces a long id. Quoted names do not contain this character."""
+"""First character of a digest that replaces a long id or tenant. Percent-encoded tenants do not contain this
+character."""
 
 
 class ProgramIdMapper:

@@ -33,14 +33,15 @@ class ListedPrograms:
         return next((one for one in self._programs if one.program_id == program_id), None)
 
     def newest(self, tenant: str | None, most: int) -> tuple[list[ProgramRouteStatus], int]:
-        """Return at most ``most`` programs of a tenant, and the number of all its programs. If ``tenant`` is
-        ``None``, the programs of all tenants count."""
+        """Return at most ``most`` programs of a tenant, most recently active first, and the number of all its
+        programs. If ``tenant`` is ``None``, the programs of all tenants count."""
         programs = self._programs if tenant is None else list(self._by_tenant.get(tenant, {}).values())
         return list(programs[:most]), len(programs)
 
 
 class ProgramListing:
-    """Lists all programs for all clients that wait for a list, with a pause after each listing.
+    """Lists all programs. All clients that wait for a list share one listing, and a pause follows each
+    listing.
 
     For 100,000 programs, a listing keeps the coordinator from decisions for 0.1 s. Without pauses, a tenant
     that requests lists in a loop would delay the requests of all tenants.

@@ -23,8 +23,9 @@ from .program_event_records import RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
-"""Bounds, in seconds, of ``worth_waiting_s``. After that time, the new replica computes the KV. The lower
-bound covers a few steps of the former engine, and applies if that engine does not report its speed."""
+"""Bounds, in seconds, of the time that ``worth_waiting_s`` returns. After this time, the new replica computes
+the KV. The lower bound lasts for a few steps of the former engine. It also applies if the former engine does
+not report its speed."""
 RELEASE_DELAY_S = 30.0
 """Seconds after which a program's former replica may drop its KV, even if no request of the program has gone
 to the new home."""
@@ -222,8 +223,8 @@ class ProgramMigrator:
             self._leaving.pop(key, None)
 
     async def _persist_kv(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Have a replica write a program's KV to the shared disk, and wait for it, at most as long as a
-        computation of the KV takes. Returns whether at least half of the context is on the disk."""
+        """Have a replica write a program's KV to the shared disk, and wait until the KV is written, for at
+        most ``worth_waiting_s``. Returns whether at least half of the context is on the disk."""
         address = self._replicas.get(moved_from)
         if address is None:
             return False

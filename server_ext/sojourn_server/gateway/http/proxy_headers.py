@@ -33,8 +33,8 @@ _NOT_RETURNED = _HOP_BY_HOP | _SERVER_HEADERS
 def engine_request_headers(
     headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
 ) -> list[tuple[bytes, bytes]]:
-    """The headers of a client's request that are sent to an engine. Names are in lower case; values are
-    unchanged.
+    """Return the headers to send to an engine with a client's request. Names are in lower case. Values of the
+    client's headers are unchanged.
 
     ``key``: replaces the client's key; ``None``: the client's key is sent. ``rank``: the data-parallel rank
     to choose; ``None``: no rank is chosen. ``session``: replaces the client's session id; ``None``: no
@@ -58,7 +58,7 @@ def without_credentials(headers: RawHeaders) -> RawHeaders:
 
 
 def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[bytes, bytes]]:
-    """The headers of an engine's answer that are sent to the client, and ``X-Sojourn-Replica``."""
+    """Return the headers to send to the client with an engine's answer, including ``X-Sojourn-Replica``."""
     passed = _without(headers, _NOT_RETURNED)
     passed.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
     return passed
@@ -74,8 +74,8 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
 
 
 def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
-    """The headers, with names in lower case. Left out are those in ``dropped``, and those that the header
-    ``Connection`` lists because they concern only one connection."""
+    """Return the headers with names in lower case, except the headers in ``dropped`` and those that the
+    header ``Connection`` lists. The latter concern only one connection."""
     lowered = [(name.lower(), value) for name, value in headers]
     for name, value in lowered:
         if name == b"connection":

@@ -183,7 +183,7 @@ class ProxyRequest:
 
     def _finished_event(self, where: str | None) -> routing_events.RequestFinished:
         """The event that reports the request's end. ``where``: id of the replica at which it ended; ``None``:
-        wherever the core has it."""
+        the replica to which the core has assigned it, if any."""
         return routing_events.RequestFinished(
             self.decisions.request_id,
             self._meter.output_tokens,
@@ -269,7 +269,7 @@ class ProxyRequest:
     async def _ask(
         self, decision: routing_events.SendRequest, address: ReplicaAddress, passed: RawHeaders
     ) -> EngineAnswer:
-        """Send the request to its replica or pair, and return the answer once its first byte is there.
+        """Send the request to its replica or pair, and return the answer once its first part has arrived.
         ``passed``: headers for the engine. Raises ``ReplicaRequestError``, ``GatewayConnectError``,
         ``RequestRejected`` or ``InvalidGenerationRequest``."""
         if not isinstance(decision, SendRequestToPair):
@@ -343,7 +343,8 @@ class ProxyRequest:
         return prefilled
 
     async def _post(self, address: ReplicaAddress, passed: RawHeaders, body: bytes) -> EngineAnswer:
-        """Send a body to one engine, with the client's query string. Raises what ``send_to_engine`` does."""
+        """Send a body to one engine, with the client's query string. Raises what ``send_to_engine``
+        raises."""
         query = self._scope.get("query_string", b"")
         target = self._api.value.encode() + (b"?" + query if query else b"")
         if body is self._body:

@@ -35,7 +35,7 @@ BODY_THREADS = 2
 at a time, and the allocator keeps a few MiB for each thread."""
 
 TRIM_AFTER_S = 5.0
-"""Seconds from a large body to the return of free memory to the operating system."""
+"""Seconds from the processing of a large body to the return of free memory to the operating system."""
 
 ResultT = TypeVar("ResultT")
 _body_threads = ThreadPoolExecutor(BODY_THREADS, thread_name_prefix="sojourn-body")

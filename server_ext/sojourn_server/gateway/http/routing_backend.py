@@ -154,8 +154,8 @@ class RoutingBackend(Protocol):
         ...
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant: (fraction of the capacity that the tenant's requests in flight use) ÷ (share of the
-        capacity that the tenant has). Empty if tenants do not share capacity."""
+        """Return, by tenant, (fraction of the capacity that the tenant's requests in flight use) ÷ (share of
+        the capacity that the tenant has). Empty if tenants do not share capacity."""
         ...
 
 
@@ -227,8 +227,8 @@ class LocalRoutingBackend:
         return with_links(self.core.replica_statuses(), self.links_of)
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant: used fraction of the capacity ÷ the tenant's share of it. Empty if tenants do not share
-        capacity."""
+        """Return, by tenant, (used fraction of the capacity) ÷ (the tenant's share of the capacity). Empty if
+        tenants do not share capacity."""
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
@@ -254,10 +254,12 @@ def take_event(
     """Pass an event to the core and return the core's actions.
 
     A ``RequestFinished`` ends its request even if the core has meanwhile lost the request's replica, or
-    assigned the request to another one. If the core raises, the error is logged. The returned actions then
-    end the request of a ``RequestReceived`` or ``RequestFailed``; for other events there are none. For
-    ``RequestFailed`` they are a ``RejectRequest``, which takes effect only before the first byte of the
-    answer, and an ``AbortStream``, which takes effect only after it.
+    assigned the request to another replica.
+
+    If the core raises, the error is logged, and the returned actions depend on the event. For
+    ``RequestReceived``: a ``RejectRequest``. For ``RequestFailed``: a ``RejectRequest``, which takes effect
+    only before the first byte of the answer, and an ``AbortStream``, which takes effect only after the first
+    byte. For other events: none.
     """
     try:
         actions = core.take(event, now)
@@ -281,8 +283,9 @@ def take_event(
 def with_links(
     statuses: Sequence[ReplicaStatus], links_of: Callable[[str], Mapping[str, LinkStats]]
 ) -> list[ReplicaStatus]:
-    """Copies of the statuses; those of prefill and decode engines get the state of their links to storage and
-    other engines. ``links_of``: function that returns the last report of an engine's links, by replica id."""
+    """Return the statuses. Those of prefill and decode engines are copies with the state of the engine's
+    links to storage and other engines. ``links_of``: function that returns the last report of an engine's
+    links, by replica id."""
     return [
         msgspec.structs.replace(status, links=links_of(status.replica))
         if isinstance(status, PairEngineStatus)

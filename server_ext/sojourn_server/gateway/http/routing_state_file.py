@@ -110,7 +110,8 @@ class RoutingStateFile:
                 logger.warning("%s lacks the newest programs: its last write failed", self._path)
 
     def _take_snapshot(self) -> tuple[int, _SavedState]:
-        """(number of the snapshot, snapshot). The snapshot does not change later."""
+        """Take a snapshot of the core. Return (number of the snapshot, snapshot). The snapshot does not
+        change later."""
         self._taken += 1
         return self._taken, _SavedState(self._wall(), self._core.snapshot(self._clock()))
 

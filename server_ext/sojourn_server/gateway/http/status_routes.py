@@ -92,7 +92,7 @@ class StatusRoutes:
         self._recent: asyncio.Task[Sequence[ReplicaStatus]] | None = None
         """The last query of ``_recent_states`` to the coordinator, finished or not."""
         self._recent_s = 0.0
-        """Time of this query, on the monotonic clock."""
+        """Time at which the query ``_recent`` began, on the monotonic clock."""
 
     def routes(self) -> list[Route]:
         """All routes of this class; only ``/health``, ``/ping`` and ``/metrics`` check no key."""
@@ -255,8 +255,9 @@ class StatusRoutes:
         return json_response(self._names.explanation(place.tenant, found, replica_id, shows_all=shows_all))
 
     async def _ended_explanation(self, request: Request, program_id: str, turn: str) -> Response:
-        """Explain a turn of a program that only the engines remember. If several engines do, the explanation
-        with the highest turn number is returned. ``turn``: query string that names the turn; empty: the
+        """Explain a turn of a program that only the engines remember. If several engines remember it, return
+        the explanation with the highest turn number. If none explains it, answer for the program whose id is
+        ``program_id`` with ``/explain`` at its end. ``turn``: query string that names the turn; empty: the
         newest turn."""
         longer_id = f"{program_id}/explain"  # an id may itself end in /explain
         tenant = self._tenant_of_ended(request)
@@ -391,8 +392,8 @@ class StatusRoutes:
         request: Request,
         event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
     ) -> Response:
-        """Report ``event`` about the replica that the path names, and answer with the replica's status. Needs
-        the admin key. A drain cannot start at a replica that is absent."""
+        """Report ``event`` about the replica that the path names, and answer with the replica's status.
+        Raises ``ApiError`` without the admin key, or if a drain is to start at an absent replica."""
         if self._access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:

@@ -44,8 +44,8 @@ class TenantKeys:
             raise TenantKeysError(f"the admin key is also {owner} key; expected a key that no client has")
 
     def tenant_of(self, authorization: str | None, api_key: str | None = None) -> str | None:
-        """The tenant whose key is in the header ``Authorization`` (``Bearer KEY``) or, if that is no bearer
-        key, in ``X-Api-Key``. ``None``: the key is unknown. Without configured keys, the tenant is
+        """Return the tenant whose key is in the header ``Authorization`` (``Bearer KEY``) or, without a
+        bearer key, in ``X-Api-Key``. ``None``: the key is unknown. Without configured keys, the tenant is
         ``DEFAULT_TENANT``.
 
         The key is always compared with all configured keys, so that the response time reveals nothing about
