@@ -236,7 +236,7 @@ class PipelineLimit(asyncio.Protocol):
     cycle: Any
     """uvicorn's newest request cycle."""
     pipeline: Collection[Any]
-    """Requests that wait for the answer to an earlier one."""
+    """Requests that wait for the answer to an earlier request."""
     _cycles: tuple[Any, ...] = ()
     """Request cycles without a complete answer, oldest first. The newest cycle is always included."""
 

@@ -17,8 +17,8 @@ from .routing_backend import RoutingBackend
 DROPPED_KV_POLL_S = 5.0
 """Seconds between two polls of ``DroppedKVPoller``, equal to MORI's control interval."""
 MAX_DROPPED_KV_PAGES = 16
-"""Maximum number of pages of dropped programs that one poll reads from an engine. A page has 5,000 programs,
-and an engine knows 20,000 by default."""
+"""Maximum number of pages of dropped programs that one poll reads from an engine. A page has up to 5,000
+programs. By default, an engine remembers up to 20,000 programs."""
 
 
 class _DroppedPrograms(msgspec.Struct):
@@ -92,7 +92,8 @@ class DroppedKVPoller:
 
 
 def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
-    """The programs without KV in any tier, from an engine's answer. Empty if the answer cannot be read."""
+    """Return the programs without KV in any tier that an engine's answer lists. Empty if the answer cannot be
+    read."""
     try:
         return msgspec.convert(document, _DroppedPrograms)
     except msgspec.ValidationError:

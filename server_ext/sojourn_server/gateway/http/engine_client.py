@@ -1,4 +1,4 @@
-"""Sends one request to one engine, and returns the engine's answer once its first part is there."""
+"""Sends one request to one engine, and returns the engine's answer once its first part has arrived."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class EngineReply(NamedTuple):
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object that ``text`` encodes; ``None`` if ``text`` is anything else."""
+    """Return the JSON object that ``text`` encodes; ``None``: ``text`` is not valid JSON, or not an
+    object."""
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

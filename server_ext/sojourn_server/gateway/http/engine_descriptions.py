@@ -55,8 +55,9 @@ def describe_engine(
 ) -> EngineDescription:
     """Build a description from an engine's answers to ``/capabilities``, ``/metrics`` and ``/v1/models``.
 
-    An engine with sojourn reports all values of a description, plain vLLM only some, such as its KV capacity.
-    ``life``: number of engines lost at this address before; it identifies an engine without a start time."""
+    An engine with sojourn reports all values of a description. Plain vLLM reports only some values, such as
+    its KV capacity. ``life``: number of engines lost at this address before; it identifies an engine without
+    a start time."""
     engine = capabilities.get("engine")
     engine = engine if isinstance(engine, dict) else {}
     pools = cache_pools(metrics)
@@ -174,8 +175,8 @@ def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
 
 
 def _text(reported: Mapping[str, Any], name: str) -> str:
-    """The text in the field ``name``. Raises ``InvalidPairEngine`` unless it is a non-empty text of at most
-    ``MAX_TEXT_BYTES``."""
+    """Return the text in the field ``name``. Raises ``InvalidPairEngine`` unless it is a non-empty text of at
+    most ``MAX_TEXT_BYTES``."""
     value = reported.get(name)
     if (
         not isinstance(value, str)
@@ -189,14 +190,14 @@ def _text(reported: Mapping[str, Any], name: str) -> str:
 
 
 def _seconds(value: object) -> float | None:
-    """``value`` as a finite number of seconds, at least 0; ``None`` for anything else."""
+    """Return ``value`` if it is a finite number of at least 0; ``None`` for anything else."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return float(value) if 0 <= value <= sys.float_info.max else None
 
 
 def _count(value: object) -> int:
-    """``value`` if it is an integer of at least 0, else 0."""
+    """Return ``value`` if it is an integer of at least 0, else 0."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
 
 
@@ -245,8 +246,8 @@ def describe_pair(
 
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
-    """The values of an engine that must equal those of its partner in a pair. ``reported``: the engine's
-    description. ``paths``: its capabilities as a prefill or decode engine."""
+    """Return the values of an engine that must equal those of its partner in a pair. ``reported``: the
+    engine's description. ``paths``: its capabilities as a prefill or decode engine."""
     return EngineCompatibility(reported.model, paths.block_bytes, paths.block_tokens, paths.kv, paths.shape)
 
 
@@ -326,8 +327,8 @@ def registration_event(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """The event that reports the queue of a node's storage NIC: the sum over the node's engines, which share
-    the NIC. ``engines``: the links of each of these engines.
+    """Return the event that reports the queue of a node's storage NIC. The node's engines share the NIC, so
+    their queues are added up. ``engines``: the links of each of these engines.
 
     Returns ``None`` if no engine reports a queue, or if a reported queue has an unknown length. Then the core
     keeps its own estimate.

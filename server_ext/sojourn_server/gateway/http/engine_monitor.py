@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 """Default seconds between two polls of an engine."""
 MAX_LOST_PROBES = 3
-"""Number of consecutive lost probes after which an engine counts as dead. A probe is lost if it has no
-answer, did not fail in the gateway itself, and was requested at least ``LOST_PROBE_INTERVAL_S`` after the
-last lost probe."""
+"""Number of consecutive lost probes after which an engine counts as dead. A probe without an answer is lost,
+with two exceptions: it failed in the gateway itself, or it was requested less than ``LOST_PROBE_INTERVAL_S``
+after the previous lost probe."""
 LOST_PROBE_INTERVAL_S = 0.9 * PROBE_TIMEOUT_S
 """Minimum seconds between two lost probes. Without this limit, connections that are reset at once could make
 an engine count as dead within a moment. The core requests a probe every 10 s, so the limit is a little
@@ -100,12 +100,12 @@ class EngineMonitorProtocol(Protocol):
         ...
 
     def missing(self) -> list[str]:
-        """Addresses at which no engine answers. On Ray: names of deployments, each name once per missing
-        engine."""
+        """Return the addresses at which no engine answers. On Ray: names of deployments, each name once per
+        missing engine."""
         return []
 
     def refused(self) -> Mapping[str, str]:
-        """Addresses of engines that answer but get no requests, with the reasons."""
+        """Return the addresses of engines that answer but get no requests, with the reasons."""
         return {}
 
 
@@ -184,8 +184,8 @@ class EngineMonitor(EngineMonitorProtocol):
         return watched.description if watched is not None else None
 
     def missing(self) -> list[str]:
-        """Addresses at which no engine answers. Addresses with replicas of a saved state are left out,
-        because the core still lists these replicas."""
+        """Return the addresses at which no engine answers. Addresses with replicas of a saved state are left
+        out, because the core still lists these replicas."""
         return [
             watched.url
             for watched in self._watched.values()
@@ -308,7 +308,7 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.polls = watched.probes_lost = 0
 
     def _describe_loss(self, watched: MonitoredEngine) -> str:
-        """Text for the log: what the loss of this engine means for requests and programs."""
+        """Return a text for the log about what the loss of this engine means for requests and programs."""
         unused = all(other is watched or other.description is None for other in self._watched.values())
         return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"
 

@@ -225,7 +225,7 @@ class AnyEngineRoutes:
         raise unavailable_error("no engine answers")
 
     async def _by_load(self) -> list[ReplicaAddress]:
-        """Addresses of the engines that are not suspect, the least loaded first."""
+        """Return the addresses of the engines that are not suspect, the least loaded first."""
         states = await self._shared.routing_backend.replicas()
         loads = {state.replica: state.load for state in states if state.health != "suspect"}
         usable = [address for address in self._shared.replicas.engines() if address.replica_id in loads]

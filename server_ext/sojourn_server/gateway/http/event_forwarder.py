@@ -318,8 +318,9 @@ class EventForwarder:
         )
 
     def _graphs_sent_to(self, url: str, replica_id: str) -> set[str]:
-        """Hashes of the graphs that an engine received in full. The caller may add to the set. The set starts
-        empty again after a restart of the engine, and after ``MAX_GRAPHS_SENT`` graphs."""
+        """Return the set of hashes of the graphs that an engine received in full. The caller may add to the
+        set. The set starts empty again after a restart of the engine, and after ``MAX_GRAPHS_SENT``
+        graphs."""
         instance = self._replica_instance(replica_id)[1]
         life, hashes = self._graphs_sent.get(url, ("", set()))
         if url not in self._graphs_sent or life != instance or len(hashes) >= MAX_GRAPHS_SENT:

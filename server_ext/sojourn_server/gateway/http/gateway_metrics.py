@@ -111,7 +111,7 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.waiting = 0
-        """Number of requests that wait at the gateway to be sent, for one replica or for any. Those that wait
+        """Number of requests that wait at the gateway, for one replica or for any replica. Requests that wait
         for any replica appear in no other metric."""
         self._waiting = Gauge(
             "sojourn_gateway_waiting",
@@ -249,7 +249,7 @@ class GatewayMetrics:
         return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
 
     def own_exposition(self) -> bytes:
-        """The metrics that this gateway itself counts, in Prometheus' text format."""
+        """Return the metrics that this gateway itself counts, in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def exposition(

@@ -124,8 +124,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, prompt=())
 
     def prefix(self) -> tuple[int, ...]:
-        """Hashes of the prompt's prefixes, one per piece of ``PREFIX_PIECE_BYTES``. Each hash covers its
-        piece and all earlier pieces. A shorter last piece has no hash.
+        """Return hashes of the prompt's prefixes, one per piece of ``PREFIX_PIECE_BYTES``. Each hash covers
+        its piece and all earlier pieces. A shorter last piece has no hash.
 
         Different prompts may have equal hashes, so the hashes only estimate what an engine has cached.
         """
@@ -160,7 +160,7 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
     The program's id comes from the first of these sources that has one: the hint, the field ``session_id``,
     the header, ``vllm_xargs``. vLLM's ``_get_session_id`` reads the field, the header and ``vllm_xargs`` in
-    the same order.
+    the same order. If the hint declares its program implicit, the request has no program.
     """
     try:
         read = _decoder.decode(body)
@@ -241,7 +241,8 @@ def with_names(
 
 
 def _changed_hint(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], None]) -> msgspec.Raw:
-    """The hint after ``change``. A hint is a JSON object inside a JSON string."""
+    """Apply ``change`` to the fields of a hint, and return the changed hint. A hint is a JSON object inside a
+    JSON string."""
     text: str = msgspec.json.decode(hint, type=str)
     found = members_of(text.encode("utf-8", "replace"))
     change(found)
@@ -256,12 +257,13 @@ def _rename_session(members: dict[str, msgspec.Raw], rename: Callable[[str], str
 
 
 def encode_raw(value: Any) -> msgspec.Raw:
-    """``value`` as raw JSON, to be put into a larger document."""
+    """Encode ``value`` as raw JSON, to be put into a larger document."""
     return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
-    """Maximum or expected length of the answer, the smaller one if both are given; 0: none is given."""
+    """Return the maximum or expected length of the answer in tokens, the smaller number if both are given; 0:
+    neither is given."""
     limits = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
     limit = next((count for count in limits if _is_count(count)), None)
     expected = context.expected_output_length if context is not None else None
@@ -282,7 +284,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _count_ids(prompt: bytes) -> int | None:
-    """Number of token ids in a prompt that is given as JSON; ``None``: the prompt is text."""
+    """Return the number of token ids in a prompt that is given as JSON; ``None``: the prompt is text."""
     # The JSON is valid, so commas are counted. Parsing millions of numbers would block other clients.
     if not prompt.startswith(b"[") or b'"' in prompt:
         return None  # one or several texts

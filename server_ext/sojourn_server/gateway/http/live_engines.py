@@ -66,8 +66,9 @@ class GatewayLiveSource:
         return SourceFrame(engines, merge_rows(rows), total, frozenset(silent))
 
     def _unused_engines(self) -> list[EngineRow]:
-        """Rows of configured engines that get no requests, with the reason. On Ray, one row stands for all
-        missing engines of a deployment. Such engines have no programs, so they do not count as silent."""
+        """Return rows for the configured engines that get no requests, with the reason. On Ray, one row
+        stands for all missing engines of a deployment. Such engines have no programs, so they do not count as
+        silent."""
         monitor = self._monitor()
         if monitor is None:
             return []

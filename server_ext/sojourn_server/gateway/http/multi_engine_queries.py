@@ -28,7 +28,8 @@ age."""
 MAX_ORDERS_IN_FLIGHT = 64
 """Maximum number of unanswered yield orders. Further orders count as refused."""
 NEXT_ENGINE_WAIT_S = 1.0
-"""Seconds to wait for one engine before the next is queried too, for answers that any engine can give."""
+"""Seconds to wait for one engine before the next engine is queried too. Applies to queries that any engine
+can answer."""
 STRAGGLER_WAIT_S = 0.5
 """Seconds to wait for the other engines after the first success, for routes where one answer is enough. The
 clients of these routes give up after one or two seconds."""
@@ -97,9 +98,9 @@ class EngineQueries:
         return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """The capabilities of all engines, merged into one document. The document has the format of a single
-        engine's answer, so that clients see a single server. If no engine with sojourn answers, the document
-        is empty. In that case, raises ``ApiError`` 401 if an engine refused the key."""
+        """Return the capabilities of all engines, merged into one document. The document has the format of a
+        single engine's answer, so that clients see a single server. If no engine with sojourn answers,
+        returns an empty document, or raises ``ApiError`` 401 if an engine refused the key."""
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
@@ -232,7 +233,7 @@ def _refuses_key(answer: EngineReply | None) -> bool:
 
 
 def _key_refused() -> ApiError:
-    """The error 401 for a client whose key an engine refuses."""
+    """Return the error 401 for a client whose key an engine refuses."""
     challenge = {"WWW-Authenticate": "Bearer"}
     return ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)
 

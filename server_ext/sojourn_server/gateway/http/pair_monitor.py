@@ -82,7 +82,7 @@ class PairMonitor(EngineMonitor):
         self._logged_counts: tuple[int, int] | None = None
         """(prefill engines, decode engines): the numbers of accepted engines in the last log line."""
         self._running_polls = 0
-        """Number of ``poll_all`` calls in progress. The last of them to end registers the engines."""
+        """Number of ``poll_all`` calls in progress. The call that ends last registers the engines."""
 
     async def poll_all(self) -> None:
         """Poll all engines once. Then choose the served kind, and register the engines of this kind."""
@@ -204,7 +204,7 @@ class PairMonitor(EngineMonitor):
         return incompatibility(engine_compatibility(described, paths), self._kind)
 
     def _most_common(self) -> EngineCompatibility | None:
-        """The kind to serve, chosen by ``dominant_compatibility`` among the engines that have their
+        """Return the kind to serve, chosen by ``dominant_compatibility`` among the engines that have their
         configured role; ``None``: there are none. In a tie, the served kind is chosen, or else the kind of
         the engine that is configured first."""
         engines = [

@@ -106,7 +106,7 @@ class PiggybackedEvents:
 
 
 def with_events(body: bytes, events: list[msgspec.Raw]) -> bytes:
-    """The body with the events of its hint replaced by ``events``. ``body``: a body that
+    """Return the body with the events of its hint replaced by ``events``. ``body``: a body that
     ``parse_generation_request`` accepted, with events in its hint. Raises ``InvalidGenerationRequest``."""
 
     def change(hint: dict[str, msgspec.Raw]) -> None:

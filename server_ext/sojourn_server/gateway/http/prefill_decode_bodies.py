@@ -88,8 +88,8 @@ def _has_several_prompts(prompt: memoryview) -> bool:
 def prefill_body(
     api: ClientApi, body: bytes, transfer: str, peer: str, decode_share: float, epoch: str = ""
 ) -> bytes:
-    """The body for the prefill engine: without program names, with an answer of one token, and with the
-    destination of the KV.
+    """Return the body for the prefill engine: without program names, with an answer of one token, and with
+    the destination of the KV.
 
     ``body``: a body that ``parse_generation_request`` accepted. ``transfer``: a unique name for this transfer
     of KV. ``peer``: address of the decode engine's KV transfer manager. ``epoch``: expected instance of that
@@ -117,14 +117,14 @@ def prefill_body(
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
-    """The parameters in a prefill engine's answer that say where the KV is. ``None``: the answer has none, so
-    the engine was not started as a prefill engine."""
+    """Return the parameters in a prefill engine's answer that say where the KV is. ``None``: the answer has
+    none, so the engine was not started as a prefill engine."""
     params = (parse_json_object(answer) or {}).get(TRANSFER)
     return params if isinstance(params, dict) and params.get("do_remote_prefill") is True else None
 
 
 def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
-    """The body for the decode engine: the client's body with ``params``, which say where the KV is.
+    """Return the body for the decode engine: the client's body with ``params``, which say where the KV is.
 
     The client's own transfer parameters are removed, since they could name another request's memory. Raises
     ``InvalidGenerationRequest``."""

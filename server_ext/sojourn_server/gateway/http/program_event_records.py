@@ -28,7 +28,7 @@ EVENTS_PER_PROGRAM = 4
 ``MAX_RECORDED_PROGRAMS``."""
 
 ReplicaInstance = tuple[str, str]
-"""Replica id and instance."""
+"""(replica id, instance of the replica's engine); see ``EngineDescription.instance``."""
 
 Value = TypeVar("Value")
 
@@ -64,7 +64,7 @@ class TenantBoundedCache(Generic[Value]):
             self.pop((tenant, next(iter(self._values[tenant]))))
 
     def oldest(self, tenant: str) -> tuple[str, Value] | None:
-        """(name, value) of the tenant's oldest value; ``None``: the tenant has none."""
+        """Return (name, value) of the tenant's oldest value; ``None``: the tenant has no values."""
         of_tenant = self._values.get(tenant)
         if not of_tenant:
             return None
@@ -214,8 +214,8 @@ class ProgramEventRecords:
         self._drop_silent(key[0], now_s)
 
     def _drop_silent(self, tenant: str, now_s: float) -> None:
-        """Drop up to two of the tenant's records without an event for ``silent_s``. Two are enough, since an
-        event adds at most one record."""
+        """Drop up to two of the tenant's records without an event for ``silent_s``. Two per call are enough,
+        since each call follows an event, which adds at most one record."""
         for _ in range(2):
             oldest = self._programs.oldest(tenant)
             if oldest is None or now_s - oldest[1].heard_s <= self._silent_s:
@@ -244,8 +244,8 @@ class ProgramEventRecords:
             record.undelivered = [*record.undelivered[-MAX_UNDELIVERED_EVENTS + 1 :], kept]
 
     def _bounded(self, tenant: str, event: AnyEvent) -> AnyEvent:
-        """The event as it is recorded, with bounded size. A graph is moved to ``_graphs``, and a long status
-        is replaced."""
+        """Return the event as it is recorded, with bounded size. A graph is moved to ``_graphs``, and a long
+        status is replaced."""
         if isinstance(event, AegReport) and event.graph is not None:
             text = encode(event.graph)
             if len(text) <= MAX_GRAPH_BYTES:  # engines reject longer ones

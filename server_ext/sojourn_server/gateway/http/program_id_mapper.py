@@ -23,7 +23,7 @@ from .generation_request import GenerationRequest, encode_raw, members_of, with_
 from .program_event_records import TenantBoundedCache
 
 MOST_TAG_BYTES = 64
-"""Maximum bytes of a percent-encoded tenant that is used as a prefix. A longer one is replaced by its
+"""Maximum bytes of a percent-encoded tenant that is used as a prefix. A longer tenant is replaced by its
 digest."""
 PROGRAM_ID_FIELDS = ("program_id", "parent_program_id", "root_program_id")
 """Fields of hints, events and engines' answers that name programs."""
@@ -215,7 +215,8 @@ def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_byt
 
 
 def _tag(tenant: str) -> str:
-    """The prefix of the engines' names for a tenant's programs: unique, and without a slash."""
+    """Return the prefix of the engines' names for a tenant's programs. It is unique for the tenant and has no
+    slash."""
     quoted = quote(tenant, safe="", errors="replace")
     return quoted if len(quoted) <= MOST_TAG_BYTES else _HASH_MARK + _digest(tenant)
 

@@ -26,8 +26,8 @@ class ListedPrograms:
             self._by_tenant.setdefault(program.tenant, {})[program.program_id] = program
 
     def find(self, tenant: str | None, program_id: str) -> ProgramRouteStatus | None:
-        """A tenant's program with this id; ``None``: unknown. If ``tenant`` is ``None``, the programs of all
-        tenants count, and the most recently active one with this id is returned."""
+        """Return a tenant's program; ``None``: unknown. If ``tenant`` is ``None``, return the most recently
+        active program with this id, of whichever tenant."""
         if tenant is not None:
             return self._by_tenant.get(tenant, {}).get(program_id)
         return next((one for one in self._programs if one.program_id == program_id), None)

@@ -36,14 +36,14 @@ STORE_POLL_S = 0.02
 
 
 class _StoredKv(msgspec.Struct):
-    """An engine's report about the KV of a program that it writes to disk: numbers of tokens in the context,
-    on disk, and still to be written."""
+    """An engine's report on writing a program's KV to disk: numbers of tokens in the context, on disk, and
+    still to be written."""
 
     context_tokens: int = 0
     stored_tokens: int = 0
     pending_tokens: int = 0
     compute_s: float | None = None
-    """Seconds that the engine needs to compute the context again, as it estimates; ``None``: unknown."""
+    """The engine's estimate of the seconds that it needs to compute the context again; ``None``: unknown."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,8 +69,8 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
 
 
 def worth_waiting_s(stored: _StoredKv) -> float:
-    """Maximum seconds that a request waits until its program's KV is on the shared disk: the time that the
-    engine needs to compute the KV, within ``LEAST_WAIT_S`` and ``MOST_WAIT_S``."""
+    """Return the maximum seconds that a request waits until its program's KV is on the shared disk: the time
+    that the engine needs to compute the KV, within ``LEAST_WAIT_S`` and ``MOST_WAIT_S``."""
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, stored.compute_s or 0.0))
 
 

@@ -55,7 +55,8 @@ def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
 
 
 def parse_replica_id(url: str, replica_id: str) -> ReplicaAddress | None:
-    """The address of a replica of the engine at ``url``; ``None``: the id belongs to another engine."""
+    """Return the address of a replica of the engine at ``url``; ``None``: the id is not one of a replica of
+    this engine."""
     name, slash, rank = replica_id.partition("/")
     if name != urlsplit(url).netloc or (slash and not (rank.isascii() and rank.isdigit())):
         return None
@@ -87,5 +88,5 @@ class ReplicaAddresses:
         self._addresses.pop(replica_id, None)
 
     def engines(self) -> list[ReplicaAddress]:
-        """One address per engine, for messages that concern all ranks of an engine."""
+        """Return one address per engine, for messages that concern all ranks of an engine."""
         return list({address.url: address for address in reversed(self._addresses.values())}.values())[::-1]

@@ -111,7 +111,7 @@ class RequestDecisionQueue:
 
 TICK_S = 0.1
 """Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1), and no
-other work of the core needs a shorter one."""
+other work of the core needs a shorter interval."""
 
 ControlAction = routing_events.ReleaseProgramKv | routing_events.YieldPrograms | routing_events.ProbeReplica
 """An action of the routing core that concerns no single request."""

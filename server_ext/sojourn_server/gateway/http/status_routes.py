@@ -183,7 +183,7 @@ class StatusRoutes:
         return core.programs if isinstance(core, AffinityCore) else None
 
     async def _place(self, request: Request, program_id: str) -> ProgramRouteStatus | None:
-        """Status of the program with this id; ``None``: there is none that the client may see."""
+        """Return the status of a live program; ``None``: unknown, or the client may not see the program."""
         table = self._local_programs()
         if table is None:
             return (await self._listing.get()).find(request.state.tenant, program_id)
@@ -256,9 +256,9 @@ class StatusRoutes:
 
     async def _ended_explanation(self, request: Request, program_id: str, turn: str) -> Response:
         """Explain a turn of a program that only the engines remember. If several engines remember it, return
-        the explanation with the highest turn number. If none explains it, answer for the program whose id is
-        ``program_id`` with ``/explain`` at its end. ``turn``: query string that names the turn; empty: the
-        newest turn."""
+        the explanation with the highest turn number. A program's id may itself end in ``/explain``: if such a
+        program is live, or no engine explains ``program_id``, answer as ``_program`` does for this longer id.
+        ``turn``: query string that names the turn; empty: the newest turn."""
         longer_id = f"{program_id}/explain"  # an id may itself end in /explain
         tenant = self._tenant_of_ended(request)
         if tenant is not None and await self._place(request, longer_id) is None:
@@ -413,7 +413,7 @@ class StatusRoutes:
         return json_response(next((state for state in states if state.replica == replica_id), None))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
-        """The address of the replica ``name``, or of the first replica if ``name`` is ``None``. Raises
+        """Return the address of the replica ``name``, or of the first replica if ``name`` is ``None``. Raises
         ``ApiError`` if there is no such replica."""
         address = self._replicas.get(name) if name is not None else next(iter(self._replicas), None)
         if address is None:
@@ -423,8 +423,8 @@ class StatusRoutes:
 
 
 def _number(request: Request, name: str, default: NumberT, least: int, most: int) -> NumberT:
-    """The query parameter ``name`` as a number of the type of ``default``, or ``default`` if it is missing.
-    Raises ``ApiError`` unless it is a number of this type from ``least`` to ``most``."""
+    """Return the query parameter ``name`` as a number of the type of ``default``, or ``default`` if it is
+    missing. Raises ``ApiError`` unless it is a number of this type from ``least`` to ``most``."""
     text = request.query_params.get(name)
     if text is None:
         return default
