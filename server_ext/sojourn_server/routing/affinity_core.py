@@ -146,10 +146,12 @@ class AffinityCore(RoutingCore):
         return snapshot_routing_state(self.fleet, programs, self.expected, self._number, now)
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
-        """Restore a snapshot; return the number of programs with a home. The time of each replica's last
-        report is set to ``now``. ``elapsed_s``: seconds since the snapshot, if its times are on another
-        clock; ``None``: they are on this core's. Raises ``ValueError`` for an invalid state, or if this core
-        has replicas or programs."""
+        """Restore a snapshot; return the number of programs with a home.
+
+        Each replica counts as having reported at ``now``. ``elapsed_s``: seconds since the snapshot, if the
+        snapshot's times are on another clock; ``None``: they are on this core's clock. Raises ``ValueError``
+        for an invalid state, or if this core has had requests or has replicas or programs already.
+        """
         if self._number or len(self.fleet) or len(self.programs):
             raise ValueError("this core has replicas or programs already; expected a new one")
         shift_s = 0.0 if elapsed_s is None else now - state.taken_s - elapsed_s
@@ -459,11 +461,12 @@ class AffinityCore(RoutingCore):
             self.homes.leave(program, now)
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
-        """Longest context, in tokens, that a program is expected to reach. If ``program`` is ``None``, the
-        result is ``context_tokens``.
+        """Return the longest context, in tokens, that a program is expected to reach. If ``program`` is
+        ``None``, return ``context_tokens``.
 
-        ``anew``: compute a new estimate, as after each turn. Otherwise the last estimate is used until the
-        program's context is longer."""
+        ``anew``: whether to compute a new estimate. If not, the last estimate is used until the program's
+        context exceeds it. The result is at most the longest context that a replica can compute.
+        """
         fitting = self.fleet.fitting
         if program is None:
             return fitting(context_tokens)
@@ -474,8 +477,8 @@ class AffinityCore(RoutingCore):
         return fitting(self.expected.size_tokens(program, context_tokens, most))
 
     def _reset_capacity_needs(self, program: RoutedProgram) -> None:
-        """Have the program's requests that wait for any replica routed again. The program has a home now, so
-        these requests need no further capacity."""
+        """Mark the program's requests that wait for any replica, so that they are routed again. They need no
+        further capacity, because the program has a home now."""
         if not program.waiting:
             return
         for request in self.requests.anywhere.of(program):

@@ -33,9 +33,10 @@ Program = TypeVar("Program", bound=TableEntry)
 class BoundedProgramTable(Generic[Program]):
     """Programs that have not ended, least recently active first.
 
-    If there are more than ``most`` programs, one idle program is removed: the least recently active one of
-    the tenant with the most programs. So a tenant with many programs does not displace other tenants'
-    programs. Programs with open requests are never removed, so their number may exceed ``most``.
+    If there are more than ``most`` programs, one idle program is removed: the least recently active idle
+    program of the tenant with the most programs. If that tenant has no idle program, the tenant with the next
+    most programs loses one. So a tenant with many programs does not displace other tenants' programs.
+    Programs with open requests are never removed, so their number may exceed ``most``.
     """
 
     def __init__(self, most: int = MAX_PROGRAMS) -> None:
@@ -55,8 +56,8 @@ class BoundedProgramTable(Generic[Program]):
         return self._programs.get(key) if key is not None else None
 
     def find(self, tenant: str | None, program_id: str) -> Program | None:
-        """The program with this id; ``None``: unknown. If ``tenant`` is ``None``, return the most recently
-        active program with this id of any tenant."""
+        """Return the program with this id; ``None``: unknown. If ``tenant`` is ``None``, return the most
+        recently active program with this id, of any tenant."""
         tenants = self._of if tenant is None else (tenant,)
         found = [self._programs[key] for one in tenants if (key := (one, program_id)) in self._programs]
         return max(found, key=lambda program: program.last_s, default=None)
@@ -82,8 +83,8 @@ class BoundedProgramTable(Generic[Program]):
         return program, forgotten
 
     def _oldest_idle(self, but: Program) -> Program | None:
-        """The program to remove to make room, never the program ``but``. ``None``: all others have open
-        requests."""
+        """Return the program to remove in order to make room. It is never ``but``. ``None``: all programs
+        except ``but`` have open requests."""
         for of_tenant in sorted(self._of.values(), key=len, reverse=True):
             for program in of_tenant.values():
                 if program.is_idle and program is not but:
@@ -112,7 +113,7 @@ class BoundedProgramTable(Generic[Program]):
             del self._of[key[0]]
 
     def silent_since(self, before_s: float) -> list[Program]:
-        """Idle programs whose last event was before the time ``before_s``."""
+        """Return the idle programs whose last event was before the time ``before_s``."""
         found = []
         for program in self._programs.values():
             if program.last_s >= before_s:

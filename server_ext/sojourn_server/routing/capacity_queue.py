@@ -9,8 +9,8 @@ The oldest request of a tenant's queue is late in three cases:
 
 - It arrived at least ``patience_s`` seconds ago.
 - At least ``patience`` other requests were admitted since it became the oldest.
-- It arrived at least ``late_s`` seconds ago. This is half of the time that a request may wait. It matters if
-  ``patience_s`` is longer, or counts from a later time (see the last paragraph).
+- It arrived at least ``late_s`` seconds ago: half of the time that a request may wait. This case matters if
+  ``patience_s`` is longer than ``late_s``, or counts from a later time (see the last paragraph).
 
 The time since arrival includes time at a replica that lost the request. For a late request, the replica with
 the most free capacity is reserved. That replica accepts no other program until it has enough capacity for the

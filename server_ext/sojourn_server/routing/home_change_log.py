@@ -19,8 +19,8 @@ FLUSH_CHANGES = 100
 """Number of changes after which a batch is due at once."""
 MAX_LOGGED_PROGRAMS = 50_000
 """Maximum number of programs whose latest change is kept. Older changes are dropped. A gateway that lacks a
-dropped change gets all homes, which takes the coordinator much longer. The loss of one replica changes the
-homes of all its programs at once, and these are fewer than the maximum."""
+dropped change gets all homes instead, which takes the coordinator much longer to compute. If a replica is
+lost, the homes of all its programs change at once; the maximum is larger than their number."""
 
 Home = tuple[str, str]
 """Replica id and instance. The instance changes when the replica restarts."""
@@ -75,8 +75,8 @@ class HomeChangeLog:
         self._first_s: float | None = None
         """Time of the first change since the last flush."""
         self._answer: HomeChanges | None = None
-        """The last result of ``since``, reused for gateways with the same copy; ``None``: a home has changed
-        after this result."""
+        """The last result of ``since``, reused for gateways with the same copy; ``None``: there was none, or
+        a home has changed since."""
 
     def record_home(self, key: Key, home: Home | None, now: float) -> None:
         """Record a program's new home. If ``home`` is ``None``, the program has no home any more."""
@@ -125,11 +125,11 @@ class HomeChangeLog:
         return self._answer
 
     def _all_homes(self, homes: Iterable[tuple[Key, Home]]) -> tuple[HomeChange, ...]:
-        """All homes, as changes of the present version."""
+        """Return all homes, as changes of the present version."""
         return tuple(HomeChange(*key, self.version, *home) for key, home in homes)
 
     def _changes_after(self, version: int) -> tuple[HomeChange, ...]:
-        """The latest change of each program whose home changed after ``version``."""
+        """Return the latest change of each program whose home changed after ``version``."""
         newest_first = []
         for change in reversed(self._log.values()):
             if change.version <= version:

@@ -1,8 +1,8 @@
 """A routing core that chooses a prefill and a decode engine for each request (DualPath §6.1).
 
 ``policies.prefill_decode`` chooses engines by their load. Programs have no home, because any engine can read
-a turn's KV from storage. This module does the rest: it adds and removes engines, sends failed requests again,
-tracks how much KV of each program is stored, and bounds all state.
+a turn's KV from storage. This module adds and removes engines, sends failed requests again, tracks how much
+KV of each program is stored, and limits the size of all tables.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class PairCore(RoutingCore):
         """Do nothing, because this core has no snapshots and so no restored engines."""
 
     def stored_tokens(self, tenant: str, program_id: str) -> int:
-        """Number of tokens of a program's context whose KV is in storage, as far as known; 0: unknown."""
+        """Return the number of tokens of a program's context whose KV is in storage, as far as known; 0:
+        unknown."""
         program = self.programs.get((tenant, program_id))
         return program.stored_tokens if program is not None else 0
 
@@ -202,8 +203,8 @@ class PairCore(RoutingCore):
             self.pairs.set_decode_request_limit(engine.number, seen.max_running or math.inf)
 
     def _withdraw(self, engine: PairEngine) -> None:
-        """Stop sending new requests to an engine for now. Its current requests still count, since they use
-        memory."""
+        """Stop sending new requests to an engine for now. The pair scheduler still counts the engine's
+        current requests, since they use memory."""
         if engine.number is None or not engine.is_open:
             return
         engine.is_open = False
@@ -266,8 +267,8 @@ class PairCore(RoutingCore):
             self.pairs.report(node, event.queue_s, now)
 
     def _role_summary(self) -> RoleSummary:
-        """Summary of the registered engines. It is cached, because each request reads it and there may be a
-        thousand engines."""
+        """Return a summary of the registered engines. The summary is cached, because each request reads it
+        and there may be a thousand engines."""
         if self._roles is None:
             self._roles = summarize_roles(self.engines.values())
         return self._roles
@@ -424,8 +425,8 @@ class PairCore(RoutingCore):
         self._close(request)
 
     def _live_program(self, request: PairRequest) -> PairProgram | None:
-        """The record of a request's program; ``None``: there is no program, or it ended after the request had
-        arrived."""
+        """Return the record of a request's program; ``None``: the request has no program, or the program has
+        left the table since the request arrived."""
         program = request.program
         return program if program is not None and self.programs.get(program.key) is program else None
 

@@ -47,8 +47,8 @@ class PairEngine:
         return "suspect" if self.suspect else "draining" if self.is_draining else "up"
 
     def status(self, requests: int, tokens: int) -> PairEngineStatus:
-        """Status of the engine, for operators; ``links`` is empty. ``requests``: number of requests that the
-        engine is working on. ``tokens``: total context length of these requests."""
+        """Return the status of the engine, for operators. Its ``links`` are empty. ``requests``: number of
+        requests that the engine is working on. ``tokens``: total context length of these requests."""
         seen = self.seen
         load = tokens / seen.kv_tokens
         if seen.max_running and seen.role is PairRole.DECODE:  # prefill engines have no such bound
@@ -84,7 +84,7 @@ class RoleSummary(NamedTuple):
 
 
 def summarize_roles(engines: Iterable[PairEngine]) -> RoleSummary:
-    """Summary of all registered engines."""
+    """Return the summary of all registered engines."""
     present = set()
     longest = dict.fromkeys(PairRole, 0)
     for engine in engines:
@@ -101,7 +101,7 @@ def summarize_roles(engines: Iterable[PairEngine]) -> RoleSummary:
 
 @dataclass(slots=True, eq=False)
 class PairProgram:
-    """What the core knows of a program that has or had requests."""
+    """Record of a program that has or had requests."""
 
     key: Key
     last_s: float
@@ -121,8 +121,8 @@ class PairProgram:
         return not self.requests
 
     def status(self, waiting: int) -> ProgramRouteStatus:
-        """Status of the program, for operators. Its token counts are ``stored_tokens``. ``waiting``: number
-        of the program's requests that wait for a pair."""
+        """Return the status of the program, for operators. Both token counts in it are ``stored_tokens``.
+        ``waiting``: number of the program's requests that wait for a pair."""
         (tenant, name), stored, in_flight = self.key, self.stored_tokens, self.requests - waiting
         return ProgramRouteStatus(name, tenant, None, self.turns, stored, stored, 0, in_flight, waiting)
 
@@ -137,8 +137,8 @@ class PairRequest:
     waiting_since_s: float
     """Time at which the request began to wait for a pair."""
     program: PairProgram | None = None
-    """Record of the request's program. The program may have left the table of programs. The table may then
-    have another record, of a later program with the same id. ``None``: the request has no program."""
+    """Record of the request's program; ``None``: the request has no program. The table of programs may no
+    longer have this record. It may even have another record, for a later program with the same id."""
     prefill_id: str | None = None
     decode_id: str | None = None
     """Id of the request's decode engine; ``None``: the request waits for a pair."""

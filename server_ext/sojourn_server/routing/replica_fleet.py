@@ -68,12 +68,12 @@ class Replica:
 
     @property
     def sent_load(self) -> float:
-        """Load of the replica by the requests sent to it: the larger of their share of the device's KV
-        capacity and their share of ``max_running``."""
+        """Load from the requests in flight: the larger of their context tokens ÷ ``capacity_tokens`` and
+        their number ÷ ``max_running``. If ``max_running`` is unknown, only the tokens count."""
         return self._load(self.in_flight_tokens, len(self.in_flight))
 
     def _load(self, tokens: int, requests: int) -> float:
-        """Load by ``requests`` requests with ``tokens`` context tokens in total."""
+        """Return the load from ``requests`` requests with ``tokens`` context tokens in total."""
         load = tokens / self.capacity_tokens
         return max(load, requests / self.max_running) if self.max_running else load
 
@@ -110,7 +110,7 @@ class Replica:
         )
 
     def view(self) -> ReplicaView:
-        """The replica as routing policies see it."""
+        """Return the view of the replica for routing policies."""
         return ReplicaView(
             self.replica_id,
             self._load(self.in_flight_tokens + self.queued_tokens, len(self.in_flight) + self.queued),
@@ -197,8 +197,8 @@ class ReplicaFleet:
         return self._full_load < math.inf and replica.sent_load >= self._full_load
 
     def missing(self, replica: Replica) -> tuple[int, int]:
-        """Return (tokens, requests): how many tokens and requests in flight must end until a full replica is
-        no longer full. If the replica is not full, both are 0."""
+        """Return (tokens, requests): how many context tokens in flight and how many requests in flight must
+        end until a full replica is no longer full. If the replica is not full, both are 0."""
         if math.isinf(self._full_load):
             return 0, 0
         tokens = replica.in_flight_tokens - math.ceil(self._full_load * replica.capacity_tokens) + 1
@@ -208,10 +208,12 @@ class ReplicaFleet:
         return max(0, tokens), max(0, requests)
 
     def most_room(self, but: str | None = None) -> ReplicaView | None:
-        """The view of the replica with the most free KV capacity; ``None``: no replica accepts new programs.
+        """Return the view of the replica with the most free KV capacity; ``None``: no replica accepts new
+        programs.
 
         Only replicas that accept new programs are compared. A replica without programs is preferred to all
-        others. ``but``: id of a replica to leave out."""
+        others. ``but``: id of a replica to leave out.
+        """
         best: ReplicaView | None = None
         for view in self.views:
             if not view.takes_new or view.replica_id == but:
@@ -221,7 +223,7 @@ class ReplicaFleet:
         return best
 
     def views_without(self, replica_ids: Collection[str]) -> Sequence[ReplicaView]:
-        """All views, with the given replicas marked as not accepting new programs."""
+        """Return all views, with the given replicas marked as not accepting new programs."""
         places = [self._places[one] for one in replica_ids if one in self._places]
         if not places:
             return self.views
@@ -237,7 +239,8 @@ class ReplicaFleet:
 
     def register(self, event: ReplicaRegistered, now: float) -> bool:
         """Process a registration or report of a replica; return whether waiting requests have to be routed
-        again. The caller must have removed an earlier instance of the replica.
+        again, because the replica is new, has other sizes or was suspect. The caller must have removed an
+        earlier instance of the replica.
 
         Raises ``ValueError`` for invalid sizes, such as no KV memory.
         """
@@ -290,7 +293,7 @@ class ReplicaFleet:
 
     def changed(self, replica: Replica, now: float) -> None:
         """Mark a replica's view as outdated, and update ``idle_since_s`` and ``newly_idle``. Call this after
-        each change of its health, sizes or requests in flight."""
+        each change of the replica's health, sizes or requests in flight."""
         self._stale.add(replica.replica_id)
         if self.full(replica):
             replica.idle_since_s = None

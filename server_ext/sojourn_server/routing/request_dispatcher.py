@@ -67,8 +67,9 @@ class RequestDispatcher:
     def dispatch(self, now: float, *, epoch: bool) -> None:
         """Send the requests for which a replica has capacity.
 
-        ``epoch``: whether the event is a ``Tick``. Work stealing runs on a ``Tick``, and on other events if a
-        replica registered or stopped being full. Preemption between tenants runs only on a ``Tick``.
+        ``epoch``: whether the event that is processed is a ``Tick``. Work stealing runs on a ``Tick``, and on
+        other events if a replica registered or stopped being full. Preemption between tenants runs only on a
+        ``Tick``.
         """
         self._release_unanswered_homes(now)
         if self._has_unrouted:
@@ -146,13 +147,14 @@ class RequestDispatcher:
                 self._give_up(request, now)
 
     def yield_answered(self, event: routing_events.YieldAnswered, now: float) -> None:
-        """Handle an engine's answer to the order that requests yield."""
+        """Handle the answer to a ``YieldPrograms``."""
         with self.counted_failures():
             self._tables.counts.recalls += self._preemption.yield_answered(event, now)
 
     def kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
-        """Handle the report that a replica has no KV of a program. The program and its requests that wait for
-        this replica may then go elsewhere."""
+        """Handle the report that a replica has no KV of a program any more. If this replica is the program's
+        home, the program and its requests that wait for the replica may go elsewhere. If the program has
+        requests in flight, see ``relocate``."""
         program = self._tables.programs.get((event.tenant, event.program_id))
         if program is None or program.home != event.replica_id:
             return

@@ -85,10 +85,10 @@ class RequestPlacer:
     ) -> RoutingDecision:
         """Return the routing policy's decision about a request, without carrying it out.
 
-        ``reserved_replica``: the replica that is reserved for another, late request; ``None``: none is. In
-        the policy's view, this replica and the replicas where the request failed accept no new programs.
-        ``leaves``: the policy decides as if the program had no home. Raises ``PolicyCallError`` if the policy
-        fails.
+        ``reserved_replica``: the replica that is reserved for another, late request; ``None``: no replica is
+        reserved. In the policy's view, this replica and the replicas where the request failed accept no new
+        programs. ``leaves``: the policy decides as if the program had no home. Raises ``PolicyCallError`` if
+        the policy fails.
         """
         program = request.program
         shut = request.failed_at if reserved_replica is None else (*request.failed_at, reserved_replica)
@@ -152,9 +152,9 @@ class RequestPlacer:
         return True
 
     def place(self, request: RoutedRequest, reserved_replica: str | None, now: float) -> RoutingDecision:
-        """Route a request that waits for any replica. If a replica is found, send the request there or add it
-        to the replica's queue. Returns the decision. ``reserved_replica``: a replica that takes no new
-        program, because it is reserved for another request; ``None``: none is."""
+        """Route a request that waits for any replica; return the decision. If a replica is found, send the
+        request there or add it to the replica's queue. ``reserved_replica``: a replica that takes no new
+        program, because it is reserved for another request; ``None``: no replica is reserved."""
         route = self.route(request, now, reserved_replica)
         if self._fleet.get(route.replica_id) is not None:
             self._requests.take_out(request)
@@ -162,8 +162,8 @@ class RequestPlacer:
         return route
 
     def route_away_from(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
-        """The route that a request would get if its program left ``replica_id``; ``None``: the request would
-        have to wait. Changes nothing."""
+        """Return the route that a request would get if its program left ``replica_id``; ``None``: the request
+        would have to wait. Changes nothing."""
         route = self.route(request, now, replica_id, leaves=True)
         replica = self._fleet.get(route.replica_id)
         return None if replica is None or self._queues_at(replica) else route
@@ -216,7 +216,8 @@ class RequestPlacer:
 
 
 def _largest_capacity(views: Sequence[ReplicaView]) -> Sequence[ReplicaView]:
-    """The ``MAX_REPLICAS_COMPARED`` replicas with the most free capacity, or all if there are fewer."""
+    """Return the ``MAX_REPLICAS_COMPARED`` replicas with the most free capacity, or all if there are
+    fewer."""
     if len(views) <= MAX_REPLICAS_COMPARED:
         return views
     return nlargest(

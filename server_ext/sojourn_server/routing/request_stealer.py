@@ -61,11 +61,12 @@ class RequestStealer:
         )
 
     def _movable(self, replica_id: str) -> list[RoutedRequest]:
-        """The oldest requests that wait for this replica and may move, at most ``MAX_STEAL_CANDIDATES``."""
+        """Return the requests that may move, among the ``MAX_STEAL_CANDIDATES`` oldest requests that wait for
+        this replica."""
         queue = self._requests.queues.get(replica_id)
         return [one for one in queue.oldest(MAX_STEAL_CANDIDATES) if can_move(one)] if queue else []
 
 
 def steal_reason(reason: str) -> str:
-    """The ``SendRequest.reason`` of a stolen request, made from the policy's ``reason``."""
+    """Return the ``SendRequest.reason`` of a stolen request, made from the policy's ``reason``."""
     return f"stolen_{reason}"

@@ -142,35 +142,36 @@ class ProgramEstimator:
             known.turn_s.observe(max(0.0, seconds))
 
     def size_tokens(self, program: RoutedProgram, context_tokens: int, most_tokens: int) -> int:
-        """Longest context, in tokens, that a program is expected to reach: at least ``context_tokens``, its
-        present context. ``most_tokens``: longest context that a replica can compute."""
+        """Return the longest context, in tokens, that a program is expected to reach: at least
+        ``context_tokens``, its present context. ``most_tokens``: longest context that a replica can
+        compute."""
         known = self._lengths(program, lambda one: one.peaks)
         left = self._left(known, context_tokens, max(1, most_tokens - context_tokens))
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
-        """Expected number of the program's turns left; ``None``: unknown. For a program without an agent
-        type, the number is always unknown, because a client that states no agent type may not report the
-        program's end either."""
+        """Return the expected number of turns that the program has left; ``None``: unknown. Without an agent
+        type, the number is always unknown: a client that states no agent type may not report the program's
+        end either."""
         if program.agent_type is None:
             return None
         return self._left(self._lengths(program, lambda one: one.turns), program.turns, 10_000)
 
     def work_s(self, program: RoutedProgram) -> float:
-        """Expected time, in seconds, that replicas still need to answer the program's remaining turns: the
-        number of turns left times the mean duration of a turn. If the number is unknown, it counts as 1. The
-        result is 0 if the duration is unknown."""
+        """Return the expected time, in seconds, that replicas still need for the program: the number of turns
+        left times the mean duration of a turn. An unknown number of turns counts as 1. The result is 0 if the
+        duration is unknown."""
         turns = self._left(self._lengths(program, lambda one: one.turns), program.turns, 10_000)
         return (turns or 1.0) * (self._mean(program, lambda one: one.turn_s) or 0.0)
 
     def life_s(self, program: RoutedProgram) -> float | None:
-        """Mean time from first request to end, in seconds, over the tenant's ended programs of the same agent
-        type. If the type has none, the mean is over all types. If the tenant has none, the result is the
+        """Return the mean time from first request to end, in seconds, over the tenant's ended programs of the
+        same agent type. If the type has none, the mean is over all types. If the tenant has none, return the
         median of all tenants' means. ``None``: unknown."""
         return self._mean(program, lambda one: one.life_s)
 
     def snapshot(self) -> dict[str, Any]:
-        """All statistics as a JSON-able document."""
+        """Return all statistics as a JSON-able document."""
         return {"version": ESTIMATOR_VERSION, "tenants": self._tenants.snapshot()}
 
     def restore(self, document: Any) -> None:
@@ -183,8 +184,9 @@ class ProgramEstimator:
         self._tenants = ProgramStatistics.restore(entries)
 
     def _lengths(self, program: RoutedProgram, of: Callable[[TypeStatistics], SortedWindow]) -> Sequence[int]:
-        """Lengths of ended programs like this one, ascending; empty if too few have ended. ``of`` selects the
-        kind of length, contexts or numbers of turns, from a ``TypeStatistics``."""
+        """Return the lengths from which a program is estimated, ascending; empty if too few programs have
+        ended. They are lengths of ended programs of its agent type, of its tenant, or of all tenants. ``of``
+        selects the kind of length, contexts or numbers of turns, from a ``TypeStatistics``."""
         kind, least = program.agent_type, MIN_FINISHED_PROGRAMS
         own = self._tenants.get(program.tenant)
         known = own.lengths(kind, of, least) if own is not None else ()
@@ -197,8 +199,9 @@ class ProgramEstimator:
         return sorted(lengths[len(lengths) * odd // count] for lengths in every for odd in range(1, count, 2))
 
     def _mean(self, program: RoutedProgram, of: Callable[[TypeStatistics], SlidingMean]) -> float | None:
-        """Mean for programs like this one; ``None``: unknown. ``of`` selects the mean from a
-        ``TypeStatistics``. A tenant without values gets the median of all tenants' means."""
+        """Return the mean from which a program is estimated; ``None``: unknown. It is the mean of the
+        program's agent type or tenant. A tenant without values gets the median of all tenants' means. ``of``
+        selects the mean from a ``TypeStatistics``."""
         own = self._tenants.get(program.tenant)
         known = own.mean(program.agent_type, of) if own is not None else None
         if known is not None:
@@ -262,9 +265,9 @@ class ResidentPrograms:
     def at(
         self, replica_ids: Iterable[str], but: RoutedProgram | None, now: float
     ) -> dict[str, tuple[ResidentProgramGroup, ...]]:
-        """Groups of resident programs at each of these replicas, by replica id. Replicas without programs are
-        left out. The groups of a replica are sorted by (turns left, past turns). ``but``: a program to leave
-        out of the counts; ``None``: count all."""
+        """Return the groups of resident programs at each of these replicas, by replica id. Replicas without
+        programs are left out. The groups of a replica are sorted by (turns left, past turns). ``but``: a
+        program that is not counted; ``None``: all programs are counted."""
         self._recount_stale(now)
         own = self._counted.get(id(but))
         found = {}
@@ -307,7 +310,8 @@ class ResidentPrograms:
             self._counted[name] = after
 
     def _counting(self, program: RoutedProgram, now: float) -> _CountedProgram | None:
-        """The values with which a program counts at its home; ``None``: the program is not resident."""
+        """Return the values with which a program counts at its home; ``None``: the program is not
+        resident."""
         if program.home is None:
             return None
         if program.is_idle:
@@ -351,7 +355,7 @@ class ResidentPrograms:
         self._sorted.pop(one.replica_id, None)
 
     def _of(self, replica_id: str) -> tuple[ResidentProgramGroup, ...]:
-        """The groups of one replica, sorted by (turns left, past turns)."""
+        """Return the groups of one replica, sorted by (turns left, past turns)."""
         there = self._sorted.get(replica_id)
         if there is None:
             groups = self._groups.get(replica_id, {})
@@ -360,7 +364,8 @@ class ResidentPrograms:
 
 
 def turns_left(program: RoutedProgram) -> float:
-    """Expected number of a program's turns left, at least 1. If unknown, the number of past turns is used."""
+    """Return the expected number of turns that a program has left, at least 1. If unknown, the number of past
+    turns is used."""
     return max(1.0, program.turns if program.turns_left is None else program.turns_left)
 
 

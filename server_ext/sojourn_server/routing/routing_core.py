@@ -35,9 +35,9 @@ _UNSAVED_EVENTS = (
     routing_events.PairEngineRegistered,
     routing_events.NicQueueReported,
 )
-"""Events that ``take`` counts in ``RoutingCore.changes`` only if they cause actions, because they rarely
-change what a snapshot contains. If one changes it without an action, its handler increases ``changes``
-itself."""
+"""Events that ``take`` counts in ``RoutingCore.changes`` only if they cause actions, because such events
+rarely change the state that a snapshot contains. A handler that changes this state without an action
+increases ``changes`` itself."""
 
 
 class LeasedReplica(Protocol):
@@ -132,8 +132,8 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
-        """The ``SendRequest`` with which a request was sent; ``None``: the request waits, is unknown, or was
-        sent to a pair that this core did not choose."""
+        """Return the ``SendRequest`` with which a request was sent; ``None``: the request waits, is unknown,
+        or was sent to a pair that this core did not choose."""
 
     @abstractmethod
     def replica(self, replica_id: str) -> LeasedReplica | None:
@@ -144,7 +144,7 @@ class RoutingCore(ABC):
         """All replicas or engines."""
 
     def lease(self, replica_id: str) -> tuple[str, float] | None:
-        """(instance of a replica, time of its last report); ``None``: the replica is unknown."""
+        """Return (instance of a replica, time of its last report); ``None``: the replica is unknown."""
         replica = self.replica(replica_id)
         return (replica.instance, replica.heard_s) if replica is not None else None
 
@@ -155,12 +155,12 @@ class RoutingCore(ABC):
 
     @abstractmethod
     def in_flight(self, replica_id: str) -> int:
-        """Number of requests that were sent to a replica and have not ended; 0 for an unknown replica. A
-        prefill engine has a request only until the prompt is computed."""
+        """Return the number of requests that were sent to a replica and have not ended; 0 for an unknown
+        replica. A prefill engine has a request only until the prompt is computed."""
 
     def drain_event(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
-        """The event to pass to ``take`` to drain a replica; ``None``: it drains already, or it is not
-        registered. If it is not registered, this call notes that it is to drain as soon as ``instance``
+        """Return the event that drains a replica, for ``take``. ``None``: the replica drains already, or is
+        not registered. If it is not registered, ``drained`` records the drain, which begins when ``instance``
         registers."""
         replica = self.replica(replica_id)
         if replica is None:
@@ -179,18 +179,19 @@ class RoutingCore(ABC):
         """Statuses of all known replicas, in the order of registration."""
 
     def demand_tokens(self) -> tuple[int, int]:
-        """(KV tokens that all programs need, KV capacity of all replicas in all tiers). (0, 0): unknown."""
+        """Return (KV tokens that all programs need, KV capacity of all replicas in all tiers); (0, 0):
+        unknown."""
         return 0, 0
 
     def shares_used(self) -> dict[str, float]:
-        """Used share of each tenant: (fraction of the capacity that the tenant's requests in flight use) ÷
-        (the tenant's share of the capacity). Empty if tenants do not share capacity."""
+        """Return the used share of each tenant: fraction of the capacity that the tenant's requests in flight
+        use ÷ the tenant's share of the capacity. Empty if tenants do not share capacity."""
         return {}
 
     # -- copies -------------------------------------------------------------------
 
     def changes_since(self, version: int, life: str) -> HomeChanges:
-        """The changed homes that a gateway's copy of the homes lacks.
+        """Return the changed homes that a gateway's copy of the homes lacks.
 
         ``version``: the copy's version. ``life``: id of the core that assigned this version. If ``life`` is
         the id of another core, or if the log has dropped some of the changes, the result has all homes.
@@ -198,8 +199,8 @@ class RoutingCore(ABC):
         return self.journal.since(version, life, self._all_homes)
 
     def snapshot(self, now: float) -> RoutingState | None:
-        """State for a successor; ``None``: this kind of core has no snapshots. The state contains no
-        requests, since gateways report their requests to the successor."""
+        """Return the state for a successor; ``None``: this kind of core has no snapshots. The state contains
+        no requests, since gateways report their requests to the successor."""
         return None
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
@@ -207,7 +208,8 @@ class RoutingCore(ABC):
 
         If the snapshot's times are on another clock, ``elapsed_s`` is the number of seconds since the
         snapshot was taken. If ``elapsed_s`` is ``None``, the snapshot's times are on this core's clock.
-        Raises ``ValueError`` for an invalid state or a core that is already in use.
+        Raises ``ValueError`` for an invalid state, for a core that is already in use, and for a kind of core
+        without snapshots.
         """
         raise ValueError(
             "this core serves prefill and decode engines and restores no state; expected a checkpoint "

@@ -145,13 +145,13 @@ class PrefillFinished(RoutingEvent, frozen=True, tag="Prefilled"):
 
 
 class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
-    """A request ended: answered, refused by the engine, or abandoned by its client."""
+    """A request ended: it was answered, refused by the engine, or abandoned by its client."""
 
     request_id: str
     output_tokens: int = 0
     replica_id: str | None = None
-    """The replica at which the request ended. ``None``: it ended wherever it was, waiting or sent, as when
-    the client gives up."""
+    """The replica at which the request ended. ``None``: the request ended wherever it was, waiting or sent,
+    for example because its client gave up."""
     answered: bool | None = True
     """Whether the request was answered with status 200, completely or in part. ``None``: unknown. An
     ``AffinityCore`` then counts the request as answered if the client has the first byte. A ``PairCore``
@@ -254,8 +254,9 @@ class SendRequestToPair(SendRequest, frozen=True, tag="SendPair", kw_only=True):
 
 
 class RecallRequest(RoutingAction, frozen=True, tag="Recall"):
-    """Close a request's connection to its replica, to make way for a more urgent request. A ``SendRequest``
-    or ``RejectRequest`` for the recalled request follows, now or later.
+    """Close a request's connection to its replica, to make way for a more urgent request or because the
+    request waits there for KV capacity. A ``SendRequest`` or ``RejectRequest`` for the recalled request
+    follows, now or later.
 
     A gateway that has already passed on the first byte ignores the recall and the next ``SendRequest`` for
     the request. Instead, it reports ``FirstByteSent`` or ``RequestFinished`` from the recalled replica.

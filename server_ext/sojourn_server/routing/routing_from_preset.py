@@ -109,8 +109,8 @@ def build_pair_core(
 
 
 def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
-    """All known values of ``SendRequest.reason`` for a core with these rules. The reasons of a custom policy
-    class are known only if the class lists them in an attribute ``reasons``."""
+    """Return all known values of ``SendRequest.reason`` for a core with these rules. The reasons of a custom
+    policy class are known only if the class lists them in an attribute ``reasons``."""
     if isinstance(preset, PrefillDecodeRules):
         return PAIR_REASONS
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())

@@ -41,9 +41,9 @@ class RoutingLimits:
     """A request waits at the gateway while its replica's load is at least this value. ``inf``: requests are
     sent at once and queue in the engines."""
     most_waiting: int = 20_000
-    """Maximum number of waiting requests; further ones are rejected with status 429. Exception if tenants
-    share capacity: a tenant with fewer waiting requests than its equal part, ``most_waiting`` ÷ number of
-    tenants with waiting requests, is accepted until the total is twice the maximum."""
+    """Maximum number of waiting requests; further requests are rejected with status 429. If tenants share
+    capacity, a tenant with few waiting requests may exceed this maximum, until the total is twice the
+    maximum. Few means: fewer than ``most_waiting`` ÷ number of tenants with waiting requests."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     queue_patience_s: float = 30.0

@@ -1,11 +1,11 @@
 """Preemption between tenants: requests make way for a waiting request of a more urgent tenant (SAGA §6.2).
 
 If the urgent request waits for a full replica, the core recalls requests that were sent to this replica and
-have no first byte yet. If that is not enough, the core asks the replica's engine to let requests yield whose
-answers have begun (``YieldPrograms``). Meanwhile the urgent request keeps waiting. If the engine answers that
-enough requests yield (``YieldAnswered``), the urgent request is sent although the replica is full. The engine
-preempts the yielding requests for it. If the engine refuses or does not answer, nothing changes, and the
-engine is not asked again for some time.
+have no first byte yet. If that is not enough, requests whose answers have begun must yield too. The core
+sends this order to the replica's engine (``YieldPrograms``). Meanwhile the urgent request keeps waiting. If
+the engine answers that enough requests yield (``YieldAnswered``), the urgent request is sent although the
+replica is full. The engine preempts the yielding requests for it. If the engine refuses or does not answer,
+nothing changes, and the engine is not asked again for some time.
 
 If the urgent request waits for KV capacity, programs leave one of the replicas with the most free capacity. A
 program may leave if it has only one request, and this request has no first byte yet. If the program's KV is
@@ -123,8 +123,9 @@ class RoutingPreemption:
         return recalled
 
     def yield_answered(self, answer: YieldAnswered, now: float) -> int:
-        """Process the answer to an order: if enough requests yield, send the urgent request, else change
-        nothing. Returns how many requests were recalled. Raises ``PolicyCallError`` if a policy fails."""
+        """Process the answer to a ``YieldPrograms``; return how many requests were recalled. If enough
+        requests yield, send the urgent request. If not, it keeps waiting. Raises ``PolicyCallError`` if a
+        policy fails."""
         order = self._orders.get(answer.replica_id)
         if order is None or order.plan.blocked.request_id != answer.to_request_id:
             return 0  # the answer came too late
@@ -256,9 +257,9 @@ class RoutingPreemption:
         return True
 
     def _blocked(self, now: float) -> list[RoutedRequest]:
-        """The oldest request of each tenant in each queue, if it has waited for at least the policy's
-        ``blocked_s`` seconds. Requests of tenants with the largest shares come first. At most
-        ``MAX_BLOCKED_REQUESTS`` are returned."""
+        """Return the blocked requests: the oldest request of each tenant in each queue, if it has waited for
+        at least the policy's ``blocked_s`` seconds. Requests of tenants with the largest shares come first.
+        At most ``MAX_BLOCKED_REQUESTS`` are returned."""
         shares = self._tenants.shares
         firsts = [
             waiting.oldest
@@ -363,8 +364,9 @@ class RoutingPreemption:
         return self._ask_policy(blocked, view, others, replica.replica_id, for_capacity=True)
 
     def _at_home(self, replica: Replica) -> list[RoutedRequest]:
-        """Requests whose programs have their home at this replica and could leave it, at most
-        ``MAX_VICTIM_CANDIDATES``. Waiting requests come first, then sent ones, the newest first."""
+        """Return the requests whose programs have their home at this replica and could leave it, at most
+        ``MAX_VICTIM_CANDIDATES``. Waiting requests come first, oldest first. Sent requests follow, newest
+        first."""
         queue = self._requests.queues.get(replica.replica_id)
         request = queue.oldest(MAX_VICTIM_CANDIDATES) if queue is not None else []
         newest = [self._requests.by_id[request_id] for request_id in reversed(replica.in_flight)]
@@ -387,8 +389,8 @@ class RoutingPreemption:
         *,
         for_capacity: bool,
     ) -> PreemptionPlan | None:
-        """Ask the policy which of ``others`` make way for ``blocked``, and return the plan; ``None``: none of
-        them does. ``for_capacity``: whether ``blocked`` waits for KV capacity."""
+        """Ask the policy which of ``others`` make way for ``blocked``, and return the plan; ``None``: no
+        request makes way. ``for_capacity``: whether ``blocked`` waits for KV capacity."""
         if not others:
             return None
         tenants = self._tenants

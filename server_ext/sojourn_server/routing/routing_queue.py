@@ -156,7 +156,7 @@ class TenantQueue:
         return self._numbers[self._ages[0]]
 
     def since(self, before_s: float) -> Iterator[RoutedRequest]:
-        """Yield the requests that have waited since the time ``before_s`` or longer, in the order of
+        """Yield the requests that began to wait at or before the time ``before_s``, in the order of
         arrival."""
         if self.oldest.since_s > before_s:
             return
@@ -167,7 +167,7 @@ class TenantQueue:
                 yield request
 
     def first_fitting(self, most_tokens: float) -> RoutedRequest | None:
-        """The first request that needs at most ``most_tokens``; ``None``: there is none."""
+        """Return the first request that needs at most ``most_tokens``; ``None``: there is none."""
         for chunk in self._chunks:
             if chunk.least <= most_tokens:
                 return next(w for w in chunk.requests if w.needs_tokens <= most_tokens)
@@ -216,7 +216,7 @@ class TenantQueue:
         return True
 
     def _at(self, key: tuple[float, ...]) -> int:
-        """Index of the chunk to which a request with this ``queue_key`` belongs."""
+        """Return the index of the chunk to which a request with this ``queue_key`` belongs."""
         return max(0, bisect_right(self._chunks, key, key=lambda chunk: chunk.requests[0].queue_key) - 1)
 
 
@@ -247,7 +247,8 @@ class WaitingQueue:
         return list(self._programs.get(program.key, {}).values())
 
     def oldest(self, count: int) -> list[RoutedRequest]:
-        """The ``count`` requests that arrived first, of all tenants. Only for a queue in order of arrival."""
+        """Return the ``count`` requests that arrived first, of all tenants, or all requests if there are
+        fewer. Only for a queue in order of arrival."""
         return list(islice(merge(*self.tenant_queues.values(), key=_NUMBER), count))
 
     def add(self, request: RoutedRequest) -> None:
@@ -285,5 +286,5 @@ class WaitingQueue:
         tenant_queue.add(request)
 
     def _tenant_key(self, request: RoutedRequest) -> str:
-        """The key in ``tenant_queues`` of the queue to which a request belongs."""
+        """Return the key in ``tenant_queues`` of the queue to which a request belongs."""
         return request.tenant if self._by_tenant else ""

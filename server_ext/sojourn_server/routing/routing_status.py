@@ -31,7 +31,7 @@ class ProgramRouteStatus(msgspec.Struct, frozen=True):
     """Longest context so far. With prefill and decode engines: number of context tokens whose KV is in
     storage."""
     size_tokens: int
-    """Longest context that is expected. With prefill and decode engines: as ``context_tokens``."""
+    """Longest context that is expected. With prefill and decode engines: the same as ``context_tokens``."""
     moves: int
     """Number of changes from one home to another."""
     in_flight: int
@@ -48,7 +48,9 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     health: str
     """``up``, ``draining`` or ``suspect``."""
     load: float
-    """The larger of two shares: of KV memory, and of concurrent requests. Above 1, some requests wait."""
+    """The larger of two ratios of the replica's sent and waiting requests: their context tokens ÷
+    ``capacity_tokens``, and their number ÷ the number that the replica runs at once. Above 1, some requests
+    wait."""
     in_flight: int
     """Number of requests that were sent and have not ended."""
     queued: int

@@ -72,7 +72,8 @@ class ProgramAffinity:
         return before
 
     def resize(self, program: RoutedProgram, size_tokens: int) -> None:
-        """Change the number of tokens that are counted for a program at its home, in the totals too."""
+        """Change the number of tokens that are counted for a program at its home. Also update the totals of
+        its home and its tenant."""
         replica = self._fleet.get(program.home)
         if replica is not None and size_tokens != program.size_tokens:
             self._fleet.add_homed(replica, size_tokens - program.size_tokens)
@@ -103,8 +104,8 @@ class RoutedRequestTable:
         self.anywhere = WaitingQueue(by_tenant=tenants.shares_capacity, by_arrival=order.by_arrival)
         """Requests that wait for any replica and have not failed at a registered one."""
         self.failed = WaitingQueue(by_tenant=False)
-        """Requests that failed at a replica that is still registered, and wait for any other. Their queue is
-        separate, because they cannot use free capacity of the replica where they failed."""
+        """Requests that failed at a replica that is still registered, and wait for any other replica. Their
+        queue is separate, because they cannot use free capacity of the replica where they failed."""
         self.queues: dict[str, WaitingQueue] = {}
         """Requests that wait for one replica, by replica id; only non-empty queues."""
         self.waiting = 0
@@ -160,7 +161,7 @@ class RoutedRequestTable:
             self.anywhere.add(request)
 
     def _queue_key(self, request: RoutedRequest) -> tuple[float, ...]:
-        """Sort key of a request among those that wait for any replica."""
+        """Return the sort key of a request among those that wait for any replica."""
         program = request.program
         view = WaitingProgramView(
             request.number,
@@ -238,9 +239,9 @@ class RoutedRequestTable:
             self._fleet.add_in_flight(replica, request.request_id, request.context_tokens, now)
 
     def unregistered_since(self, before_s: float) -> list[RoutedRequest]:
-        """Requests that were sent at or before the time ``before_s`` to replicas that have not registered
-        yet. Such a request needs a timeout, because no event reports the failure of an unregistered
-        replica."""
+        """Return the requests that were sent at or before the time ``before_s`` to replicas that have not
+        registered yet. Such a request needs a timeout, because no event reports the failure of an
+        unregistered replica."""
         return [
             one
             for one in self.unregistered_requests.values()
@@ -278,8 +279,8 @@ class RoutedRequestTable:
                 self.enqueue_for_any(request)
 
     def _count(self, request: RoutedRequest, more: int) -> None:
-        """Add ``more``, 1 or -1, to the number of all waiting requests and to that of the request's
-        tenant."""
+        """Add ``more``, 1 or -1, to the total number of waiting requests and to the number of the tenant's
+        waiting requests."""
         self.waiting += more
         left = self.waiting_of.get(request.tenant, 0) + more
         if left:
@@ -288,8 +289,8 @@ class RoutedRequestTable:
             del self.waiting_of[request.tenant]
 
     def waiting_since(self, before_s: float, most: int) -> list[RoutedRequest]:
-        """Up to ``most`` requests that have waited since the time ``before_s`` or longer. In each queue, the
-        search stops at the first request that arrived after ``before_s``."""
+        """Return up to ``most`` requests that began to wait at or before the time ``before_s``. In each
+        queue, the search stops at the first request that arrived after ``before_s``."""
         found: list[RoutedRequest] = []
         for queue in self.all_queues():
             for tenant_queue in queue.tenant_queues.values():

@@ -1,4 +1,5 @@
-"""Tenants: how much capacity each one uses, its share of the capacity, and whose request is served first."""
+"""Accounting of tenants: the capacity that each tenant uses, its share of the capacity, and the order in
+which tenants are served."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class TenantAccounting:
         """Estimated work and deadline of each program, by tenant. The flag is True if the client stated the
         deadline."""
         self.shares: Mapping[str, float] = {}
-        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed."""
+        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed yet, or
+        tenants do not share capacity."""
         self._shares_due_s = -math.inf
         """Time of the next computation of the shares."""
 
@@ -133,10 +135,11 @@ class TenantAccounting:
             self._counts.policy_failed(error)  # shares stay as they were
 
     def _counted_tasks(self, tenant: str, now: float) -> list[RunningTaskView]:
-        """The tenant's programs that count for its share, each with its work and deadline.
+        """Return the tenant's programs that count for its share, each with its work and deadline.
 
         If the client stated a deadline that is earlier than ``now`` plus the work left, the program counts
-        with ``now`` plus the work left as its deadline. This depends on ``now``, so it is not stored."""
+        with ``now`` plus the work left as its deadline. This depends on ``now``, so it is not stored.
+        """
         tasks = islice(self._tasks.get(tenant, {}).values(), self._fleet.max_running or DEFAULT_MAX_RUNNING)
         return [
             RunningTaskView(task.work_s, now + task.work_s)
@@ -146,10 +149,10 @@ class TenantAccounting:
         ]
 
     def used(self, tenant: str, *, room: bool = False) -> float:
-        """Fraction of all devices' KV capacity that a tenant's requests in flight use.
+        """Return the fraction of all devices' KV capacity that a tenant's requests in flight use.
 
-        With ``room``, a second fraction is computed: the size of the tenant's programs with a home (a
-        replica) ÷ the KV capacity of all tiers. The result is then the larger of the two fractions.
+        With ``room``, a second fraction is computed: the expected size of all programs of the tenant that
+        have a home ÷ the KV capacity of all tiers. Then the larger of the two fractions is returned.
         """
         fleet = self._fleet
         used = self.in_flight_tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
@@ -158,8 +161,8 @@ class TenantAccounting:
         return used
 
     def order(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """The tenants of ``queues``, in the order in which they are served. If the policy fails, tenants are
-        ordered by the arrival of their oldest request.
+        """Return the tenants of ``queues``, in the order in which they are served. If the policy fails,
+        tenants are ordered by the arrival of their oldest request.
 
         ``queues``: each tenant with its waiting requests. ``room``: True if the requests wait for KV
         capacity, False if they wait for a full replica.
@@ -183,7 +186,8 @@ class TenantAccounting:
         self._working.move_to_end(program.key)
 
     def _deadline_s(self, program: RoutedProgram) -> float:
-        """The deadline that the client stated, or an assumed one (see the class), on the core's clock."""
+        """Return the deadline that the client stated, or else the assumed deadline (see the class), on the
+        core's clock."""
         if program.deadline_s is not None:
             return program.deadline_s
         life_s = self._expected.life_s(program)

@@ -1,4 +1,4 @@
-"""Statistics of tenants' ended programs, from which ``ProgramEstimator`` estimates later ones."""
+"""Statistics of tenants' ended programs, from which ``ProgramEstimator`` estimates later programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kept = TypeVar("Kept")
 MAX_TENANTS = 64
 """Maximum number of tenants whose statistics are kept."""
 MAX_COUNT = 64
-"""Maximum of a tenant's count of observations in a ``FrequentTenants``."""
+"""Maximum number of observations that a ``FrequentTenants`` counts for one tenant."""
 HALVING_OBSERVATIONS = 1024
 """Number of counted observations after which a ``FrequentTenants`` halves all counts."""
 LENGTH_WINDOW = 64
@@ -28,7 +28,7 @@ MAX_TYPES_OF_ALL = 512
 
 
 class FrequentTenants(Generic[Kept]):
-    """One record per tenant, for the ``MAX_TENANTS`` tenants with the most observations of late.
+    """One record per tenant, for the ``MAX_TENANTS`` tenants with the most observations in recent time.
 
     A new tenant displaces the tenant with the fewest observations. If several tenants have the fewest, the
     most recently observed of them is displaced. So if more than ``MAX_TENANTS`` tenants are equally active,
@@ -106,7 +106,7 @@ class TypeStatistics:
 
     @classmethod
     def restore(cls, peaks: Any, turns: Any, turn_s: Any, life_s: Any) -> TypeStatistics:
-        """The statistics of a ``snapshot``. Raises ``ValueError`` for anything else."""
+        """Build the statistics from a ``snapshot``. Raises ``ValueError`` for anything else."""
         known = cls()
         known.peaks = SortedWindow(LENGTH_WINDOW, _numbers(peaks, 1, whole=True))
         known.turns = SortedWindow(LENGTH_WINDOW, _numbers(turns, 1, whole=True))
@@ -125,7 +125,9 @@ class TenantStatistics:
         """Least recently observed first."""
 
     def observed(self, kind: str | None) -> tuple[TypeStatistics, ...]:
-        """The statistics to update for a program of the agent type ``kind`` (``None``: without a type)."""
+        """Return the statistics to update for a program of the agent type ``kind`` (``None``: without a
+        type). Adds a new type. If there are more than ``MAX_AGENT_TYPES``, drops the least recently observed
+        type."""
         if kind is None:
             return (self.all,)
         found = self.types.get(kind)
@@ -139,29 +141,32 @@ class TenantStatistics:
     def lengths(
         self, kind: str | None, of: Callable[[TypeStatistics], SortedWindow], least: int
     ) -> Sequence[int]:
-        """Lengths, ascending, of the programs of an agent type. If there are fewer than ``least``, or
-        ``kind`` is ``None``, the lengths of all types; empty if these are fewer than ``least`` too. ``of``
-        selects the lengths from a ``TypeStatistics``. The result is a live view: do not keep it."""
+        """Return the lengths of the programs of an agent type, ascending. If the type has fewer than
+        ``least``, or ``kind`` is ``None``, return the lengths of all types. If there are fewer than ``least``
+        of these too, the result is empty. ``of`` selects the lengths from a ``TypeStatistics``. The result is
+        a live view: do not keep it."""
         for one in (self.types.get(kind) if kind is not None else None, self.all):
             if one is not None and len(of(one).ordered) >= least:
                 return of(one).ordered
         return ()
 
     def mean(self, kind: str | None, of: Callable[[TypeStatistics], SlidingMean]) -> float | None:
-        """The mean that ``of`` selects from the ``TypeStatistics`` of an agent type. If the type has no
-        values, or ``kind`` is ``None``, the mean over all types. ``None``: there are no values at all."""
+        """Return the mean of an agent type. If the type has no values, or ``kind`` is ``None``, return the
+        mean over all types. ``None``: there are no values at all. ``of`` selects the mean from a
+        ``TypeStatistics``."""
         for one in (self.types.get(kind) if kind is not None else None, self.all):
             if one is not None and of(one).count():
                 return of(one).mean()
         return None
 
     def snapshot(self) -> list[list[Any]]:
-        """All statistics as a JSON-able document: first of all types, then by type."""
+        """Return all statistics as a JSON-able document: first those of all types together, then those of
+        each type."""
         return [[None, *self.all.snapshot()], *([kind, *one.snapshot()] for kind, one in self.types.items())]
 
     @classmethod
     def restore(cls, document: Any) -> TenantStatistics:
-        """The statistics of a ``snapshot``. Raises ``ValueError`` for anything else."""
+        """Build the statistics from a ``snapshot``. Raises ``ValueError`` for anything else."""
         known = cls()
         match document:
             case [[None, peaks, turns, turn_s, life_s], *by_type]:
@@ -184,7 +189,8 @@ class ProgramStatistics(FrequentTenants[TenantStatistics]):
         super().__init__(TenantStatistics)
 
     def of_program(self, tenant: str, kind: str | None) -> tuple[TypeStatistics, ...]:
-        """The statistics to update for a program of a tenant and an agent type (``None``: without a type)."""
+        """Count an observation of a tenant; return the statistics to update for a program of the tenant and
+        of the agent type ``kind`` (``None``: without a type)."""
         known = self.observed(tenant)
         is_new = kind is not None and kind not in known.types
         found = known.observed(kind)
@@ -198,7 +204,7 @@ class ProgramStatistics(FrequentTenants[TenantStatistics]):
 
     @classmethod
     def restore(cls, document: list[Any]) -> ProgramStatistics:
-        """The statistics of a ``snapshot``. Raises ``ValueError`` for a list of anything else."""
+        """Build the statistics from a ``snapshot``. Raises ``ValueError`` for a list of anything else."""
         restored = cls()
         for entry in document[-MAX_TENANTS:]:
             match entry:
