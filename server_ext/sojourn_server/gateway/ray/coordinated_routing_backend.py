@@ -57,14 +57,14 @@ LONG_POLL_TIMEOUT_S = 20.0
 RETRY_S = 0.2
 """Seconds between two attempts to join."""
 SWEEP_INTERVAL_S = 0.25
-"""Seconds between two looks at waiting requests and outdated replicas."""
+"""Seconds between two checks of waiting requests and outdated replicas."""
 
 UNEXPECTED_RESPONSE = "an answer of the coordinator was not understood; please report this"
 
 
 class CoordinatedRoutingBackend:
-    """Routing backend of one gateway, whose decisions come from a remote coordinator. Used in the event loop
-    in which ``run`` runs."""
+    """Routing backend of one gateway, whose decisions come from a remote coordinator. Use it only in the
+    event loop in which ``run`` runs."""
 
     def __init__(
         self,
@@ -151,12 +151,13 @@ class CoordinatedRoutingBackend:
         self._queue_event(event)
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """Id of the replica that is a program's home; ``None``: unknown to this gateway."""
+        """Return the id of the replica that is a program's home; ``None``: unknown to this gateway."""
         home = self.homes.get(tenant, program_id)
         return home[0] if home is not None else None
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """Statuses of all programs that have not ended; empty if the coordinator does not answer."""
+        """Return the statuses of all programs that have not ended; empty if the coordinator does not
+        answer."""
         await self._flush_and_wait()
         try:
             return await call_with_timeout(self._calls.programs())
@@ -164,8 +165,8 @@ class CoordinatedRoutingBackend:
             return ()
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """Statuses of all known replicas. If the coordinator does not answer, the statuses count only this
-        gateway's own requests."""
+        """Return the statuses of all known replicas. If the coordinator does not answer, the statuses count
+        only this gateway's own requests."""
         await self._flush_and_wait()
         try:
             state = await call_with_timeout(self._calls.state())
@@ -175,11 +176,12 @@ class CoordinatedRoutingBackend:
         return state.pairs or state.replicas
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Always ``None``, because the coordinator does not report which engine answered."""
+        """Return ``None`` always, because the coordinator does not report which engine answered."""
         return None
 
     def shares_used(self) -> dict[str, float]:
-        """By tenant: used capacity ÷ share, as of the last call of ``replicas``; empty before."""
+        """Return used capacity ÷ share by tenant, as of the last call of ``replicas``; empty before the first
+        call."""
         return self._uses
 
     def probed(self, replica_id: str, instance: str, alive: bool) -> None:
@@ -189,7 +191,7 @@ class CoordinatedRoutingBackend:
         self._flush()
 
     def _direct_home(self, asked: routing_events.RequestReceived) -> str | None:
-        """Id of the home to which a turn may be sent without asking the coordinator; ``None``: the
+        """Return the id of the home to which a turn may be sent without asking the coordinator; ``None``: the
         coordinator decides."""
         home = self.homes.get(asked.tenant, asked.program_id) if asked.program_id is not None else None
         place = self.places.get(home[0]) if home is not None else None
@@ -395,8 +397,8 @@ class CoordinatedRoutingBackend:
             self._unavailable_since_s = self._clock()
 
     def _receive(self, answer: CoordinatorResponse) -> None:
-        """Process an answer of the coordinator: replicas, actions and homes. An answer of another epoch, or
-        with another status than ``OK``, means that the coordinator is lost."""
+        """Process an answer of the coordinator: replicas, actions and homes. An answer with another epoch, or
+        with a status other than ``OK``, means that the coordinator is lost."""
         if answer.status is not ResponseStatus.OK or answer.epoch != self.epoch:
             # Answers of a superseded coordinator are ignored.
             self.epoch = max(self.epoch, answer.epoch)
@@ -467,8 +469,8 @@ class CoordinatedRoutingBackend:
                 self._decide_locally(one)
 
     async def _sweep(self) -> None:
-        """Regularly forget outdated replicas and, if the coordinator is unavailable for ``fallback_s``,
-        decide about waiting requests. Runs until cancelled."""
+        """Forget outdated replicas regularly. If the coordinator has been unavailable for ``fallback_s``,
+        also decide about waiting requests. Runs until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             if self.joined:

@@ -60,10 +60,10 @@ class Coordinator:
     """Makes the routing decisions for all gateways.
 
     A coordinator has an epoch, a number by which gateways and engines distinguish it from earlier and later
-    coordinators. The epoch is the Unix time in milliseconds at the start. If the checkpoint's epoch is not
-    lower, the epoch is the checkpoint's plus one. A coordinator that learns of a higher epoch is ``deposed``
-    and makes no more decisions. There is one exception: a coordinator without a checkpoint that has had no
-    requests yet raises its own epoch instead.
+    coordinators. The epoch is the Unix time in milliseconds at the start. If the checkpoint's epoch is equal
+    or higher, the epoch is the checkpoint's epoch plus one. A coordinator that learns of a higher epoch is
+    ``deposed`` and makes no more decisions. There is one exception: a coordinator raises its own epoch
+    instead if it has no checkpoint and has had no requests yet.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class Coordinator:
         return msgspec.structs.replace(answer, homes=homes)
 
     def _outbox_of(self, message: ReportRequest | PollRequest) -> Outbox | CoordinatorResponse:
-        """The outbox of the gateway that sent ``message``. If the gateway has to join, or if this coordinator
-        is deposed, the response that says so."""
+        """Return the outbox of the gateway that sent ``message``. If the gateway has to join, or if this
+        coordinator is deposed, return the response that says so."""
         if self._is_superseded_by(message.epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         outbox = self.post.box(message.gateway_id)
@@ -239,8 +239,8 @@ class Coordinator:
         return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
 
     def _answer(self, outbox: Outbox, acked: int, places_version: int) -> CoordinatorResponse:
-        """The response with a gateway's actions after number ``acked``, and with the replicas if they have
-        changed since ``places_version``."""
+        """Return the response with a gateway's actions after number ``acked``, and with the replicas if they
+        have changed since ``places_version``."""
         first, mail = outbox.since(acked)
         shown = self.engines.shown if places_version != self.engines.version else None
         return CoordinatorResponse(
@@ -326,7 +326,7 @@ class Coordinator:
         return DrainResponse(self.epoch, sum(self.core.in_flight(place.replica_id) for place in places))
 
     def _drain(self, places: Iterable[ReplicaInfo]) -> None:
-        """Drain the replicas ``places`` at the core."""
+        """Tell the core to drain these replicas."""
         for place in places:
             event = self.core.drain_event(place.replica_id, place.instance)
             if event is not None:
@@ -473,7 +473,7 @@ class Coordinator:
         self._home_changes.schedule_flush()
 
     def _checkpoint(self) -> CoordinatorCheckpoint:
-        """A checkpoint of the present state."""
+        """Return a checkpoint of the present state."""
         return CoordinatorCheckpoint(
             epoch=self.epoch,
             unix_s=self._wall(),
@@ -484,7 +484,7 @@ class Coordinator:
     # -- questions ------------------------------------------------------------------
 
     async def state(self) -> CoordinatorState:
-        """The coordinator's state, for operators, with the statuses of all replicas."""
+        """Return the coordinator's state, for operators, with the statuses of all replicas."""
         links_of = self._admission.links_of if self._admission is not None else lambda replica_id: {}
         found = with_links(self.core.replica_statuses(), links_of)
         pairs = [one for one in found if isinstance(one, PairEngineStatus)]
@@ -494,5 +494,6 @@ class Coordinator:
         return CoordinatorState(self.epoch, self.restored, gateways, wanted, replicas, uses, pairs)
 
     async def programs(self) -> list[ProgramRouteStatus]:
-        """Statuses of all programs. They are not part of ``state``, because they may take many megabytes."""
+        """Return the statuses of all programs. They are not part of ``state``, because they may take many
+        megabytes."""
         return self.core.program_statuses()

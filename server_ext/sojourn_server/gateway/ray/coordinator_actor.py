@@ -32,8 +32,8 @@ def load_policy_preset(config: RayConfig) -> ClusterPreset:
 
 
 def routing_rules(config: RayConfig) -> RoutingRules:
-    """The rules from which the coordinator's core is built: the cluster preset, or the settings for pairs.
-    Raises ``PresetError``."""
+    """Return the rules from which the coordinator's core is built: the cluster preset, or the settings for
+    pairs. Raises ``PresetError``."""
     if not config.in_pairs:
         return load_policy_preset(config)
     pairs = config.pairs
@@ -43,9 +43,10 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 
 class CoordinatorActor:
-    """Ray actor that runs the coordinator. All messages in and out are encoded. If its coordinator is
+    """Ray actor that runs the coordinator. All messages in and out are encoded. If the coordinator is
     deposed, the actor exits, so that clients find the newer coordinator. It also exits if all clients have
-    other settings but the same checkpoint. Clients then start a coordinator with their settings."""
+    other settings than the coordinator, but the same checkpoint. Clients then start a coordinator with their
+    settings."""
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -79,7 +80,7 @@ class CoordinatorActor:
 
 
 def get_coordinator_handle(config: RayConfig) -> Any:
-    """The handle of the coordinator's actor. Starts the actor if there is none."""
+    """Return the handle of the coordinator's actor. Starts the actor if there is none."""
     options = {
         "name": ACTOR_NAME,
         "namespace": config.namespace,

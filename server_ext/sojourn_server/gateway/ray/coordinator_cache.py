@@ -68,7 +68,8 @@ class ProgramAffinityCache:
 
 
 INHERITED_TTL_S = 10.0
-"""Seconds after which a replica of the previous coordinator is forgotten, unless the new one reports it."""
+"""Seconds after which a replica of the previous coordinator is forgotten, unless the new coordinator reports
+it."""
 
 
 class ReplicaCache(Mapping[str, ReplicaInfo]):
@@ -76,19 +77,19 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
     gateway's table of addresses."""
 
     def __init__(self, replicas: ReplicaAddresses, on_gone: Callable[[str, str], None]) -> None:
-        """``on_gone`` is called with the id and instance of each replica that is not known any more."""
+        """``on_gone`` is called with the id and instance of each replica that is gone or has restarted."""
         self.version = -1
         """Version of the coordinator's last report; -1: there was none since this gateway joined."""
         self.inherited: dict[str, ReplicaInfo] = {}
-        """Replicas of the previous coordinator that the new one has not reported yet."""
+        """Replicas of the previous coordinator that the new coordinator has not reported yet."""
         self._inherited_s = 0.0
         self._places: dict[str, ReplicaInfo] = {}
         self._replicas = replicas
         self._on_gone = on_gone
 
     def joined(self, now: float, *, another: bool) -> None:
-        """Record that this gateway joined a coordinator. ``another``: whether this is a different coordinator
-        from the last one."""
+        """Record that this gateway joined a coordinator. ``another``: whether this coordinator is not the one
+        that this gateway joined before."""
         self.version = -1
         if another:
             self.inherited = dict(self._places)
@@ -109,7 +110,8 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
             self._set_replicas(reported)
 
     def _set_replicas(self, places: Sequence[ReplicaInfo]) -> None:
-        """Set the reported replicas, update the table of addresses, and call ``on_gone`` for lost ones."""
+        """Set the reported replicas, update the table of addresses, and call ``on_gone`` for replicas that
+        are gone or have restarted."""
         reported = {place.replica_id: place for place in places}
         self.inherited = {name: place for name, place in self.inherited.items() if name not in reported}
         before, self._places = self._places, {**self.inherited, **reported}

@@ -1,4 +1,5 @@
-"""A coordinator's options, and its checkpoint for its successor, in a file that is replaced as a whole."""
+"""Options of a coordinator, and the checkpoint file from which its successor restores the state. The file is
+always replaced as a whole."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """Epoch of the coordinator."""
     unix_s: float
-    """Unix time of ``core``."""
+    """Unix time, in seconds, at which ``core`` was copied."""
     core: RoutingState | None
     """State of the routing core; ``None``: the coordinator has only just started."""
     engines: dict[str, list[ReplicaInfo]]
@@ -62,7 +63,8 @@ class _CheckpointHeader(msgspec.Struct):
 
 
 def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
-    """Read a checkpoint. ``None``: there is no file, or the file cannot be read, which is logged."""
+    """Read a checkpoint. Returns ``None`` if there is no file, or if the file cannot be read. Only the second
+    case is logged."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=CoordinatorCheckpoint)
     except FileNotFoundError:
@@ -73,7 +75,7 @@ def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
 
 
 def read_checkpoint_epoch(path: Path) -> int:
-    """Epoch of the coordinator that wrote the file; 0: there is no file, or it cannot be read."""
+    """Return the epoch of the coordinator that wrote the file; 0: there is no file, or it cannot be read."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=_CheckpointHeader).epoch
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -133,7 +135,8 @@ class CheckpointWriter:
         return self._written == self._changes
 
     def write(self, checkpoint: CoordinatorCheckpoint) -> bool:
-        """Write a checkpoint now. Returns False if the write failed; the failure is logged."""
+        """Write a checkpoint now, unless a later coordinator has written the file. Returns False if the write
+        failed; the failure is logged."""
         try:
             self._on_epoch(write_checkpoint(self._path, checkpoint))
         except OSError as error:

@@ -137,7 +137,7 @@ class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     mail: tuple[routing_events.AnyRoutingAction, ...] = ()
     """Actions that the gateway has not acknowledged. The gateway skips those that it already has."""
     homes: HomeChanges | None = None
-    """Changed homes of programs; ``None``: none has changed, or this is not the answer to a poll."""
+    """Changed homes of programs; ``None``: no home has changed, or this is not the answer to a poll."""
     places: tuple[ReplicaInfo, ...] | None = None
     """All replicas; ``None``: unchanged since the version that the gateway has."""
     places_version: int = -1
@@ -232,8 +232,8 @@ def decode_message(data: bytes, kind: type[Message]) -> Message:
 def encodable_events(
     events: Sequence[routing_events.AnyRoutingEvent], log: RateLimitedLog
 ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-    """Those of ``events`` that can be encoded. Other events are logged and left out. A ``RequestFinished``
-    that cannot be encoded is replaced by one with only its request id, replica and ``answered``."""
+    """Return the events that can be encoded. All other events are logged and left out. A ``RequestFinished``
+    is not left out, but replaced by one with only the request id, replica and ``answered``."""
     found: list[routing_events.AnyRoutingEvent] = []
     for event in events:
         try:

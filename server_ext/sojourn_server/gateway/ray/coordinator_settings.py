@@ -21,12 +21,12 @@ OWN_CLIENT_TIMEOUT_S = 30.0
 """If no client with the coordinator's settings has sent a message for this many seconds, the coordinator
 assumes that there is none. Engines register twice a second, and gateways poll at least every 20 s."""
 REPEAT_LOG_S = 3600.0
-"""Seconds until the same line is logged again."""
+"""Minimum seconds until the same line is logged again."""
 
 
 def settings_digest(config: RayConfig) -> str:
-    """A short digest of the settings that a coordinator reads when it starts. The contents of a policy file
-    are not part of it."""
+    """Return a short digest of the settings that a coordinator reads when it starts. The digest does not
+    cover the contents of a policy file."""
     settings = (
         config.policy,
         config.policy_file,
@@ -42,8 +42,8 @@ def settings_digest(config: RayConfig) -> str:
 
 
 def checkpoint_digest(config: RayConfig) -> str:
-    """A short digest of the checkpoint's path. A coordinator with another path does not get the state in this
-    checkpoint."""
+    """Return a short digest of the checkpoint's path. Only a coordinator with the same path gets the state in
+    the checkpoint."""
     return _digest(config.checkpoint)
 
 
@@ -56,9 +56,9 @@ class CoordinatorSettings:
 
     ``serve deploy`` replaces gateways and engines one by one, so for a while clients with old and new
     settings send messages. If the coordinator ended then, a client with the old settings could start it
-    again. Therefore the coordinator ends only when no client has the coordinator's settings any more. It does
-    not end if its successor would not get its state, because there is no checkpoint, or because a client has
-    another checkpoint path.
+    again. Therefore the coordinator ends only when no client has the coordinator's settings any more. It
+    keeps running if its successor would start without its state, because there is no checkpoint, or because a
+    client has another checkpoint path.
     """
 
     def __init__(self, config: RayConfig, clock: Callable[[], float] = time.monotonic) -> None:

@@ -60,7 +60,7 @@ async def serve_http(app: Starlette, host: str, port: int) -> None:
 
 async def serve_metrics(metrics: GatewayMetrics, config: RayConfig) -> None:
     """Serve this gateway's own metrics (``own_exposition``) until cancelled, at the first free port from
-    ``metrics_port`` on."""
+    ``metrics_port`` on. If no port is free, log an error and return."""
     assert config.metrics_port is not None
     used = (config.port, config.direct_port)
     bound = first_free_socket(config.host, config.metrics_port, used)
@@ -119,8 +119,8 @@ def bound_socket(host: str, port: int, *, shared: bool = True) -> socket.socket:
 
 
 def first_free_socket(host: str, first: int, used: Collection[int | None]) -> socket.socket | None:
-    """Open a TCP socket at the first free port from ``first`` on, for this process alone. ``used``: ports to
-    skip. ``None``: none of ``MAX_TRIED_PORTS`` ports is free."""
+    """Open a TCP socket at the first free port from ``first`` on, for this process alone. Returns ``None`` if
+    none of ``MAX_TRIED_PORTS`` ports is free. ``used``: ports to skip."""
     for port in range(first, min(first + MAX_TRIED_PORTS, 65536)):
         if port not in used:
             with contextlib.suppress(OSError):
@@ -200,8 +200,8 @@ class EngineReplica:
         self._supervisor.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the statistics that ``autoscaling_policy`` reads; empty: the wanted number is unknown. A
-        zero would lower Serve's average over time."""
+        """Return the statistics that ``autoscaling_policy`` reads; empty: the wanted number of engines is
+        unknown. A reported zero would lower Serve's average over time."""
         wanted = self._supervisor.wanted_engines
         return {WANTED_ENGINES_METRIC: float(wanted)} if wanted else {}
 
@@ -223,8 +223,8 @@ def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]
 
 
 def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str]:
-    """The command that starts an engine of a group, with placeholders such as ``{port}``. ``host``: address
-    at which a prefill or decode engine listens for KV."""
+    """Return the command that starts an engine of a group, with placeholders such as ``{port}``. ``host``:
+    address at which a prefill or decode engine listens for KV."""
     if group.engines.command:
         return list(group.engines.command)
     args = list(group.engines.args)
@@ -240,7 +240,8 @@ def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str
 
 
 def _role_args(config: RayConfig, role: str, args: Sequence[str], host: str) -> list[str]:
-    """The arguments of ``sojourn serve`` for a prefill or decode engine, beside the configured ``args``."""
+    """Return the arguments of ``sojourn serve`` that a prefill or decode engine needs in addition to the
+    configured ``args``."""
     assert config.pairs.store is not None, "the configuration was checked"
     own = ["--role", role, "--kv-store", config.pairs.store, "--kv-node", "{node}"]
     own += ["--kv-store-name", f"{config.name[:40]}-{role}-{{rank}}"]
@@ -250,7 +251,7 @@ def _role_args(config: RayConfig, role: str, args: Sequence[str], host: str) -> 
 
 
 def _node_name() -> str:
-    """A unique name of this Ray node: Ray's name for it, else its id."""
+    """Return a unique name of this Ray node: the name that Ray has for the node, or else the node's id."""
     node_id = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["NodeID"] == node_id and node.get("NodeName"):
@@ -293,13 +294,13 @@ class RayEngineMonitor(EngineMonitorProtocol):
             self._routing_backend.probed(action.replica_id, action.instance, alive is True)
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
-        """The last description of a replica's engine; ``None``: unknown."""
+        """Return the last description of a replica's engine; ``None``: unknown."""
         place = self._routing_backend.places.get(replica_id)
         return place.description if place is not None else None
 
     def missing(self) -> list[str]:
-        """Names of the deployments with fewer engines than their minimum number. Each name occurs once per
-        missing engine. An engine is missing if the coordinator does not know it."""
+        """Return the names of the deployments with fewer engines than their minimum number, each name once
+        per missing engine. An engine is missing if the coordinator does not know it."""
         places = self._routing_backend.places.values()
         engines = {
             (place.url, place.paths.role.value if place.paths is not None else None) for place in places
@@ -376,7 +377,7 @@ def application(config: RayConfig) -> Any:
 
 
 def _engine_deployment(group: EngineGroup) -> Any:
-    """The Serve deployment of one group of engines."""
+    """Return the Serve deployment of one group of engines."""
     engines = group.engines
     number: dict[str, Any] = {"num_replicas": engines.min}
     if engines.scales:
@@ -434,5 +435,5 @@ def build(args: dict[str, Any]) -> Any:
 
 
 def log_dir() -> Path:
-    """Default folder for engines' logs."""
+    """Return the default folder for engines' logs."""
     return Path(tempfile.gettempdir()) / f"sojourn-{getpass.getuser()}" / "engines"

@@ -24,8 +24,8 @@ class AutoscaleLimits:
     target_use: float = 0.8
     """Engines are added if programs need more than this fraction of the engines' KV capacity."""
     shrink_below_use: float = 0.6
-    """An engine is removed only if programs need less than this fraction of the other engines' KV
-    capacity."""
+    """An engine is removed only if programs need less than this fraction of the KV capacity that the
+    remaining engines would have."""
     shrink_after_s: float = 300.0
     """Seconds for which the need must stay below ``shrink_below_use`` before an engine is removed. Engines
     take minutes to start, and lose their KV when they stop."""
@@ -52,8 +52,9 @@ def wanted_engines(
     one after each ``shrink_after_s`` of low demand.
 
     ``programs_tokens``: total size of programs with a home, and of programs that wait for capacity.
-    ``engine_tokens``: KV capacity of one engine in all tiers; 0: unknown, so the number stays within
-    ``limits`` but unchanged otherwise. ``before``: the last decision."""
+    ``engine_tokens``: KV capacity of one engine in all tiers; 0: unknown. Then the number stays the same,
+    within ``limits``. ``before``: the last decision.
+    """
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if engine_tokens <= 0:
         return AutoscaleDecision(engines)
@@ -100,7 +101,7 @@ class Autoscaler:
     def hold(self, former: int, running: int) -> None:
         """Keep the number of engines that an earlier coordinator wanted, or else the number that run now.
         Called at an engine's first registration. Without this call, a new coordinator, which knows no demand
-        yet, would remove running engines. No effect once demand has changed the number.
+        yet, would remove running engines. No effect once the number follows known demand (``_Basis.DEMAND``).
 
         ``former``: number that an earlier coordinator wanted, as the engine reports it; 0: unknown.
         ``running``: number of running engines; it counts only until an engine reports ``former``. ``former``

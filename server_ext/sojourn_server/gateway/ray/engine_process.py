@@ -40,7 +40,7 @@ STOP_GRACE_S = 10.0
 """Seconds for an engine to end after SIGTERM before it is killed."""
 
 _EXCLUDED_PREFIXES = ("RAY_", "SERVE_")
-"""Beginnings of the names of Ray's variables, which engines do not get."""
+"""Prefixes of the names of Ray's environment variables. Engines do not get these variables."""
 # Ray sets this variable to the actor's reserved CPUs; the engine may use more.
 _EXCLUDED_VARIABLES = frozenset({"OMP_NUM_THREADS"})
 
@@ -91,8 +91,8 @@ class EngineProcess:
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ended = False
-        """Whether ``end`` has killed the process group. Then another process group may have the same
-        number."""
+        """Whether ``end`` has killed the process group. Afterwards the group's number may belong to other
+        processes."""
         self._session: aiohttp.ClientSession | None = None
         self._probe: EngineProbe | None = None
 
@@ -151,9 +151,9 @@ class EngineProcess:
         return await self._probe.check_health()
 
     async def describe(self) -> EngineDescription | None:
-        """Request the engine's description; ``None``: there is none yet. If the new description is
-        incomplete, the last complete one is returned: with values missing, the engine would look like another
-        engine."""
+        """Request the engine's description; ``None``: there is no description yet. If the new description is
+        incomplete, the last complete one is returned, because an engine whose description lacks values looks
+        like another engine."""
         assert self._probe is not None, "the engine was not started"
         described = await self._probe.describe()
         if described is not None:
@@ -162,7 +162,7 @@ class EngineProcess:
 
     def _is_enough(self, answered: Collection[str]) -> bool:
         """Whether the answered paths suffice for a first description. With a role, the answer to
-        ``/capabilities`` is needed; without one, any answer suffices."""
+        ``/capabilities`` is needed; without a role, any answer suffices."""
         return CAPABILITIES_PATH in answered if self.role is not None else bool(answered)
 
     def _read(self, *answers: Any) -> EngineDescription:
@@ -196,7 +196,7 @@ class EngineProcess:
             self._session = None
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines of the engine's log; empty if the log cannot be read."""
+        """Return the last ``lines`` lines of the engine's log; empty if the log cannot be read."""
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
@@ -239,7 +239,7 @@ class EngineProcess:
             raise EngineFailed(f"the engine cannot be in a pair: {why}")
 
     def _format_command(self) -> list[str]:
-        """The command with the values of all placeholders."""
+        """Return the command with the values of all placeholders."""
         here = {"{host}": self._host, "{port}": str(self.port), "{engine}": self.engine_id}
         words = {**self._words, **here}
         filled = []
@@ -256,7 +256,7 @@ class EngineProcess:
 
 
 def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """The environment for an engine: ``here`` without Ray's variables, plus ``added``."""
+    """Return the environment variables for an engine: ``here`` without Ray's variables, plus ``added``."""
     kept = {
         name: value
         for name, value in here.items()
@@ -266,7 +266,7 @@ def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, 
 
 
 def _free_port(host: str) -> int:
-    """A TCP port that is free at ``host`` now. Another process may take it before the engine does."""
+    """Return a TCP port that is free at ``host`` now. Another process may take it before the engine does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))

@@ -38,7 +38,8 @@ class RegistrationResult(NamedTuple):
 
 
 class EngineRegistry:
-    """All engines that have registered, here or with an earlier coordinator, in the order of registration."""
+    """All engines that have registered with this coordinator or an earlier one, in the order of
+    registration."""
 
     def __init__(self, engines: Mapping[str, list[ReplicaInfo]] | None = None) -> None:
         self._engines = {engine: list(places) for engine, places in (engines or {}).items()}
@@ -46,7 +47,7 @@ class EngineRegistry:
         """Instance of each engine that drains, by engine id; ``None`` for an engine that has not registered
         yet."""
         self._heard: set[str] = set()
-        """Ids of the engines that have registered with this coordinator. The others come from the
+        """Ids of the engines that have registered with this coordinator. All other engines come from the
         checkpoint."""
         self.shown: tuple[ReplicaInfo, ...] = ()
         """The list of replicas for gateways, as of the last ``refresh_shown``."""
@@ -54,11 +55,11 @@ class EngineRegistry:
         """Version of ``shown``, which grows with each change."""
 
     def kept(self) -> dict[str, list[ReplicaInfo]]:
-        """A copy of the engines and their replicas, for the checkpoint."""
+        """Return a copy of the engines and their replicas, for the checkpoint."""
         return {engine: list(places) for engine, places in self._engines.items()}
 
     def replicas_of(self, engine_id: str) -> list[ReplicaInfo]:
-        """An engine's replicas; empty: unknown."""
+        """Return an engine's replicas; empty: the engine is unknown."""
         return self._engines.get(engine_id, [])
 
     def engine_of(self, replica_id: str) -> str | None:
@@ -130,7 +131,7 @@ class EngineRegistry:
         return engine_id in self._drains
 
     def running(self, core: RoutingCore, now: float) -> int:
-        """Number of engines that report to this coordinator and do not drain."""
+        """Return the number of engines that report to this coordinator and do not drain."""
         leases = (
             core.lease(self._engines[engine_id][0].replica_id)
             for engine_id in self._heard - self._drains.keys()
@@ -154,8 +155,8 @@ class EngineRegistry:
     def _shown(
         self, place: ReplicaInfo, core: RoutingCore, routing: RoutingPolicy | None, now: float
     ) -> ReplicaInfo | None:
-        """A replica's entry in the list for gateways; ``None``: the replica gets no requests. ``routing``:
-        the policy of an affinity core."""
+        """Return a replica's entry in the list for gateways; ``None``: the replica gets no requests.
+        ``routing``: the policy of an affinity core."""
         health = core.health(place.replica_id)
         if health is None:
             return None

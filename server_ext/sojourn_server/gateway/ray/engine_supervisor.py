@@ -31,8 +31,8 @@ PROCESS_POLL_S = 0.1
 HEARTBEATS_PER_DESCRIPTION = 60
 """Number of heartbeats between two queries for the engine's description."""
 HEARTBEATS_PER_LINK_STATUS = 4
-"""Number of heartbeats between two queries for the description of a prefill or decode engine. Its links are
-queried at the same time."""
+"""Number of heartbeats between two queries for the description of a prefill or decode engine. The engine's
+links are queried at the same time."""
 SUPERVISOR_CALL_TIMEOUT_S = 5.0
 """Seconds that a supervisor waits for the coordinator's answer."""
 DRAIN_POLL_S = 0.2
@@ -57,7 +57,7 @@ class EngineSupervisor:
         self._epoch = 0
         """Highest epoch of a coordinator that has answered."""
         self._failure: str | None = None
-        """Why the engine counts as failed although its process ran; ``None``: it has not failed."""
+        """Why the engine counts as failed although its process had not ended; ``None``: it has not failed."""
         self._rate_limited_log = RateLimitedLog(logger)
         self._supervising: asyncio.Task[None] | None = None
         """The task of ``_supervise``."""
@@ -146,7 +146,8 @@ class EngineSupervisor:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _refresh_description(self) -> None:
-        """Query the engine's description and, for a prefill or decode engine, its links."""
+        """Query the engine's description and, for a prefill or decode engine, its links. An incomplete
+        description is ignored."""
         found = await self.process.describe()
         if isinstance(found, PairEngineDescription):
             self._links = await self.process.links()

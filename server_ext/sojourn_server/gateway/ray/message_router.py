@@ -88,7 +88,7 @@ class MessageRouter:
     def __init__(self) -> None:
         self._outboxes: dict[str, Outbox] = {}
         self._owner: dict[str, str] = {}
-        """Id of the gateway that has each request."""
+        """Id of the gateway to which each request belongs, by request id."""
 
     @property
     def gateways(self) -> KeysView[str]:
@@ -117,8 +117,8 @@ class MessageRouter:
         return box, old.requests - has
 
     def remove_silent_gateways(self, now: float) -> dict[str, list[str]]:
-        """Remove the gateways that were silent for ``GATEWAY_LEASE_S``. Returns their ids with the ids of
-        their requests."""
+        """Remove the gateways that were silent for ``GATEWAY_LEASE_S``. Returns the ids of their requests, by
+        gateway id."""
         found = {}
         for gateway_id, box in list(self._outboxes.items()):
             if now - box.heard_s >= GATEWAY_LEASE_S:
@@ -144,12 +144,13 @@ class MessageRouter:
         together: Sequence[routing_events.AnyRoutingAction],
         reported_by: str | None,
     ) -> None:
-        """Send an action to the gateway that has the action's request.
+        """Send an action to the gateway to which the action's request belongs.
 
-        A ``ProbeReplica`` goes to all gateways. A ``YieldPrograms`` goes to the gateway that has the urgent
-        request. A ``ReleaseProgramKv`` goes to the gateway that gets the ``SendRequest`` for the program's
-        move, because the KV is released after the move. If ``together`` has no such ``SendRequest``, the
-        ``ReleaseProgramKv`` goes to the gateway ``reported_by``, or else to any gateway.
+        A ``ProbeReplica`` goes to all gateways. A ``YieldPrograms`` goes to the gateway to which the urgent
+        request belongs. A ``ReleaseProgramKv`` goes to the gateway that gets the ``SendRequest`` for the
+        program's move, because the KV is released after the move. If ``together`` has no such
+        ``SendRequest``, the ``ReleaseProgramKv`` goes to the gateway ``reported_by``, or else to any gateway.
+        An action is dropped if there is no such gateway.
 
         ``together``: all actions that the same event caused. ``reported_by``: id of the gateway that reported
         the event; ``None``: no gateway reported it.
@@ -176,7 +177,7 @@ class MessageRouter:
             box.post(action)
 
     def wake_all(self) -> None:
-        """Have the running polls of all gateways answered."""
+        """Answer the running polls of all gateways."""
         for box in self._outboxes.values():
             box.wake.set()
 
@@ -194,7 +195,7 @@ class HomeChangeTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def schedule_flush(self) -> None:
-        """Have changed homes sent to gateways when their batch is due, at once or by a timer."""
+        """Send changed homes to gateways when their batch is due: at once, or later by a timer."""
         now = self._clock()
         due_s = self._core.journal.due_s(now)
         if due_s is None or (due_s > 0 and self._timer is not None):

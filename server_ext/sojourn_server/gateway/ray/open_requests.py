@@ -72,8 +72,8 @@ class OpenRequest:
         self.waiting_since_s = now
 
     def as_event(self, now: float) -> routing_events.RequestReceived | routing_events.RequestSent:
-        """The event that reports the request to a coordinator that does not know it. The event's deadline is
-        in seconds from ``now``."""
+        """Return the event that reports the request to a coordinator that does not know it. The event's
+        deadline is in seconds from ``now``."""
         asked = self.asked
         if asked.deadline_s is not None:
             asked = msgspec.structs.replace(asked, deadline_s=asked.deadline_s - now)
@@ -124,11 +124,13 @@ class OpenRequests(Mapping[str, OpenRequest]):
                     one.placed_locally = False
 
     def sent_to(self, replica_id: str) -> list[OpenRequest]:
-        """The requests of this gateway that are at a replica, prefill included."""
+        """Return the requests of this gateway that are at a replica, including those whose prompt is computed
+        there."""
         return [one for one in self._open.values() if one.is_at(replica_id)]
 
     def status_at(self, place: ReplicaInfo) -> ReplicaStatus:
-        """Status of a replica as far as this gateway knows. It counts only this gateway's requests."""
+        """Return the status of a replica as far as this gateway knows. It counts only this gateway's
+        requests."""
         mine = self.sent_to(place.replica_id)
         described = place.description
         load = sum(one.asked.context_tokens for one in mine) / described.capacity_tokens
@@ -173,8 +175,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         return decided
 
     def _count(self, now: float) -> Counter[str]:
-        """Number of this gateway's requests per replica, counted at most once per ``LOAD_COUNT_INTERVAL_S``.
-        The caller adds each of its decisions to the result."""
+        """Return the number of this gateway's requests per replica, counted at most once per
+        ``LOAD_COUNT_INTERVAL_S``. The caller adds each of its decisions to the result."""
         if self._last_count_s is None or not 0 <= now - self._last_count_s < LOAD_COUNT_INTERVAL_S:
             self._last_count_s = now
             self._sent.clear()
@@ -192,8 +194,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         home: str | None,
         now: float,
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
-        """Decide to which of the ``usable`` replicas a request goes; with prefill and decode engines, to
-        which pair (``None``: to none yet). ``sent``: number of requests per replica."""
+        """Decide to which of the ``usable`` replicas a request goes. With prefill and decode engines, decide
+        with ``_choose_pair``. ``sent``: number of requests per replica."""
         if any(place.paths is not None for place in places.values()):
             return self._choose_pair(one, usable, sent, now)
         chosen = min(
@@ -254,9 +256,10 @@ class UnconfirmedEvents:
     the same order. Events about requests are dropped, because the join reports all requests.
 
     If only the answer to a batch was lost, the kept events are processed twice. The second time has an effect
-    only if the state changed in between. A program that began again under its id, or computed KV again at the
-    replica, is then routed anew at its next turn. If another gateway began or cancelled a drain in between,
-    the operator has to do that again. No request fails.
+    only if the state changed in between. A repeated ``ProgramEnded`` or ``KvDropped`` removes the home of a
+    program that has begun again or has new KV at its home. That program is routed anew at its next turn. A
+    repeated drain event undoes what another gateway did in between, so an operator has to repeat that. No
+    request fails.
     """
 
     def __init__(self) -> None:

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 KIND_COUNT_INTERVAL_S = 1.0
 """Seconds between two computations of the kind to serve. If an engine has a new kind or role, the kind to
-serve is computed at once. Each engine registers twice a second, and a computation each time would cost too
-much."""
+serve is computed at once. A computation at each registration would cost too much, since each engine registers
+twice a second."""
 
 DrainEvent = routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled
 """An event that starts or ends a drain."""
@@ -73,7 +73,7 @@ class PairAdmission:
         """Last logged reason why an engine gets no requests, by engine id."""
 
     def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
-        """An engine's last report of its links, by link name; empty: there is none."""
+        """Return an engine's last report of its links, by link name; empty: there is no report."""
         return self._links.get(replica_id, {})
 
     def process_registration(self, registration: EngineRegistration) -> str:
@@ -155,9 +155,8 @@ class PairAdmission:
         return found
 
     def _clear_drained_mark(self, replica_id: str, instance: str) -> None:
-        """Remove the mark that an engine drained because of its kind. Call this when the engine registers
-        with the served kind. No effect if the drain had another reason, or if the core still has the
-        engine."""
+        """Remove the mark that an engine drained because of its kind. Called when the engine registers with
+        the served kind. No effect if the drain had another reason, or if the core still has the engine."""
         if replica_id in self._minority_replicas and replica_id not in self._core.engines:
             self._minority_replicas.discard(replica_id)
             if self._core.drained.get(replica_id) == instance:

@@ -52,8 +52,8 @@ class StartupProgress:
         self._before = RunningReplicas(0, 0)
 
     def line(self, up: RunningReplicas, now_s: float) -> str | None:
-        """The line to report at ``now_s``; ``None``: there is nothing to report. ``up``: numbers of engines
-        and gateways that run now."""
+        """Return the line to report at ``now_s``; ``None``: there is nothing to report. ``up``: numbers of
+        engines and gateways that run now."""
         if up == self._before and now_s - self._last_line_s < REPEAT_INTERVAL_S:
             return None
         self._before, self._last_line_s = up, now_s
@@ -156,8 +156,8 @@ def connect(config: RayConfig, **options: Any) -> None:
 
 
 def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
-    """Number of CPUs that all engines and gateways together reserve. It is computed for the minimum number of
-    engines, or with ``most`` for the maximum."""
+    """Return the number of CPUs that all engines and gateways together reserve, for the minimum number of
+    engines. ``most``: compute for the maximum number of engines instead."""
     engines = sum(
         (one.max if most and one.max is not None else one.min) * one.num_cpus
         for one in (group.engines for group in config.groups)
@@ -182,7 +182,7 @@ def deploy_application(config: RayConfig, say: Callable[[str], None] = lambda te
 
 
 def running_replicas(config: RayConfig) -> RunningReplicas:
-    """The numbers of running replicas, as Serve's controller reports them."""
+    """Return the numbers of running replicas, as Serve's controller reports them."""
     found = serve.status().applications.get(config.name)
     if found is None:
         return RunningReplicas(0, 0)
@@ -273,14 +273,15 @@ def _handle_signals(handler: Any) -> None:
 
 
 def listen_addresses(config: RayConfig) -> str:
-    """Text for the operator with the addresses at which the gateways answer."""
+    """Return a text for the operator with the addresses at which the gateways answer."""
     here = f"http://{config.host}"
     direct = "" if config.direct_port is None else f", and {here}:{config.direct_port} without Serve's proxy"
     return f"{here}:{config.port} answers{direct}"
 
 
 def _describe_engines(config: RayConfig, *, num_cpus: bool = False) -> str:
-    """Text with the minimum number of engines of each role, and with ``num_cpus`` their CPUs."""
+    """Return a text with the minimum number of engines of each role. ``num_cpus``: whether the text also
+    states the number of CPUs that each engine reserves."""
     texts = []
     for _, role, engines in config.groups:
         kind = "engine" if role is None else f"{role} engine"
@@ -290,5 +291,5 @@ def _describe_engines(config: RayConfig, *, num_cpus: bool = False) -> str:
 
 
 def log_directories(config: RayConfig) -> str:
-    """Folders of engines' logs, separated by commas."""
+    """Return the folders of engines' logs, separated by commas."""
     return ", ".join(dict.fromkeys(str(group.engines.log_dir or log_dir()) for group in config.groups))

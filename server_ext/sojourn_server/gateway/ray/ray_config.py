@@ -25,7 +25,7 @@ _KEYS_WITHOUT_PREFILL_DECODE = {
     "policy_file": "pairs are chosen by load alone",
     "allow_policy_modules": "pairs are chosen by load alone",
 }
-"""Keys that must not stand beside ``prefill`` and ``decode``, with the reasons."""
+"""Keys that must be absent if ``prefill`` and ``decode`` are present, with the reasons."""
 _RESERVED_FLAGS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
 """Flags of prefill and decode engines that ``args`` must not have, since the gateway sets them."""
 
@@ -50,8 +50,8 @@ class EnginesConfig:
     """Custom resources that Ray reserves per engine, by name."""
     args: tuple[str, ...] = ()
     """Arguments of ``sojourn serve`` after the model. ``{engine}``, ``{host}`` and ``{port}`` stand for the
-    engine's id and address, ``{rank}`` for the engine's number within this section, which its replacement
-    takes over."""
+    engine's id and address. ``{rank}`` stands for the engine's number within this section; an engine that
+    replaces another gets the same number."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that are added for the engines."""
     command: tuple[str, ...] = ()
@@ -155,8 +155,8 @@ class RayConfig:
     through Serve's proxies. A gateway adds one millisecond to a request, Serve's proxy about nine more."""
     metrics_port: int | None = None
     """First port for gateways' own metrics. Each gateway of a node takes the next free port from here on.
-    ``None``: if there are several gateways, their own metrics are served nowhere, because the gateways share
-    all other ports."""
+    ``None``: there are no such ports. Then the own metrics of several gateways are served nowhere, because
+    the gateways share all other ports."""
     tenants: str | None = None
     """Tenants file; ``None``: all clients are one tenant."""
     keys: KeysConfig = KeysConfig()
@@ -223,7 +223,8 @@ class RayConfig:
         return AutoscaleLimits(min_engines=self.total_min_engines, max_engines=self.total_min_engines)
 
     def plain(self) -> dict[str, Any]:
-        """The configuration as plain data, such as lists and mappings, which ``parse_config`` reads."""
+        """Return the configuration as plain data, such as lists and mappings, which ``parse_config``
+        reads."""
         document = dataclasses.asdict(self)
         for key in _KEYS_WITHOUT_PREFILL_DECODE if self.in_pairs else _PREFILL_DECODE_KEYS:
             del document[key]
@@ -459,7 +460,7 @@ def read_key(name: str | None, key: str, environment: Mapping[str, str] = os.env
 
 
 def _format_value(value: object) -> str:
-    """A value of the configuration for an error message, at most 80 characters."""
+    """Return a value of the configuration as text for an error message, at most 80 characters."""
     # Whole floats are shown as integers, so that -1 looks as it was written.
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     text = repr(int(value) if whole else value)  # type: ignore[call-overload]
@@ -467,7 +468,7 @@ def _format_value(value: object) -> str:
 
 
 def _expected_type(kind: Any) -> str:
-    """The annotated type ``kind`` in words, for an error message."""
+    """Return the annotated type ``kind`` in words, for an error message."""
     plain = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
     if kind in plain:
         return plain[kind]
