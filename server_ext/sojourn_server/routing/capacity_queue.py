@@ -57,7 +57,7 @@ class CapacityQueue:
     ``patience_s``, ``patience`` and ``late_s`` define when a request is late (see the module's docstring).
     ``by_arrival``: whether the queue is in order of arrival. ``reserved_replica``: id of the replica that is
     reserved for a late request; ``None``: no replica is reserved. ``admitted_count``: number of requests that
-    got a replica so far, including new ones that did not wait.
+    got a replica so far, including new requests that did not wait.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class ReplicaHealth(str, Enum):
     DRAINING = "draining"
     SUSPECT = "suspect"
     """The replica was silent for too long or failed at a request. It is probed, keeps its programs, and gets
-    no new ones until it reports."""
+    no new programs until it reports."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Replica:
     """Time of the last probe since the replica's last report; ``None``: there was none."""
     no_yields_until_s: float = 0.0
     """Until this time the replica gets no ``YieldPrograms``, because its engine did not carry out the last
-    one."""
+    order."""
 
     @property
     def sent_load(self) -> float:

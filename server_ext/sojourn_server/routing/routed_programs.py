@@ -36,8 +36,8 @@ MIN_FINISHED_PROGRAMS = 16
 """Minimum number of finished programs of an agent type before their contexts and turns serve as an
 estimate."""
 MIN_SHARING_TENANTS = 3
-"""A tenant with too few ended programs is estimated from the programs of other tenants if at least this many
-tenants have enough. With three, no single tenant determines the median."""
+"""If at least this many tenants have enough ended programs, a tenant with too few is estimated from the
+programs of all these tenants. With three, no single tenant determines the median."""
 SHARED_LENGTHS = 8
 """Number of lengths that each tenant contributes to the estimate for another tenant, evenly spread over its
 sorted lengths. A length is a context length or a number of turns."""
@@ -57,7 +57,7 @@ class RoutedProgram:
     last_s: float
     """Time of the program's last event."""
     deadline_s: float | None = None
-    """Deadline that the client stated; ``None``: none."""
+    """Deadline that the client stated; ``None``: it stated none."""
     home: str | None = None
     """Id of the replica that serves the program's turns; ``None``: no replica yet, or the replica is gone."""
     cached: bool = False

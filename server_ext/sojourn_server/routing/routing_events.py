@@ -100,7 +100,7 @@ class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
     parent_id: str | None = None
     agent_type: str | None = None
     output_tokens: int = 0
-    """Output length, in tokens, that the client expects; 0: none given."""
+    """Output length, in tokens, that the client expects; 0: the client stated none."""
     deadline_s: float | None = None
     """The client's deadline, on the core's clock."""
     prefix: tuple[int, ...] = ()

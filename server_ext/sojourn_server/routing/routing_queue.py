@@ -38,7 +38,7 @@ class RoutedRequest:
     since_s: float
     """Time at which the request arrived."""
     output_tokens: int = 0
-    """Output length that the client expects; 0: none given."""
+    """Output length that the client expects; 0: the client stated none."""
     prefix: tuple[int, ...] = ()
     replica_id: str | None = None
     """The replica that the request waits for or was sent to; ``None``: the request waits for any replica."""
@@ -114,8 +114,8 @@ class _QueueChunk:
 
 
 class TenantQueue:
-    """Waiting requests of one tenant, in the order of ``queue_key``. ``by_arrival``: whether this is the
-    order of arrival.
+    """Waiting requests of one tenant, in the order of ``queue_key``. ``by_arrival``: whether the order of
+    ``queue_key`` is the order of arrival.
 
     The queue can be searched by the KV capacity that requests need. It consists of chunks, and each chunk
     stores the smallest ``needs_tokens`` of its requests. So a search reads one number per chunk, and then the

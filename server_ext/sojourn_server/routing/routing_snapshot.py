@@ -1,7 +1,7 @@
 """Snapshot of a core for its successor: replicas, programs with their homes, and statistics.
 
 The snapshot contains no requests. Gateways report their sent requests to the successor (``RequestSent``), and
-submit the waiting ones again.
+submit their waiting requests again.
 """
 
 from __future__ import annotations

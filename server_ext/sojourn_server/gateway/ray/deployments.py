@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection of a client stays open. Clients and load balancers should close idle
-connections first, so this is longer than their usual limits."""
+connections first, so this time is longer than their usual limits."""
 MAX_TRIED_PORTS = 100
 """Maximum number of ports that a gateway tries for its own metrics."""
 
