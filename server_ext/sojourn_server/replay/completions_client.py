@@ -22,7 +22,7 @@ class ServerError(Exception):
 
 
 class RequestError(Exception):
-    """A request failed. ``reason`` is one of a few fixed texts, so that failures can be counted by reason."""
+    """A request failed. ``reason`` is a short text without details, so that failures can be counted by it."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)

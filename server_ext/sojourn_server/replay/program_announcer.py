@@ -13,8 +13,8 @@ class ProgramAnnouncer(Protocol):
     program."""
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
-        """Return a context manager for one run of a program. ``name``: its agent type. ``parent_id``: id of
-        the program that it is a sub-agent of, if any."""
+        """Return a context manager for one run of a program. ``name``: agent type of the program.
+        ``parent_id``: for a sub-agent, the id of its parent program."""
         ...
 
     def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:

@@ -60,7 +60,7 @@ class ReplayOptions:
     token, which ends the output. Has an effect only with ``force_tokens``: otherwise nothing but
     ``max_tokens`` can end an output, so ``max_tokens`` is always the exact length."""
     vocabulary: int = DEFAULT_VOCABULARY
-    """Upper bound of the token ids in prompts."""
+    """Exclusive upper bound of the token ids in prompts."""
     block_size: int | None = None
     """Tokens per KV block of the server, whose cache reuses only whole blocks. If ``None``, the size that the
     server reports is used."""

@@ -102,7 +102,7 @@ class ReplayTally:
         return notes
 
     def document(self) -> dict[str, Any]:
-        """Return all figures as JSON data, with units in the names; ``None`` for those not measured."""
+        """Return all figures as JSON data, with units in the names; ``None`` if a figure was not measured."""
         completions = [turn.completion for turn in self.turns]
         cached = [c.cached_tokens for c in completions]
         cached_known = bool(cached) and None not in cached

@@ -35,7 +35,8 @@ the FIFO that contains the event or ``None``, whether this is a background event
 
 class EventQueue:
     """Callbacks with due times in virtual seconds. Callbacks with equal due times run in the order of
-    scheduling. ``now_s`` is the due time of the latest event, or a later argument of ``run_due_events``."""
+    scheduling. ``now_s`` is the due time of the event that ran last. After ``run_due_events``, it is the
+    argument of that call."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

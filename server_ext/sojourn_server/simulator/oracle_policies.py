@@ -72,13 +72,14 @@ class OraclePlacement(ResidencyPricePlacement):
     work: ProgramWork
 
     def worth(self, program: ProgramTierView) -> float:
-        """Mean service of the programs so far ÷ the service that this program has left; 1 if it is over."""
+        """Mean total service of a program (``ProgramWork.mean_s``) ÷ the service that ``program`` has left; 1
+        if ``program`` is over."""
         left_s = self.work.left_s(program.program_id)
         return 1.0 if left_s is None else self.work.mean_s / left_s
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key: first ready programs, new or returning, by device blocks × service left, the lowest
-        first; then programs that are not ready."""
+        """Sort key: ready programs (new or returning) come before programs that are not ready. Both groups
+        are in ascending order of device blocks × service left."""
         left_s = self.work.left_s(program.program_id) or 0.0
         behind = program.activity is not ProgramActivity.READY
         order = self.device_blocks(program) * left_s

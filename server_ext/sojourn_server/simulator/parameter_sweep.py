@@ -71,9 +71,9 @@ class ParameterSweep:
         """The specifications of the sweep: all of ``specs`` with the first value, then all of them with the
         second, and so on.
 
-        For a policy that does not use the field, the field is 0 in all of them, so ``run_suite`` runs the
-        specification once. Raises ``SweepError`` if no policy uses the field, ``PolicyError`` for an unknown
-        policy.
+        If a policy does not use the field, the field is 0 in all specifications of this policy, so
+        ``run_suite`` runs only one of them. Raises ``SweepError`` if no policy uses the field,
+        ``PolicyError`` for an unknown policy.
         """
         if not any(self._affects(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)

@@ -1,8 +1,8 @@
 """Replays a recording on a rebuilt scheduler, and compares its decisions and answers with the recorded ones.
 
 A recording has all calls that a live engine made to sojourn's scheduler. Parity means that the replay gives
-the same decisions and answers. Then policies decide in the simulator as they do in the engine, so simulated
-results are valid for the engine. The replay does not import the engine.
+the same decisions and answers. With parity, policies decide in the simulator as they do in the engine, so
+simulated results are valid for the engine. The replay does not import the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .recording_player import RecordingPlayer
 __all__ = ["ParityDifference", "ParityReport", "RecordingError", "replay_recording"]
 
 RECENT_RECORDS = 4000
-"""Number of records before a difference in which the records for ``ParityDifference.before`` are searched."""
+"""``ParityDifference.before`` is chosen from this many records before the difference."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,8 +65,8 @@ def run_in_processes(
     order of tasks.
 
     ``work`` is a module-level function; tasks, reports and answers are pickled. Callbacks run in the caller's
-    thread. They get the index of the task, and ``on_done`` also the answer. ``name`` returns the name of a
-    task for errors.
+    thread. Their first argument is the index of the task. The second is the task (``on_start``), the report
+    (``on_report``) or the answer (``on_done``). ``name`` returns the name of a task for errors.
 
     Each task has a fresh process, so modules that one task loads are invisible to other tasks, and the task's
     memory is freed at its end. If the system can fork, processes fork from a server that has imported only

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 UNLIMITED_S = 1e9
-"""Seconds. Value of time limits that a setting requires, and that no simulation reaches."""
+"""Value, in seconds, of settings that require a time limit. No simulation reaches this limit."""
 
 
 class RoutableRequest(NamedTuple):

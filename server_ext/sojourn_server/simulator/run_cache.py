@@ -176,7 +176,7 @@ def _unused_policy_files(here: Path, preset: str) -> set[Path]:
 
 
 def _imported_words(path: Path) -> set[str]:
-    """Words in a module's import statements; of a statement with several lines, those of the first line."""
+    """Words in a module's import statements. Only the first line of each statement is read."""
     lines = re.findall(r"^\s*(?:from|import) ([^\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {word for line in lines for word in re.findall(r"\w+", line)}
 

@@ -76,7 +76,8 @@ class TurnLog(msgspec.Struct, kw_only=True):
 
 
 class ProgramLog(msgspec.Struct, kw_only=True):
-    """One program: its turns, and the times of its arrival and end. ``finished_s`` ``None``: unfinished."""
+    """One program: its turns, and the times of its arrival and end. ``finished_s`` is ``None`` if the program
+    is unfinished."""
 
     program_id: str
     trace_id: str
@@ -167,9 +168,10 @@ class RunLog(msgspec.Struct, kw_only=True):
     copied_from_disk_bytes: int = 0
     """Bytes read from disk to host memory."""
     hook_failures: int = 0
-    """Errors of sojourn's code in the scheduler, which caught them; anything but 0 is a defect."""
+    """Number of errors of sojourn's code that its scheduler adapter caught; anything but 0 is a defect."""
     refused_hints: int = 0
-    """Client events that the server rejected; anything but 0 is a defect."""
+    """Number of client events whose outcome is not in ``ACCEPTED_OUTCOMES`` (``simulated_clients``); anything
+    but 0 is a defect."""
     scheduler_s: float = 0.0
     """Wall-clock seconds inside calls of the scheduler."""
     wall_s: float = 0.0

@@ -27,8 +27,8 @@ GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
 
 ACCEPTED_OUTCOMES = ("applied", "deferred")
-"""Outcomes of a client event that do not count as a defect. ``deferred``: a ``tool_start`` arrived before its
-request, as may happen on a network."""
+"""Outcomes of a client event that do not count as a defect. ``deferred``: a ``tool_start`` arrived while a
+request of its program was in the engine, as may happen on a network."""
 
 
 class SimulatedOutputs:

@@ -55,8 +55,8 @@ class _Step:
 class SimulatedReplica:
     """An engine, driven by the simulation loop.
 
-    With asynchronous scheduling, the engine plans a step when the step before it begins, and so without the
-    results of the step before.
+    With asynchronous scheduling, the engine plans a step when the previous step begins, so it does not know
+    the previous step's results.
 
     ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if the engine
     is idle. If the engine has requests but can run none, ``due_s`` is the earlier of two times: the end of
@@ -89,7 +89,7 @@ class SimulatedReplica:
         self._on_first_token = on_first_token
         self._on_finished = on_finished
         self._steps: deque[_Step] = deque()
-        """The current step, and the one planned ahead."""
+        """The current step and, if a step is planned ahead, that step; empty between two steps."""
         self._plans_ahead = engine.options.asynchronous
         self._recalled_ids: list[str] = []
 
@@ -100,7 +100,7 @@ class SimulatedReplica:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step that computes tokens is in progress, not one that only waits for copies."""
+        """Whether a step is in progress that computes tokens. False if the step only waits for copies."""
         return bool(self._steps) and self._steps[0].is_computing
 
     def submit(self, message: Callable[[], None]) -> None:
@@ -110,7 +110,7 @@ class SimulatedReplica:
 
     def cancel(self, request_id: str) -> InFlightTurn | None:
         """Withdraw a request. The engine aborts the request before its next action. Returns the request's
-        turn; ``None`` if the engine does not have the request, or not yet."""
+        turn; ``None`` if the request is not in the engine."""
         if request_id not in self.account.live:
             return None
         self._recalled_ids.append(request_id)

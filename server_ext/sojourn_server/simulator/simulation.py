@@ -42,7 +42,7 @@ class SimulationOptions:
     until_s: float | None = None
     """End of the run; with ``None`` it ends when all programs have finished."""
     samples: int = 200
-    """Number of occupancy samples over the whole run; 0 for none."""
+    """Number of occupancy samples over the whole run; 0 for none. Without ``until_s``, none are taken."""
     outputs_contain_tool_calls: bool = True
     """Whether a finished output contains its tool calls, as a real output does. If false, servers know of
     tools by client events only."""
@@ -377,7 +377,7 @@ def sample_occupancy(
     engine: SimulatedEngine, contexts: Sequence[Sequence[bytes]], at_s: float
 ) -> OccupancySample:
     """Sample the KV memory of an engine. ``contexts`` has the block hashes of each program that is between
-    two turns; their cached blocks count as ``idle``."""
+    two turns; the cached blocks among them count as ``idle``. The sample counts no programs."""
     pool = engine.pool
     total = pool.num_gpu_blocks - 1
     unused = pool.get_num_free_blocks()

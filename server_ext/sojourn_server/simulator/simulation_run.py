@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
 """Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. The KV pool of
-``unlimited`` has four tenths of it. If either fills up, the log has a note."""
+``unlimited`` has at least four tenths of this size. If a run recomputes tokens because its memory filled up,
+the log has a note."""
 
 HISTORY_SEED = 1_000_003
-"""Added to a run's seed, it gives the seed of the programs of ``RunSpec.history_programs``."""
+"""Difference between a run's seed and the seed of the programs of ``RunSpec.history_programs``."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
 UNBOUNDED_OCCUPANCY_SAMPLES = 20
-"""Occupancy samples of a run of ``unlimited``, which has a million blocks; also the minimum for clusters."""
+"""Occupancy samples of a run of ``unlimited``, which has a million blocks. A run of a cluster has at least as
+many."""
 
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
@@ -84,8 +86,8 @@ class RunSpec:
     """KV tokens on the device. ``None``: the number in the engine profile or, without an engine profile, as
     many as fit beside the weights."""
     max_model_len: int | None = None
-    """Longest context of the engine; ``None`` for the model's. vLLM requires that one request of this length
-    fits the pool."""
+    """Longest context of the engine. ``None``: the limit in the engine profile or, without an engine profile,
+    that of the model. vLLM requires that one request of this length fits the pool."""
     max_context_tokens: int | None = None
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
     record_accesses: bool = False

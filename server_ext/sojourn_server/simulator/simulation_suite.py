@@ -26,7 +26,7 @@ from .simulation_run import RunSpec, engine_policy, run_simulation
 from .simulator_policies import Bound
 
 OnProgress = Callable[[int, float, int], None]
-"""Callback for progress: gets (number of the run, virtual seconds so far, number of finished programs)."""
+"""Callback for progress: gets (index of the run, virtual seconds so far, number of finished programs)."""
 
 
 @dataclass(slots=True)

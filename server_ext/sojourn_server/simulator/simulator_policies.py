@@ -53,7 +53,8 @@ class SimulatorPolicy:
 
     name: str
     preset: str | None = None
-    """Name of sojourn's preset. Without it and ``preset_file``, the engine has vLLM's own scheduler class."""
+    """Name of sojourn's preset. If there is no ``preset_file`` either, the engine has vLLM's own scheduler
+    class."""
     preset_file: str | None = None
     """Path of a preset file, instead of ``preset``."""
     request_router: type[RequestRouter] = PassThroughRouter
@@ -71,7 +72,7 @@ class SimulatorPolicy:
     """Mean error of the predicted lengths of running outputs: the mean of |ln(actual ÷ predicted)|
     (``NoisyPredictor``). ``None``: the policy makes its own predictions."""
     bound: Bound | None = None
-    """The bound that this stands for; ``None`` if it is a policy."""
+    """The bound, if ``name`` is the name of a bound; ``None`` for a policy."""
     paper: str = ""
     """Paper or source, with sections."""
     leaves_out: str = ""
@@ -94,8 +95,8 @@ class SimulatorPolicy:
     @property
     def eviction_order(self) -> str | None:
         """Name of the eviction order in the package ``limits`` that evicts as this policy does; ``None`` if
-        there is none. There is none for bounds, for policies with host memory, and behind a router that holds
-        requests back."""
+        no order does. It is always ``None`` for bounds, for policies with host memory, and for policies with
+        a router that holds requests back."""
         if self.bound is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()

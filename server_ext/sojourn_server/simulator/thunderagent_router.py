@@ -7,8 +7,8 @@ several. Where paper (arXiv 2602.13692) and code differ, the module follows the 
 - A program is either *active* on a backend (an engine) or *paused*. Requests of an active program pass at
   once. Its whole context counts against the device's KV memory, even while the program runs a tool. Requests
   of a paused program wait.
-- A new program becomes active at once if no program is paused and a backend has capacity for it. Of several
-  such backends, it gets the one with the fewest tokens. Otherwise it is paused.
+- A new program becomes active at once if no program is paused and a backend has capacity for it. Otherwise
+  the program is paused. Of several backends with capacity, it gets the one with the fewest tokens.
 - Every 5 s the router first resumes, then pauses programs. It selects programs to resume, up to the capacity
   of all backends together: those with a waiting request, then new ones, then those in a tool, the smallest
   first within each group. It places these programs, the largest first, each on the backend with the most

@@ -27,8 +27,8 @@ class FittedLatency:
 
     @classmethod
     def of(cls, profile: EngineProfile) -> FittedLatency:
-        """Build the model from ``profile``. Raises ``LatencyProfileError`` for a profile without step costs
-        (version 1) and without decode points."""
+        """Build the model from ``profile``. Raises ``LatencyProfileError`` if the profile has neither step
+        costs (version 1 has none) nor decode points."""
         return cls(
             profile.steps if profile.steps is not None else _step_costs_from_curves(profile),
             profile.device_to_host_bytes_per_s,

@@ -33,8 +33,8 @@ DEFAULT_MODEL = "llama-3.1-8b"
 
 
 def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
-    """Approximate peak bytes of activations per device in vLLM's profiling run, where vLLM measures the
-    actual peak: the largest tensors of one layer, and the logits.
+    """Approximate peak bytes of activations per device: the largest tensors of one layer, and the logits.
+    vLLM measures the actual peak in its profiling run.
 
     Every device has the whole residual and hidden states. Queries, keys, values and the MLP's inner state are
     split over the devices. Logits have 32 bits.

@@ -28,8 +28,8 @@ up p, and touches p no later than c. So the next use of p is no later than that 
 first. On a tie, it evicts c first too, since c is deeper. A request that pins c also pins p. (If a request
 *writes* p before the next use of c, the rule may evict p early; p is back before the lookup of c.) The hits
 of the optimum are therefore the longest cached prefix, as in an engine. There is one exception: after a
-missing block, the optimum may use blocks that another request computed after this one's admission. An engine
-cannot, since it looks up only at admission. This makes the bound lower, so it stays a bound.
+missing block, the optimum may use blocks that other requests have computed since the request's admission. An
+engine cannot, since it looks up only at admission. The exception makes the bound lower, so it stays a bound.
 
 **Optimality.** Let A be any choice of victims that follows the rule up to some eviction. There the rule
 evicts x, and A evicts y. Let B evict x there, and otherwise act like A. Then the caches differ in one place:

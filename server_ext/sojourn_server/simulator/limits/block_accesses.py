@@ -149,8 +149,8 @@ class SequenceEntry(NamedTuple):
     full: int
     """Number of full blocks in ``held``. ``held`` and ``full`` never shrink while the request is admitted."""
     ask: int
-    """Number of leading blocks of the chain that the cache lookup at admission covers. Prefill computes those
-    that are not cached. Decoding computes all later blocks, cached or not."""
+    """Number of leading blocks of the chain that the cache lookup at admission covers. Prefill computes the
+    uncached blocks among them. Decoding computes all later blocks, cached or not."""
 
 
 @dataclass(frozen=True, slots=True)

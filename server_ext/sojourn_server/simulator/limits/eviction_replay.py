@@ -12,8 +12,8 @@ A recorded run fits its pool at all times. Under another order, a request may hi
 holds more blocks than it did in the recorded run at that time. If these additional blocks do not fit, the
 requests admitted last free their additional blocks, last blocks first, and recompute them later
 (``given_back_tokens``). Blocks that still do not fit are held outside the pool and counted
-(``overflow_blocks``). If the log is of a recorded run, duplicates are the only cause. (A log made by hand may
-exceed the pool anyway.)
+(``overflow_blocks``). In the log of a recorded run, only duplicates can cause such an overflow. (A log made
+by hand may exceed the pool without them.)
 
 The replay takes O(1) per block, about 1 µs.
 """
@@ -53,8 +53,8 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     given_back_tokens: int = 0
     """Reused tokens that were freed again for lack of space."""
     overflow_blocks: int = 0
-    """Maximum number of blocks that were outside the pool at one time. If the log is of a recorded run, this
-    is 0 for the offline optimum, and duplicates are the only cause for other orders."""
+    """Maximum number of blocks that were outside the pool at one time. For the log of a recorded run, the
+    number is 0 with the offline optimum. With other orders, only duplicates make it larger."""
     over_belady: float | None = None
     """SAGA's competitive ratio (§7, Definition 3): ``regenerated_tokens`` ÷ ``regenerated_tokens`` of the
     offline optimum; 1 if both are 0. ``None`` if only the optimum's are 0, or before

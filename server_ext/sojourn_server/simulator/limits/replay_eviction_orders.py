@@ -128,9 +128,11 @@ class ProgramEvictionOrder:
 
     Without ``shared_last``, the score of a group is the highest score of its owners. With ``shared_last``,
     groups of two or more running programs are evicted after all other groups, the fewest owners first. The
-    score of another group is that of its running owner or, if none is running, the highest of its owners.
+    score of any other group is the score of its running owner or, if no owner is running, the highest score
+    of its owners.
 
-    A log has no times, so ``last_turn_s`` of a program is the index of the entry that freed its last request.
+    A log has no times, so ``last_turn_s`` of a program is the index of the log entry in which its latest
+    request freed its blocks.
     A program counts as ended after its last entry in the log, even if the end of the run cut it off. The
     owner "" stands for no program, and its blocks count as those of an ended program.
 

@@ -335,7 +335,8 @@ class DecodeDevice:
         heappush(self.ends, (self.progress + steps, state.agent, state))
 
     def next_s(self, now: float) -> float:
-        """Time at which the next request ends, if steps keep their current duration."""
+        """Time at which the next request ends, if steps keep their current duration; ``inf`` without
+        requests."""
         if not self.ends:
             return math.inf
         steps = self.ends[0][0] - self.progress

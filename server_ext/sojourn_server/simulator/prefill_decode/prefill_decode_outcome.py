@@ -16,7 +16,7 @@ at the end (§7.5). In a run with arrivals, the loaded part is the second half."
 FULL = 0.9
 """NICs count as full in a window (``WINDOW_S``) if they read at least this share of what they can read."""
 EARLY = 0.05
-"""Attention times of devices are compared in this first share of a run (Figure 14)."""
+"""Share of a run, from its start, in which attention times of devices are compared (Figure 14)."""
 TTFT_SLO_S = 4.0
 TPOT_SLO_S = 0.05
 """DualPath's SLO (§7.4), in seconds: at most ``TTFT_SLO_S`` mean TTFT, and ``TPOT_SLO_S`` mean TPOT."""
@@ -59,7 +59,7 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens read from storage."""
     nic_max_over_mean: float | None
     """Imbalance of the storage NICs: in each window of 10 s, the bytes of the busiest NIC ÷ the mean of all
-    NICs; averaged over the windows of the loaded part. ``None`` if no NIC read anything in this part."""
+    NICs; averaged over those windows of the loaded part in which any NIC read. ``None`` if there are none."""
     nic_busy: tuple[float, float]
     """Bytes read ÷ bytes that the storage NICs can read in the loaded part: (prefill nodes, decode nodes)."""
     attention_max_over_mean: float | None

@@ -20,7 +20,7 @@ from .prefill_decode_systems import PD_SYSTEMS
 from .trajectories import Trajectory, TrajectoryShaping, load_trajectories, sample_agents
 
 OnProgress = Callable[[int, float, int], None]
-"""Callback for progress: gets (number of the run, virtual seconds so far, number of ended agents)."""
+"""Callback for progress: gets (index of the run, virtual seconds so far, number of ended agents)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +210,8 @@ def _run_spec_in_process(spec: PdSpec, report: ReportCallback) -> PdOutcome:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Context that pauses garbage collection, which would take a third of the time. It is not needed, because
-    turns create no reference cycles."""
+    """Context that pauses garbage collection. Collection would take a third of the time, and is not needed,
+    because turns create no reference cycles."""
     was = gc.isenabled()
     gc.disable()
     try:

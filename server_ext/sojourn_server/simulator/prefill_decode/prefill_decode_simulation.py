@@ -90,8 +90,8 @@ class PdSimulation:
         self.prompt_tokens = self.output_tokens = 0
         """Prompt tokens and output tokens of all finished turns."""
         self.attention_in: list[list[float]] = []
-        """For each window of ``WINDOW_S``, two sums over the prefill steps that began in it: of the maximum,
-        and of the mean, of the devices' attention seconds."""
+        """For each window of ``WINDOW_S``: [sum of maxima, sum of means], over the prefill steps that began
+        in the window. Maximum and mean are those of the devices' attention seconds in a step."""
         self.latencies = None if latencies_from_s is None else TokenLatencies(latencies_from_s)
         self._build(cluster, system, agents)
         arrivals: deque[Event] = deque()
@@ -279,7 +279,8 @@ class PdSimulation:
             self._hit_in_dram(state)
 
     def _prefill_read_done(self, state: AgentState) -> None:
-        """Handle the end of the read by the prefill node's storage NIC. Report how long its queue is."""
+        """Handle the end of a read by the prefill node's storage NIC. If reads still wait for buffer memory,
+        report to the pair scheduler how long the NIC's queue is with them."""
         self._read_done(state)
         node = self.prefill_devices[state.worker].node
         waiting = self._buffers[node].waiting

@@ -82,8 +82,8 @@ def _shaped_trajectories(programs: Iterable[TraceProgram], shaping: TrajectorySh
 
 
 def shape_trajectory(program: TraceProgram, shaping: TrajectoryShaping) -> Trajectory:
-    """Make the trajectory of one program, with the lengths changed by ``shaping``. Empty if the first turn
-    does not fit the maximum context.
+    """Make the trajectory of one program, with the lengths changed by ``shaping``. The result is empty if the
+    first turn does not fit the maximum context.
 
     A turn's cache hit is the prefix that it shares with the program's previous turn, rounded down to Full
     Blocks (A.4). A sub-agent is a program of its own. Programs share nothing.

@@ -45,7 +45,7 @@ def load_value(run: RunLog | RunRow) -> float:
 
 def plot_completion_cdf(runs: Sequence[RunLog], styles: Mapping[str, PlotStyle], since_s: float = 0.0) -> Any:
     """Plot, for each run, the Kaplan-Meier share of finished programs over the completion time, up to the
-    longest observed time. Only programs count that arrived at ``since_s`` virtual seconds or later."""
+    longest observed time. Programs that arrived before ``since_s`` virtual seconds do not count."""
     loads = sorted({load_value(run) for run in runs})
     figure, axes = _panels(len(loads))
     for axis, load in zip(axes, loads, strict=True):

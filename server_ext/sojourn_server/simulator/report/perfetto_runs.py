@@ -9,7 +9,7 @@ from .program_explanation import turn_pairs, turn_phases
 
 
 def add_run(trace: PerfettoTrace, log: RunLog, name: str) -> None:
-    """Add every program of a run to the process ``name`` of ``trace``, and counters of its requests."""
+    """Add a run to ``trace``, as the process ``name``: its programs, and counters of its requests."""
     pid = trace.process(name)
     shown: list[Slice] = []
     for program in sorted(log.programs, key=lambda one: one.arrived_s):

@@ -264,7 +264,7 @@ def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], styles: Mapping[str, Pl
     one line per policy.
 
     The line of a policy is level if the swept field has no effect on the policy. Rows of bounds that were not
-    simulated are skipped. Raises ``ValueError`` if no other row is left.
+    simulated are skipped. Raises ``ValueError`` if no row is left.
     """
     placed = [
         (value.value, row)
@@ -307,7 +307,8 @@ def _place_values(axis: Any, swept: SweepRuns) -> None:
 
 
 def _heading(rows: Sequence[RunRow]) -> str:
-    """Title of a sweep plot: those of trace, hardware, model and load that are the same in all rows."""
+    """Title of a sweep plot: trace, hardware, model and load. Properties that differ between rows are left
+    out."""
     properties: tuple[set[str], ...] = (
         {row.trace for row in rows},
         {row.hardware for row in rows},

@@ -282,7 +282,7 @@ def _causes(program: ProgramLog) -> list[str]:
 
 
 def _percentages(sums: dict[str, float]) -> dict[str, int]:
-    """Integer percentages of the phases that took time, adding up to 100; all 0 if none did."""
+    """Integer percentages of the phases that took time, adding up to 100; all 0 if no phase took time."""
     whole = sum(sums.values())
     if whole <= 0:
         return dict.fromkeys(sums, 0)

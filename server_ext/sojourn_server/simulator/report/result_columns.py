@@ -40,7 +40,7 @@ class ResultColumn(NamedTuple):
     better: Direction | None = None
     """``None``: neither a larger nor a smaller value is better."""
     when: Callable[[RunRow], bool] = lambda row: True
-    """Whether a row needs the column. The column is left out if no row does."""
+    """Whether a row needs the column. A column that no row needs is left out."""
     compare_to_stock: bool = False
     """Whether cells also show the factor relative to the baseline in ``REFERENCES``."""
     decimals: int | None = None
@@ -212,8 +212,8 @@ def with_decimals(column: ResultColumn, rows: Sequence[RunRow]) -> ResultColumn:
 
 
 def columns_to_show(rows: Sequence[RunRow], columns: Sequence[ResultColumn]) -> list[ResultColumn]:
-    """Those of ``columns`` that at least one row needs (``ResultColumn.when``) and in which at least one row
-    has a value other than 0."""
+    """Select from ``columns``. A column is kept if at least one row needs it (``ResultColumn.when``), and at
+    least one row has a value other than 0 in it."""
     kept = []
     for column in columns:
         if not any(column.when(row) for row in rows):

@@ -92,7 +92,7 @@ def read_results(path: str | Path) -> SimulationResults:
 
 
 def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Raise ``ResultsError`` if the version in ``data`` is not ``expected``. Its message names the file,
+    """Raise ``ResultsError`` if the version in ``data`` is not ``expected``. The message names the file,
     ``where``, and the kind of file, ``what``. Without this check, decoding a file of another version would
     only report that some field is missing."""
 

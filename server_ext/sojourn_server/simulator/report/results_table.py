@@ -67,8 +67,8 @@ def title(rows: Sequence[RunRow]) -> str:
 
 
 def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
-    """Size of a memory in tokens. ``field`` is the field of ``RunRow`` with its size in blocks. ``None`` if
-    no policy has such a memory, or if the sizes of policies with such a memory differ."""
+    """Size of a memory in tokens. ``field`` names the field of ``RunRow`` that has the size in blocks.
+    ``None`` if no policy has this memory, or if its size differs between policies that have it."""
     sizes = {(row.policy, getattr(row, field) * row.block_size) for row in rows if not row.limit}
     owners = {policy for policy, size in sizes if size}
     found = {size for policy, size in sizes if policy in owners}
@@ -123,7 +123,8 @@ def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
-    """The notes of the rows, each once. A note that only some policies have begins with their names."""
+    """The notes of the rows, each once. If a note is not about all policies, the names of its policies
+    precede it."""
     owners: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:
@@ -206,8 +207,8 @@ class WrappedColumn(NamedTuple):
 
 
 class WrappedTable:
-    """A table in parts, one below the other, each with as many columns as fit the console's width. ``first``
-    are the columns that every part repeats, at least one."""
+    """A table that is split into parts if it is wider than the console. The parts are printed one below the
+    other. Every part begins with the columns ``first``, at least one."""
 
     def __init__(self, first: Sequence[WrappedColumn], others: Sequence[WrappedColumn]) -> None:
         self._first = first

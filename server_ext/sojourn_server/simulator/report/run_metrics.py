@@ -203,8 +203,9 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
 
 
 def slowdowns(programs: Iterable[ProgramLog], run_end_s: float) -> tuple[list[float], list[float]]:
-    """Completion time ÷ completion time alone: of the finished programs, and lower bounds of the others.
-    Programs whose time alone is unknown do not count."""
+    """Return (slowdowns of the finished programs, lower bounds of the slowdowns of the unfinished programs).
+    A slowdown is the completion time ÷ the completion time alone on an empty engine. Programs without
+    ``ProgramLog.expected_s`` do not count."""
     exact: list[float] = []
     lower_bounds: list[float] = []
     for program in programs:
@@ -358,8 +359,8 @@ def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str
     """Return tenant → share of its programs that met their SLO, 0 to 1. The key ``OVERALL`` stands for all
     programs, with and without a tenant. ``None`` if no program counts.
 
-    SLO: a program finishes by its deadline. The deadline is ``SLO_FACTOR`` × the expected time after the
-    program's arrival. The expected time (``ProgramLog.expected_s``) is what the program takes alone on an
+    SLO: a program finishes by its deadline. The deadline is the program's arrival + ``SLO_FACTOR`` × its
+    expected time. The expected time (``ProgramLog.expected_s``) is what the program takes alone on an
     empty engine; a program without one does not count. An unfinished program has missed its SLO if the run
     ended after its deadline; otherwise it does not count.
     """

@@ -24,7 +24,7 @@ from sojourn_server.traces.trace_schema import (
 )
 
 VOCABULARY_SIZE = 32_000
-"""Upper bound of the token ids in replayed prompts and outputs. No model reads these ids."""
+"""Exclusive upper bound of the token ids in replayed prompts and outputs. No model reads these ids."""
 
 
 class NoProgramFitsError(TraceError):
