@@ -11,7 +11,7 @@ generated tokens. So ``chat_template.jinja`` and ``assistant_text`` write the sa
 - The content is unchanged, except that it ends with a newline before the first tool call. The hermes parser
   returns everything before ``<tool_call>``, the newline included.
 - The content does not start with white space. In the prompt, the newline after ``assistant`` is one token.
-  White space after it would merge with it into a different token.
+  White space after this newline would merge with it into a different token.
 - One newline separates calls. ``<|im_end|>`` ends the message and is not part of the text.
 
 A message with ``<tool_call>`` in its content, ``</tool_call>`` in a call, or ``<|im_end|>`` anywhere cannot
@@ -37,7 +37,8 @@ def assistant_text(content: str | None, tool_calls: Iterable[Mapping[str, Any]] 
 
     ``tool_calls`` are OpenAI tool calls (``{"function": {"name", "arguments"}}``) or the bare functions;
     ``arguments`` is a mapping or its JSON text. Leading white space of ``content`` is dropped (see the
-    module). Raises ``ValueError`` if the text would be parsed into a different message.
+    module). Raises ``ValueError`` if the text would be parsed into a different message, or if ``arguments``
+    is not a JSON object.
     """
     text = (content or "").lstrip()
     calls = [_tool_call(call) for call in tool_calls or ()]

@@ -19,7 +19,8 @@ CACHE_VARIABLE = "SOJOURN_CACHE"
 """Name of the environment variable that sets the cache directory."""
 
 _REVISIONS = {"tiny": 1, "smol": 1}
-"""Model → revision of the code that makes it. Changed code gets a new number, so old caches are not used."""
+"""Model → revision of the code that makes the model. Changed code gets a new revision, so that models from
+older code are not used."""
 
 LOCAL_MODELS: tuple[str, ...] = tuple(_REVISIONS)
 """Names of the models that ``resolve_model`` makes."""

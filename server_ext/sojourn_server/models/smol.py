@@ -76,8 +76,8 @@ def _read_weights(gguf: Path, config: Any) -> dict[str, Any]:
 
 
 def _unpermute(values: Any, num_heads: int) -> Any:
-    """Return the rows of a query or key projection in transformers' order. For rotary embedding, GGUF has the
-    two rows of a pair beside each other; transformers has them in two halves of a head."""
+    """Return the rows of a query or key projection in transformers' order. GGUF stores the two rows of a
+    rotary pair beside each other. transformers stores one of them in each half of the head."""
     rows, columns = values.shape
     half = rows // num_heads // 2
     return values.reshape(num_heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -1,6 +1,7 @@
 """Makes the model *tiny*: a random Llama with the demo model's tokenizer, 10 MB, for tests.
 
-The model is fast, and its outputs are meaningless. An engine handles its KV blocks like those of any model.
+The model is fast, and its outputs are meaningless. An engine handles the model's KV blocks like the KV blocks
+of any other model.
 """
 
 from __future__ import annotations

@@ -22,9 +22,11 @@ logger = logging.getLogger("vllm.sojourn")
 CPU_SHARE = 0.01
 """Share of one core that predicting and training may use together."""
 BURST_S = 0.25
-"""Maximum processor seconds that the thread may save up for later, and maximum that it may overdraw."""
+"""Maximum processor seconds that the thread may save up for later. The thread may overdraw its share by the
+same maximum."""
 CREDIT_S = 0.05
-"""Overdrawn processor seconds up to which the thread still predicts, since hidden states come in bursts."""
+"""The thread still predicts if it has overdrawn its share by at most this many processor seconds, since
+hidden states come in bursts."""
 MAX_QUEUED_MESSAGES = 64
 """Maximum number of queued messages. If the thread is slow, new messages are dropped, to bound the memory."""
 NICENESS = 10
@@ -33,8 +35,9 @@ STOP_TIMEOUT_S = 2.0
 
 
 class LengthPrediction(NamedTuple):
-    """Prediction of a request's remaining output tokens: equally likely numbers, in ascending order.
-    ``at_tokens``: number of tokens that the request had generated at the time of the prediction."""
+    """Prediction of how many output tokens a request will still generate. ``remaining``: equally likely
+    numbers, ascending. ``at_tokens``: number of output tokens that the request had generated at the time of
+    the prediction."""
 
     at_tokens: int
     remaining: tuple[float, ...]
@@ -60,7 +63,7 @@ class BackgroundTrainer:
 
     ``points`` is the number of values in a prediction. The weights are loaded from ``file`` and saved to it;
     ``None``: neither loaded nor saved. ``share`` is the thread's share of one core. Raises ``WeightsError``
-    if ``file`` has another format, or weights of a model other than ``model``.
+    if ``file`` cannot be read, has another format, or has weights of a model other than ``model``.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ def bin_of(tokens: torch.Tensor) -> torch.Tensor:
 def quantiles_of_bins(probabilities: torch.Tensor, points: int) -> torch.Tensor:
     """Return ``points`` equally likely token counts for each row of ``probabilities`` (rows × ``BIN_COUNT``).
 
-    A row's distribution is divided into ``points`` equal parts; their medians are the counts, ascending.
-    Within a bin, the logarithm of the length is assumed to be uniform.
+    A row's distribution is divided into ``points`` parts of equal probability. The counts are the medians of
+    these parts, ascending. Within a bin, the logarithm of the length is assumed to be uniform.
     """
     rows = probabilities.shape[0]
     reached = probabilities.cumsum(dim=1)

@@ -38,7 +38,7 @@ def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: in
 
 def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork | None:
     """Load the saved network of ``model``; ``None`` if the file does not exist yet. Raises ``WeightsError``
-    for a file of another model or format."""
+    for a file that cannot be read, or is of another model or format."""
     metadata = read_weights_metadata(path)
     if not metadata:
         return None

@@ -16,8 +16,8 @@ class WeightsError(InputError):
 
 
 def read_weights_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a file; empty if the file does not exist yet. Raises ``WeightsError`` for a file
-    of another format."""
+    """Return the metadata of a weights file; empty if the file does not exist yet. Raises ``WeightsError``
+    for a file that cannot be read or is of another format."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata: dict[str, str] = file.metadata() or {}

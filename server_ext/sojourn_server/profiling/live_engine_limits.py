@@ -19,14 +19,15 @@ class ReportedLimits(NamedTuple):
 
     limits: EngineLimits
     block_size: int | None
-    """Tokens per KV block, from vLLM's metrics; ``None`` if they do not have it."""
+    """Tokens per KV block, from vLLM's metrics; ``None`` if the metrics do not contain it."""
 
 
 async def read_limits(client: CompletionsClient, served: ServedModel) -> ReportedLimits:
-    """Return the limits of the server's engine; ``None`` for each one that it does not report. Never raises.
+    """Return the limits of the server's engine; ``None`` for each limit that the server does not report.
+    Never raises.
 
     A server with sojourn reports all limits. Stock vLLM reports the size of its KV pool and its maximum
-    context, other servers at most the maximum context.
+    context. Other servers report at most the maximum context.
     """
     engine = await _engine_capabilities(client)
     pool = await _metrics_pool(client)

@@ -19,7 +19,7 @@ COPY_BYTES = 256 * 1024 * 1024
 CPU_SIDE, CUDA_SIDE = 2048, 8192
 """Side lengths of the multiplied square matrices, large enough that only the multiplication matters."""
 TRIAL_SIDE = 256
-"""Side length of the matrices that show which type a CPU multiplies faster."""
+"""Side length of the matrices that show which data type a CPU multiplies faster."""
 
 
 class CopyBandwidth(NamedTuple):
@@ -96,7 +96,8 @@ def measure_compute() -> ComputeThroughput:
 
 
 def describe_hardware() -> str:
-    """Return the number and name of the GPUs as text; without GPUs, those of the usable processor cores."""
+    """Return the number and name of the GPUs as text; without GPUs, the number of usable processor cores and
+    the name of the processor."""
     if importlib.util.find_spec("torch") is not None:
         try:
             import torch

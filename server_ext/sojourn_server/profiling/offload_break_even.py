@@ -110,7 +110,8 @@ def offload_break_even(
 
 
 def read_dimensions(root: str | None) -> ModelDimensions | None:
-    """Return the dimensions in ``config.json`` of the model folder ``root``; ``None`` if there are none."""
+    """Return the dimensions in ``config.json`` of the model folder ``root``; ``None`` if the file or the
+    dimensions are missing or invalid."""
     if root is None:
         return None
     try:

@@ -38,7 +38,8 @@ def lengths_up_to(max_tokens: int) -> list[int]:
     """Return the prompt lengths to measure: 1000, 2000, 4000, … and ``max_tokens``. For a maximum below 4000:
     a quarter of it, half of it, and all of it.
 
-    The lengths are far apart, because a quadratic fit to 1000, 2000 and 2048 would be inaccurate.
+    Below 4000, doubling from 1000 would give lengths too close together: a quadratic fit to 1000, 2000 and
+    2048 would be inaccurate.
     """
     if max_tokens < 4 * FIRST_LENGTH:
         return sorted({max(1, max_tokens * part // 4) for part in (1, 2, 4)})

@@ -4,11 +4,12 @@ The fit (``step_costs.fit_step_costs``) needs three kinds of samples, from an ot
 
     kind       what is measured
     prefill    the prompts of ``prefill_measurement``: n new tokens, nothing cached
-    extension  n new tokens after a cached prefix of c tokens. They separate the cost of attention pairs
-               (new token × token that it attends to) from the cost of tokens
+    extension  n new tokens after a cached prefix of c tokens. These samples separate the cost of
+               attention pairs (new token × token that it attends to) from the cost of tokens
     decode     B requests with contexts of c tokens each, once for one output token and once for 33. The
-               difference is the time of 32 steps. They separate the costs of KV reads, requests and steps.
-               The time between two tokens is not used, because a busy server delivers several at once
+               difference is the time of 32 steps. These samples separate the costs of KV reads, requests
+               and steps. The time between two tokens is not used, because a busy server delivers
+               several at once
 
 A time to first token is the time of all steps of the prompt, plus the API server's share. Before a decode
 sample, every prompt is sent once, so that nearly all of its tokens are cached when the B requests run
@@ -260,7 +261,7 @@ class _MeasurementRun:
         return seconds
 
     async def extension(self, cached: int, new: int, repeats: int) -> None:
-        """Measure the prefill of ``new`` tokens after about ``cached`` cached ones, and add the sample."""
+        """Measure the prefill of ``new`` tokens after about ``cached`` cached tokens, and add the sample."""
         prefix = self._fresh(cached // self._block_size * self._block_size)
         # One more token, otherwise the last block of the prefix would not be cached.
         await self._ask([*prefix, *self._fresh(1)], 1)

@@ -7,7 +7,8 @@ A scheduler's decisions depend only on its events and their times. ``RecordingSc
 per call. Only consecutive evictions share a record.
 
 ``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, repeats the recorded calls
-at their recorded times, and compares the records that this scheduler writes with the recorded ones.
+at their recorded times, and compares the records that the second scheduler writes with the records in the
+recording.
 
 Format: lines of JSON, gzipped. The first line is the header (``RecordingHeader``). The last line is the end
 record. If it is missing, the engine was killed or the file was truncated. Each other line is one record,
@@ -20,7 +21,7 @@ without empty parts at its end:
     facts      the call's input as plain values
     answer     the call's result as plain values; its form depends on ``op``
     decisions  the entries of the decision log that were made during the call
-    orders     the resulting actions, without those that are the answer
+    orders     the resulting actions, without actions that the answer records already
 
 Requests are numbered by arrival. Floats keep all digits, so they are read back exactly. Infinity is written
 as ``null``. It occurs only in two answers: "never promoted", and the eviction key of an unknown program.

@@ -136,8 +136,9 @@ RECORD_SHAPES: dict[str, RecordShape] = {
     "reset": RecordShape("the prefix cache was cleared", ("device",), optional=1),
     "close": RecordShape("the recording ends", ("reason",), ("totals",)),
 }  # fmt: skip
-"""``op`` → shape of the records of this kind. A value named ``request`` is the request's number, which is the
-first value in the answer of its ``arrive`` or ``stranger`` record; its id if it is not in the engine."""
+"""``op`` → shape of the records of this kind. A value named ``request`` is the request's number: the first
+value in the answer of the request's ``arrive`` or ``stranger`` record. For a request that is not in the
+engine, the value is the request's id."""
 
 DECISION_FIELDS = ("at_s", "kind", "program_id", "reason", "numbers")
 """Names of the fields of each decision in a record, as in the decision log."""
@@ -289,7 +290,8 @@ def read_turn_end(request_id: str, facts: Sequence[Any], hashes: Sequence[bytes]
 
 def chain_facts(base: Sequence[Any], hashes: Sequence[Any]) -> tuple[int, bytes]:
     """Return a chain of block hashes as its difference from ``base``: (number of leading hashes that both
-    have, the first ``HASH_BYTES`` of each other hash, joined). ``read_chain`` needs the same ``base``."""
+    chains have, the first ``HASH_BYTES`` bytes of each further hash, joined). ``read_chain`` needs the same
+    ``base``."""
     shared = common_prefix_length(base, hashes)
     return shared, b"".join(block_hash[:HASH_BYTES] for block_hash in hashes[shared:])
 

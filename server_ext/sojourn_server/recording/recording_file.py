@@ -370,8 +370,8 @@ class RecordingReader:
 
 
 def canonical_line(line: bytes) -> bytes:
-    """Return a line of JSON as the recorder would write it, without a newline. It is for lines that were
-    edited by hand. Raises ``msgspec.DecodeError`` if the line is not JSON."""
+    """Return a line of JSON as the recorder would write it, without a newline. Use this function for lines
+    that were edited by hand. Raises ``msgspec.DecodeError`` if the line is not JSON."""
     return encode_record(msgspec.json.decode(line))
 
 

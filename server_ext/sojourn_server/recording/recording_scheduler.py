@@ -70,8 +70,8 @@ class CallRecorder:
     ) -> T:
         """Return ``call(*args, **more)``, and record the call. Raises what ``call`` raises.
 
-        ``op``, ``now`` and ``facts`` are the first parts of the record. ``answer`` and ``orders`` compute its
-        answer and actions from the result of ``call``. Without ``orders`` the record has no actions.
+        ``op``, ``now`` and ``facts`` are the first parts of the record. ``answer`` and ``orders`` compute the
+        record's answer and actions from the result of ``call``. Without ``orders`` the record has no actions.
         """
         if self._sink is None:
             return call(*args, **more)
@@ -87,7 +87,8 @@ class CallRecorder:
         """Return ``make(*args)``: a call's facts, which are its arguments as plain values.
 
         Call this method before the recorded call, because that call may change its arguments. If ``make``
-        fails, the recording ends. Returns an empty tuple then, and after the end of the recording."""
+        fails, the recording ends. Returns an empty tuple if ``make`` fails, or if the recording has ended
+        already."""
         if self._sink is None:
             return ()
         try:
@@ -342,8 +343,8 @@ class RecordingScheduler(ProgramScheduler):
     def chain_before(self, request_id: str) -> Sequence[Any]:
         """Return the chain of block hashes from which the request's next recorded chain is a difference.
 
-        This is the chain recorded at the request's last admission. Without one, it is the last context of the
-        request's program; empty without both."""
+        This is the chain recorded at the request's last admission. If no chain was recorded for the request,
+        it is the last context of the request's program. Empty if there is no such context either."""
         chain = self._chains.get(request_id)
         if chain is not None:
             return chain
