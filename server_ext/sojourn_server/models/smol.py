@@ -1,7 +1,8 @@
 """Makes the model *smol*: SmolLM2-135M-Instruct as bfloat16 safetensors, 260 MB, for the demo.
 
 The weights are dequantised from 4 bits, so *smol* answers like the 4-bit model. The ``gguf`` package reads
-the tensors, because transformers would need accelerate to read them, and could not save the result.
+the tensors, because transformers would need the ``accelerate`` package to read them, and could not save the
+result.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def with_waiting_order(preset: ClusterPreset, name: str) -> ClusterPreset:
 
 
 def cluster_preset_names() -> list[str]:
-    """Names of the cluster presets that ship with sojourn."""
+    """Return the names of the cluster presets that ship with sojourn."""
     return _PRESETS.names()
 
 

@@ -114,7 +114,8 @@ class QueueOrderPolicy(Protocol):
     def key(self, request: WaitingRequestView) -> tuple[float, ...]: ...
 
     def promoted_s(self, request: WaitingRequestView) -> float:
-        """Engine time at which the request is promoted because it has waited long enough; ``inf``: never.
+        """Return the engine time at which the request is promoted because it has waited long enough; ``inf``:
+        never.
 
         A promoted request has a new key. Its waiting and running times before the promotion no longer count.
         """

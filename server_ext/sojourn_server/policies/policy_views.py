@@ -259,7 +259,8 @@ class AbandonedBranch(NamedTuple):
     """Cached free blocks that a program's newest turn did not use: another branch or an older context."""
 
     used_s: float
-    """Engine time of the program's last use of the branch; for merged branches, the earliest of them."""
+    """Engine time of the program's last use of the branch; for merged branches, the earliest of these
+    times."""
     blocks: int
 
 
@@ -298,8 +299,8 @@ class PrefetchView(NamedTuple):
     reload_s: float
     """Seconds to copy the prefix back from host memory; 0: no host tier, or its speed is unknown."""
     of_successor: bool = False
-    """Which prefix is loaded. True: the one learned from earlier turns at the step ``successor``, whose
-    prompts begin differently from the program's context. False: the program's context."""
+    """Which prefix is loaded. True: the prefix learned from earlier turns at the step ``successor``. The
+    prompts of this step begin differently from the program's context. False: the program's context."""
 
 
 class LoadAheadView(NamedTuple):
@@ -313,7 +314,7 @@ class LoadAheadView(NamedTuple):
     prefetches limits this number."""
     spare_blocks: int
     """Number of blocks that can be taken without evicting KV of a living program. The count may stop early,
-    once more blocks would not change the decision."""
+    as soon as further blocks would not change the decision."""
     reserve_blocks: int
     """Number of blocks that requests may take in one step."""
     pool_blocks: int

@@ -127,7 +127,7 @@ class Preset:
     ended: EndedKvHandling = EndedKvHandling.REUSED_FIRST
 
     def tier_mechanisms(self) -> list[str]:
-        """Names of the preset's mechanisms that need host memory managed by sojourn."""
+        """Return the names of the preset's mechanisms that need host memory managed by sojourn."""
         needs = {
             "placement": self.placement.needs_tiers,
             "prefetch": self.prefetch.is_used,
@@ -146,7 +146,8 @@ _PRESETS = PresetStore(
 
 
 def preset_names() -> list[str]:
-    """Names of the presets that ship with sojourn. ``stock``, the unmodified engine, is not a preset."""
+    """Return the names of the presets that ship with sojourn. ``stock``, the unmodified engine, is not a
+    preset."""
     return _PRESETS.names()
 
 
@@ -156,7 +157,8 @@ def load_preset(name: str) -> Preset:
 
 
 def preset_text(name: str) -> str:
-    """The TOML of a shipped preset. Raises ``PresetError`` with the nearest name for an unknown name."""
+    """Return the TOML of a shipped preset. Raises ``PresetError`` with the nearest name for an unknown
+    name."""
     return _PRESETS.text(name)
 
 

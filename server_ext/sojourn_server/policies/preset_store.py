@@ -45,14 +45,15 @@ class PresetStore:
     """Question (a key of a preset) → name of the policy that applies if a preset lacks the key."""
 
     def names(self) -> list[str]:
-        """The names of the presets, sorted."""
+        """Return the names of the shipped presets, sorted."""
         folder = files(__package__) / self.folder
         return sorted(
             entry.name[: -len(".toml")] for entry in folder.iterdir() if entry.name.endswith(".toml")
         )
 
     def text(self, name: str) -> str:
-        """The TOML of a preset. Raises ``PresetError`` with the nearest name for an unknown name."""
+        """Return the TOML of a shipped preset. Raises ``PresetError`` with the nearest name for an unknown
+        name."""
         names = self.names()
         if name not in names:
             raise PresetError(
@@ -90,8 +91,8 @@ class PresetStore:
     def policies(
         self, document: Mapping[str, Any], source: str, own: CustomClassLoader | None
     ) -> dict[str, Any]:
-        """Call ``build`` for each question, with the same arguments. Returns question → policy. Raises
-        ``PresetError``."""
+        """Build the policies that a parsed preset names for all questions. Returns question → policy. The
+        arguments are those of ``build``. Raises ``PresetError``."""
         return {question: self.build(question, document, source, own) for question in self.classes}
 
     def build(

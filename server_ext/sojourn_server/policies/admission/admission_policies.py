@@ -98,8 +98,8 @@ class ExpectedGrowthAdmission:
         return view.free_blocks - view.need_blocks >= reserved_blocks
 
     def expected_growth_tokens(self, program: ProgramGrowthView, view: AdmissionView) -> float:
-        """Tokens by which the program's context is expected to grow. At least one turn's growth is expected,
-        but no context is expected to exceed the engine's maximum length."""
+        """Return the tokens by which the program's context is expected to grow. At least one turn's growth is
+        expected, but no context is expected to exceed the engine's maximum length."""
         seen = GrowthStatistics(
             view.observed_turns, view.mean_growth_tokens, view.observed_programs, view.mean_turns
         )
@@ -124,11 +124,11 @@ class DemandForecastAdmission:
     """Admits a request if the expected KV demand of this request and all running requests fits the memory.
 
     Demand is checked for the next ``horizon_steps`` engine steps. The Tetris paper compares "future KV cache
-    demand with available memory" in order to copy KV before a preemption. This policy compares them before
-    each admission, to prevent preemptions. An engine without the policy admits every prompt that fits. When
-    contexts grow, such an engine preempts the newest request, admits the same request one step later, and so
-    on. The share ``reserve`` of the available blocks stays free, since demand exceeds its expectation half of
-    the time.
+    demand with available memory" in order to copy KV before a preemption. This policy makes the same
+    comparison before each admission, to prevent preemptions. An engine without the policy admits every prompt
+    that fits. When contexts grow, such an engine preempts the newest request, admits the same request one
+    step later, and so on. The share ``reserve`` of the available blocks stays free, since demand exceeds its
+    expectation half of the time.
 
     A request without prediction is admitted, as in the unmodified engine. Every request is admitted until a
     living program loses KV for the first time, since until then memory was sufficient. If nothing runs, the

@@ -40,7 +40,7 @@ class PrefillCurve:
                 raise ValueError(f"prefill curve: {name} is {value}; expected a finite number ≥ 0")
 
     def seconds(self, tokens: int) -> float:
-        """Seconds to prefill ``tokens`` tokens on an idle engine; 0.0 for none."""
+        """Return the seconds to prefill ``tokens`` tokens on an idle engine; 0.0 for no tokens."""
         if tokens <= 0:
             return 0.0
         return self.a_s + tokens * (self.b_s_per_token + tokens * self.c_s_per_token2)
@@ -50,8 +50,8 @@ class PrefillCurve:
         """Fit a curve with coefficients ≥ 0 to ``(tokens, seconds)`` points by least squares.
 
         The curve is a quadratic if the points have three or more different token counts. With two token
-        counts it is a line, with one a line through 0. Raises ``ValueError`` without points, for tokens ≤ 0,
-        or for seconds that are negative or not finite.
+        counts it is a line. With one token count it is a line through 0. Raises ``ValueError`` without
+        points, for tokens ≤ 0, or for seconds that are negative or not finite.
         """
         for tokens, seconds in points:
             if tokens <= 0 or not (math.isfinite(seconds) and seconds >= 0):
@@ -70,7 +70,8 @@ class PrefillCurve:
         return cls(*coefficients)
 
     def residual(self, points: Sequence[tuple[int, float]]) -> float:
-        """Root mean square of the differences between measured and fitted seconds; 0.0 without points."""
+        """Return the root mean square of the differences between measured and fitted seconds; 0.0 without
+        points."""
         if not points:
             return 0.0
         squares = math.fsum((seconds - self.seconds(tokens)) ** 2 for tokens, seconds in points)
@@ -118,7 +119,7 @@ class EngineProfile:
     """The samples that ``steps`` was fitted to."""
 
     def to_toml(self) -> str:
-        """The profile as TOML; ``from_toml`` reads it back."""
+        """Return the profile as TOML text, which ``from_toml`` reads."""
         lines = [
             f"version = {PROFILE_VERSION}",
             f"model = {_text(self.model)}",
@@ -165,7 +166,8 @@ class EngineProfile:
 
     @classmethod
     def from_toml(cls, text: str) -> EngineProfile:
-        """Read a profile. Raises ``ValueError``, whose message names the faulty field and the reason."""
+        """Read a profile from TOML text. Raises ``ValueError``, whose message names the faulty field and the
+        reason."""
         try:
             document = load_toml(text)
         except TomlError as error:

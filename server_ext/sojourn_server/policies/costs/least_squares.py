@@ -47,7 +47,7 @@ def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequenc
 
 
 def _solve_normal_equations(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float] | None:
-    """Plain least squares by the normal equations; ``None`` if they are singular."""
+    """Return the plain least-squares solution by the normal equations; ``None`` if they are singular."""
     size = len(rows[0])
     matrix = [
         [math.fsum(row[i] * row[j] for row in rows) for j in range(size)]

@@ -118,7 +118,8 @@ class StepTimeEstimator:
         return self._curve is not None or self._s_per_token is not None
 
     def seconds(self, tokens: int) -> float:
-        """Seconds to compute a context of ``tokens`` tokens from scratch; 0.0 while nothing is known."""
+        """Return the seconds to compute a context of ``tokens`` tokens from scratch; 0.0 while nothing is
+        known."""
         if self._curve is not None:
             return self._curve.seconds(tokens)
         return tokens * self._s_per_token if self._s_per_token is not None else 0.0
@@ -142,10 +143,10 @@ class HostLink:
 
     def observe_loads(self, s_per_token: float | None, queued_s: float | None = None) -> None:
         """Store measurements of copies to the device: ``s_per_token``, seconds to copy a token's KV, and
-        ``queued_s``, seconds that queued copies take. With ``None``, the earlier ``queued_s`` stays.
+        ``queued_s``, seconds that queued copies take. If ``queued_s`` is ``None``, its earlier value stays.
 
-        Without a measured ``s_per_token`` (``None``), the assumed speed applies again. Otherwise a link that
-        was slow once would be avoided for ever."""
+        If ``s_per_token`` is ``None`` (not measured), the assumed time applies again. If the last measured
+        time stayed in use, a link that was slow once would be avoided for ever."""
         self._load_s_per_token = s_per_token
         if queued_s is not None:
             self.loads_queued_s = queued_s

@@ -10,7 +10,7 @@ from .least_squares import non_negative_least_squares
 
 
 class StepSample(NamedTuple):
-    """One measurement: sums over ``steps`` engine steps, and the seconds that these took together.
+    """One measurement: sums over ``steps`` engine steps, and the seconds that these steps took together.
 
     In one step, a request that computes n tokens after c cached tokens adds n·c + n·(n+1)/2 attention pairs
     and reads the KV of c + n tokens.
@@ -40,11 +40,12 @@ class StepCosts(NamedTuple):
     """Seconds that the API server adds to each time to first token, outside of engine steps."""
 
     def seconds(self, sample: StepSample) -> float:
-        """The seconds that these costs predict for a sample."""
+        """Return the seconds that these costs predict for a sample."""
         return math.fsum(cost * amount for cost, amount in zip(self, sample[1:], strict=True))
 
     def relative_error(self, samples: Sequence[StepSample]) -> float:
-        """Root mean square of (fitted - measured) / max(fitted, measured), 0 to 1; 0.0 without samples."""
+        """Return the root mean square of (fitted - measured) / max(fitted, measured), 0 to 1; 0.0 without
+        samples."""
         return (
             math.sqrt(math.fsum(_relative_deviation(self, s) ** 2 for s in samples) / len(samples))
             if samples
@@ -107,12 +108,12 @@ def _weighted_fit(samples: Sequence[StepSample], scales: Sequence[float]) -> Ste
 
 
 def _relative_deviation(costs: StepCosts, sample: StepSample) -> float:
-    """Relative deviation of a sample, from -1 to 1."""
+    """Return the relative deviation of a sample, from -1 to 1."""
     fitted = costs.seconds(sample)
     return (fitted - sample.seconds) / max(fitted, sample.seconds)
 
 
 def _huber_loss(costs: StepCosts, samples: Sequence[StepSample]) -> float:
-    """Sum of Huber losses of the relative deviations."""
+    """Return the sum of Huber losses of the relative deviations."""
     deviations = (abs(_relative_deviation(costs, sample)) for sample in samples)
     return math.fsum(d * d if d <= _NOISE else _NOISE * (2 * d - _NOISE) for d in deviations)

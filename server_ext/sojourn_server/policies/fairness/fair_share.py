@@ -43,11 +43,11 @@ class SharePolicy(Protocol):
     """Whether shares are computed; false: requests are sent in order of arrival."""
 
     def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
-        """Tenant → its share of capacity; the shares add up to 1. Empty if shares are not computed."""
+        """Return tenant → share of capacity. The shares add up to 1. Empty if shares are not computed."""
         ...
 
     def order(self, waiting: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
-        """Tenants with waiting requests, in the order in which their requests are sent."""
+        """Return the names of the tenants in ``waiting``, in the order in which their requests are sent."""
         ...
 
 
@@ -101,7 +101,8 @@ class AgentFairShare:
         }
 
     def score(self, tasks: Iterable[RunningTaskView], now: float) -> float:
-        """A tenant's agent fair share (equation 8): the number of replicas needed to meet its deadlines."""
+        """Return a tenant's agent fair share (equation 8): the number of replicas needed to meet its
+        deadlines."""
         least_s = self.least_slack_s
         due_s = now + least_s
         # The loop calls no function, because it scores ten thousand tasks ten times a second.

@@ -74,7 +74,8 @@ class TenantPreemptionPolicy(Protocol):
         others: Sequence[PreemptibleRequestView],
         standings: Mapping[str, TenantStanding],
     ) -> Sequence[str]:
-        """Ids of the requests that make way; empty if all allowed requests together would not free enough.
+        """Return the ids of the requests that make way; empty if all allowed requests together would not free
+        enough.
 
         ``others``: requests of the replica that could make way. ``standings``: tenant → its standing, for the
         tenants of all these requests."""

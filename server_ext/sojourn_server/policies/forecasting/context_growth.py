@@ -22,8 +22,8 @@ times its first prompt. In public agent traces, the medians of this factor are 2
 
 
 def growth_reserve(reserve: float, calm_s: float, relax_s: float) -> float:
-    """Share of expected growth to reserve, ``calm_s`` seconds after the last loss of KV (``inf`` if never
-    lost).
+    """Return the share of expected growth to reserve, ``calm_s`` seconds after the last loss of KV (``inf``
+    if never lost).
 
     Expected growth says how large contexts become, not that they are large at the same time. So nothing is
     reserved before the first loss. After each loss, the share falls linearly from ``reserve`` to 0 within
@@ -59,7 +59,8 @@ def expected_growth_tokens(
     prior_turns: float | None = None,
     prior_growth: float | None = None,
 ) -> float:
-    """Tokens by which the program's context is expected to grow, at most up to ``max_context_tokens``.
+    """Return the tokens by which the program's context is expected to grow, at most up to
+    ``max_context_tokens``.
 
     ``turns_ahead``: number of turns to look ahead. ``None``: look ahead until the program ends, at least one
     turn. With ``None``, a context that was longer before is expected to reach its former length again, since

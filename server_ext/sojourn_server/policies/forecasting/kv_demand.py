@@ -76,12 +76,12 @@ def needed_blocks(running: Iterable[GrowingRequest], block_size: float) -> list[
 
 
 def peak_demand_blocks(needed: Iterable[float], within: float) -> float:
-    """The highest demand at any of ``STEP_POINTS`` up to ``within`` ≥ 0 steps from now."""
+    """Return the highest demand at any of ``STEP_POINTS`` up to ``within`` ≥ 0 steps from now."""
     return max(blocks for point, blocks in zip(STEP_POINTS, needed, strict=True) if point <= within)
 
 
 def first_shortage_step(needed: Sequence[float], blocks: float, within: float) -> int | None:
-    """Number of steps until demand exceeds ``blocks``; ``None``: not in the next ``within`` steps.
+    """Return the number of steps until demand exceeds ``blocks``; ``None``: not in the next ``within`` steps.
 
     Demand is interpolated linearly between two points.
     """

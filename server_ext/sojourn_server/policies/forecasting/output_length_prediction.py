@@ -199,7 +199,8 @@ def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> R
 
 
 def _median_log_error(lengths: Sequence[int]) -> float:
-    """Error of always predicting the median: mean |ln(length ÷ median)|, over about 100 of the lengths."""
+    """Return the error of always predicting the median: mean |ln(length ÷ median)|, over about 100 of the
+    lengths."""
     stride = max(1, len(lengths) // 100)
     some = lengths[stride // 2 :: stride]
     middle = lengths[len(lengths) // 2]

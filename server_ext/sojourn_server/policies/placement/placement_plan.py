@@ -55,7 +55,7 @@ class PlacementPlan(ABC):
         return not self.ready and not self._view.waiting and not pending and min(self._free.values()) >= 0
 
     def answer(self) -> tuple[TierMove, ...]:
-        """All moves of this answer."""
+        """Return all moves of this answer."""
         answer = list(self._moved.values())
         for program in self._staying.values():
             reason = self._leaving.get(program.program_id)
@@ -68,15 +68,16 @@ class PlacementPlan(ABC):
 
     @abstractmethod
     def _demotion_candidates(self) -> Iterable[ProgramTierView]:
-        """The programs that may leave the device, in demotion order. A ready program may leave only if it is
-        pending."""
+        """Return the programs that may leave the device, in demotion order. A ready program may leave only if
+        it is pending."""
 
     @abstractmethod
     def _tier_below(self, program: ProgramTierView, free: Mapping[Tier, int]) -> Tier:
-        """The tier for a program that leaves the device, given the free blocks of each tier."""
+        """Return the tier for a program that leaves the device, given the free blocks of each tier."""
 
     def _place_below(self, program: ProgramTierView) -> Tier:
-        """The tier for a program that leaves the device now. A plan may first make room in that tier."""
+        """Return the tier for a program that leaves the device now. A plan may first make room in that
+        tier."""
         return self._tier_below(program, self._free)
 
     def _demote_until_free(
@@ -161,11 +162,11 @@ class Ranking:
 
 
 def is_ready(program: ProgramTierView) -> bool:
-    """Whether the program's next request waits."""
+    """Return whether the program's next request waits."""
     return program.activity is ProgramActivity.READY
 
 
 def has_elapsed(since_s: float, limit_s: float, now: float) -> bool:
-    """Whether ``limit_s`` seconds have passed since ``since_s``. False if ``limit_s`` is ``inf``; otherwise
-    true if ``since_s`` is after ``now`` (a clock jump)."""
+    """Return whether ``limit_s`` seconds have passed since ``since_s``. False if ``limit_s`` is ``inf``;
+    otherwise true if ``since_s`` is after ``now`` (a clock jump)."""
     return limit_s < math.inf and not 0 <= now - since_s < limit_s

@@ -37,7 +37,7 @@ class MoveReason(str, Enum):
     FREE_CAPACITY = "free_capacity"
     """The device had free blocks for the program."""
     OVERDUE = "overdue"
-    """The program waited for ``patience_s``, or makes way for a program that did."""
+    """The program is overdue (it has waited too long), or makes way for an overdue program."""
     STANDSTILL = "standstill"
     """Nothing ran for ``standstill_s`` although a program was ready."""
     ABSENT = "absent"
@@ -97,7 +97,8 @@ class PlacementPolicy(Protocol):
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]: ...
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key in the Waiting queue, ascending. The key is valid until the program has an event."""
+        """Return the sort key in the Waiting queue, ascending. The key is valid until the program has an
+        event."""
         ...
 
 

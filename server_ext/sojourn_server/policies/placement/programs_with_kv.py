@@ -57,21 +57,21 @@ class ProgramsWithKv:
             sums[at] += sign * blocks
 
     def _reasoning_share(self, program: ProgramTierView) -> float:
-        """Share of the program's time in which it reasons."""
+        """Return the share of the program's time in which it reasons."""
         return 1.0 - program.idleness.at(self._now)
 
     def mean_blocks_of(self, program: ProgramTierView) -> float:
-        """Predicted mean size of the program's context from now to its end, in blocks."""
+        """Return the predicted mean size of the program's context from now to its end, in blocks."""
         now_blocks = self._policy.device_blocks(program)
         return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
 
     def growth_of(self, program: ProgramTierView) -> int:
-        """Blocks by which the program's context is predicted to grow."""
+        """Return the blocks by which the program's context is predicted to grow."""
         return max(0, program.peak_blocks - self._policy.device_blocks(program))
 
     def growth_within(self, most_blocks: int) -> float:
-        """Sum over all programs, in blocks: each program's predicted growth, but at most ``most_blocks``,
-        times the share of its time in which it reasons, because a context grows only then."""
+        """Return a sum over all programs, in blocks: min(predicted growth, ``most_blocks``) times the share
+        of the program's time in which it reasons. A context grows only while its program reasons."""
         if self._growth_sums is None:
             grown = accumulate(share * growth for growth, share in self._growths)
             self._growth_sums = ([*grown], [*accumulate(share for _, share in self._growths)])
@@ -103,7 +103,7 @@ class ProgramsWithKv:
         return self._sums[1]
 
     def demand_above(self, worth: float) -> float:
-        """Part of ``demand_blocks`` that programs with at least this worth cause."""
+        """Return the part of ``demand_blocks`` that programs with at least this worth cause."""
         if self._demands is None:
             self._demands = [*accumulate(demand for _, demand in self._worths)]
         at = bisect_left(self._worths, (worth, -math.inf))
@@ -120,7 +120,7 @@ class ProgramsWithKv:
         return self._policy.worth(program), demand_blocks
 
     def context_blocks(self, program_id: ProgramId) -> int:
-        """Blocks of the program's context."""
+        """Return the blocks of the program's context."""
         return self._of[program_id][1].context_blocks
 
     def move(self, program: ProgramTierView, to: Tier) -> None:

@@ -40,19 +40,20 @@ class RelativeIdlenessPlacement:
     For a program with an idleness of at least ``disk_idleness``, disk comes first. If such a program is in
     host memory, it moves to disk when a busier program needs its blocks.
 
-    *Promotion.* If the device has free blocks, ready programs enter it: first those of the host queue, then
-    of the disk queue, then those of the Waiting queue that ran before. In each of these groups the least idle
-    program goes first. New programs come last, the smallest first. A program that does not fit is skipped.
+    *Promotion.* If the device has free blocks, ready programs enter it: first programs of the host queue,
+    then programs of the disk queue, then programs of the Waiting queue that ran before. In each of these
+    groups the least idle program goes first. New programs come last, the smallest first. A program that does
+    not fit is skipped.
 
     *Stickiness.* Programs move only if a tier is over capacity, if a ready program fits the device, by rules
     3 to 5, or by exchange. An answer of ``moves`` is complete: after it is applied, the next answer is empty.
     There are two exceptions. An answer has a maximum number of moves. And a pending program that became ready
     and left the device comes back if it then fits.
 
-    *Exchange* is our addition, off unless ``exchange_reserve`` is below 1. While host memory has spare
-    blocks, acting programs leave the device for ready programs, the most idle first. They move to host
-    memory, or to disk if they are idle enough. The share ``exchange_reserve`` of host memory stays free for
-    later demotions. Without this reserve, a device with high turnover recomputes most contexts.
+    *Exchange* is our addition. It is on if ``exchange_reserve`` is below 1. While host memory has spare
+    blocks, acting programs leave the device for ready programs, the most idle first. The acting programs move
+    to host memory, or to disk if they are idle enough. The share ``exchange_reserve`` of host memory stays
+    free for later demotions. Without this reserve, a device with high turnover recomputes most contexts.
 
     *No starvation.* The paper has no rule against starvation. With the rules above alone, a device full of
     acting programs would exclude ready programs while the tools run. If such a tool is a sub-agent that
@@ -130,16 +131,16 @@ class RelativeIdlenessPlacement:
             )
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        """The moves to make now, possibly none. The order of programs in the view does not matter, except in
-        ``waiting`` if ``waiting_sorted`` is true."""
+        """Return the moves to make now, possibly none. The order of programs in the view does not matter,
+        except in ``waiting`` if ``waiting_sorted`` is true."""
         reserve = growth_reserve(self.reserve, now - view.last_shortage_s, self.relax_s)
         if reserve != self.reserve:
             return replace(self, reserve=reserve, relax_s=math.inf).moves(view, now)
         return RelativeIdlenessPlan(self, view, now).decide()
 
     def device_blocks(self, program: ProgramTierView) -> int:
-        """Blocks that a program counts for on the device: its present size, plus the share ``reserve`` of the
-        predicted growth unless ``size_by`` is "context". At least 1."""
+        """Return the blocks that a program counts for on the device: its present size, plus the share
+        ``reserve`` of the predicted growth unless ``size_by`` is "context". At least 1."""
         blocks = max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
         if self.size_by == "context":
             return blocks
@@ -147,8 +148,8 @@ class RelativeIdlenessPlacement:
         return blocks + math.ceil(self.reserve * max(0, predicted - blocks))
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key: first ready programs that ran before, by idleness; then ready new programs, by size; then
-        programs that are not ready."""
+        """Return the sort key: first ready programs that ran before, by idleness; then ready new programs, by
+        size; then programs that are not ready."""
         since_s = program.waiting_since_s
         if program.activity is not ProgramActivity.READY:
             return (_NOT_READY, 0.0, since_s, program.program_id)
@@ -332,7 +333,7 @@ class RelativeIdlenessPlan(PlacementPlan):
                 yield program
 
     def _acting(self) -> list[ProgramTierView]:
-        """Demotion candidates that run a tool."""
+        """Return the demotion candidates that run a tool."""
         return [
             program for program in self._demotion_candidates() if program.activity is ProgramActivity.ACTING
         ]
@@ -351,7 +352,7 @@ class RelativeIdlenessPlan(PlacementPlan):
         return not self._staying and not self._entered
 
     def _is_full(self) -> bool:
-        """Whether the device has programs and no free block, so that no program can enter."""
+        """Return whether the device has programs and no free block, so that no program can enter."""
         return self._free[Tier.DEVICE] <= 0 and not self._is_empty()
 
     # -- the tiers below ----------------------------------------------------------------------
@@ -411,7 +412,8 @@ class RelativeIdlenessPlan(PlacementPlan):
     # -- candidates and their order ------------------------------------------------------------
 
     def _candidates(self) -> Iterator[ProgramTierView]:
-        """Ready programs off the device in promotion order, without programs that this answer has moved."""
+        """Yield the ready programs off the device in promotion order, without programs that this answer has
+        moved."""
         for program in self._below:
             if program.program_id not in self._moved:
                 yield program
@@ -430,7 +432,7 @@ class RelativeIdlenessPlan(PlacementPlan):
             yield heapq.heappop(keyed)[1]
 
     def _overdue_programs(self) -> list[ProgramTierView]:
-        """Ready programs off the device that have waited for too long, the longest-waiting first."""
+        """Return the ready programs off the device that are overdue (rule 4), the longest-waiting first."""
         if self._view.waiting_sorted:
             return [*filter(self._is_overdue, self._view.longest_waiting)]
         overdue = [*filter(self._is_overdue, self._below), *filter(self._is_overdue, self._view.waiting)]
@@ -441,13 +443,14 @@ class RelativeIdlenessPlan(PlacementPlan):
         return ready and has_elapsed(program.waiting_since_s, self._policy.patience_s, self._now)
 
     def _promotion_key(self, program: ProgramTierView) -> tuple[bool, float, float, str]:
-        """Promotion order of programs in lower tiers: host before disk, the least idle first."""
+        """Return the sort key of the promotion order of programs in lower tiers: host before disk, the least
+        idle first."""
         on_disk = program.tier is Tier.DISK
         return (on_disk, self._idleness(program), program.waiting_since_s, program.program_id)
 
     def _demotion_key(self, program: ProgramTierView) -> tuple[int, float, float, str]:
-        """Sort key of the demotion order: first pending programs whose turn has ended, then acting programs,
-        then others; within each group the most idle first.
+        """Return the sort key of the demotion order: first pending programs whose turn has ended, then acting
+        programs, then others; within each group the most idle first.
 
         A reasoning program has the same key whether it is pending or not. Otherwise, marking a program as
         pending would change the order for the next answer.

@@ -37,7 +37,7 @@ class ResidencyPricePlacement:
         hold = N · C · max over τ of  P(τ) / E[min(remaining, τ)]      (per block: hold ÷ size)
 
     *Worth.* A program's worth is the Gittins index of its service (its chance to end, per second that it
-    runs), divided by that of a new program of the same agent type. It is 1 if unknown.
+    runs), divided by the Gittins index of a new program of the same agent type. Worth is 1 if unknown.
 
     *Headroom* is the progress that one more running program adds, relative to the progress of a program that
     already runs. It is the share of the device's time that prompts do not take, times the share of a decode
@@ -52,7 +52,7 @@ class ResidencyPricePlacement:
     its context, its next turn and a share of its further predicted growth fit. The share falls linearly from
     ``reserve`` to 0 within ``relax_s`` after the last loss. If the share is 0, only the context must fit. The
     share is also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for
-    any context on the device.
+    the largest context on the device.
 
     *Full device.* A program without a saved context (none in host memory or on disk) waits while programs
     that are worth about as much, or more, use the whole device. If it entered, it would only take time from
@@ -71,8 +71,8 @@ class ResidencyPricePlacement:
       A program's growth counts at most up to that of the program that enters: they grow at the same time, and
       a short program ends early.
     - share: ``reserve`` if the lower tiers together are at least as large as the device, else proportionally
-      less; at least the share that falls after a loss of KV (above). Until enough turns were observed to
-      predict growth, only the latter share applies.
+      less; at least the share on the device, which falls after a loss of KV (above). Until enough turns were
+      observed to predict growth, the share on the device applies.
 
     A program that does not fit enters anyway if the contexts dropped for it are worth less than its gain.
 
@@ -118,17 +118,17 @@ class ResidencyPricePlacement:
             raise ValueError(f'order is {self.order!r}; expected "size" or "arrival"')
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        """The moves to make now, possibly none. The order of programs in the view does not matter, except in
-        ``waiting`` if ``waiting_sorted`` is true."""
+        """Return the moves to make now, possibly none. The order of programs in the view does not matter,
+        except in ``waiting`` if ``waiting_sorted`` is true."""
         return ResidencyPricePlan(self, view, now).decide()
 
     def device_blocks(self, program: ProgramTierView) -> int:
-        """Blocks that a program needs on the device now; at least 1."""
+        """Return the blocks that a program needs on the device now; at least 1."""
         return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
 
     def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Sort key: first ready programs with their context in host memory or on disk, then other ready
-        programs that ran before, then ready new programs, then programs that are not ready.
+        """Return the sort key: first ready programs with their context in host memory or on disk, then other
+        ready programs that ran before, then ready new programs, then programs that are not ready.
 
         Contexts in lower tiers are first because their promotion frees blocks in these tiers. So the KV of
         the next program that leaves the device can move to a lower tier, and is not dropped. A program whose
@@ -143,7 +143,7 @@ class ResidencyPricePlacement:
         return (level, float(size_class(self.device_blocks(program))), program.arrived_s, program.program_id)
 
     def worth(self, program: ProgramTierView) -> float:
-        """Value of a program's progress, relative to that of a new program of its type."""
+        """Return the value of a program's progress, relative to the progress of a new program of its type."""
         return program_worth(program)
 
 
@@ -151,17 +151,18 @@ def size_class(blocks: int) -> int:
     """Return the exponent of the power of two above ``blocks``: 1 → 1, 2 and 3 → 2, 4 to 7 → 3.
 
     First prompts of one kind of agent often differ by less than a factor of two, which says little about the
-    programs' total work. So within a class the size does not decide which program waits. At the bound of two
-    classes one block still does."""
+    programs' total work. So within a class the size does not decide which program waits. At the boundary
+    between two classes, one block still decides."""
     return blocks.bit_length()
 
 
 MAX_WORTH = 16.0
-"""Maximum worth of a program, and the reciprocal of the minimum."""
+"""Maximum worth of a program. The minimum is 1 ÷ ``MAX_WORTH``."""
 
 
 def program_worth(program: ProgramTierView) -> float:
-    """The Gittins index of a program's service, relative to a new program of its type; 1 if unknown."""
+    """Return the Gittins index of a program's service, relative to a new program of its type; 1 if
+    unknown."""
     if not program.service_s or not program.attained_s:
         return 1.0
     return _relative_worth(program.service_s, program.attained_s)

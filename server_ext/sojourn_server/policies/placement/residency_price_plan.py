@@ -82,8 +82,9 @@ class ResidencyPricePlan(PlacementPlan):
     # -- entering the device --------------------------------------------------------------------
 
     def _candidates(self) -> list[ProgramTierView]:
-        """The ready programs in lower tiers, the first ``LOOKAHEAD`` ready programs of the Waiting queue, and
-        those of ``further_waiting``, in promotion order."""
+        """Return candidates for the device, in promotion order: all ready programs in lower tiers, the first
+        ``LOOKAHEAD`` ready programs of the Waiting queue, and the ready programs of ``further_waiting``.
+        Programs that this answer has moved are left out."""
         below = (p for p in self.ready if p.program_id not in self._moved)
         waiting = (p for p in self._line if is_ready(p) and p.program_id not in self._moved)
         further = (p for p in self._view.further_waiting if is_ready(p) and p.program_id not in self._moved)
@@ -125,8 +126,9 @@ class ResidencyPricePlan(PlacementPlan):
         return True
 
     def _waits_for_long_turn(self, program: ProgramTierView) -> bool:
-        """Whether an overdue program can enter only after the end of a turn that has run for ``patience_s``.
-        If so, other programs may enter meanwhile; otherwise one long answer would make all wait."""
+        """Return whether an overdue program can enter only after the end of a turn that has run for
+        ``patience_s``. If so, other programs may enter meanwhile. Without this exception, one long answer
+        would make all programs wait."""
         short = self._policy.device_blocks(program) - self._free[Tier.DEVICE]
         for victim in self._demotion_candidates() if short > 0 else ():
             if has_elapsed(min(victim.running_since_s, self._now), self._policy.patience_s, self._now):
@@ -171,14 +173,14 @@ class ResidencyPricePlan(PlacementPlan):
         return len(self._entered) > before
 
     def _room(self, reserve: float) -> float:
-        """Blocks of the device minus the ``_reserved_blocks`` of all programs on the device."""
+        """Return the blocks of the device minus the ``_reserved_blocks`` of all programs on the device."""
         if not reserve:
             return self._free[Tier.DEVICE]
         here = chain(self._staying.values(), self._entered.values())
         return self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
 
     def _may_begin(self, program: ProgramTierView) -> bool:
-        """Whether the rules on a full device and on room in all tiers let a program enter."""
+        """Return whether the rules on a full device and on room in all tiers let a program enter."""
         if _has_saved_context(program) or not (self._staying or self._entered):
             return True
         idle = self._stands_still and not self._entered
@@ -205,8 +207,8 @@ class ResidencyPricePlan(PlacementPlan):
         return False
 
     def _device_has_spare_share(self, program: ProgramTierView) -> bool:
-        """Whether the programs with KV that are worth about as much as ``program``, or more, leave a part of
-        the device unused. True if sizes are unknown."""
+        """Return whether the programs with KV that are worth about as much as ``program``, or more, leave a
+        part of the device unused. True if sizes are unknown."""
         if not program.service_s:
             return True
         demand = self._with_kv.demand_blocks
@@ -239,8 +241,8 @@ class ResidencyPricePlan(PlacementPlan):
         return self._view.host.budget_blocks + self._view.disk.budget_blocks
 
     def _acting_by_drop_value(self) -> Ranking:
-        """The acting programs of all tiers, by the value per block that is lost if their KV is dropped, the
-        lowest first."""
+        """Return the acting programs of all tiers, by the value per block that is lost if their KV is
+        dropped, the lowest first."""
         if self._droppable is None:
             self._droppable = Ranking(
                 self._drop_key(program, tier) for tier, program in self._with_kv if _is_droppable(program)
@@ -251,15 +253,15 @@ class ResidencyPricePlan(PlacementPlan):
         return (self._hold_value(program, tier, Tier.WAITING), 0.0, program.program_id)
 
     def _reserve(self) -> float:
-        """Share of the predicted growth that is reserved on the device now. 0 if a lower tier has room for
-        the largest context on the device, or if no KV was lost within ``relax_s``."""
+        """Return the share of the predicted growth that is reserved on the device now. 0 if a lower tier has
+        room for the largest context on the device, or if no KV was lost within ``relax_s``."""
         largest = max((program.context_blocks for program in self._staying.values()), default=0)
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
         return 0.0 if below >= max(1, largest) else self._share
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
-        """Blocks that count for the program on the device. If ``reserve`` is 0, its present size; else its
-        size after the next turn plus the share ``reserve`` of its further growth."""
+        """Return the blocks that count for the program on the device: its present size if ``reserve`` is 0,
+        else its size after the next turn plus the share ``reserve`` of its further growth."""
         now_blocks = self._policy.device_blocks(program)
         if not reserve:
             return now_blocks
@@ -267,8 +269,8 @@ class ResidencyPricePlan(PlacementPlan):
         return turn_blocks + reserve * max(0, program.peak_blocks - turn_blocks)
 
     def _victims_for(self, short: float, gain: float, reserve: float) -> list[tuple[float, ProgramTierView]]:
-        """The acting programs of the least value that together free at least ``short`` blocks, each with its
-        value per block.
+        """Return the acting programs of the least value that together free at least ``short`` blocks, each
+        with its value per block.
 
         Empty if these programs would free too few blocks, or if their values add up to at least ``gain``."""
         free = dict(self._free)
@@ -310,7 +312,7 @@ class ResidencyPricePlan(PlacementPlan):
     # -- leaving the device ---------------------------------------------------------------------
 
     def _acting_by_hold_value(self) -> Ranking:
-        """Acting programs on the device, by the value of holding their KV, the lowest first."""
+        """Return the acting programs on the device, by the value of holding their KV, the lowest first."""
         room = (self._free[Tier.HOST], self._free[Tier.DISK])
         if self._acting is None:
             acting = [p for p in self._staying.values() if p.activity is ProgramActivity.ACTING]
@@ -327,8 +329,8 @@ class ResidencyPricePlan(PlacementPlan):
         return (self._hold_value(program, Tier.DEVICE), program.last_active_s, program.program_id)
 
     def _with_other_destination(self, room: tuple[int, int]) -> set[ProgramId]:
-        """The programs in ``_acting`` whose destination may change, since the room below has changed to
-        ``room``: free blocks in host memory and on disk."""
+        """Return the programs in ``_acting`` whose destination may change, since the room below has changed
+        to ``room``: free blocks in host memory and on disk."""
         found: set[ProgramId] = set()
         for before, after in zip(self._acting_room, room, strict=True):
             first, end = (
@@ -338,7 +340,7 @@ class ResidencyPricePlan(PlacementPlan):
         return found & self._staying.keys()
 
     def _hold_value(self, program: ProgramTierView, tier: Tier, to: Tier | None = None) -> float:
-        """Progress per block and second that the program's KV in ``tier`` is expected to save.
+        """Return the progress per block and second that the program's KV in ``tier`` is expected to save.
 
         ``to``: the tier to which the program would move; by default the highest tier with room."""
         if not program.context_blocks:
@@ -356,8 +358,8 @@ class ResidencyPricePlan(PlacementPlan):
         return cost_s / program.context_blocks * rate
 
     def _cost_s(self, program: ProgramTierView, tier: Tier) -> float:
-        """Seconds of work that the engine's programs lose until a context in ``tier`` is on the device;
-        ``inf``: unknown."""
+        """Return the seconds of work that the engine's programs lose until a context in ``tier`` is on the
+        device; ``inf``: unknown."""
         compute_s, copy_s = self._delayed_programs * program.rebuild_s, None
         if tier is not Tier.WAITING:
             below = self._view.host if tier is Tier.HOST else self._view.disk
@@ -381,8 +383,8 @@ class ResidencyPricePlan(PlacementPlan):
     def _destination(
         self, program: ProgramTierView, tier: Tier = Tier.DEVICE, free: Mapping[Tier, int] | None = None
     ) -> Tier:
-        """The highest tier below ``tier`` with room for the program's context; ``WAITING`` if none has room.
-        ``free``: free blocks by tier, by default those of this plan."""
+        """Return the highest tier below ``tier`` with room for the program's context; ``WAITING`` if none has
+        room. ``free``: free blocks by tier, by default those of this plan."""
         free = self._free if free is None else free
         for below in (Tier.HOST, Tier.DISK)[tier is Tier.HOST :] if tier is not Tier.DISK else ():
             if 0 < program.context_blocks <= free[below]:

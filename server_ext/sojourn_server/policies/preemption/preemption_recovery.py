@@ -93,7 +93,8 @@ def break_even_tokens(
     flops_per_s: float,
     link_bytes_per_s: float,
 ) -> float:
-    """Context length in tokens beyond which offloading is faster than recomputing (Tetris §2.1, eq. 1–3).
+    """Return the context length in tokens beyond which offloading is faster than recomputing (Tetris §2.1,
+    eq. 1–3).
 
     0 or less: offloading is faster at every length. With L ``layers`` of width D
     (``hidden``), computing S tokens takes 4·L·(6·S·D² + S²·D) operations at B_comp (``flops_per_s``). Copying
@@ -117,7 +118,8 @@ def break_even_tokens(
 def measured_break_even_tokens(
     a_s: float, b_s_per_token: float, c_s_per_token2: float, copy_s_per_token: float
 ) -> float:
-    """Context length in tokens beyond which offloading is faster than recomputing, from measurements.
+    """Return the context length in tokens beyond which offloading is faster than recomputing, from
+    measurements.
 
     0: offloading is faster at every length. ``inf``: recomputing is faster for all long contexts. The prefill
     of S tokens takes a + b·S + c·S² seconds. ``copy_s_per_token`` is the time to copy a token's KV out and

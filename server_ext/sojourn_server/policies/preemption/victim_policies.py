@@ -12,8 +12,8 @@ from ..policy_views import BlockShortage, RunningRequestView
 from ..queue_order.queue_order_policies import ServiceLevels
 
 MAX_CANDIDATES_COMPARED = 64
-"""Maximum number of candidates that ``BestFitVictim`` compares in full: one half has the least loss, the
-other frees most blocks."""
+"""Maximum number of candidates that ``BestFitVictim`` compares in full: half of them are chosen for the least
+loss, half for the most freed blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,8 @@ class _DecodeGroup:
     """Sum of the request limits of the group's engines."""
 
     def key(self) -> tuple[bool, int, int]:
-        """The group's sort key for phase 1: (is at its request limit, tokens, number). The lowest is chosen.
+        """Return the group's sort key for phase 1: (is at its request limit, tokens, number). The group with
+        the lowest key is chosen.
 
         The queue's requests count towards the request limit."""
         return self.requests + len(self.queue) >= self.most_requests, self.tokens, self.number
@@ -237,7 +238,7 @@ class DecodeEngineSelector:
             self._enter(engine)
 
     def largest_kv_tokens(self) -> int:
-        """KV capacity, in tokens, of the largest available engine; 0 without available engines."""
+        """Return the KV capacity, in tokens, of the largest available engine; 0 without available engines."""
         return max((group.largest for group in self._groups.values()), default=0)
 
     def enqueue(self, request: PdRequest) -> bool:
@@ -277,7 +278,7 @@ class DecodeEngineSelector:
         return True
 
     def has_room(self) -> bool:
-        """Whether any group is below its request limit, so that it can queue another request."""
+        """Return whether any group is below its request limit, so that it can queue another request."""
         heap = self._heap
         while heap:
             group = self._groups.get(heap[0][2])
@@ -343,11 +344,11 @@ class DecodeEngineSelector:
         return False
 
     def node_of(self, number: int) -> int:
-        """The number of the engine's node. Raises ``KeyError`` for an unknown engine."""
+        """Return the number of the engine's node. Raises ``KeyError`` for an unknown engine."""
         return self._engines[number].node
 
     def available(self) -> list[DecodeEngine]:
-        """All engines that are not suspended."""
+        """Return all engines that are not suspended."""
         return [engine for engine in self._engines.values() if not engine.is_suspended]
 
     def _push(self, group: _DecodeGroup) -> None:

@@ -110,14 +110,15 @@ class PairScheduler:
 
     def suspend_prefill(self, number: int) -> None:
         """Make a prefill engine unavailable until ``resume_prefill``. Requests that have both engines go on
-        and still count as its load; all others are queued again. Raises ``KeyError`` for an unknown
-        engine."""
+        and still count as load of this engine; all others are queued again. Raises ``KeyError`` for an
+        unknown engine."""
         self.prefill.suspend(number)
         self._requeue_unpaired(())
 
     def suspend_decode(self, number: int) -> None:
         """Make a decode engine unavailable until ``resume_decode``. Requests that have both engines go on and
-        still count as its load; all others are queued again. Raises ``KeyError`` for an unknown engine."""
+        still count as load of this engine; all others are queued again. Raises ``KeyError`` for an unknown
+        engine."""
         self._requeue_unpaired(self.decode.suspend(number))
 
     def resume_prefill(self, number: int) -> None:

@@ -19,10 +19,10 @@ from ..costs.step_costs import StepCosts
 class AttentionCosts:
     """Fitted costs of attention in one step, over all layers, in seconds per unit of work.
 
-    The units are attention pairs (a new token and one that it attends to), new tokens, requests, and tokens
-    whose KV is read. Let a request have ``cached`` tokens in the KV cache, and ``new`` tokens to compute. It
-    has new·cached + new·(new+1)/2 pairs, and reads the KV of cached + new tokens. Costs of requests add up.
-    Raises ``ValueError`` for costs that are not finite and ≥ 0.
+    The units are attention pairs (a new token and a token that it attends to), new tokens, requests, and
+    tokens whose KV is read. Let a request have ``cached`` tokens in the KV cache, and ``new`` tokens to
+    compute. It has new·cached + new·(new+1)/2 pairs, and reads the KV of cached + new tokens. Costs of
+    requests add up. Raises ``ValueError`` for costs that are not finite and ≥ 0.
     """
 
     pair_s: float
@@ -37,15 +37,14 @@ class AttentionCosts:
 
     @classmethod
     def of(cls, costs: StepCosts) -> AttentionCosts:
-        """Take the attention part of a step's fitted costs: the costs of attention pairs and of reading
-        KV.
+        """Return the attention part of a step's fitted costs: the costs of attention pairs and of reading KV.
 
         Costs per token and per request are left out, since they belong mostly to other layers.
         """
         return cls(pair_s=costs.pair_s, kv_token_s=costs.kv_token_s)
 
     def seconds(self, cached: int, new: int) -> float:
-        """Attention seconds that one request adds to a step."""
+        """Return the attention seconds that one request adds to a step."""
         return (
             self.pair_s * new * (cached + (new + 1) / 2)
             + self.kv_token_s * (cached + new)
@@ -156,9 +155,9 @@ class PrefillComputeQuota:
 class StepQuotaUsage:
     """Counts the attention seconds of one step against the quota, prompt by prompt.
 
-    Used if vLLM's scheduler fills the step, not ``PrefillComputeQuota.plan``. ``decodes_s`` seconds of the
-    quota are reserved for decoding requests, which are in every step. Prompts get the remaining quota, and
-    never displace a decoding request.
+    Used if vLLM's scheduler, and not ``PrefillComputeQuota.plan``, fills the step. ``decodes_s`` seconds of
+    the quota are reserved for decoding requests, which are in every step. Prompts get the remaining quota,
+    and never displace a decoding request.
     """
 
     __slots__ = ("_closed_by", "_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")

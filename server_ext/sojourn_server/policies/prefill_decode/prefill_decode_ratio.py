@@ -29,7 +29,7 @@ from typing import NamedTuple
 class NodeLinks:
     """Rates of one node's compute NICs, storage NIC and DRAM; the defaults are DualPath's example.
 
-    Raises ``ValueError`` for a rate that is not positive.
+    Raises ``ValueError`` unless there is at least one device, and all rates are finite and above 0.
     """
 
     devices: int = 8
@@ -73,12 +73,12 @@ class PdRatioRange(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Whether the range contains any ratio. If not, another link than the storage NICs saturates first at
-        every ratio."""
+        """Whether the range contains any ratio. If not, at every ratio some other link saturates before the
+        storage NICs."""
         return self.least <= self.most
 
     def contains_ratio(self, ratio: float) -> bool:
-        """Whether ``ratio`` is in the range, with a tolerance for floating point."""
+        """Return whether ``ratio`` is in the range, with a tolerance for floating point."""
         return self.least * (1 - 1e-12) <= ratio <= self.most * (1 + 1e-12)
 
 

@@ -25,7 +25,8 @@ class PrefillSelectionLimits:
     most_tokens: float = math.inf
     """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit."""
     most_tokens_s: float = math.inf
-    """β as seconds of an engine's computation. No limit applies until the engines' speed is known."""
+    """β as seconds of an engine's computation. This limit does not apply until the engines' speed is
+    known."""
 
     def __post_init__(self) -> None:
         if not (self.short_queue_s >= 0 and self.most_tokens >= 0 and self.most_tokens_s > 0):
@@ -128,9 +129,9 @@ class PrefillEngineSelector:
 
     There are thousands of requests per second, so the selector does not compare all engines. One heap holds
     the nodes with short read queues (at most α), another the nodes with long read queues. Both are sorted by
-    the tokens of each node's least loaded engine. If that number changes, a new entry is pushed, and the
-    outdated one is dropped when it reaches the top. Queues shrink as time passes, so a third heap holds the
-    times at which long queues become short.
+    the tokens of each node's least loaded engine. If the number of these tokens changes, a new entry is
+    pushed, and the outdated entry is dropped when it reaches the top. Queues shrink as time passes, so a
+    third heap holds the times at which long queues become short.
     """
 
     def __init__(self, limits: PrefillSelectionLimits, queues: StorageReadQueues) -> None:
@@ -250,11 +251,11 @@ class PrefillEngineSelector:
             heappush(self._wakes, (-math.inf, node))
 
     def node_of(self, number: int) -> int:
-        """The number of the engine's node. Raises ``KeyError`` for an unknown engine."""
+        """Return the number of the engine's node. Raises ``KeyError`` for an unknown engine."""
         return self._engines[number].node.number
 
     def available(self) -> list[PrefillEngine]:
-        """All engines that are not suspended."""
+        """Return all engines that are not suspended."""
         return [engine for engine in self._engines.values() if not engine.is_suspended]
 
     def _wake(self, now: float) -> None:

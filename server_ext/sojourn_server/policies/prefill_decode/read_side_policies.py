@@ -27,8 +27,8 @@ class PrefillSideRead:
 class ShorterQueueRead:
     """The side with the shorter read queue reads everything (DualPath §6.1).
 
-    If neither side has queued reads, the side that has been idle longer reads. If both sides are equal, the
-    prefill side reads. If both engines are on one node, the prefill side reads as well.
+    If neither side has queued reads, the side that has been idle longer reads. The prefill side reads if both
+    sides are equal, or if both engines are on one node.
 
     The paper does not say which of two idle sides reads. A fixed choice would give one side all reads of a
     lightly loaded fleet.

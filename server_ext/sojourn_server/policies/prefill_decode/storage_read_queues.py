@@ -32,16 +32,18 @@ class StorageReadQueues:
         del self._block_s[node], self._busy_until_s[node]
 
     def block_s(self, node: int) -> float:
-        """Seconds that the node's NIC takes per Full Block. Raises ``KeyError`` for an unknown node."""
+        """Return the seconds that the node's NIC takes per Full Block. Raises ``KeyError`` for an unknown
+        node."""
         return self._block_s[node]
 
     def queue_s(self, node: int, now: float) -> float:
-        """Seconds until the node finishes all assigned reads; negative: seconds since its NIC became idle."""
+        """Return the seconds until the node finishes all assigned reads; negative: seconds since its NIC
+        became idle."""
         return self._busy_until_s[node] - now
 
     def short_queue_from_s(self, node: int, short_s: float) -> float:
-        """Time, on the clock of ``now``, from which the node's queue is at most ``short_s`` seconds long, if
-        no read is added."""
+        """Return the time, on the clock of ``now``, from which the node's queue is at most ``short_s``
+        seconds long, if no read is added."""
         return self._busy_until_s[node] - short_s
 
     def add_read(self, node: int, blocks: int, now: float) -> float:

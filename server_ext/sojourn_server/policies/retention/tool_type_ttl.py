@@ -26,8 +26,8 @@ class ToolTypeRetention:
     With fewer than ``min_samples`` calls of this tool, the calls of all tools are used. If all tools have too
     few calls as well, there is no lease. With fewer than ``enough`` calls, the percentile is that of a
     log-normal distribution fitted to the calls. A program without workflow prediction ("cold" in SAGA §3.3)
-    gets a lease only if ``keeps_cold`` is true. A turn without a tool call gets no lease, nor does a turn
-    after which no other is expected. A TTL that the client asked for, up to ``max_ttl_s``, replaces all these
+    gets a lease only if ``keeps_cold`` is true. There is no lease after a turn without a tool call, or if the
+    probability of another turn is 0. A TTL that the client asked for, up to ``max_ttl_s``, replaces all these
     rules. Raises ``ValueError`` for numbers out of range.
     """
 

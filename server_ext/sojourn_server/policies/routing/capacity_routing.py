@@ -17,14 +17,14 @@ FIT_RULES = ("most-room", "least-room")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRouting:
-    """Routes a program to the replica with its KV, in any tier, or else to one with enough free memory.
+    """Routes a program to the replica with its KV, in any tier, or else to a replica with enough free memory.
 
     ``size_by`` defines a program's size: its expected longest context (``peak``), or its present context as
     in MORI (``context``). With ``context``, a replica may accept young programs that later outgrow the
-    replica. ``fit`` selects among replicas with enough free memory: the one with the most, as in MORI
-    (``most-room``), or the one with the least (``least-room``). The parent's replica is preferred for a new
-    sub-agent. A replica that is no program's home accepts a program of any size. If no replica fits, the
-    program waits. Raises ``ValueError`` for other values of ``size_by`` or ``fit``.
+    replica. ``fit`` selects among replicas with enough free memory: the replica with the most free memory, as
+    in MORI (``most-room``), or the replica with the least (``least-room``). The parent's replica is preferred
+    for a new sub-agent. A replica that is no program's home accepts a program of any size. If no replica
+    fits, the program waits. Raises ``ValueError`` for other values of ``size_by`` or ``fit``.
     """
 
     size_by: str = "peak"

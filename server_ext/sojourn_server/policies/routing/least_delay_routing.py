@@ -17,8 +17,9 @@ from .replica_views import NO_REPLICA, ReplicaView, ResidentProgramGroup, Routin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastDelayRouting:
-    """Routes a program to the replica with its KV, or else to a replica with enough memory. Of these, the
-    replica is chosen on which the ``mutual_delay`` of the program and the other programs is least.
+    """Routes a program to the replica with its KV, or else to a replica with enough memory. Of several
+    replicas with enough memory, it chooses the replica with the least ``mutual_delay`` of the program and the
+    replica's programs.
 
     A new sub-agent goes to its parent's replica, because the parent holds memory on that replica until the
     sub-agent ends.
@@ -79,7 +80,8 @@ class LeastDelayRouting:
     def _memory_suffices(
         self, newcomer: ResidentProgramGroup, view: RoutingView, replica: ReplicaView
     ) -> bool:
-        """Whether the replica has enough memory for the new program, by the rules of the class docstring."""
+        """Return whether the replica has enough memory for the new program, by the rules of the class
+        docstring."""
         there = view.residents.get(replica.replica_id, ())
         if not there or not (replica.in_flight or replica.queued):
             return True

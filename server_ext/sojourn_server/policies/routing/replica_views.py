@@ -75,7 +75,7 @@ class RoutingView(NamedTuple):
 
 
 class RoutingDecision(NamedTuple):
-    """The chosen replica and the reason, a label of metrics. ``replica_id`` is ``None`` if the request has to
+    """The chosen replica, and the reason as a metric label. ``replica_id`` is ``None`` if the request has to
     wait."""
 
     replica_id: str | None

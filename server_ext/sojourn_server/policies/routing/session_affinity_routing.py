@@ -11,7 +11,8 @@ from .replica_views import NO_REPLICA, ReplicaView, RoutingDecision, RoutingView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAffinityRouting:
-    """Routes to the replica with the program's KV. If this replica is overloaded, routes to the least loaded.
+    """Routes to the replica with the program's KV. If that replica is overloaded, routes to the least loaded
+    replica.
 
     This is equation 7 of SAGA §5.1. A replica is overloaded if its load is at least ``most_load``. A new
     sub-agent goes to its parent's replica unless that replica is overloaded. A program leaves its replica

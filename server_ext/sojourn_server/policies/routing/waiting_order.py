@@ -48,8 +48,9 @@ class ArrivalOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdlenessOrder:
-    """Returning programs first, the least idle first, then new programs. Equally idle programs, and new
-    programs, are ordered by context length, the shortest first (MORI §4.3.1)."""
+    """Orders requests of returning programs by idleness, the least idle first, and then requests of new
+    programs. Equally idle programs, and new programs, are ordered by context length, the shortest first (MORI
+    §4.3.1)."""
 
     by_arrival: bool = False
 
@@ -60,8 +61,9 @@ class IdlenessOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestFirstOrder:
-    """Programs with the largest expected longest context first, as in best-fit decreasing (Johnson 1974, MORI
-    §4.3.1). ``CapacityRouting.fit`` is the other part of that rule: it chooses the replica."""
+    """Orders requests by the program's expected longest context, the largest first, as in best-fit decreasing
+    (Johnson 1974, MORI §4.3.1). ``CapacityRouting.fit`` is the other part of that rule: it chooses the
+    replica."""
 
     by_arrival: bool = False
 
