@@ -68,11 +68,11 @@ class ResidencyPricePlacement:
 
     - size: the program's size after its next turn, plus the share of its further predicted growth.
     - growth: the predicted growth of each program with KV, times the share of its time in which it reasons.
-      A program's growth counts at most up to that of the program that enters: they grow at the same time, and
-      a short program ends early.
+      A program's growth counts at most up to the growth of the program that enters: both grow at the same
+      time, and a short program ends early.
     - share: ``reserve`` if the lower tiers together are at least as large as the device, else proportionally
-      less; at least the share on the device, which falls after a loss of KV (above). Until enough turns were
-      observed to predict growth, the share on the device applies.
+      less; at least the share that falls after a loss of KV (above). Until enough turns were observed to
+      predict growth, only the share that falls after a loss applies.
 
     A program that does not fit enters anyway if the contexts dropped for it are worth less than its gain.
 

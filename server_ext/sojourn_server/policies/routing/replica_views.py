@@ -1,7 +1,7 @@
 """Frozen snapshots for the gateway's policies: routing, stealing, fairness.
 
-A replica is one engine, or one data-parallel rank of an engine: the unit with its own KV memory. Sizes are
-in tokens.
+A replica is one engine, or one data-parallel rank of an engine: the unit with its own KV memory. A program's
+home is the replica that serves the program's turns. Sizes are in tokens.
 """
 
 from __future__ import annotations
