@@ -223,8 +223,9 @@ class RetryScope:
                 self.give_up(error)
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """End the request ``open`` as failed, because no further attempt follows. If an attempt is in
-        progress, does nothing: the request then reports its own end."""
+        """Take the request out of ``self.open`` and end it, because no further attempt follows: as
+        ``failed``, or as ``cancelled`` if ``error`` is a cancellation. If an attempt is in progress, the
+        request ends when that attempt does."""
         outgoing, self.open = self.open, None
         if outgoing is None or outgoing._busy:
             return  # a request in progress reports its own end

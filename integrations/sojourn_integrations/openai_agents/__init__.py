@@ -56,8 +56,9 @@ def patch() -> bool | None:
 
 
 def unpatch() -> None:
-    """Undo ``patch`` and every ``wrap``: restore the original runner. If another library has wrapped our
-    runner, ours stays inside and only passes calls on."""
+    """Undo ``patch`` and every ``wrap`` of an agent: restore the original default runner. A ``SojournRunner``
+    that ``wrap`` returned still reports its runs. If another library has wrapped our default runner, ours
+    stays inside and only passes calls on."""
     global _everywhere
     _everywhere = False
     _wrapped.clear()

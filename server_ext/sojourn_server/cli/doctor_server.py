@@ -323,8 +323,9 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
 def _pairs_check(
     document: dict[str, Any], states: list[dict[str, Any]], refused: dict[str, str]
 ) -> list[Check]:
-    """Check whether a gateway for prefill and decode engines has engines of both roles. Returns a list of
-    this one check; the list is empty for other gateways."""
+    """Check whether a gateway for prefill and decode engines has engines of both roles, and has refused none.
+    ``refused``: URL of a refused engine → reason. Returns a list of this one check; the list is empty for
+    other gateways."""
     roles = document.get("pairs")
     if not isinstance(roles, dict):
         return []

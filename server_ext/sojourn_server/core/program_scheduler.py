@@ -284,8 +284,9 @@ class ProgramScheduler:
 
     @property
     def prefetch_reserve_blocks(self) -> int:
-        """Number of blocks that requests may take in one engine step. For a prefetch, the engine counts spare
-        blocks only up to this number plus the number of blocks that it can load."""
+        """Number of blocks that requests may take in one engine step. The prefetch policy leaves these blocks
+        to requests. So the engine needs to count spare blocks only up to this number plus the number of
+        blocks that it can load."""
         return self._predictor.reserve_blocks
 
     def leased_programs(self) -> KeysView[ProgramId]:

@@ -434,9 +434,10 @@ class DiskPlanner:
         *,
         at_most: RetentionRank,
     ) -> int:
-        """Plan to read the leading ``keys`` from disk. Stops at a key that is neither in host memory nor on
-        disk, or when there is no room. Returns how many of ``keys`` are being read, also by earlier jobs.
-        While reads hang, plans nothing and returns 0.
+        """Plan to read the leading ``keys`` from disk. Stops at a key that is neither in host memory, nor in
+        this engine's files, nor found in another engine's store, or when there is no room. Returns
+        how many of ``keys`` are being read, also by earlier jobs. While reads hang, plans nothing and
+        returns 0.
 
         ``waiting``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
         highest rank of entries that host memory may evict for the new entries."""

@@ -63,13 +63,13 @@ class RunCache:
     """A folder of outcomes, one file per run.
 
     An entry is valid only for the same code and the same trace, preset and profile files. If the code of one
-    policy changes, the runs of other policies stay valid. Changes in Python modules of the user, which a
-    user's preset may name, are not detected.
+    policy changes, the runs of other policies stay valid, except runs with replicas. Changes in Python
+    modules of the user, which a user's preset may name, are not detected.
     """
 
     def __init__(self, folder: str | Path, code: str | None = None) -> None:
         """``code`` is a text that identifies the code that makes the runs. By default it is the
-        ``code_digest`` of each run's policy."""
+        ``code_digest`` of each run's policy or, for a run with replicas, of all policies."""
         self._folder = Path(folder)
         self._code = code
         self._digests: dict[str, str] = {}

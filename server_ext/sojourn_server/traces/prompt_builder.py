@@ -219,7 +219,9 @@ class PromptBuilder:
         return True
 
     def _fresh(self, index: int, start: int) -> list[int]:
-        """Return new ids for turn ``index``'s prompt from position ``start`` to its end."""
+        """Return the ids of turn ``index``'s prompt from position ``start`` to its end, which are not copied
+        from an earlier turn. These are the ids of the recorded blocks, if there are any. Else they are drawn,
+        and a prompt without a base begins with the group's shared prefix."""
         plan = self.plans[index]
         if self._outline.runs is not None:
             return self._from_blocks(index, start, plan.prompt_tokens)

@@ -1,4 +1,5 @@
-"""Metrics of a prefill/decode run: duration, balance, and latencies. Sections and figures are DualPath's."""
+"""Metrics of a prefill/decode run: duration, balance, and latencies. References such as §7.5 and Figure 14
+are to the DualPath paper."""
 
 from __future__ import annotations
 

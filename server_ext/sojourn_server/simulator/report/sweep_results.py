@@ -40,7 +40,7 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SweepRuns(msgspec.Struct, kw_only=True, frozen=True):
-    """A sweep over the rows of one suite."""
+    """A sweep of one field of ``RunSpec``: its values, and which rows of the suite belong to each value."""
 
     field: str
     """Name of the swept field of ``RunSpec``."""
