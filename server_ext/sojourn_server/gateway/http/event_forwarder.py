@@ -9,6 +9,7 @@ request are kept until that request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -41,6 +42,7 @@ from .program_event_records import ProgramEventRecords, RecordedEvent, ReplicaIn
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
+from .tenant_event_queue import EventsRefusedError, TenantEventQueue, batch_weight
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,9 @@ REPLAY_RETRY_S = 5.0
 """Seconds before a program's events are sent again to an engine that did not accept them."""
 MAX_GRAPHS_SENT = 1024
 """Maximum number of graphs that the gateway remembers as sent, for each engine."""
+
+_EngineTenant = tuple[str, str]
+"""(URL of an engine, tenant)."""
 
 
 class EventForwarder:
@@ -90,7 +95,8 @@ class EventForwarder:
         """Function that is called with the status of each program whose end a client reports."""
         self._emitter = f"gateway-{secrets.token_hex(6)}"
         self._seq = 0
-        self._senders: dict[str, OrderedSender] = {}
+        self._senders: dict[_EngineTenant, OrderedSender] = {}
+        self._queues: dict[_EngineTenant, TenantEventQueue] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- events from clients -----------------------------------------------------------
@@ -229,7 +235,7 @@ class EventForwarder:
             return None
         if self._clock() < record.again_s:
             return None
-        accepted = self._sender_for(address.url).send(
+        accepted = self._sender_for(address.url, key[0]).send(
             [self._aged(key[0], one) for one in kept], record.authorization
         )
         record.sending = (place, accepted)
@@ -261,7 +267,8 @@ class EventForwarder:
                 record.mark_unsent()
         address = self._replicas.get(left.replica_id)
         if address is not None:
-            self._sender_for(address.url).send([self._numbered(left.tenant, event)], authorization)
+            sender = self._sender_for(address.url, left.tenant)
+            sender.send([self._numbered(left.tenant, event)], authorization)
 
     def forget(self, key: Key) -> None:
         """Drop the record of a program whose final request was answered."""
@@ -372,13 +379,27 @@ class EventForwarder:
         assert named is not None, "it was read before"
         return named
 
-    def _sender_for(self, url: str) -> OrderedSender:
-        """Find or create the sender for an engine. Creating one drops all idle senders."""
-        sender = self._senders.get(url)
+    def _sender_for(self, url: str, tenant: str) -> OrderedSender:
+        """Find or create the sender for an engine and a tenant. Creating one drops all idle senders."""
+        sender = self._senders.get((url, tenant))
         if sender is None:
             self._senders = {known: one for known, one in self._senders.items() if not one.idle}
-            sender = self._senders[url] = OrderedSender(url, self._emitter, self._post, self._clock)
+            sender = OrderedSender(url, self._emitter, self._post, self._clock)
+            self._senders[(url, tenant)] = sender
         return sender
+
+    def _turn(
+        self, url: str, tenant: str, events: list[msgspec.Raw]
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """Context manager that waits until a client's events may be sent to an engine. With one tenant, they
+        do not wait. May raise ``EventsRefusedError``. Drops all idle queues if it creates one."""
+        if self.names.only_tenant is not None:
+            return contextlib.nullcontext()
+        queue = self._queues.get((url, tenant))
+        if queue is None:
+            self._queues = {known: one for known, one in self._queues.items() if not one.idle}
+            queue = self._queues[(url, tenant)] = TenantEventQueue()
+        return queue.turn(batch_weight(events))
 
     async def _pass_on(
         self,
@@ -390,17 +411,23 @@ class EventForwarder:
         authorization: str | None,
     ) -> None:
         """Post the part ``to`` of a client's batch to one engine, and store the outcomes of its events in
-        ``outcomes``. Waits first until the gateway's own earlier events for this engine were sent or
-        dropped."""
-        sender = self._senders.get(url)
-        if sender is not None:
-            await sender.wait_until_sent()  # earlier events of these programs arrive first
+        ``outcomes``. Waits first for the tenant's turn, and until the gateway's own earlier events of this
+        tenant for this engine were sent or dropped."""
+        unanswered = (Outcome.MISSING, "its replica did not answer")
+        answered: list[EventOutcome | None] = [None] * len(to.events)
         events = [self._renamed(tenant, raw) for _, _, raw in to.events]
-        onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
-        answered = await post_all(self._post, url, onwards, authorization)
+        try:
+            async with self._turn(url, tenant, events):
+                sender = self._senders.get((url, tenant))
+                if sender is not None:
+                    await sender.wait_until_sent()  # earlier events of these programs arrive first
+                onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
+                answered = await post_all(self._post, url, onwards, authorization)
+        except EventsRefusedError as refused:
+            unanswered = (Outcome.REJECTED, str(refused))
         for (place, event, _), outcome in zip(to.events, answered, strict=True):
             if outcome is None:
-                outcomes[place] = _outcome(event, Outcome.MISSING, "its replica did not answer")
+                outcomes[place] = _outcome(event, *unanswered)
                 record = self.known.get((tenant, event.program_id))
                 if record is not None and not isinstance(event, ToolStop):
                     record.mark_unsent()

@@ -22,8 +22,8 @@ from sojourn.wire_codec import (
 ANSWER_TIMEOUT_S = 5.0
 """Seconds that a batch of events waits for the engine's answer."""
 MAX_QUEUED_SENDS = 4096
-"""Maximum number of queued calls of ``OrderedSender.send`` per engine; the events of further calls are
-dropped."""
+"""Maximum number of queued calls of ``OrderedSender.send`` per engine and tenant; the events of further calls
+are dropped."""
 STALE_S = 2 * ANSWER_TIMEOUT_S
 """Maximum seconds that events wait in the queue. Older events are dropped, since the engine seems to accept
 no events at present."""
@@ -78,7 +78,7 @@ class _QueuedEvents:
 
 
 class OrderedSender:
-    """Queue of the events that the gateway itself sends to one engine."""
+    """Queue of the events of one tenant's programs that the gateway itself sends to one engine."""
 
     def __init__(
         self, url: str, emitter: str, post: PostEvents, clock: Callable[[], float] = time.monotonic

@@ -1,0 +1,125 @@
+"""Limits the events of one tenant that one engine has not answered yet.
+
+An engine sees a gateway as one client, and divides that client's share of its time among connections. Without
+a limit, the tenant that opens the most connections would get the most time, and its events would fill the
+engine's queue. So a gateway with several tenants sends an engine few events of each tenant at a time. The
+others wait here, in order of arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from .ordered_sender import ANSWER_TIMEOUT_S
+
+MAX_SENT_WEIGHT = 256
+"""Maximum weight of a tenant's batches that an engine has not answered. A heavier batch is sent alone. An
+engine handles 64 events in one call; batches of this weight have at least two calls' events, so that the next
+call does not wait for the gateway. A batch weighs 1, and 1 more for each event and each KiB."""
+MAX_WAITING_WEIGHT = 16 * 1024
+"""Maximum weight of a tenant's batches that wait for one engine. An engine's own queue has the same
+maximum."""
+MAX_DELAYED_WEIGHT = 16 * 1024
+"""Maximum weight of a tenant's refused batches whose refusal is delayed. Beyond it, a refusal is not delayed,
+so that refused batches use a bounded amount of memory."""
+REFUSAL_DELAY_S = 1.0
+"""Seconds by which a refusal is delayed, so that a client that retries at once does not load the gateway."""
+
+
+class EventsRefusedError(Exception):
+    """Too many events of the tenant wait for the engine. The text says how many, and what was expected."""
+
+
+def batch_weight(events: Iterable[msgspec.Raw]) -> int:
+    """Weight of a batch with these encoded events."""
+    sizes = [memoryview(event).nbytes for event in events]
+    return 1 + len(sizes) + sum(sizes) // 1024
+
+
+class TenantEventQueue:
+    """Queue of one tenant's batches for one engine. Used in one event loop."""
+
+    def __init__(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        self._sleep = sleep
+        self._sent = 0
+        """Weight of the batches that were sent and have no answer yet."""
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """(weight, future that is done when the batch may be sent) of each batch that waits."""
+        self._waiting_weight = 0
+        self._delayed_weight = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no batch waits, is being sent or is being refused."""
+        return not (self._sent or self._waiting or self._delayed_weight)
+
+    @asynccontextmanager
+    async def turn(self, weight: int) -> AsyncIterator[None]:
+        """Wait until a batch may be sent; at the exit, the next batches may be sent. Raises
+        ``EventsRefusedError`` if the queue is full, or after ``ANSWER_TIMEOUT_S``."""
+        if self._waiting or not self._has_room(weight):
+            await self._wait(weight)
+        else:
+            self._sent += weight
+        try:
+            yield
+        finally:
+            self._sent -= weight
+            self._admit()
+
+    async def _wait(self, weight: int) -> None:
+        if self._waiting_weight + weight > MAX_WAITING_WEIGHT:
+            await self._delay_refusal(weight)
+            raise EventsRefusedError(
+                f"the tenant's events, batches and KiB that wait for this engine would be more than "
+                f"{MAX_WAITING_WEIGHT}; send fewer at a time, after {REFUSAL_DELAY_S:g} s"
+            )
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = (weight, turn)
+        self._waiting.append(waiting)
+        self._waiting_weight += weight
+        try:
+            await asyncio.wait({turn}, timeout=ANSWER_TIMEOUT_S)
+        except BaseException:
+            self._leave(waiting)
+            raise
+        if not turn.done():
+            self._leave(waiting)
+            raise EventsRefusedError(
+                f"the engine did not answer the tenant's earlier events within {ANSWER_TIMEOUT_S:g} s"
+            )
+
+    async def _delay_refusal(self, weight: int) -> None:
+        if self._delayed_weight + weight > MAX_DELAYED_WEIGHT:
+            return
+        self._delayed_weight += weight
+        try:
+            await self._sleep(REFUSAL_DELAY_S)
+        finally:
+            self._delayed_weight -= weight
+
+    def _leave(self, waiting: tuple[int, asyncio.Future[None]]) -> None:
+        """Remove a batch that will not be sent. It may have been admitted meanwhile."""
+        weight, turn = waiting
+        if turn.done():
+            self._sent -= weight
+        else:
+            self._waiting.remove(waiting)
+            self._waiting_weight -= weight
+        self._admit()
+
+    def _admit(self) -> None:
+        """Admit the batches that may be sent now, the oldest first."""
+        while self._waiting and self._has_room(self._waiting[0][0]):
+            weight, turn = self._waiting.popleft()
+            self._waiting_weight -= weight
+            self._sent += weight
+            turn.set_result(None)
+
+    def _has_room(self, weight: int) -> bool:
+        return self._sent == 0 or self._sent + weight <= MAX_SENT_WEIGHT
