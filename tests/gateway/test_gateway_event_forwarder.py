@@ -222,6 +222,28 @@ async def test_a_tool_whose_stop_is_in_the_request_is_not_started_afterwards() -
         assert fakes[0].of("p") == ["program_start"]
 
 
+async def test_the_stop_of_a_tool_that_got_no_answer_is_sent_before_the_next_request() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.chat("p")
+        await it.events({**TOOL, "program_id": "p"})
+        fakes[0].deaf = True
+        assert [one["outcome"] for one in await it.events({**STOP, "program_id": "p"})] == ["missing"]
+        fakes[0].deaf = False
+        for _ in range(2):
+            await it.chat("p")
+            assert fakes[0].of("p") == ["tool_start", "tool_stop"]
+
+
+async def test_a_tool_that_the_engine_may_have_handled_is_not_counted_twice() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.chat("p")
+        fakes[0].deaf = True
+        await it.events({**TOOL, "program_id": "p"}, {**STOP, "program_id": "p"})
+        fakes[0].deaf = False
+        await it.chat("p")
+        assert "tool_start" not in fakes[0].of("p")
+
+
 async def test_events_in_a_request_are_not_sent_again() -> None:
     async with engines(2) as fakes, world(fakes) as it:
         for _ in range(2):

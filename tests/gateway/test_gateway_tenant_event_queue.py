@@ -123,15 +123,18 @@ async def test_refused_events_say_so_and_are_sent_before_the_next_request(
         posts = flood(it, 1, MAX_SENT_WEIGHT, "ka")
         await until(lambda: engine.held == 1)
         tool = {"type": "tool_start", "program_id": "p", "seq": 1000, "call_id": "c", "tool": "bash"}
-        end = {"type": "program_end", "program_id": "p", "seq": 1001, "status": "completed"}
-        refused = await it.events(tool, end, key="ka")
-        assert [(one["outcome"], one["seq"]) for one in refused] == [("rejected", 1000), ("rejected", 1001)]
+        stop = {"type": "tool_stop", "program_id": "p", "seq": 1001, "call_id": "c", "duration_s": 1.0}
+        end = {"type": "program_end", "program_id": "p", "seq": 1002, "status": "completed"}
+        refused = await it.events(tool, stop, end, key="ka")
+        assert [(one["outcome"], one["seq"]) for one in refused] == [
+            ("rejected", seq) for seq in range(1000, 1003)
+        ]
         assert "would be more than 0; send fewer at a time" in refused[0]["reason"]
         assert await it.home("p") == engine.name
         engine.go_on.set()
         await asyncio.gather(*posts)
         await it.chat("p", key="ka")
-        assert engine.of("alice/p")[-1] == "tool_start"
+        assert engine.of("alice/p")[MAX_SENT_WEIGHT:] == ["tool_start", "tool_stop"]
 
 
 # -- the queue itself ----------------------------------------------------------------

@@ -134,7 +134,7 @@ class EventForwarder:
                 self._record_event(key, event, authorization, None)
             if home is not None:
                 to = onwards.setdefault(
-                    home.url, _EngineBatch(self._graphs_sent_to(home.url, home.replica_id))
+                    home.url, _EngineBatch(self._graphs_sent_to(home.url, home.replica_id), self._clock())
                 )
                 to.events.append((place, event, self._with_full_graph(tenant, event, raw, to)))
             elif isinstance(event, (ProgramStart, AegReport, ToolStart, ToolStop)):
@@ -413,7 +413,7 @@ class EventForwarder:
         """Post the part ``to`` of a client's batch to one engine, and store the outcomes of its events in
         ``outcomes``. Waits first for the tenant's turn, and until the gateway's own earlier events of this
         tenant for this engine were sent or dropped."""
-        unanswered = (Outcome.MISSING, "its replica did not answer")
+        unanswered, is_sent = (Outcome.MISSING, "its replica did not answer"), True
         answered: list[EventOutcome | None] = [None] * len(to.events)
         events = [self._renamed(tenant, raw) for _, _, raw in to.events]
         try:
@@ -424,13 +424,11 @@ class EventForwarder:
                 onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
                 answered = await post_all(self._post, url, onwards, authorization)
         except EventsRefusedError as refused:
-            unanswered = (Outcome.REJECTED, str(refused))
+            unanswered, is_sent = (Outcome.REJECTED, str(refused)), False
         for (place, event, _), outcome in zip(to.events, answered, strict=True):
             if outcome is None:
                 outcomes[place] = _outcome(event, *unanswered)
-                record = self.known.get((tenant, event.program_id))
-                if record is not None and not isinstance(event, ToolStop):
-                    record.mark_unsent()
+                self._record_lost((tenant, event.program_id), event, to.arrived_s, is_sent)
                 continue
             if outcome.program_id != event.program_id:  # the engine's name for the program, or none
                 outcome = msgspec.structs.replace(outcome, program_id=event.program_id, seq=event.seq)
@@ -440,6 +438,19 @@ class EventForwarder:
                     to.known_graphs.add(event.graph_hash)
                 elif outcome.outcome is Outcome.MISSING:
                     to.known_graphs.discard(event.graph_hash)  # the engine has forgotten the graph
+
+    def _record_lost(self, key: Key, event: AnyEvent, arrived_s: float, is_sent: bool) -> None:
+        """Record that an event which was recorded as delivered got no answer, so that it is sent again.
+        ``is_sent``: whether the event was sent, so that the engine may have handled it."""
+        record = self.known.get(key)
+        if record is None:
+            return
+        # A running tool's record has its start, but a stop must be added. If both were sent and lost, the
+        # start stays away: an engine that did handle them would count the tool twice.
+        if not is_sent or isinstance(event, ToolStop):
+            self.known.record_event(key, event, record.authorization, arrived_s, delivered=False)
+        else:
+            record.mark_unsent()
 
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
@@ -472,6 +483,8 @@ class _EngineBatch:
 
     known_graphs: set[str]
     """Hashes of the graphs that the engine received in full."""
+    arrived_s: float
+    """Time of arrival, on the gateway's clock."""
     full_graphs: set[str] = field(default_factory=set)
     """Hashes of the graphs that this batch contains in full."""
     events: list[tuple[int, AnyEvent, msgspec.Raw]] = field(default_factory=list)
