@@ -214,6 +214,28 @@ async def test_a_graph_is_sent_in_full_until_an_engine_has_accepted_it() -> None
         assert homes[1].events[-1]["graph"] == small
 
 
+async def test_a_graph_of_a_program_that_the_engine_did_not_know_is_sent_in_full_again() -> None:
+    small = graph(0, nodes=2)
+    report = {"type": "aeg", "graph_hash": "h"}
+
+    async def take(self: FakeEngine, request: Request) -> Response:
+        self.events += (found := (await request.json())["events"])
+        outcome = "missing" if found[0]["program_id"] == "p" else "applied"
+        labels = [{"outcome": outcome, "program_id": one["program_id"], "seq": one["seq"]} for one in found]
+        return JSONResponse({"v": 1, "outcomes": labels})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "_take_events", take)
+        async with engines(1) as fakes, world(fakes) as it:
+            await it.events({**report, "program_id": "p", "seq": 0, "graph": small})
+            await it.chat("p")
+            assert fakes[0].of("p") == ["aeg"]
+            await it.chat("q")
+            for seq, shown in enumerate((small, None)):
+                await it.events({**report, "program_id": "q", "seq": seq})
+                assert fakes[0].events[-1].get("graph") == shown
+
+
 async def test_a_tool_whose_stop_is_in_the_request_is_not_started_afterwards() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         await it.events({**START, "program_id": "p"}, {**TOOL, "program_id": "p"})
@@ -504,7 +526,7 @@ async def test_the_gateways_events_arrive_in_order_at_a_slow_engine() -> None:
         await asyncio.sleep(0)
     assert heard == []
     first.set()
-    assert await asyncio.gather(*said) == [True] * 5
+    assert await asyncio.gather(*said) == [[EventOutcome(outcome=Outcome.APPLIED)]] * 5
     assert heard == [b"0", b"1", b"2", b"3", b"4"]
     await until(lambda: speaker.idle)
 
@@ -519,7 +541,7 @@ async def test_an_engine_that_does_not_listen_is_not_talked_to_for_ever() -> Non
 
     speaker = OrderedSender("http://e", "g", post, lambda: now[0])
     said = [speaker.send([msgspec.Raw(b"1")], None) for _ in range(50)]
-    assert await asyncio.gather(*said) == [False] * 50
+    assert await asyncio.gather(*said) == [[]] * 50
     assert len(asked) == 2
 
 

@@ -38,7 +38,7 @@ from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
 from .engine_descriptions import EngineDescription
 from .ordered_sender import ANSWER_TIMEOUT_S, OrderedSender, post_all
-from .program_event_records import ProgramEventRecords, RecordedEvent, ReplicaInstance
+from .program_event_records import ProgramEventRecords, RecordedEvent, ReplicaInstance, update_known_graphs
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
@@ -202,10 +202,10 @@ class EventForwarder:
 
     def catch_up(
         self, key: Key, replica_id: str, carried: Container[RecordedEvent] = ()
-    ) -> asyncio.Future[bool] | None:
+    ) -> asyncio.Future[list[EventOutcome]] | None:
         """Start to send a replica those events of a program that it lacks: start, graph and tool events.
-        Returns a future whose result is whether the replica accepted the events; ``None``: no events are
-        being sent.
+        Returns a future whose result is their outcomes, empty if the replica did not accept them; ``None``:
+        no events are being sent.
 
         ``carried``: events that a request carries to the replica."""
         record = self.known.get(key)
@@ -235,23 +235,24 @@ class EventForwarder:
             return None
         if self._clock() < record.again_s:
             return None
-        accepted = self._sender_for(address.url, key[0]).send(
+        answered = self._sender_for(address.url, key[0]).send(
             [self._aged(key[0], one) for one in kept], record.authorization
         )
-        record.sending = (place, accepted)
+        record.sending = (place, answered)
         missed = record.missed
 
-        def on_answer(answer: asyncio.Future[bool]) -> None:
+        def on_answer(answer: asyncio.Future[list[EventOutcome]]) -> None:
             if answer.cancelled() or not answer.result():
                 record.again_s = self._clock() + REPLAY_RETRY_S
                 return
             record.undelivered = [one for one in record.undelivered if one not in kept]
-            known_graphs.update(one.event.graph_hash for one in kept if isinstance(one.event, AegReport))
+            for one, outcome in zip(kept, answer.result(), strict=True):
+                update_known_graphs(known_graphs, one.event, outcome.outcome)
             if record.missed == missed:
                 record.place = place
 
-        accepted.add_done_callback(on_answer)
-        return accepted
+        answered.add_done_callback(on_answer)
+        return answered
 
     def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
         """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
@@ -434,10 +435,7 @@ class EventForwarder:
                 outcome = msgspec.structs.replace(outcome, program_id=event.program_id, seq=event.seq)
             outcomes[place] = outcome
             if isinstance(event, AegReport) and event.graph_hash in to.full_graphs:
-                if outcome.outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
-                    to.known_graphs.add(event.graph_hash)
-                elif outcome.outcome is Outcome.MISSING:
-                    to.known_graphs.discard(event.graph_hash)  # the engine has forgotten the graph
+                update_known_graphs(to.known_graphs, event, outcome.outcome)
 
     def _record_lost(self, key: Key, event: AnyEvent, arrived_s: float, is_sent: bool) -> None:
         """Record that an event which was recorded as delivered got no answer, so that it is sent again.

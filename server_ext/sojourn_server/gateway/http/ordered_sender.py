@@ -73,8 +73,8 @@ class _QueuedEvents:
     authorization: str | None
     at_s: float
     """Time of the call."""
-    accepted: asyncio.Future[bool]
-    """Future whose result is whether the engine accepted the events."""
+    answered: asyncio.Future[list[EventOutcome]]
+    """Future whose result is the events' outcomes; empty: the engine did not accept all events."""
 
 
 class OrderedSender:
@@ -88,7 +88,7 @@ class OrderedSender:
         self._post = post
         self._clock = clock
         self._queue: deque[_QueuedEvents] = deque()
-        self._last: asyncio.Future[bool] | None = None
+        self._last: asyncio.Future[list[EventOutcome]] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -96,19 +96,21 @@ class OrderedSender:
         """Whether no events are queued or being sent."""
         return self._task is None
 
-    def send(self, events: list[msgspec.Raw], authorization: str | None) -> asyncio.Future[bool]:
-        """Queue events for sending. The result of the returned future is True if the engine accepted all
-        events. It is False if the engine rejected an event or did not answer, or if the events were
+    def send(
+        self, events: list[msgspec.Raw], authorization: str | None
+    ) -> asyncio.Future[list[EventOutcome]]:
+        """Queue events for sending. The result of the returned future is one outcome per event, none of them
+        ``rejected``. It is empty if the engine rejected an event or did not answer, or if the events were
         dropped."""
-        accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[list[EventOutcome]] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_SENDS:
-            accepted.set_result(False)
-            return accepted
-        self._queue.append(_QueuedEvents(events, authorization, self._clock(), accepted))
-        self._last = accepted
+            answered.set_result([])
+            return answered
+        self._queue.append(_QueuedEvents(events, authorization, self._clock(), answered))
+        self._last = answered
         if self._task is None:
             self._task = asyncio.ensure_future(self._run())
-        return accepted
+        return answered
 
     async def wait_until_sent(self) -> None:
         """Wait until all events that are queued now were sent or dropped, at most ``ANSWER_TIMEOUT_S``."""
@@ -120,16 +122,18 @@ class OrderedSender:
         try:
             while self._queue:
                 queued = self._queue.popleft()
-                accepted = False
+                accepted: list[EventOutcome] = []
                 try:
                     if self._clock() - queued.at_s < STALE_S:
                         batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=queued.events)
                         outcomes = await post_all(self._post, self._url, batch, queued.authorization)
-                        accepted = all(
-                            one is not None and one.outcome is not Outcome.REJECTED for one in outcomes
-                        )
+                        accepted = [
+                            one for one in outcomes if one is not None and one.outcome is not Outcome.REJECTED
+                        ]
+                        if len(accepted) < len(outcomes):
+                            accepted = []
                 finally:
-                    if not queued.accepted.done():
-                        queued.accepted.set_result(accepted)
+                    if not queued.answered.done():
+                        queued.answered.set_result(accepted)
         finally:
             self._task = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
-from sojourn.wire_codec import MAX_EVENT_NAME_BYTES, MAX_GRAPH_BYTES, encode
+from sojourn.wire_codec import MAX_EVENT_NAME_BYTES, MAX_GRAPH_BYTES, EventOutcome, Outcome, encode
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 from ...routing.bounded_program_table import Key
@@ -116,9 +116,9 @@ class ProgramEventRecord:
     missed: int = 0
     """Number of times that ``mark_unsent`` has cleared ``place``. If this number grows while the events are
     sent to a replica, the replica lacks a newer event."""
-    sending: tuple[ReplicaInstance, asyncio.Future[bool]] | None = None
-    """The replica to which the events were last sent, and a future whose result is whether the replica
-    accepted them."""
+    sending: tuple[ReplicaInstance, asyncio.Future[list[EventOutcome]]] | None = None
+    """The replica to which the events were last sent, and a future whose result is their outcomes; empty: the
+    replica did not accept them."""
     heard_s: float = 0.0
     """Time of the program's last event, heartbeats included."""
     again_s: float = 0.0
@@ -137,6 +137,16 @@ class ProgramEventRecord:
         tools = [one for one in self.tools.values() if one not in later]
         every = (self.start, self.graph, *tools, *self.undelivered)
         return [one for one in every if one is not None and one not in carried]
+
+
+def update_known_graphs(known_graphs: set[str], event: AnyEvent, outcome: Outcome) -> None:
+    """Update the hashes of the graphs that an engine received in full, after its answer to ``event``."""
+    if not isinstance(event, AegReport):
+        return
+    if outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
+        known_graphs.add(event.graph_hash)
+    elif outcome is Outcome.MISSING:
+        known_graphs.discard(event.graph_hash)  # the engine knows the program or the graph no more
 
 
 class ProgramEventRecords:
