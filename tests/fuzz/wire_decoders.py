@@ -473,7 +473,7 @@ ANSWER = {
     "id": "resp_1",
     "choices": [{"text": "x"}],
     "usage": {"prompt_tokens": 12, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 8}},
-    "error": {"message": "EngineDeadError", "code": 500},
+    "error": {"message": engine_client.ENGINE_DEAD_MESSAGE, "code": 500},
     "kv_transfer_params": PARAMS[1],
 }
 SSE = (

@@ -16,6 +16,7 @@ from fake_pair_engine import core_of, pairs
 from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import engine_connection_pool, proxy_request
 from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.routing import routing_events
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -53,10 +54,12 @@ class Refusing(FakeEngine):
     """Answers with an error."""
 
     status = 200
+    message = "no"
 
     async def _generate(self, request: Request) -> Response:
         if self.status != 200:
-            return JSONResponse({"error": {"message": "no", "code": self.status}}, self.status)
+            self.requests.append(await request.json())
+            return JSONResponse({"error": {"message": self.message, "code": self.status}}, self.status)
         return await super()._generate(request)
 
 
@@ -73,6 +76,37 @@ async def test_an_error_is_no_turn_and_keeps_no_room() -> None:
         await it.chat("p")
         assert await it.home("p") == fake.name
     await fake.kill()
+
+
+QUOTED = [
+    (400, "Grammar error: Invalid type: EngineDeadError"),
+    (400, f"Grammar error: Invalid type: {ENGINE_DEAD_MESSAGE}"),
+    (400, ENGINE_DEAD_MESSAGE),
+    (500, "404, message='Not Found', url='http://a/EngineDeadError'"),
+    (500, f"404, message='Not Found', url='http://a/?{ENGINE_DEAD_MESSAGE}'"),
+]
+"""Errors of an engine that lives: code, and a message with words of the request."""
+
+
+@pytest.mark.parametrize(("code", "message"), QUOTED)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_that_quotes_its_request_is_no_dead_engine(
+    code: int, message: str, stream: bool
+) -> None:
+    """A schema with the type ``EngineDeadError`` made two engines suspect with each request."""
+    fakes = [Refusing() for _ in range(3)]
+    error = {"error": {"message": message, "code": code}}
+    for fake in fakes:
+        if stream:
+            fake.first_event = f"data: {json.dumps(error)}\n\n"
+        else:
+            fake.status, fake.message = code, message
+    async with running(*fakes), world(fakes, poll_s=3600) as it:
+        answer = await it.chat("p", stream=stream)
+        assert answer.status == (200 if stream else code)
+        assert json.loads((await lines(answer))[0] if stream else await answer.text()) == error
+        assert [state.health for state in await it.gateway.routing_backend.replicas()] == ["up"] * 3
+        assert sum(len(fake.requests) for fake in fakes) == 1
 
 
 async def test_a_client_that_leaves_before_its_first_answer_leaves_no_program_at_home() -> None:

@@ -14,6 +14,7 @@ from fake_engine import engines
 from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import dropped_kv_poller, engine_routes, proxy_headers, request_bodies
 from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.gateway.http.generation_request import PromptSizeEstimator
 from sojourn_server.gateway.http.request_bodies import BodyBudget
@@ -374,7 +375,8 @@ async def test_an_answers_text_is_not_taken_for_an_engine_error() -> None:
         answer = await it.chat("p", stream=True)
         assert answer.status == 200
         assert "EngineDeadError" in (await lines(answer))[0]
-        fakes[0].first_event = 'data: {"error": {"message": "EngineDeadError: x", "code": 500}}\n\n'
+        dead = {"error": {"message": ENGINE_DEAD_MESSAGE, "code": 500}}
+        fakes[0].first_event = f"data: {json.dumps(dead)}\n\n"
         answer = await it.chat("p", stream=True)
         assert answer.status == 502, "that is an engine that died before it began"
 

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
 from sojourn_server.api.prometheus_bridge import PrometheusBridge
+from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from sojourn_server.vllm import endpoint
 from sojourn_server.vllm.endpoint import SojournEndpoint, VllmEngine
@@ -309,3 +310,7 @@ async def test_the_routes_do_not_keep_the_engine_alive() -> None:
     gc.collect()
     with pytest.raises(EngineUnavailableError):
         await engine.call("stats", "{}")
+
+
+def test_the_gateway_knows_a_dead_engine_core_by_vllms_message() -> None:
+    assert str(EngineDeadError()) == ENGINE_DEAD_MESSAGE

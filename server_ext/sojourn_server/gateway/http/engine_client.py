@@ -27,8 +27,10 @@ a shorter idle time, the engine counts as having read the request, which then ma
 MAX_WHOLE_ANSWER_BYTES = 1 << 20
 """Size of the longest answer that the gateway holds as a whole. A longer answer is passed on in parts, as the
 client reads them."""
-_ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
-"""Texts in the errors of an API server whose engine core is dead. The server keeps running for a moment."""
+ENGINE_DEAD_MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+"""The whole message of vLLM's ``EngineDeadError``. An API server whose engine core is dead keeps running for
+a moment, and answers with it. A part of a message proves nothing, because vLLM quotes requests in its
+errors."""
 
 
 class ReplicaRequestError(Exception):
@@ -187,8 +189,7 @@ def is_engine_failure(answer: EngineAnswer) -> bool:
     event = _error_event(answer.first) if answer.is_stream else None
     if event is None:
         return False
-    code = _error_fields(event).get("code")
-    return not (isinstance(code, int) and 400 <= code < 500)
+    return not _is_request_at_fault(_error_fields(event))
 
 
 def _error_event(first: bytes) -> bytes | None:
@@ -210,7 +211,14 @@ def _error_fields(text: bytes) -> dict[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
+def _is_request_at_fault(error: dict[str, Any]) -> bool:
+    """Whether an error's code is from 400 to 499. ``error``: the error's fields."""
+    code = error.get("code")
+    return isinstance(code, int) and 400 <= code < 500
+
+
 def _is_engine_dead_error(text: bytes) -> bool:
-    """Whether the message of a JSON error says that the engine core is dead."""
-    message = _error_fields(text).get("message")
-    return isinstance(message, str) and any(sign in message for sign in _ENGINE_DEAD)
+    """Whether a JSON error says that the engine core is dead: its message is ``ENGINE_DEAD_MESSAGE`` and
+    nothing else, and the request is not at fault."""
+    error = _error_fields(text)
+    return error.get("message") == ENGINE_DEAD_MESSAGE and not _is_request_at_fault(error)
