@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
+import re
 import socket
+from typing import Any
 
 import aiohttp
 import pytest
 from fake_engine import engines
-from gateway_harness import until, world
-from sojourn_server.gateway.http import client_connection
+from gateway_harness import DEADLINE_S, until, world
+from sojourn_server.gateway.http import client_connection, engine_routes
 from sojourn_server.gateway.http.client_connection import (
+    MAX_PIPELINED_BYTES,
     MIN_READ_BYTES,
     UNREAD_TIMEOUT_S,
     AnswerDeadline,
     DeadlineProtocol,
 )
 from sojourn_server.gateway.http.proxy_request import ProxyRequest
+
+LARGEST_READ_BYTES = 256 << 10
+"""The most bytes that asyncio reads at once."""
 
 
 @pytest.mark.parametrize("silent", [False, True])
@@ -56,6 +63,94 @@ async def test_a_client_that_leaves_with_another_request_sent_ahead_stops_its_fi
         assert len(fake.requests) == 1
 
 
+def post(body: dict[str, Any]) -> bytes:
+    """A chat completion as a client sends it."""
+    text = json.dumps({"model": "tiny", "messages": [], **body}).encode()
+    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(text) + text
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[DeadlineProtocol]:
+    """The connections of clients to the gateway. Each request is watched at once."""
+    made: list[DeadlineProtocol] = []
+    real = DeadlineProtocol.connection_made
+
+    def noted(self: DeadlineProtocol, transport: asyncio.Transport) -> None:
+        real(self, transport)
+        made.append(self)
+
+    monkeypatch.setattr(DeadlineProtocol, "connection_made", noted)
+    monkeypatch.setattr(engine_routes, "WATCH_DELAY_S", 0.0)
+    return made
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+async def test_a_client_that_sends_another_request_later_and_leaves_stops_its_first(
+    aborts: bool, connections: list[DeadlineProtocol]
+) -> None:
+    """uvicorn stopped reading at the second request, so a disconnect was noticed when the first ended."""
+    async with engines(1) as [fake], world([fake]) as made:
+        fake.hold = asyncio.Event()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(made.url.rpartition(":")[2]))
+        writer.write(post({}))
+        await until(lambda: fake.requests)
+        writer.write(post({}) * 20)
+        await until(lambda: len(connections[0].pipeline) == 20)
+        writer.transport.abort() if aborts else writer.close()
+        await until(lambda: fake.gave_up, 20.0)
+        await until(lambda: not connections[0].connections)
+        assert [state.load for state in await made.gateway.routing_backend.replicas()] == [0]
+        assert len(fake.requests) == 1
+
+
+async def test_a_client_that_sends_a_long_request_ahead_is_disconnected(
+    connections: list[DeadlineProtocol], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond the limit nothing is read, so a disconnect is not noticed."""
+    monkeypatch.setattr(client_connection, "PIPELINE_TIMEOUT_S", 0.2)
+    caplog.set_level(logging.INFO, client_connection.__name__)
+    async with engines(1) as [fake], world([fake]) as made:
+        fake.hold = asyncio.Event()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(made.url.rpartition(":")[2]))
+        writer.write(post({}))
+        await until(lambda: fake.requests)
+        writer.write(post({"user": "x" * MAX_PIPELINED_BYTES}))
+        await until(lambda: fake.gave_up, 20.0)
+        assert f"expected at most {MAX_PIPELINED_BYTES} bytes" in caplog.text
+        writer.close()
+
+
+async def test_a_long_request_sent_ahead_is_not_kept_as_a_whole_and_is_answered(
+    connections: list[DeadlineProtocol],
+) -> None:
+    """A client may have the last byte of an answer before uvicorn has ended it."""
+    async with engines(1) as [fake], world([fake]) as made:
+        fake.hold = asyncio.Event()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(made.url.rpartition(":")[2]))
+        writer.write(post({}))
+        await until(lambda: fake.requests)
+        size = 100 * MAX_PIPELINED_BYTES
+        writer.write(post({"user": "x" * size}))
+        await until(lambda: connections[0]._pause_deadline is not None)
+        assert connections[0]._bytes_ahead < MAX_PIPELINED_BYTES + LARGEST_READ_BYTES
+        held: list[int] = []
+        for _ in range(100):  # nothing more is read
+            await asyncio.sleep(0)
+            held.append(connections[0]._bytes_ahead)
+        assert len(set(held)) == 1
+        fake.hold.set()
+        for _ in range(2):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+            assert head.startswith(b"HTTP/1.1 200 ")
+            length = re.search(rb"(?i)content-length: (\d+)", head)
+            assert length is not None
+            await reader.readexactly(int(length[1]))
+        assert [len(request.get("user", "")) for request in fake.requests] == [0, size]
+        assert connections[0]._bytes_ahead == 0
+        assert connections[0]._pause_deadline is None
+        writer.close()
+
+
 async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_connection, "UNREAD_TIMEOUT_S", 0.2)
     async with engines(1) as [fake], world([fake]) as made:
@@ -79,26 +174,18 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("keeps_alive", [True, False])
 async def test_a_client_that_does_not_read_an_answers_end_is_disconnected(
-    keeps_alive: bool, monkeypatch: pytest.MonkeyPatch
+    keeps_alive: bool, connections: list[DeadlineProtocol], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffer is not full, so nothing watched it, and a closed transport waits for its client for ever."""
     monkeypatch.setattr(client_connection, "UNREAD_TIMEOUT_S", 0.5)
-    made_of: list[DeadlineProtocol] = []
-    real = DeadlineProtocol.connection_made
-
-    def noted(self: DeadlineProtocol, transport: asyncio.Transport) -> None:
-        real(self, transport)
-        made_of.append(self)
-
-    monkeypatch.setattr(DeadlineProtocol, "connection_made", noted)
     async with engines(1) as [fake], world([fake]) as made:
         loop = asyncio.get_running_loop()
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
             await loop.sock_connect(client, ("127.0.0.1", int(made.url.rpartition(":")[2])))
-            await until(lambda: made_of)
-            [connection] = made_of
+            await until(lambda: connections)
+            [connection] = connections
             transport, asked = connection.transport, 0
             while not transport.get_write_buffer_size():
                 await loop.sock_sendall(client, b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")

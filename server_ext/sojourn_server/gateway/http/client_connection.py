@@ -222,23 +222,50 @@ class HeaderDeadline(asyncio.Protocol):
 
 MAX_PIPELINED_REQUESTS = 100
 """Maximum number of requests that a client may send before the answer to an earlier one is complete."""
+MAX_PIPELINED_BYTES = 64 << 10
+"""Number of bytes that are read behind a request that is being answered, as many as uvicorn keeps of a body.
+The limit is checked after each read, so it may be exceeded by the size of one read."""
+PIPELINE_TIMEOUT_S = 10.0
+"""Maximum seconds without a complete answer while a client has sent more than ``MAX_PIPELINED_BYTES`` ahead.
+In this time a disconnect may stay unnoticed."""
 
 
 class PipelineLimit(asyncio.Protocol):
     """A mix-in for uvicorn's protocol on httptools that aborts a connection with too many pipelined requests.
     It also reports a disconnect to the request that is being answered.
 
-    uvicorn keeps all requests that have arrived, and reports a disconnect only to the newest of them.
-    uvicorn's protocol on h11 has neither problem, because it reads a request only after the answer to the
-    previous request."""
+    uvicorn keeps all requests that have arrived, and reports a disconnect only to the newest of them. It also
+    stops reading when a request has to wait, and a transport that does not read notices no disconnect. So
+    this class goes on reading up to ``MAX_PIPELINED_BYTES``. Beyond them it pauses, and aborts the connection
+    if no answer becomes complete within ``PIPELINE_TIMEOUT_S``. Until then it only pauses, because an honest
+    client may send its next request when it has the last byte of an answer that uvicorn is about to end."""
 
+    loop: asyncio.AbstractEventLoop
     transport: Any
+    flow: Any
+    """uvicorn's control of reading and writing."""
     cycle: Any
     """uvicorn's newest request cycle."""
-    pipeline: Collection[Any]
+    pipeline: Collection[Any] = ()
     """Requests that wait for the answer to an earlier request."""
     _cycles: tuple[Any, ...] = ()
     """Request cycles without a complete answer, oldest first. The newest cycle is always included."""
+    _bytes_ahead = 0
+    """Bytes received since ``pipeline`` was last empty, in whole reads."""
+    _pause_deadline: asyncio.TimerHandle | None = None
+    """The abort of this connection; ``None``: reading is not paused."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self.pipeline or self.transport.is_closing():
+            return
+        self._bytes_ahead += len(data)
+        if self._bytes_ahead <= MAX_PIPELINED_BYTES:
+            self.flow.resume_reading()
+            return
+        self.flow.pause_reading()
+        if self._pause_deadline is None:
+            self._pause_deadline = self.loop.call_later(PIPELINE_TIMEOUT_S, self._abort)
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
@@ -247,12 +274,34 @@ class PipelineLimit(asyncio.Protocol):
         super().on_headers_complete()  # type: ignore[misc]
         self._cycles = (*(one for one in self._cycles if not one.response_complete), self.cycle)
 
+    def on_response_complete(self) -> None:
+        self._cancel_pause_deadline()
+        super().on_response_complete()  # type: ignore[misc]
+        if not self.pipeline:
+            self._bytes_ahead = 0
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_pause_deadline()
         super().connection_lost(exc)
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+
+    def _cancel_pause_deadline(self) -> None:
+        if self._pause_deadline is not None:
+            self._pause_deadline.cancel()
+            self._pause_deadline = None
+
+    def _abort(self) -> None:
+        logger.info(
+            "disconnected a client that sent %d bytes ahead of an answer, which did not end in %g s; "
+            "expected at most %d bytes",
+            self._bytes_ahead,
+            PIPELINE_TIMEOUT_S,
+            MAX_PIPELINED_BYTES,
+        )
+        self.transport.abort()
 
 
 MAX_HEAD_BYTES = 64 << 10
