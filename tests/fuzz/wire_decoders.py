@@ -44,8 +44,8 @@ from sojourn_server.gateway.http import (
     multi_engine_queries,
 )
 from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.client_json import InvalidGenerationRequest
 from sojourn_server.gateway.http.generation_request import (
-    InvalidGenerationRequest,
     PromptSizeEstimator,
     parse_generation_request,
     without_identity,
@@ -575,6 +575,7 @@ WIRE_DECODERS: dict[str, Decoder] = {
     ),
     "generation request": Decoder(
         modules=(
+            "sojourn_server/gateway/http/client_json.py",
             "sojourn_server/gateway/http/generation_request.py",
             "sojourn_server/gateway/http/prefill_decode_bodies.py",
             "sojourn_server/gateway/http/program_id_mapper.py",

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.cancel_scope import CancelScope
 from sojourn_server.gateway.http.client_apis import ClientApi, error_body, error_event
+from sojourn_server.gateway.http.client_json import InvalidGenerationRequest
 from sojourn_server.gateway.http.engine_descriptions import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.generation_request import (
-    InvalidGenerationRequest,
     PromptSizeEstimator,
     parse_generation_request,
     without_identity,

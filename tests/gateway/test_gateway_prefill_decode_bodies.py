@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.client_json import InvalidGenerationRequest
 from sojourn_server.gateway.http.engine_client import EngineAnswer, is_engine_failure
-from sojourn_server.gateway.http.generation_request import InvalidGenerationRequest, parse_generation_request
+from sojourn_server.gateway.http.generation_request import parse_generation_request
 from sojourn_server.gateway.http.prefill_decode_bodies import (
     _ANSWER_FIELDS,
     decode_body,

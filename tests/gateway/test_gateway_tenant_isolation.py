@@ -14,8 +14,8 @@ from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context
 from sojourn_server.gateway.http import dropped_kv_poller, proxy_context
 from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.client_json import InvalidGenerationRequest
 from sojourn_server.gateway.http.generation_request import (
-    InvalidGenerationRequest,
     parse_generation_request,
     without_identity,
 )

@@ -23,9 +23,10 @@ from .client_apis import (
     RequestRejected,
     unavailable_error,
 )
+from .client_json import InvalidGenerationRequest
 from .engine_client import EngineAnswer, ReplicaRequestError, send_to_engine
 from .engine_connection import GatewayConnectError
-from .generation_request import InvalidGenerationRequest, parse_generation_request
+from .generation_request import parse_generation_request
 from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
 from .proxy_request import AsgiScope, ParsedRequest, ProxyRequest

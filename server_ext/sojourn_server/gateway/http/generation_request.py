@@ -11,10 +11,9 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from statistics import median_low
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import msgspec
-from sojourn.errors import InputError
 from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
 
@@ -22,6 +21,16 @@ from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
 from ...routing.routed_programs import MIN_SHARING_TENANTS
 from ...routing.tenant_statistics import FrequentTenants
 from .client_apis import ClientApi
+from .client_json import (
+    LONG_VALUE,
+    MAX_HINT_JSON_BYTES,
+    NOT_SCALAR,
+    SLICE_BYTES,
+    InvalidGenerationRequest,
+    encode_raw,
+    members_of,
+    short_value,
+)
 
 MAX_TOKENS = 2**31
 """Upper bound of ``GenerationRequest.output_tokens``."""
@@ -32,29 +41,33 @@ SESSION_KEY = "session_id"
 """Field of a body, or of its ``vllm_xargs``, that names the program of a request without a hint."""
 
 
-class InvalidGenerationRequest(InputError):
-    """The body is not a request of its API. The text says what was wrong and what was expected."""
+class _XArgs(msgspec.Struct):
+    """The members of ``vllm_xargs`` that the gateway reads."""
+
+    agentic_context: msgspec.Raw = msgspec.Raw(b"")
+    session_id: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Body(msgspec.Struct):
-    """The fields of all APIs' bodies that the gateway reads."""
+    """The fields of all APIs' bodies that the gateway reads. They are raw, because a field of any type would
+    be decoded into objects that take 25 times the memory of the body (``client_json``)."""
 
-    stream: Any = None
-    model: str | None = None
+    stream: msgspec.Raw = msgspec.Raw(b"")
+    model: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     system: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
     instructions: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
-    session_id: Any = None
-    vllm_xargs: dict[str, Any] | None = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    previous_response_id: str | None = None
-    truncate_prompt_tokens: Any = None
-    truncation: Any = None
+    session_id: msgspec.Raw = msgspec.Raw(b"")
+    vllm_xargs: _XArgs | None = None
+    max_tokens: msgspec.Raw = msgspec.Raw(b"")
+    max_completion_tokens: msgspec.Raw = msgspec.Raw(b"")
+    max_output_tokens: msgspec.Raw = msgspec.Raw(b"")
+    previous_response_id: msgspec.Raw = msgspec.Raw(b"")
+    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw(b"")
+    truncation: msgspec.Raw = msgspec.Raw(b"")
 
 
 _PROMPT_FIELDS = {
@@ -66,7 +79,6 @@ _PROMPT_FIELDS = {
 """Fields of ``_Body`` that form the prompt, by API, roughly in the order of the prompt. Engines ignore the
 fields of other APIs."""
 _decoder = msgspec.json.Decoder(_Body)
-_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DIGIT = re.compile(rb"[0-9]")
 _LIST_OF_LISTS = re.compile(rb"\[[ \t\n\r]*\[")
 """The beginning of a JSON list of lists: several prompts, each a list of token ids."""
@@ -163,46 +175,47 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
     the same order. If the hint declares its program implicit, the request has no program.
     """
     try:
-        read = _decoder.decode(body)
+        return _parse(api, _decoder.decode(body), session)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidGenerationRequest(f"the body is not a request of {api.value}: {error}") from None
+
+
+def _parse(api: ClientApi, read: _Body, session: str | None) -> GenerationRequest:
+    """Build the request of a body. ``session``: value of the header ``X-Session-ID``. Raises
+    ``msgspec.DecodeError``."""
+    xargs = read.vllm_xargs or _XArgs()
+    in_body, beside = short_value(read.session_id), short_value(xargs.session_id)
     # vLLM neither reads nor forwards this member of a messages request.
-    own = read.session_id if api is not ClientApi.MESSAGES else None
-    beside = read.vllm_xargs.get(SESSION_KEY) if read.vllm_xargs else None
+    own = in_body if api is not ClientApi.MESSAGES else None
     named = next((name for name in (own, session, beside) if isinstance(name, str) and name), None)
-    identity = read_identity(named, read.vllm_xargs)
+    hint = short_value(xargs.agentic_context, MAX_HINT_JSON_BYTES)
+    identity = read_identity(named, {CONTEXT_KEY: hint})
     is_completion = api is ClientApi.COMPLETIONS
     return GenerationRequest(
         api,
-        read.stream in (True, "true", "True", "1"),
-        read.model,
+        short_value(read.stream) in (True, "true", "True", "1"),
+        _text("model", read.model),
         identity.program_id,
         identity.context,
         tuple(getattr(read, name) for name in _PROMPT_FIELDS[api]),
         _measure(api, read),
         _count_ids(bytes(read.prompt)) if is_completion else None,
         _output_tokens(read, identity.context),
-        read.previous_response_id,
+        _text("previous_response_id", read.previous_response_id),
         identity.outcome is Outcome.REJECTED,
-        read.session_id is not None or beside is not None,
+        in_body is not None or beside is not None,
         is_completion and _LIST_OF_LISTS.match(read.prompt) is not None,
         _is_truncated(api, read),
     )
 
 
-def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """Return the fields of a JSON object by name, as raw JSON. Raises ``InvalidGenerationRequest`` if a field
-    is not valid JSON.
-
-    Even a body that ``parse_generation_request`` accepted may have such a field, because that function skips
-    unknown fields.
-    """
-    try:
-        return _members.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidGenerationRequest(
-            f"the body has an object whose members cannot be read: {error}"
-        ) from None
+def _text(name: str, raw: msgspec.Raw) -> str | None:
+    """The text of a field; ``None``: the field is missing or null. Raises ``msgspec.DecodeError``."""
+    value = short_value(raw)
+    if value is not None and not isinstance(value, str):
+        kind = "array or object" if value is NOT_SCALAR else type(value).__name__
+        raise msgspec.ValidationError(f"Expected `str | null`, got `{kind}` - at `$.{name}`")
+    return value
 
 
 def without_identity(body: bytes) -> bytes:
@@ -212,7 +225,7 @@ def without_identity(body: bytes) -> bytes:
     document = members_of(body)
     document.pop(SESSION_KEY, None)
     xargs = document.get("vllm_xargs")
-    if xargs is not None and bytes(xargs).startswith(b"{"):
+    if xargs is not None and bytes(memoryview(xargs)[:1]) == b"{":
         members = members_of(xargs)
         if [members.pop(name, None) for name in (CONTEXT_KEY, SESSION_KEY)] != [None, None]:
             document["vllm_xargs"] = encode_raw(members)
@@ -230,7 +243,7 @@ def with_names(
     document = members_of(body)
     _rename_session(document, rename)
     xargs = document.get("vllm_xargs")
-    if xargs is not None and bytes(xargs).startswith(b"{"):
+    if xargs is not None and bytes(memoryview(xargs)[:1]) == b"{":
         members = members_of(xargs)
         _rename_session(members, rename)
         hint = members.pop(CONTEXT_KEY, None)
@@ -251,20 +264,16 @@ def _changed_hint(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], 
 
 def _rename_session(members: dict[str, msgspec.Raw], rename: Callable[[str], str]) -> None:
     """Replace the session id in ``members``, the fields of a JSON object, in place."""
-    raw = members.get(SESSION_KEY)
-    if raw is not None and bytes(raw).startswith(b'"'):
-        members[SESSION_KEY] = encode_raw(rename(msgspec.json.decode(raw, type=str)))
-
-
-def encode_raw(value: Any) -> msgspec.Raw:
-    """Encode ``value`` as raw JSON, to be put into a larger document."""
-    return msgspec.Raw(msgspec.json.encode(value))
+    name = short_value(members.get(SESSION_KEY, msgspec.Raw(b"")))
+    if isinstance(name, str) and name is not LONG_VALUE:  # a longer text is no id, so it names no program
+        members[SESSION_KEY] = encode_raw(rename(name))
 
 
 def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
     """Return the maximum or expected length of the answer in tokens, the smaller number if both are given; 0:
     neither is given."""
-    limits = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
+    fields = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
+    limits = [short_value(raw) for raw in fields]
     limit = next((count for count in limits if _is_count(count)), None)
     expected = context.expected_output_length if context is not None else None
     # A number larger than any context is useless, and makes messages to a coordinator longer.
@@ -275,8 +284,8 @@ def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
 def _is_truncated(api: ClientApi, read: _Body) -> bool:
     """The value of ``GenerationRequest.is_truncated`` for a body."""
     if api is ClientApi.RESPONSES:
-        return read.truncation not in (None, "disabled")
-    return read.truncate_prompt_tokens is not None and api is not ClientApi.MESSAGES
+        return short_value(read.truncation) not in (None, "disabled")
+    return short_value(read.truncate_prompt_tokens) is not None and api is not ClientApi.MESSAGES
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -288,7 +297,8 @@ def _count_ids(prompt: bytes) -> int | None:
     # The JSON is valid, so commas are counted. Parsing millions of numbers would block other clients.
     if not prompt.startswith(b"[") or b'"' in prompt:
         return None  # one or several texts
-    return prompt.count(b",") + 1 if _DIGIT.search(prompt) is not None else 0
+    has_ids = any(_DIGIT.search(text) for _, text in _slices(memoryview(prompt)))
+    return prompt.count(b",") + 1 if has_ids else 0
 
 
 INITIAL_TOKENS_PER_BYTE = 0.25
@@ -311,9 +321,6 @@ MAX_EMBEDDED_FILE_TOKENS = 1024
 image of a megapixel."""
 MAX_EMBEDDED_FILES = 4096
 """Maximum number of embedded files that are looked for in each part of a prompt. The rest counts as text."""
-SLICE_BYTES = 1 << 20
-"""Size of the slices in which a prompt is searched. A search holds Python's global lock, so the search of a
-whole body would block the event loop."""
 _FILE_SIGN = b";base64,"
 _FILE_HEAD = re.compile(
     rb'"[a-z_]{0,16}(?:url|data)"[ \t\n\r]*:[ \t\n\r]*"data:[^",]{1,100};base64,\Z',

@@ -10,8 +10,9 @@ from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, EventBatch, WireE
 from sojourn.wire_events import AnyEvent
 
 from ...core.client_event_decoder import MAX_ATTACHED_EVENTS
+from .client_json import encode_raw, members_of
 from .event_forwarder import EventForwarder
-from .generation_request import encode_raw, members_of, with_names
+from .generation_request import with_names
 from .program_event_records import RecordedEvent
 from .request_bodies import process_body
 

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from .client_apis import ClientApi
+from .client_json import InvalidGenerationRequest, encode_raw, members_of, short_value
 from .engine_client import parse_json_object
-from .generation_request import InvalidGenerationRequest, encode_raw, members_of, without_identity
+from .generation_request import without_identity
 
 TRANSFER = "kv_transfer_params"
 _LENGTH_FIELDS = {
@@ -39,17 +40,24 @@ an answer of one token. ``ec_transfer_params`` could name another request's data
 class _BodyFields(msgspec.Struct):
     """Fields that decide whether the decode engine has to compute all of a request."""
 
-    n: Any = None
-    best_of: Any = None
-    use_beam_search: Any = None
-    prompt_logprobs: Any = None
-    echo: Any = None
+    n: msgspec.Raw = msgspec.Raw(b"")
+    best_of: msgspec.Raw = msgspec.Raw(b"")
+    use_beam_search: msgspec.Raw = msgspec.Raw(b"")
+    prompt_logprobs: msgspec.Raw = msgspec.Raw(b"")
+    echo: msgspec.Raw = msgspec.Raw(b"")
     prompt: msgspec.Raw = msgspec.Raw(b"")
     prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
 
 
+class _FirstPrompts(msgspec.Struct, array_like=True):
+    """The first two of a list of prompts. A list of all of them would take 25 times their memory."""
+
+    first: msgspec.Raw = msgspec.Raw(b"")
+    second: msgspec.Raw = msgspec.Raw(b"")
+
+
 _parts = msgspec.json.Decoder(_BodyFields)
-_several = msgspec.json.Decoder(list[msgspec.Raw])
+_first_prompts = msgspec.json.Decoder(_FirstPrompts)
 _LIST_OF_PROMPTS = re.compile(rb'\[[ \t\n\r]*["\[{]')
 _ABSENT = (b"", b"null")
 
@@ -65,15 +73,17 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
         return None  # these APIs have one prompt and one answer
     try:
         parts = _parts.decode(body)
+        counts = [short_value(raw) for raw in (parts.n, parts.best_of)]
+        flags = [short_value(raw) for raw in (parts.use_beam_search, parts.echo)]
+        logprobs = short_value(parts.prompt_logprobs)
         several = _has_several_prompts(memoryview(parts.prompt)) if api is ClientApi.COMPLETIONS else False
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidGenerationRequest(f"the body is not a request of {api.value}: {error}") from None
     # A count of another type, such as a text, is left to the decode engine.
     divided = (
-        all(count is None or (type(count) is int and count <= 1) for count in (parts.n, parts.best_of))
-        and parts.use_beam_search in (None, False)
-        and parts.prompt_logprobs is None
-        and parts.echo in (None, False)
+        all(count is None or (type(count) is int and count <= 1) for count in counts)
+        and all(flag in (None, False) for flag in flags)
+        and logprobs is None
         and (api is not ClientApi.COMPLETIONS or bytes(memoryview(parts.prompt_embeds)[:4]) in _ABSENT)
         and not several
     )
@@ -82,7 +92,10 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
 
 def _has_several_prompts(prompt: memoryview) -> bool:
     """Whether a prompt, as JSON, is a list of at least two texts, lists of token ids, or objects."""
-    return _LIST_OF_PROMPTS.match(prompt) is not None and len(_several.decode(prompt)) > 1
+    return (
+        _LIST_OF_PROMPTS.match(prompt) is not None
+        and bytes(memoryview(_first_prompts.decode(prompt).second)[:1]) != b""
+    )
 
 
 def prefill_body(

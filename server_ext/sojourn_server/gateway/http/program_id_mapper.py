@@ -19,7 +19,8 @@ from sojourn.wire_codec import MAX_CONTEXT_BYTES, WireError, decode_event, encod
 
 from ...metrics.turn_explanation import Explanation
 from ...routing.bounded_program_table import Key
-from .generation_request import GenerationRequest, encode_raw, members_of, with_names
+from .client_json import encode_raw, members_of
+from .generation_request import GenerationRequest, with_names
 from .program_event_records import TenantBoundedCache
 
 MOST_TAG_BYTES = 64

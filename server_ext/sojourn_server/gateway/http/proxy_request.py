@@ -26,9 +26,10 @@ from .client_apis import (
     RequestRejected,
     error_event,
 )
+from .client_json import InvalidGenerationRequest
 from .engine_client import EngineAnswer, ReplicaRequestError, is_engine_failure, send_to_engine
 from .engine_connection import EngineConnectionError, GatewayConnectError
-from .generation_request import GenerationRequest, InvalidGenerationRequest
+from .generation_request import GenerationRequest
 from .piggybacked_events import PiggybackedEvents
 from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .proxy_context import ProxyContext
