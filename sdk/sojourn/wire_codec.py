@@ -7,6 +7,7 @@ there.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -77,6 +78,15 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of events that the emitter has dropped so far."""
 
 
+class _BatchFields(msgspec.Struct):
+    """The fields of an ``EventBatch``, with the list of events undecoded."""
+
+    v: int
+    emitter: str
+    events: msgspec.Raw
+    dropped: int = 0
+
+
 class OutcomeBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The server's answer to a batch: one outcome per event, in the same order."""
 
@@ -85,7 +95,8 @@ class OutcomeBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 _encoder = msgspec.json.Encoder()
-_batch_decoder = msgspec.json.Decoder(EventBatch)
+_batch_decoder = msgspec.json.Decoder(_BatchFields)
+_events_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _event_decoder = msgspec.json.Decoder(AnyEvent)
 _context_decoder = msgspec.json.Decoder(AgenticContext)
 _members_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -110,7 +121,10 @@ def decode_batch(data: bytes) -> EventBatch:
     if len(data) > MAX_BATCH_BYTES:
         raise WireError(f"batch of {len(data)} bytes; at most {MAX_BATCH_BYTES} are accepted")
     try:
-        batch = _batch_decoder.decode(data)
+        fields = _batch_decoder.decode(data)
+        _check_event_count(fields.events)
+        events = _events_decoder.decode(fields.events)
+        batch = EventBatch(v=fields.v, emitter=fields.emitter, events=events, dropped=fields.dropped)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         try:
             batch = _decode_around_bad_events(data)
@@ -118,18 +132,39 @@ def decode_batch(data: bytes) -> EventBatch:
             raise WireError(f"not an event batch: {error}") from error
     if batch.v != WIRE_VERSION:
         raise WireError(f"wire version {batch.v} is not spoken here; expected {WIRE_VERSION}")
-    if len(batch.events) > MAX_BATCH_EVENTS:
-        raise WireError(f"{len(batch.events)} events in one batch; at most {MAX_BATCH_EVENTS} are accepted")
     _check_id("emitter", batch.emitter)
     return batch
+
+
+@functools.lru_cache(maxsize=1)
+def _too_many_events_decoder() -> msgspec.json.Decoder[Any]:
+    """A decoder that accepts only a list of more than ``MAX_BATCH_EVENTS`` values. It skips all further
+    values, so it needs little memory for any list."""
+    fields = [(f"event_{number}", msgspec.Raw) for number in range(MAX_BATCH_EVENTS + 1)]
+    return msgspec.json.Decoder(msgspec.defstruct("_TooManyEvents", fields, array_like=True))
+
+
+def _check_event_count(events: msgspec.Raw) -> None:
+    """Check that a JSON list has at most ``MAX_BATCH_EVENTS`` values, before a list of them is made. A batch
+    may have 100,000, which would take 8 MiB and 20 ms. Raises ``WireError``."""
+    if bytes(events).count(b",") < MAX_BATCH_EVENTS:
+        return
+    try:
+        _too_many_events_decoder().decode(events)
+    except msgspec.ValidationError:  # the list is shorter, or no list
+        return
+    raise WireError(
+        f"more than {MAX_BATCH_EVENTS} events in one batch; at most {MAX_BATCH_EVENTS} are accepted"
+    )
 
 
 _MAX_DEPTH = 32
 """Maximum number of levels that are kept of a batch that is nested too deeply for Python's parser. Deeper
 values are replaced by ``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
 _MAX_BRACKETS = 32 * 1024
-"""Maximum number of strings and brackets in a batch that is nested too deeply for Python's parser. Beyond it
-the whole batch is refused. Ordinary batches have fewer."""
+"""Maximum number of strings and brackets in a batch that is nested too deeply for Python's parser, and of
+commas in any batch that the strict decoder refused. Beyond it the whole batch is refused. Ordinary batches
+have fewer."""
 _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
@@ -137,6 +172,8 @@ def _decode_around_bad_events(data: bytes) -> EventBatch:
     """Decode a batch that the strict decoder refused, so that its good events are not lost. Python's parser
     also reads what JSON forbids: half a surrogate pair, bytes that are not UTF-8, ``NaN``. Later,
     ``decode_event`` refuses an event with such values. Raises ``ValueError``."""
+    if data.count(b",") > _MAX_BRACKETS:  # so many objects of Python take long
+        raise ValueError("too many values")
     text = data.decode("utf-8", "surrogateescape")
     try:
         document = json.loads(text)

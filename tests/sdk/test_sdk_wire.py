@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 
 import msgspec
 import pytest
@@ -207,6 +208,33 @@ def test_batches_are_bounded_in_bytes_and_events():
         decode_batch(encode(EventBatch(v=1, emitter="e", events=[one] * (MAX_BATCH_EVENTS + 1))))
     with pytest.raises(WireError, match="at most 262144"):
         decode_batch(b" " * (MAX_BATCH_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [b"[0%s]" % (b",0" * 120_000), b"[[]%s]" % (b",[]" * 80_000), b'[0%s],"events":[]' % (b",0" * 120_000)],
+)
+@pytest.mark.parametrize("last", [b"", b',"x":NaN'])
+def test_no_batch_is_decoded_into_many_objects(events, last):
+    """A list of them took 30 times the batch's memory, in the event loop of an engine or a gateway."""
+    body = b'{"v":1,"emitter":"e","events":%s%s}' % (events, last)
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(WireError):
+            decode_batch(body)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * len(body)
+
+
+def test_a_batch_of_long_graphs_may_have_a_bad_event():
+    graph = {"type": "aeg", "program_id": "p", "seq": 1, "graph_hash": "h"}
+    nodes = [{"agent_type": f"n{number}", "tools": ["a", "b", "c"]} for number in range(1024)]
+    edges = [{"source": f"n{number}", "target": f"n{number + 1}"} for number in range(1023)]
+    event = json.dumps({**graph, "graph": {"nodes": nodes, "edges": edges}})
+    batch = decode_batch(f'{{"v":1,"emitter":"e","events":[{event},NaN]}}'.encode())
+    assert len(batch.events) == 2
 
 
 @pytest.mark.parametrize("field", ["age_s", "duration_s"])
