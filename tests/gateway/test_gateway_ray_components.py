@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +196,9 @@ async def test_only_what_is_new_is_written_and_others_are_seen(tmp_path: Path) -
     made: list[CoordinatorCheckpoint] = []
     epochs: list[int] = []
 
-    def copy() -> CoordinatorCheckpoint:
+    def copy() -> Generator[None, None, CoordinatorCheckpoint]:
         made.append(checkpoint(7, float(len(made))))
+        yield
         return made[-1]
 
     it = CheckpointWriter(path, 0.001, copy, epochs.append)
@@ -220,7 +222,12 @@ async def test_only_what_is_new_is_written_and_others_are_seen(tmp_path: Path) -
 
 async def test_what_cannot_be_written_is_tried_again(tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "no folder").write_text("")
-    it = CheckpointWriter(tmp_path / "no folder" / "c", 0.001, lambda: checkpoint(1), lambda epoch: None)
+
+    def copy() -> Generator[None, None, CoordinatorCheckpoint]:
+        yield
+        return checkpoint(1)
+
+    it = CheckpointWriter(tmp_path / "no folder" / "c", 0.001, copy, lambda epoch: None)
     run = asyncio.ensure_future(it.run())
     await until(lambda: caplog.text.count("cannot be written") > 1)
     assert not it.is_current

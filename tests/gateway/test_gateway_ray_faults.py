@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -462,7 +463,8 @@ async def test_requests_that_the_core_fails_to_end_have_no_owner(monkeypatch: An
 async def test_a_checkpoint_that_cannot_be_made_is_not_the_last_one(tmp_path: Path, caplog: Any) -> None:
     made: list[int] = []
 
-    def copy() -> CoordinatorCheckpoint:
+    def copy() -> Generator[None, None, CoordinatorCheckpoint]:
+        yield
         made.append(len(made))
         if len(made) < 5:
             raise KeyError("a bug")

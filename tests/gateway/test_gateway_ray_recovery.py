@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sojourn_server.gateway.ray.coordinator import Coordinator
 from sojourn_server.gateway.ray.coordinator_checkpoint import (
     CoordinatorCheckpoint,
     CoordinatorOptions,
+    read_checkpoint,
     write_checkpoint,
 )
 from sojourn_server.gateway.ray.coordinator_messages import (
@@ -27,8 +29,10 @@ from sojourn_server.gateway.ray.coordinator_messages import (
 from sojourn_server.gateway.ray.engine_process import EngineProcess
 from sojourn_server.gateway.ray.open_requests import OpenRequest, OpenRequests
 from sojourn_server.policies.cluster_preset import load_cluster_preset
-from sojourn_server.routing import routing_events
+from sojourn_server.routing import routing_events, routing_snapshot
+from sojourn_server.routing.routed_programs import RoutedProgram
 from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.routing.routing_snapshot import SavedProgram
 
 PAGE = "".join(
     f'vllm:cache_config_info{{block_size="16",engine="{rank}",num_gpu_blocks="1001"}} 1.0\n'
@@ -128,6 +132,39 @@ def test_a_checkpoint_is_never_readable_by_other_users(
     monkeypatch.setattr(coordinator_checkpoint.os, "replace", replaced)  # type: ignore[attr-defined]
     write_checkpoint(path, CoordinatorCheckpoint(epoch=7, unix_s=0.0, core=None, engines={}))
     assert modes == [0o600]
+
+
+async def test_gateways_are_answered_between_the_slices_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing_snapshot, "SNAPSHOT_SLICE", 4)
+    copied = longest = 0
+    copy = routing_snapshot._saved_program
+
+    def counted(program: RoutedProgram) -> SavedProgram:
+        nonlocal copied, longest
+        copied += 1
+        longest = max(longest, copied)
+        return copy(program)
+
+    monkeypatch.setattr(routing_snapshot, "_saved_program", counted)
+    path = tmp_path / "c"
+    options = CoordinatorOptions(checkpoint=path, checkpoint_s=0.001)
+    it = Coordinator(load_cluster_preset("sojourn"), RoutingLimits(), options)
+    for number in range(30):
+        it.core.take(routing_events.RequestReceived(f"r{number}", "t", 10, f"p{number}"), 0.0)
+    run = it.begin()
+
+    def saved() -> int:
+        kept = read_checkpoint(path)
+        return len(kept.core.programs) if kept is not None and kept.core is not None else 0
+
+    while not saved():
+        copied = 0
+        await asyncio.sleep(0)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    assert (longest, saved()) == (4, 30)
 
 
 def coordinator(wall_s: float) -> Coordinator:

@@ -15,7 +15,9 @@ from gateway_harness import until
 from sojourn_server.gateway.http import routing_state_file
 from sojourn_server.gateway.http.routing_state_file import RoutingStateFile
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.routing import routing_snapshot
 from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.routed_programs import RoutedProgram
 from sojourn_server.routing.routing_events import (
     ProgramEnded,
     ReplicaRegistered,
@@ -23,6 +25,7 @@ from sojourn_server.routing.routing_events import (
     RequestReceived,
 )
 from sojourn_server.routing.routing_from_preset import build_routing_core
+from sojourn_server.routing.routing_snapshot import SavedProgram
 
 
 def new_core() -> AffinityCore:
@@ -128,6 +131,35 @@ async def test_pauses_grow_while_writes_fail_and_few_failures_are_logged(
     assert len(lines) < 8
     assert "1 more since the last one" in lines[1]
     assert "state lacks the newest programs" in caplog.messages[-1]
+
+
+async def test_other_tasks_run_between_the_slices_of_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing_state_file, "SAVE_INTERVAL_S", 0.001)
+    monkeypatch.setattr(routing_snapshot, "SNAPSHOT_SLICE", 4)
+    copied = longest = 0
+    copy = routing_snapshot._saved_program
+
+    def counted(program: RoutedProgram) -> SavedProgram:
+        nonlocal copied, longest
+        copied += 1
+        longest = max(longest, copied)
+        return copy(program)
+
+    monkeypatch.setattr(routing_snapshot, "_saved_program", counted)
+    core, path = new_core(), tmp_path / "state"
+    add_programs(core, 30)
+    saving = asyncio.ensure_future(RoutingStateFile(path, core).run())
+    while not path.exists():
+        copied = 0
+        await asyncio.sleep(0)
+    assert longest == 4
+    assert saved_programs(path) == 30
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert saved_programs(path) == 30
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
@@ -12,12 +13,13 @@ from routing_builders import build_core, seen
 from sojourn_server.policies.fairness.fair_share import AgentFairShare
 from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.routing import routing_events
+from sojourn_server.routing import routing_events, routing_snapshot
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.home_change_log import HomeChange, HomeChangeLog, HomeChanges
 from sojourn_server.routing.replica_fleet import ReplicaHealth
+from sojourn_server.routing.routed_programs import RoutedProgram
 from sojourn_server.routing.routing_events import ProbeReplica, ReleaseProgramKv, SendRequest
-from sojourn_server.routing.routing_snapshot import RoutingState
+from sojourn_server.routing.routing_snapshot import RoutingState, SavedProgram
 
 
 def core(routing: Any = None, life: str = "first", **limits: Any) -> AffinityCore:
@@ -370,3 +372,66 @@ def test_gateways_with_the_same_copy_share_one_answer() -> None:
     partial = [journal.since(3, "another", everything) for _ in range(2)]
     assert partial[0] is partial[1]
     assert partial[0].changes == (HomeChange("t", "p", 4),)
+
+
+# -- copies in steps ----------------------------------------------------------------------
+
+
+def result_of(steps: Generator[None, None, RoutingState]) -> RoutingState:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            state: RoutingState = end.value
+            return state
+
+
+def test_a_step_of_a_snapshot_copies_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing_snapshot, "SNAPSHOT_SLICE", 3)
+    copied: list[str] = []
+    copy = routing_snapshot._saved_program
+
+    def counted(program: RoutedProgram) -> SavedProgram:
+        copied.append(program.key[1])
+        return copy(program)
+
+    monkeypatch.setattr(routing_snapshot, "_saved_program", counted)
+    it = lived(10)
+    steps, counts = it.snapshot_steps(20.0), []
+    for _ in steps:
+        counts.append(len(copied))
+    assert counts == [3, 6]
+    assert len(copied) == 9
+    assert result_of(it.snapshot_steps(20.0)) == it.snapshot(20.0)
+
+
+def test_events_between_the_steps_of_a_snapshot_leave_it_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing_snapshot, "SNAPSHOT_SLICE", 1)
+    it = lived(8)
+    at_a = [program.key[1] for program in it.programs if program.home == "a"]
+    assert len(at_a) > 1
+    steps = it.snapshot_steps(20.0)
+    next(steps)
+    it.take(routing_events.ProgramEnded("p5", "t"), 21.0)
+    it.take(routing_events.ProgramEnded("p6", "t"), 21.0)
+    it.take(asked("again", "p6"), 21.0)
+    it.take(routing_events.ReplicaGone("a", "1", "restarted"), 22.0)
+    it.take(msgspec.structs.replace(seen("a"), instance="2"), 22.0)
+    it.take(seen("c"), 22.0)
+    for number in (1, 2, 3):
+        it.take(asked(f"more{number}", f"p{number}"), 22.0 + number)
+        it.take(routing_events.RequestFinished(f"more{number}", 10), 22.0 + number)
+    state = result_of(steps)
+
+    assert sorted(program.program_id for program in state.programs) == ["p1", "p2", "p3", "p4", "p7"]
+    assert {(one.replica_id, one.instance) for one in state.replicas} == {("a", "1"), ("b", "1")}
+    after = core(life="second")
+    after.restore(state, 30.0)
+    times = [program.last_s for program in after.programs]
+    assert times == sorted(times)
+    assert {program.home for program in after.programs} <= {"a", "b", None}
+    after.take(msgspec.structs.replace(seen("a"), instance="2"), 30.0)
+    assert all(program.home in ("b", None) for program in after.programs)
+    for replica in after.fleet:
+        homed = [program for program in after.programs if program.home == replica.replica_id]
+        assert (replica.homed, replica.homed_tokens) == (len(homed), sum(one.size_tokens for one in homed))

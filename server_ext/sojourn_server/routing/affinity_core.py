@@ -6,7 +6,7 @@ replica. This module moves requests between these states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from ..policies.fairness.fair_share import SharePolicy
 from ..policies.fairness.tenant_preemption import NoTenantPreemption, TenantPreemptionPolicy
@@ -142,8 +142,17 @@ class AffinityCore(RoutingCore):
     # -- copies -------------------------------------------------------------------
 
     def snapshot(self, now: float) -> RoutingState:
-        programs = (program for program in self.programs if program.key not in self._ending)
-        return snapshot_routing_state(self.fleet, programs, self.expected, self._number, now)
+        state = super().snapshot(now)
+        assert state is not None
+        return state
+
+    def snapshot_steps(self, now: float) -> Generator[None, None, RoutingState]:
+        programs = self.programs.unordered()
+        return snapshot_routing_state(self.fleet, programs, self._is_saved, self.expected, self._number, now)
+
+    def _is_saved(self, program: RoutedProgram) -> bool:
+        """Whether a snapshot has a program: it has not been removed, and it does not end."""
+        return self.tables.is_current(program) and program.key not in self._ending
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
         """Restore a snapshot; return the number of programs with a home.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from . import routing_events
@@ -201,6 +201,18 @@ class RoutingCore(ABC):
     def snapshot(self, now: float) -> RoutingState | None:
         """Return the state for a successor; ``None``: this kind of core has no snapshots. The state contains
         no requests, since gateways report their requests to the successor."""
+        steps = self.snapshot_steps(now)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                state: RoutingState | None = end.value
+                return state
+
+    def snapshot_steps(self, now: float) -> Generator[None, None, RoutingState | None]:
+        """Return a generator whose result is that of ``snapshot``. Each step is short, and the core may take
+        events between two steps. ``snapshot_routing_state`` says why the result is usable."""
+        yield from ()
         return None
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:

@@ -6,7 +6,7 @@ submit their waiting requests again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,9 @@ from .routing_tables import ProgramAffinity
 
 ROUTING_STATE_VERSION = 1
 """Version of the snapshot format. Snapshots of other versions are refused."""
+SNAPSHOT_SLICE = 500
+"""Number of programs that one step of a snapshot copies. This takes about half a millisecond. A copy of a
+full table of programs at once would hold up every stream for a quarter of a second."""
 
 
 class SavedReplica(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -33,7 +36,7 @@ class SavedReplica(msgspec.Struct, frozen=True, omit_defaults=True):
     health: str = ReplicaHealth.UP.value
 
 
-class SavedProgram(msgspec.Struct, frozen=True, omit_defaults=True):
+class SavedProgram(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A program in a snapshot: the fields of its ``RoutedProgram`` that a successor needs."""
 
     tenant: str
@@ -64,7 +67,8 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of registrations of replicas so far; the next replica gets the next number as its ``epoch``."""
     replicas: tuple[SavedReplica, ...]
     programs: tuple[SavedProgram, ...]
-    """Programs that their clients have not ended, least recently active first."""
+    """Programs that their clients have not ended, each as it was in its step of the snapshot, in no certain
+    order."""
     expected: dict[str, Any]
     """Result of ``ProgramEstimator.snapshot``."""
     drained: tuple[tuple[str, str], ...] = ()
@@ -73,52 +77,72 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
 
 def snapshot_routing_state(
     fleet: ReplicaFleet,
-    programs: Iterable[RoutedProgram],
+    programs: Sequence[RoutedProgram],
+    is_saved: Callable[[RoutedProgram], bool],
     expected: ProgramEstimator,
     number: int,
     now: float,
-) -> RoutingState:
-    """Return a snapshot of these tables. ``programs``: the programs to save, least recently active first.
-    Ended programs that still have open requests must not be among them, because a successor would keep the
-    homes of ended programs. ``number``: number of requests so far."""
+) -> Generator[None, None, RoutingState]:
+    """Copy these tables in steps; return the snapshot. The first step copies everything except the programs.
+    Each step copies ``SNAPSHOT_SLICE`` programs. The core may take events between two steps.
+
+    ``programs``: all programs. ``is_saved``: whether the snapshot has a program;
+    the answer is read in the program's step. It must be False for removed programs, and for ended programs
+    that still have open requests, because a successor would keep the homes of ended programs. ``number``:
+    number of requests so far.
+
+    So a snapshot may have older replicas than programs. A successor then knows a program's home that is
+    outdated, or knows no home, as it does after every event that no snapshot has. This costs KV, but no
+    request. Replicas that came since the first step are missing, so their programs have no home. A replica
+    that has restarted since then has its former instance in the snapshot. When the new instance registers,
+    the programs there lose their homes, so no home is taken for that of another instance."""
+    replicas = tuple(
+        SavedReplica(
+            replica.replica_id,
+            replica.instance,
+            replica.capacity_tokens,
+            replica.host_tokens,
+            replica.max_running,
+            replica.max_context_tokens,
+            replica.epoch,
+            replica.health.value,
+        )
+        for replica in fleet
+    )
+    epoch, drained, estimates = fleet.epoch, tuple(fleet.drained.items()), expected.snapshot()
+    saved: list[SavedProgram] = []
+    for start in range(0, len(programs), SNAPSHOT_SLICE):
+        if start:
+            yield
+        part = programs[start : start + SNAPSHOT_SLICE]
+        saved += [_saved_program(program) for program in part if is_saved(program)]
     return RoutingState(
         taken_s=now,
         number=number,
-        epoch=fleet.epoch,
-        replicas=tuple(
-            SavedReplica(
-                replica.replica_id,
-                replica.instance,
-                replica.capacity_tokens,
-                replica.host_tokens,
-                replica.max_running,
-                replica.max_context_tokens,
-                replica.epoch,
-                replica.health.value,
-            )
-            for replica in fleet
-        ),
-        programs=tuple(
-            SavedProgram(
-                program.tenant,
-                program.key[1],
-                program.began_s,
-                program.last_s,
-                program.agent_type,
-                program.parent[1] if program.parent is not None else None,
-                program.deadline_s,
-                program.home,
-                program.cached,
-                program.context_tokens,
-                program.size_tokens,
-                program.turns,
-                program.moves,
-                program.moved_at_turn,
-            )
-            for program in programs
-        ),
-        expected=expected.snapshot(),
-        drained=tuple(fleet.drained.items()),
+        epoch=epoch,
+        replicas=replicas,
+        programs=tuple(saved),
+        expected=estimates,
+        drained=drained,
+    )
+
+
+def _saved_program(program: RoutedProgram) -> SavedProgram:
+    return SavedProgram(
+        program.tenant,
+        program.key[1],
+        program.began_s,
+        program.last_s,
+        program.agent_type,
+        program.parent[1] if program.parent is not None else None,
+        program.deadline_s,
+        program.home,
+        program.cached,
+        program.context_tokens,
+        program.size_tokens,
+        program.turns,
+        program.moves,
+        program.moved_at_turn,
     )
 
 
@@ -150,7 +174,8 @@ def restore_routing_state(
         fleet.add(replica, now)
     fleet.epoch = state.epoch
     fleet.drained.update(state.drained[-MAX_REMEMBERED_DRAINS:])
-    for one in state.programs:
+    # The table has the order of the last events, and the snapshot has not.
+    for one in sorted(state.programs, key=lambda program: program.last_s):
         key = (one.tenant, one.program_id)
         program = RoutedProgram(
             key,

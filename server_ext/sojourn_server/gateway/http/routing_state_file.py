@@ -10,8 +10,9 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +31,9 @@ ENCODED_PROGRAMS = 2000
 MAX_STATE_AGE_S = 3600.0
 """Maximum age, in seconds, of a state file. An older one is ignored, since the engines' KV has probably
 changed."""
+
+
+Result = TypeVar("Result")
 
 
 class _SavedState(msgspec.Struct):
@@ -68,7 +72,7 @@ class RoutingStateFile:
         self._written = -1
         """Value of the core's ``changes`` when the file was last written without an error."""
         self._taken = 0
-        """Number of snapshots taken so far."""
+        """Number of snapshots begun so far."""
         self._newest = 0
         """Number of the snapshot in the file; 0: this gateway has not written the file."""
         self._lock = threading.Lock()
@@ -101,19 +105,26 @@ class RoutingStateFile:
                 changes = self._core.changes
                 if changes == self._written:
                     continue
-                if await asyncio.to_thread(self._write, *self._take_snapshot()):
+                if await self._save():
                     self._written, pause_s = changes, SAVE_INTERVAL_S
                 else:
                     pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)
         finally:
-            if not self._write(*self._take_snapshot()):
+            number, unix_s = self._next_snapshot()
+            if not self._write(number, _SavedState(unix_s, self._core.snapshot(self._clock()))):
                 logger.warning("%s lacks the newest programs: its last write failed", self._path)
 
-    def _take_snapshot(self) -> tuple[int, _SavedState]:
-        """Take a snapshot of the core. Return (number of the snapshot, snapshot). The snapshot does not
-        change later."""
+    async def _save(self) -> bool:
+        """Take a snapshot and write it, both without holding up other tasks. Returns False if the write
+        failed."""
+        number, unix_s = self._next_snapshot()
+        core, _ = await run_in_steps(self._core.snapshot_steps(self._clock()))
+        return await asyncio.to_thread(self._write, number, _SavedState(unix_s, core))
+
+    def _next_snapshot(self) -> tuple[int, float]:
+        """Return (number of the snapshot that begins now, Unix time in seconds)."""
         self._taken += 1
-        return self._taken, _SavedState(self._wall(), self._core.snapshot(self._clock()))
+        return self._taken, self._wall()
 
     def _write(self, number: int, state: _SavedState) -> bool:
         """Write a snapshot, unless the file has a newer one. When the gateway stops, its last write may
@@ -136,6 +147,20 @@ class RoutingStateFile:
                 with contextlib.suppress(OSError):
                     draft.unlink()
                 return False
+
+
+async def run_in_steps(steps: Generator[None, None, Result]) -> tuple[Result, float]:
+    """Run a generator to its end. Other tasks of the event loop run between two of its steps. Returns (result
+    of the generator, seconds that its steps took)."""
+    busy_s = 0.0
+    while True:
+        began_s = time.perf_counter()
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value, busy_s + time.perf_counter() - began_s
+        busy_s += time.perf_counter() - began_s
+        await asyncio.sleep(0)
 
 
 def _encoded(state: _SavedState) -> Iterator[bytes]:

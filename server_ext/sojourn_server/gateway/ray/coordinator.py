@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import msgspec
 
@@ -472,14 +472,11 @@ class Coordinator:
         self._refresh_replicas()
         self._home_changes.schedule_flush()
 
-    def _checkpoint(self) -> CoordinatorCheckpoint:
-        """Return a checkpoint of the present state."""
-        return CoordinatorCheckpoint(
-            epoch=self.epoch,
-            unix_s=self._wall(),
-            core=self.core.snapshot(self._clock()),
-            engines=self.engines.kept(),
-        )
+    def _checkpoint(self) -> Generator[None, None, CoordinatorCheckpoint]:
+        """Copy the present state in steps; return a checkpoint."""
+        unix_s, engines = self._wall(), self.engines.kept()
+        core = yield from self.core.snapshot_steps(self._clock())
+        return CoordinatorCheckpoint(epoch=self.epoch, unix_s=unix_s, core=core, engines=engines)
 
     # -- questions ------------------------------------------------------------------
 

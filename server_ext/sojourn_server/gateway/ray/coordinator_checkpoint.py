@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import msgspec
 
 from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing.routing_snapshot import RoutingState
+from ..http.routing_state_file import run_in_steps
 from .coordinator_messages import ReplicaInfo
 from .engine_autoscaler import AutoscaleLimits
 
@@ -110,10 +110,11 @@ class CheckpointWriter:
         self,
         path: Path,
         pause_s: float,
-        copy: Callable[[], CoordinatorCheckpoint],
+        copy: Callable[[], Generator[None, None, CoordinatorCheckpoint]],
         on_epoch: Callable[[int], object],
     ) -> None:
-        """``copy``: function that returns a checkpoint of the present state. ``on_epoch``: function that is
+        """``copy``: function that copies the present state in steps and returns a checkpoint. Other tasks run
+        between two steps. ``on_epoch``: function that is
         called with the epoch of the checkpoint in the file, after each write and regularly between writes.
         ``pause_s``: minimum seconds between two writes."""
         self._path = path
@@ -149,15 +150,13 @@ class CheckpointWriter:
         pause_s = self._pause_s
         while True:
             await asyncio.sleep(pause_s)
-            began_s = time.perf_counter()
             changes = self._changes
             if changes == self._written:
                 # Nothing to write, but a later coordinator may have written.
                 self._on_epoch(await asyncio.to_thread(read_checkpoint_epoch, self._path))
                 continue
             try:
-                checkpoint = self._copy()
-                took_s = time.perf_counter() - began_s
+                checkpoint, took_s = await run_in_steps(self._copy())
                 pause_s = max(self._pause_s, took_s / MAX_COPY_TIME_FRACTION)
                 if await asyncio.to_thread(self.write, checkpoint):
                     self._written = changes
