@@ -132,6 +132,8 @@ def test_an_ended_program_occupies_its_room_until_its_last_request_ends() -> Non
 
 def test_an_ended_program_whose_requests_fail_or_wait_too_long_is_forgotten() -> None:
     it = with_replicas(core(CapacityRouting(), wait_s=60.0, lease_s=1e6), "a")
+    it.take(asked("before", "p", 700), 0.0)
+    it.take(routing_events.RequestFinished("before", 1, "a", True), 0.0)
     it.take(asked("r0", "p", 700), 0.0)
     it.take(asked("r1", "q", 700), 0.0)
     it.take(routing_events.FirstByteSent("r0", "a"), 1.0)
@@ -311,8 +313,7 @@ def test_a_request_that_no_policy_can_place_is_refused_and_forgotten() -> None:
     assert (refused.request_id, refused.status, refused.code) == ("r0", 500, "policy_failed")
     assert (it.waiting, it.requests.by_id, it.tenants.in_flight_tokens) == (0, {}, {})
     assert it.counts.policy_failures == 1
-    program = it.programs.get(("t", "p"))
-    assert (program.waiting, program.in_flight) == (0, 0)
+    assert it.programs.get(("t", "p")) is None
 
 
 def test_a_waiting_request_whose_policy_fails_blocks_no_other() -> None:
@@ -479,7 +480,7 @@ def test_a_dead_replica_takes_nothing_with_it() -> None:
     resent = [action for action in actions if isinstance(action, SendRequest)]
     assert {action.request_id for action in resent} == silent
     assert all(action.replica_id != home for action in resent)
-    assert it.programs.get(("t", "p")).home is None
+    assert it.home("t", "p") is None
 
 
 def _sent_to(it: AffinityCore, home: str) -> set[str]:
@@ -506,7 +507,7 @@ def test_a_replica_that_came_back_has_nothing_of_what_it_had() -> None:
     home = only(it.take(asked("r0", "p"), 0.0)).replica_id
     it.take(routing_events.RequestFinished("r0"), 1.0)
     it.take(seen(home, "2"), 2.0)
-    assert it.programs.get(("t", "p")).home is None
+    assert it.home("t", "p") is None
     assert it.fleet.get(home).homed == 0
 
 

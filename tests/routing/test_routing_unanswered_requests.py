@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from routing_builders import build_core, with_replicas
-from sojourn_server.routing import routing_events
+from sojourn_server.routing import bounded_program_table, routing_events
 from sojourn_server.routing.affinity_core import AffinityCore
 from sojourn_server.routing.bounded_program_table import BoundedProgramTable
+from sojourn_server.routing.pair_core import PairCore
 from sojourn_server.routing.routed_programs import RoutedProgram
+from sojourn_server.routing.routing_limits import RoutingLimits
 
 
 def core(*replicas: str, **limits: Any) -> AffinityCore:
     return with_replicas(build_core(**limits), *replicas)
+
+
+def pair_core(**limits: Any) -> PairCore:
+    return PairCore(limits=RoutingLimits(**limits))
 
 
 def ask(of: AffinityCore, name: str, program: str | None = "p", tenant: str = "t", now: float = 1.0) -> Any:
@@ -31,10 +38,19 @@ def test_a_program_that_got_no_answer_keeps_no_room(answered: bool | None) -> No
     ask(it, "r0")
     assert it.fleet.get("a").homed_tokens == 100  # type: ignore[union-attr]
     it.take(routing_events.RequestFinished("r0", replica_id="a", answered=answered), 2.0)
-    assert home(it) is None
     assert it.fleet.get("a").homed_tokens == 0  # type: ignore[union-attr]
-    assert it.programs.get(("t", "p")).turns == 0  # type: ignore[union-attr]
-    assert it.expected.work_s(it.programs.get(("t", "p"))) == 0.0  # type: ignore[arg-type]
+    assert it.programs.get(("t", "p")) is None, "it would be kept for half an hour"
+    assert [one for one in it.journal.since(1, "", tuple).changes if one.replica_id is None]
+
+
+def test_programs_whose_requests_engines_refuse_do_not_fill_the_table() -> None:
+    it = core("a")
+    for number in range(50):
+        ask(it, f"r{number}", f"p{number}")
+        it.take(routing_events.RequestFailed(f"r{number}", "a"), 1.0)
+        it.take(routing_events.RequestFinished(f"r{number}", answered=False), 1.0)
+    ask(it, "open", "p0")
+    assert [program.key[1] for program in it.programs] == ["p0"]
 
 
 def test_one_whose_other_request_is_open_or_that_had_a_turn_stays() -> None:
@@ -112,6 +128,22 @@ def test_programs_silent_for_long_are_found_behind_one_whose_turn_has_just_ended
     it.take(routing_events.Tick(), 104.0)
     assert home(it) is None
     assert home(it, "first") == "a"
+
+
+@pytest.mark.parametrize("build", [core, pair_core])
+def test_a_tick_removes_a_bounded_number_of_silent_programs(
+    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_program_table, "MAX_EXPIRED_PROGRAMS", 4)
+    it = build(silent_program_s=100.0, lease_s=1e9)
+    for number in range(10):
+        key = ("t", f"p{number}")
+        it.programs.add(RoutedProgram(key, None, None, 0.0, 0.0, turns=1))
+    left = []
+    for _ in range(4):
+        it.take(routing_events.Tick(), 101.0)
+        left.append(len(it.programs))
+    assert left == [6, 2, 0, 0]
 
 
 def test_what_another_core_would_have_to_know_is_counted() -> None:

@@ -71,7 +71,7 @@ class RequestDispatcher:
         other events if a replica registered or stopped being full. Preemption between tenants runs only on a
         ``Tick``.
         """
-        self._release_unanswered_homes(now)
+        self._forget_unanswered(now)
         if self._has_unrouted:
             self.capacity_changed, self._has_unrouted = True, False
         self._send_eligible(now)
@@ -199,14 +199,15 @@ class RequestDispatcher:
             self._tables.counts.relocations += 1
             self._placer.send_or_queue(request, RoutingDecision(route.replica_id, RELOCATED_REASON), now)
 
-    def _release_unanswered_homes(self, now: float) -> None:
-        """Remove the homes of programs that have had no answer and have no request in progress. This frees
-        the capacity that was counted for them."""
+    def _forget_unanswered(self, now: float) -> None:
+        """Remove programs that have had no answer and have no request in progress. This frees the capacity
+        that was counted for them, and keeps requests that engines refuse from filling the table."""
         unanswered = self._requests.unanswered
         while unanswered:
             program = unanswered.pop()
             if not program.turns and program.is_idle and self._tables.is_current(program):
                 self._tables.homes.leave(program, now)
+                self._tables.programs.remove(program.key)
 
 
 def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:

@@ -119,7 +119,7 @@ class RoutedRequestTable:
         set."""
         self.unanswered: list[RoutedProgram] = []
         """Programs whose requests all ended without an answer. The core empties the list and removes the
-        programs' homes."""
+        programs."""
 
     def open(self, request: RoutedRequest) -> None:
         """Add a new request to the table. The caller must queue or send it next."""
