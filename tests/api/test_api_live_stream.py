@@ -221,6 +221,48 @@ async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
         await viewer.aclose()
 
 
+async def test_no_tenant_keeps_others_or_the_operator_out_of_the_streams() -> None:
+    hub, a, b, operator = LiveHub(Source(), interval_s=0.001), *map(Audience, ("a", "b", None))
+
+    def open_streams(audience: Audience, count: int) -> list[Any]:
+        return [hub.stream(audience).body_iterator for _ in range(count)]
+
+    of_a = open_streams(a, MAX_VIEWERS)
+    for viewer in of_a:
+        await read(viewer)
+    of_operator, of_b = open_streams(operator, 1), open_streams(b, 1)
+    assert hub.viewers == MAX_VIEWERS
+    for viewer in of_a[-2:]:
+        [_ async for _ in viewer]
+    for viewer in [*of_a[:-2], *of_operator, *of_b]:
+        await read(viewer)
+    with pytest.raises(ApiError) as refused:
+        hub.stream(a)
+    assert refused.value.status == 429
+    of_b += open_streams(b, 2)
+    for audience in (a, b):
+        with pytest.raises(ApiError):
+            hub.stream(audience)
+    assert hub.viewers == MAX_VIEWERS
+    for viewer in [*of_a, *of_operator, *of_b]:
+        await viewer.aclose()
+
+
+async def test_the_operators_first_stream_opens_among_tenants_with_one_each() -> None:
+    hub = LiveHub(Source(), interval_s=0.001)
+    viewers = [hub.stream(Audience(f"t{number}")).body_iterator for number in range(MAX_VIEWERS)]
+    with pytest.raises(ApiError):
+        hub.stream(Audience("one more"))
+    viewers.append(hub.stream(Audience()).body_iterator)
+    assert hub.viewers == MAX_VIEWERS
+    with pytest.raises(ApiError):
+        hub.stream(Audience())
+    for viewer in [*viewers[:-2], viewers[-1]]:
+        await read(viewer)
+    for viewer in viewers:
+        await viewer.aclose()
+
+
 class TwoEngines:
     """Two engines with a program each. The engines in ``silent`` do not answer."""
 

@@ -14,6 +14,7 @@ import functools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +38,8 @@ engine. With this ratio, deltas and full frames together take at most a hundredt
 FULL_INTERVAL_S = 15.0
 """Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
+"""Maximum number of open streams. A new viewer may end a stream of another tenant that has more of them
+(``LiveHub.stream``)."""
 MAX_AUDIENCES = 64
 """Maximum number of audiences for which a shared frame is kept encoded."""
 SNAPSHOT_TIMEOUT_S = 30.0
@@ -232,6 +235,11 @@ class _Viewer:
         self.behind = True
         """Whether the viewer needs a full frame, because the viewer is new or missed a delta."""
 
+    def end(self) -> None:
+        """End the viewer's stream."""
+        self.pending = None
+        self.ready.set()
+
 
 class LiveHub:
     """Polls one source while there are viewers, and gives each viewer the latest frame."""
@@ -248,7 +256,8 @@ class LiveHub:
         self._gateway = gateway
         self._interval_s = interval_s
         self._clock = clock
-        self._viewers: set[_Viewer] = set()
+        self._viewers: dict[_Viewer, None] = {}
+        """The viewers of all open streams, oldest first."""
         self._server: Any = None
         self._poller: asyncio.Task[None] | None = None
         self._rows: dict[tuple[str | None, str], ProgramRow] = {}
@@ -287,24 +296,45 @@ class LiveHub:
         return frame, time.thread_time() - busy + _spent_s(found.engines)
 
     def stream(self, audience: Audience, app_state: Any = None) -> Response:
-        """Return a response with an endless stream of frames. Raises ``ApiError`` 429 for too many viewers.
+        """Return a response with an endless stream of frames.
+
+        If there are ``MAX_VIEWERS`` streams, the new one ends the newest stream of the tenant with the most
+        streams, so no tenant keeps the others or the operator out. Raises ``ApiError`` 429 if no tenant has
+        more streams than the viewer's tenant would have then. A first stream of the operator (an audience
+        without a tenant) always opens.
 
         ``app_state``: the application's state. If it has Uvicorn's ``server``, the streams end when that
         server stops, because open streams would delay the stop."""
         self._server = getattr(app_state, "server", self._server)
         if len(self._viewers) >= MAX_VIEWERS:
-            raise ApiError(
-                429,
-                f"{MAX_VIEWERS} viewers are watching already",
-                "close one, or poll the stream with ?once=1",
-                {"Retry-After": "10"},
-            )
+            displaced = self._displaced_by(audience)
+            if displaced is None:
+                raise ApiError(
+                    429,
+                    f"{MAX_VIEWERS} viewers are watching already, and no other tenant has more streams",
+                    "close one, or poll the stream with ?once=1",
+                    {"Retry-After": "10"},
+                )
+            del self._viewers[displaced]
+            displaced.end()
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         # Count the viewer before it asks for its first frame, since other viewers may come until then.
         viewer = _Viewer(audience)
-        self._viewers.add(viewer)
-        left = functools.partial(self._viewers.discard, viewer)
+        self._viewers[viewer] = None
+        left = functools.partial(self._viewers.pop, viewer, None)
         return _BoundedStream(self._frames(viewer), left, headers)
+
+    def _displaced_by(self, audience: Audience) -> _Viewer | None:
+        """Return the viewer whose stream ends for a new viewer of ``audience``; ``None``: there is none."""
+        counts = Counter(viewer.audience.tenant for viewer in self._viewers)
+        own = counts.pop(audience.tenant, 0)
+        most = max(counts.values(), default=0)
+        is_first_of_operator = audience.tenant is None and not own
+        if most <= own + 1 and not is_first_of_operator:
+            return None
+        return next(
+            viewer for viewer in reversed(self._viewers) if counts.get(viewer.audience.tenant) == most
+        )
 
     async def _frames(self, viewer: _Viewer) -> AsyncIterator[bytes]:
         if self._poller is None or self._poller.done():
@@ -321,7 +351,7 @@ class LiveHub:
                 viewer.behind = False
                 yield self._bytes(frame, viewer.audience)
         finally:
-            self._viewers.discard(viewer)
+            self._viewers.pop(viewer, None)
 
     async def _poll(self) -> None:
         failures = 0
@@ -349,8 +379,7 @@ class LiveHub:
         self._rows, self._active, self._encoded = {}, set(), {}
         self._polled_s = self._full_s = None
         for viewer in list(self._viewers):
-            viewer.pending = None
-            viewer.ready.set()
+            viewer.end()
 
     async def _next_frame(self) -> LiveFrame:
         now = self._clock()
@@ -423,7 +452,7 @@ class _BoundedStream(StreamingResponse):
     """A stream that ends if its client does not read."""
 
     def __init__(
-        self, frames: AsyncIterator[bytes], left: Callable[[], None], headers: dict[str, str]
+        self, frames: AsyncIterator[bytes], left: Callable[[], object], headers: dict[str, str]
     ) -> None:
         """``left`` is called when the stream is over, even if it never began."""
         super().__init__(frames, media_type="text/event-stream", headers=headers)
