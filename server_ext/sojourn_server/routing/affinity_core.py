@@ -405,7 +405,7 @@ class AffinityCore(RoutingCore):
     def _lose(self, replica_id: str, now: float) -> None:
         replica = self.fleet.get(replica_id)
         assert replica is not None
-        for program in self.programs:
+        for program in self.programs.unordered():
             if program.home == replica_id:
                 self.homes.leave(program, now)
         for request_id in list(replica.in_flight):
