@@ -32,11 +32,12 @@ def status(engine, program: str) -> str:
     return engine.ask("program", program_id=program)["status"]
 
 
-def crowd(make_engine, policy: str = "continuum"):
-    """Three programs of 20 blocks each in a pool of 100; each is expected to grow by 66 blocks."""
+def crowd(make_engine, policy: str = "continuum", last_tokens: int = 320):
+    """Three programs of 20 blocks each in a pool of 100; each is expected to grow by 66 blocks.
+    ``last_tokens``: length of the last one's prompt."""
     engine = make_engine(policy, blocks=101, max_model_len=2048)
-    for number in range(3):
-        engine.add(f"r{number}", prompt(1 + number, 320), program_id=f"P{number}", max_tokens=64)
+    for number, tokens in enumerate((320, 320, last_tokens)):
+        engine.add(f"r{number}", prompt(1 + number, tokens), program_id=f"P{number}", max_tokens=64)
     engine.step()
     return engine
 
@@ -137,16 +138,37 @@ def test_leases_of_later_programs_are_room_for_an_earlier_one(make_engine, clock
     assert engine.ask("stats")["leases"]["count"] < 3
 
 
-def test_a_program_that_waits_long_blocks_later_requests(make_engine, clock):
-    """Strangers pass it for a while; then it stands in their way, as the head of stock vLLM's queue would."""
-    engine = crowd(make_engine)
+@pytest.mark.parametrize("policy", ["continuum", "saga"])
+def test_a_program_that_waits_long_is_admitted_if_it_fits(make_engine, clock, policy):
+    """Strangers pass it for a while. To stop them then would cost more than the reserve is worth."""
+    engine = crowd(make_engine, policy)
+    engine.add("early", prompt(9, 32), max_tokens=5)
+    engine.step()
+    assert "early" in running(engine)
+    assert status(engine, "P2") == "gated"
+    clock.now += 31.0
+    engine.add("late", prompt(10, 32), max_tokens=5)
+    engine.step()
+    assert {"r2", "late"} <= running(engine)
+    assert status(engine, "P2") == "reasoning"
+    engine.run()
+    assert engine.ask("stats")["requests"] == 0
+
+
+def test_a_program_that_waits_long_and_does_not_fit_blocks_later_requests(make_engine, clock):
+    """It stands in their way, as the head of stock vLLM's queue would."""
+    engine = crowd(make_engine, last_tokens=1120)
     engine.add("early", prompt(9, 32), max_tokens=5)
     engine.step()
     assert "early" in running(engine)
     clock.now += 31.0
     engine.add("late", prompt(10, 32), max_tokens=5)
     engine.step()
-    assert "late" not in running(engine)
+    assert not {"r2", "late"} & running(engine)
+    assert status(engine, "P2") == "gated"
+    engine.abort("r0")
+    engine.step()
+    assert {"r2", "late"} <= running(engine)
     engine.run()
     assert engine.ask("stats")["requests"] == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -227,6 +228,68 @@ def test_short_requests_among_long_leased_contexts_wait_no_longer_than_the_patie
     stock_s = longest_wait_s(make_engine, clock, None)
     ours_s = longest_wait_s(make_engine, clock, policy)
     assert ours_s <= stock_s + PATIENCE_S + LONGEST_TURN_S
+
+
+class LongAnswerEngine:
+    """An engine in which a program writes an answer that takes longer than any test waits."""
+
+    def __init__(self, make_engine: Callable[..., Any], clock: Any, policy: str | None) -> None:
+        options = {"settings": {"queue_patience_s": PATIENCE_S}} if policy is not None else {}
+        self.engine = make_engine(policy, blocks=BLOCKS, block_size=BLOCK_SIZE, max_model_len=3200, **options)
+        self.clock = clock
+        if policy is not None:  # programs lose KV all the time: admission reserves nothing before that
+            self.engine.scheduler.sojourn.program_scheduler.state.last_shortage_s = math.inf
+
+    def add(self, name: str, blocks: int, *, tokens: int = 4, ttl_s: float | None = None) -> None:
+        """Add a request. Its program is the part of ``name`` before "/"; without "/" it has no program. The
+        requests of one program have the same prompt."""
+        program, is_tracked, _ = name.partition("/")
+        start = 10_000 * ord(program[0])
+        hint = {"context": {"kv_retention_ttl_seconds": ttl_s}} if ttl_s is not None else {}
+        given = {"program_id": program, **hint} if is_tracked else {}
+        self.engine.add(name, range(start, start + blocks * BLOCK_SIZE), max_tokens=tokens, **given)
+
+    def step_for(self, seconds: float) -> None:
+        for _ in range(round(seconds / STEP_S)):
+            self.engine.step()
+            self.clock.now += STEP_S
+
+    def wait_s(self, name: str) -> float:
+        """Virtual seconds until the request is admitted; ``GIVE_UP_S``: it is not."""
+        since_s = self.clock.now
+        while self.clock.now - since_s < GIVE_UP_S:
+            request = self.engine.scheduler.requests.get(name)
+            if request is None or request.num_computed_tokens:
+                return self.clock.now - since_s
+            self.step_for(STEP_S)
+        return GIVE_UP_S
+
+
+def wait_behind_a_rejected_program_s(
+    make_engine: Callable[..., Any], clock: Any, policy: str | None, late: str
+) -> float:
+    """Virtual seconds until ``late`` is admitted. It comes after program G, which would fit, but not beside
+    the expected growth of program A."""
+    its = LongAnswerEngine(make_engine, clock, policy)
+    its.add("A/1", 40, tokens=2400)
+    its.step_for(STEP_S)
+    its.add("G/1", 110)
+    its.step_for(STEP_S)
+    rejected = {r.request_id for r in its.engine.scheduler.requests.values() if not r.num_computed_tokens}
+    assert rejected == ({"G/1"} if policy is not None else set())
+    its.step_for(PATIENCE_S)
+    its.add(late, 2)
+    return its.wait_s(late)
+
+
+@pytest.mark.parametrize("late", ["S", "S/1"])
+@pytest.mark.parametrize("policy", ["continuum", "saga"])
+def test_a_request_that_admission_rejects_stops_later_ones_for_no_longer_than_the_patience(
+    make_engine, clock, policy, late
+) -> None:
+    stock_s = wait_behind_a_rejected_program_s(make_engine, clock, None, late)
+    ours_s = wait_behind_a_rejected_program_s(make_engine, clock, policy, late)
+    assert ours_s <= stock_s + PATIENCE_S + STEP_S
 
 
 @pytest.mark.parametrize("program", ["B", None])

@@ -28,8 +28,11 @@ class AdmissionController:
         admission policy has accepted it."""
 
     def admitted(self, request_state: RequestState) -> None:
-        """Record that the engine admitted the request and allocated its blocks."""
+        """Record that the engine admitted the request and allocated its blocks. The engine also admits
+        requests that the policy has rejected for long (``ProgramScheduler.blocks_later_requests``)."""
         self._holding[request_state.request_id] = request_state
+        if request_state.admission_blocked_since_s is not None and request_state.program is not None:
+            self._state.programs.signal(request_state.program, ProgramSignal.UNGATE)
         request_state.admission_blocked_since_s = None
 
     def drop_holder(self, request_id: str) -> None:
