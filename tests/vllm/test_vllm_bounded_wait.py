@@ -254,15 +254,21 @@ class LongAnswerEngine:
             self.engine.step()
             self.clock.now += STEP_S
 
+    def waits(self, name: str) -> bool:
+        request = self.engine.scheduler.requests.get(name)
+        return request is not None and not request.num_computed_tokens
+
     def wait_s(self, name: str) -> float:
-        """Virtual seconds until the request is admitted; ``GIVE_UP_S``: it is not."""
+        """Virtual seconds until the request is admitted, at most ``GIVE_UP_S``."""
         since_s = self.clock.now
-        while self.clock.now - since_s < GIVE_UP_S:
-            request = self.engine.scheduler.requests.get(name)
-            if request is None or request.num_computed_tokens:
-                return self.clock.now - since_s
+        while self.waits(name) and self.clock.now - since_s < GIVE_UP_S:
             self.step_for(STEP_S)
-        return GIVE_UP_S
+        return self.clock.now - since_s
+
+    def leases(self) -> set[str]:
+        """Programs that hold a lease; empty on stock."""
+        sojourn = getattr(self.engine.scheduler, "sojourn", None)
+        return set(sojourn.program_scheduler.leased_programs()) if sojourn is not None else set()
 
 
 def wait_behind_a_rejected_program_s(
@@ -275,8 +281,7 @@ def wait_behind_a_rejected_program_s(
     its.step_for(STEP_S)
     its.add("G/1", 110)
     its.step_for(STEP_S)
-    rejected = {r.request_id for r in its.engine.scheduler.requests.values() if not r.num_computed_tokens}
-    assert rejected == ({"G/1"} if policy is not None else set())
+    assert its.waits("G/1") == (policy is not None)
     its.step_for(PATIENCE_S)
     its.add(late, 2)
     return its.wait_s(late)
@@ -290,6 +295,57 @@ def test_a_request_that_admission_rejects_stops_later_ones_for_no_longer_than_th
     stock_s = wait_behind_a_rejected_program_s(make_engine, clock, None, late)
     ours_s = wait_behind_a_rejected_program_s(make_engine, clock, policy, late)
     assert ours_s <= stock_s + PATIENCE_S + STEP_S
+
+
+def wait_behind_a_leased_program_s(
+    make_engine: Callable[..., Any], clock: Any, policy: str | None, returns: bool
+) -> float:
+    """Virtual seconds until a stranger is admitted. It comes after program G, which lacks the blocks that
+    program A leases. If A ``returns``, it waits behind the stranger, so its lease does not expire."""
+    its = LongAnswerEngine(make_engine, clock, policy)
+    its.add("B/1", 2, tokens=2400)
+    its.step_for(STEP_S)
+    its.add("A/1", 120, ttl_s=300.0)
+    its.step_for(20 * STEP_S)
+    assert its.leases() == ({"A"} if policy is not None else set())
+    its.add("G/1", 100)
+    its.step_for(PATIENCE_S + 2 * STEP_S)
+    its.add("S", 2)
+    if not returns:
+        return its.wait_s("S")
+    begin_s = clock.now
+    while its.waits("S") and clock.now - begin_s < PATIENCE_S:
+        its.step_for(STEP_S)
+    its.add("A/2", 121, ttl_s=300.0)
+    return clock.now - begin_s + its.wait_s("S")
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("policy", ["continuum", "saga", "continuum-paper", "static-ttl"])
+def test_a_program_that_waits_for_a_lease_delays_a_stranger_by_no_more_than_the_patience(
+    make_engine, clock, policy, returns
+) -> None:
+    """Else G waits for A's lease, the stranger for G, and A, which has the lease, for the stranger."""
+    stock_s = wait_behind_a_leased_program_s(make_engine, clock, None, returns)
+    ours_s = wait_behind_a_leased_program_s(make_engine, clock, policy, returns)
+    assert ours_s <= stock_s + PATIENCE_S + STEP_S
+
+
+def test_a_program_that_waits_for_a_lease_leaves_it_while_it_holds_up_no_request(make_engine, clock) -> None:
+    its = LongAnswerEngine(make_engine, clock, "continuum")
+    its.add("B/1", 2, tokens=2400)
+    its.step_for(STEP_S)
+    its.add("A/1", 120, ttl_s=300.0)
+    its.step_for(20 * STEP_S)
+    its.add("G/1", 100)
+    its.step_for(3 * PATIENCE_S)
+    assert its.waits("G/1")
+    assert its.leases() == {"A"}
+    its.add("S", 2)
+    its.step_for(2 * STEP_S)
+    assert not its.waits("S")
+    assert not its.waits("G/1")
+    assert "A" not in its.leases()
 
 
 @pytest.mark.parametrize("program", ["B", None])

@@ -60,8 +60,9 @@ class LeaseManager:
     ) -> None:
         """End leases for a request that needs blocks.
 
-        The lease reclaim policy chooses the leases; for an overdue request, ``reclaim_for_overdue`` does. If
-        they choose none for a waiting request, and the engine schedules by priority, leases of less important
+        The lease reclaim policy chooses the leases. For an overdue request without a program,
+        ``reclaim_for_overdue`` does; for an overdue request of a program, if the policy chooses none. If they
+        choose none for a waiting request, and the engine schedules by priority, leases of less important
         programs end.
 
         ``freed_by`` returns how many blocks become free if a program's lease ends; ``None``: all blocks of
@@ -75,10 +76,11 @@ class LeaseManager:
             views = [view._replace(blocks=freed_by(view.program_id)) for view in views]
         if state.preset.eviction.by_program:
             views = [view._replace(score=score(view.program_id)) for view in views]
-        if need.overdue:
-            chosen = reclaim_for_overdue(need, views, now)
-        else:
+        chosen = None
+        if not need.overdue or need.program_id is not None:
             chosen = state.preset.lease_reclaim.release(need, views, now)
+        if not chosen and need.overdue:
+            chosen = reclaim_for_overdue(need, views, now)
         if not chosen and need.priority is not None:
             # The policy goes by the arrival of programs, and the queue by priorities. A less important
             # program that has come back would wait behind this request, and its lease would not expire.

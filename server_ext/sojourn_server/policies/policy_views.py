@@ -112,7 +112,8 @@ class ReclaimRequest:
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     overdue: bool = False
-    """Whether the request has waited so long that leases end for it under every policy."""
+    """Whether leases end for the request under every policy, because it has waited too long or stops other
+    requests that have."""
     priority: int | None = None
     """The user's priority of a waiting request; a larger number is less important. ``None`` if the engine
     does not schedule by priority."""

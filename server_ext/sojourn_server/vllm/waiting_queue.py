@@ -169,9 +169,18 @@ class PolicyRequestQueue(RequestQueue):
         entries = self._open.entries() + self._gated.entries()
         return [entry[2] for entry in heapq.nsmallest(most, entries, key=lambda entry: entry[:2])]
 
-    def _first(self) -> Request | None:
+    def overdue_request(self) -> Request | None:
+        """Return the oldest untracked request if it is overdue."""
         oldest = self._untracked.head()
-        overdue = oldest[2] if oldest is not None and self._is_overdue(oldest[2]) else None
+        return oldest[2] if oldest is not None and self._is_overdue(oldest[2]) else None
+
+    def gated_before_others(self, request: Request) -> bool:
+        """Return whether a request that this queue returned is gated and requests that are not gated wait
+        behind it."""
+        return request in self._gated and len(self._open) > 0
+
+    def _first(self) -> Request | None:
+        overdue = self.overdue_request()
         if overdue is None:
             free, gated = self._open.head(), self._gated.head()
         else:
@@ -311,6 +320,21 @@ class WaitingQueueAdapter:
         while (first := self._promotions.head()) is not None and first[0][0] <= now:
             self._promotions.discard(first[2])
             self._queue.rekey(first[2])
+
+    def may_end_any_lease(self, request: Request) -> bool:
+        """Return whether a waiting request that needs blocks may end any lease: if it is overdue, or if
+        others wait behind it that have waited too long or that it may stop no longer.
+
+        Otherwise the request could wait for a lease of a program whose next request waits behind it. While
+        that request waits, the lease does not expire.
+        """
+        if self._program_scheduler.is_overdue(request.request_id, self._clock()):
+            return True
+        if self._by_user_priority:
+            return False  # nothing overtakes by the time it has waited
+        if self._queue.overdue_request() is not None:
+            return True  # the queue returns only requests that are served before the overdue one
+        return self._queue.gated_before_others(request) and self._admitted_anyway(request)
 
     def only_parked_wait(self) -> bool:
         """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
