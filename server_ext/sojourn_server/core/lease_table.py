@@ -46,7 +46,7 @@ class Lease:
     lease may still hold the ended lease's blocks. So the ended lease's number is added here, up to
     ``blocks``."""
     limit_s: float = float("inf")
-    """Latest end of the lease, whatever the client reports."""
+    """Latest end of the lease, whatever the client reports, unless ``waiting``."""
     anchored: bool = False
     """Whether the TTL is counted from the reported start of a tool."""
     waiting: bool = False

@@ -29,7 +29,7 @@ class SchedulerLimits:
     max_hinted_ttl_s: float = 300.0
     max_held_s: float = 310.0
     """Maximum duration of a lease in seconds, however often the client's reports extend the lease. A longer
-    TTL from the policy is not shortened."""
+    TTL from the policy is not shortened. A lease does not expire while a request of its program waits."""
     gate_timeout_s: float = 600.0
     """Maximum seconds for which placement may keep a request waiting (parked). After that, the request is
     refused with an error. Applies only if the placement policy refuses requests; else ``hold_timeout_s``
