@@ -110,6 +110,8 @@ class EventSender:
         self._asleep = True
         """True while the thread is idle or absent, so that ``put`` has to wake or start it."""
         self._polls_left = 0
+        self._beats_changed = False
+        """True if a heartbeat may be due earlier than the thread has last computed."""
         self.backing_off = False
         """True while the thread waits, after a failed batch, before it contacts the server again."""
         self._starting = False
@@ -224,6 +226,17 @@ class EventSender:
                 self._polls_left = _POLLS
                 if self._asleep:
                     self._ring()
+        except Exception:
+            self.counters.add("internal_error")
+
+    def heartbeats_changed(self) -> None:
+        """Make the thread ask ``beats`` again. Called after heartbeats of a program have started without an
+        event, since only events wake a sleeping thread. Takes the lock, so the caller must hold no lock that
+        a finalizer takes. Never raises."""
+        try:
+            with self._lock:
+                self._beats_changed = True
+                self._ring()
         except Exception:
             self.counters.add("internal_error")
 
@@ -371,6 +384,7 @@ class EventSender:
         """Sleep until there are events to send, then return True. Queues the heartbeats that become due.
         Returns False once the event sender is closed and the queue is empty."""
         while True:
+            self._beats_changed = False  # before the look, so that a change during it counts
             due, wait_s = self._due()
             with self._lock:
                 self._take_in()
@@ -392,7 +406,7 @@ class EventSender:
                     continue
                 self._idle = self._asleep = True
                 try:
-                    if not self._inbox:
+                    if not self._inbox and not self._beats_changed:
                         self._wake.wait(wait_s)
                 finally:
                     self._idle = self._asleep = False

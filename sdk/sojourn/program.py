@@ -222,9 +222,13 @@ class Program:
         runtime.session().heartbeats.closed(self)
 
     def resume_heartbeats(self) -> None:
-        """Start the heartbeats again after ``pause_heartbeats``. For adapters."""
+        """Start the heartbeats again after ``pause_heartbeats``. For adapters. Takes the event sender's lock,
+        so the caller must hold no lock that a finalizer takes."""
         if self.heartbeat:
-            runtime.session().heartbeats.opened(self, runtime.clock())
+            session = runtime.session()
+            session.heartbeats.opened(self, runtime.clock())
+            if session.event_sender is not None:
+                session.event_sender.heartbeats_changed()
 
     def end(self, status: str = "ok") -> None:
         """Report the end of the program: no request follows. ``status``: ``ok``, ``error`` or ``cancelled``.

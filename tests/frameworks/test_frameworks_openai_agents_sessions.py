@@ -336,6 +336,22 @@ def test_the_last_of_several_holders_lets_go(server: FakeServer) -> None:
     assert only(recorded(server)).status == "error"
 
 
+def test_heartbeats_resume_outside_of_the_caches_lock(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finalizer that runs under the event sender's lock waits for the cache's lock."""
+    sojourn.init(server.url, probe_timeout_s=5)
+    kept = ProgramCache()
+    (program,) = open_programs(1)
+    kept.keep("a", program)
+    owned = []
+    monkeypatch.setattr(Program, "resume_heartbeats", lambda self: owned.append(kept._lock._is_owned()))
+    holder = Holder()
+    kept.add_holder("a", holder, ends=True)
+    assert owned == [False]
+    kept.clear()
+
+
 def test_only_so_many_are_kept(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sojourn_integrations.openai_agents.program_cache.MAX_CACHED_PROGRAMS", 3)
     sojourn.init(server.url, probe_timeout_s=5)

@@ -366,6 +366,23 @@ def test_no_beat_follows_the_end(senders):
     assert isinstance(script.events()[0], Heartbeat)
 
 
+def test_heartbeats_that_start_during_a_look_are_not_slept_through(senders):
+    script = Script()
+    looks = []
+
+    def beats(now):
+        looks.append(now)
+        if len(looks) == 1:
+            sender.heartbeats_changed()
+            return (), None
+        return [Source()] if len(looks) == 2 else (), None
+
+    sender = senders(script, beats=beats)
+    sender.start()
+    wait_until(script.events)
+    assert isinstance(script.events()[0], Heartbeat)
+
+
 def wait_for_events(script, count):
     wait_until(lambda: len(script.events()) >= count)
     assert len(script.events()) == count

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import sojourn
 from sdk_settings import resolve_with
+from sojourn import event_sender
 from sojourn.config import Config
 from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
@@ -14,6 +15,7 @@ from sojourn.program import Program
 from sojourn.testing import FakeServer
 from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart
 from sojourn_server.core.lease_table import SILENCE_EXTENSION_S
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -145,6 +147,29 @@ def test_the_sender_of_the_next_session_wakes_for_its_programs(server, monkeypat
         assert any(isinstance(e, Heartbeat) for e in server.wait_for_events(3, 30))
         sojourn.shutdown()
     assert {e.program_id for e in server.events()} == {p.id}
+
+
+def test_resumed_heartbeats_wake_the_sleeping_sender(server, monkeypatch):
+    """A conversation of OpenAI Agents goes on after a pause, and its run emits no event."""
+    looks = []
+    take_due = Heartbeats.take_due
+
+    def recorded(self, now):
+        looks.append(take_due(self, now))
+        return looks[-1]
+
+    monkeypatch.setattr(Heartbeats, "take_due", recorded)
+    monkeypatch.setattr(event_sender, "_POLLS", 0)
+    monkeypatch.setattr(Config, "resolve", resolve_with(heartbeat_s=0.05))
+    sojourn.init(server.url)
+    sender = sojourn.runtime.session().event_sender
+    with sojourn.program("waits") as p:
+        p.pause_heartbeats()
+        assert sojourn.flush(60)
+        wait_until(lambda: looks[-1][1] is None and sender._idle)
+        server.forget()
+        p.resume_heartbeats()
+        assert isinstance(server.wait_for_events(1, 30)[0], Heartbeat)
 
 
 def test_programs_that_never_end_leave_nothing_behind_offline():

@@ -112,9 +112,12 @@ class ProgramCache:
                 return
             finalize(holder, self._holder_gone, kept, id(holder)).atexit = False
             kept.ends = ends
-            if not kept.holders and kept.usable:
-                kept.program.resume_heartbeats()
+            resumes = not kept.holders and kept.usable
             kept.holders.add(id(holder))
+        # Outside of the lock. The event sender's lock is taken here, and a finalizer that runs while another
+        # thread holds that lock waits for ours.
+        if resumes:
+            kept.program.resume_heartbeats()
 
     def rename(self, old: Hashable, new: Hashable, *, ends: bool) -> None:
         """Move the program under ``old`` to the key ``new``, with its holders. ``ends``: whether the program
@@ -169,10 +172,11 @@ class ProgramCache:
             ends = kept.ends
             if ends:
                 del self._kept[kept.key]
+            elif kept.usable:
+                # Takes no lock. Done here, so that it cannot follow the resumption for a new holder.
+                kept.program.pause_heartbeats()
         if ends:
             self._end(kept)
-        elif kept.usable:
-            kept.program.pause_heartbeats()
 
     def _end(self, kept: _CachedProgram) -> None:
         if kept.usable:
