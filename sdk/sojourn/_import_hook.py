@@ -2,6 +2,10 @@
 
 The hook waits for a *package*, never for one of its modules. A package often imports its modules before its
 own code has run to the end, which would be too early for the callback.
+
+The finder stays in ``sys.meta_path`` once it is there, and finds nothing while no package is waited for.
+Python walks through the live list, so a removal would make a thread that is in the middle of a search skip
+the next finder and raise ``ModuleNotFoundError``. A new list would be missed by code that holds the old one.
 """
 
 from __future__ import annotations
@@ -45,8 +49,6 @@ def run_import_callback(package: str) -> None:
 def forget(package: str) -> None:
     """Drop the callback of ``package``, if there is one."""
     _waiting.pop(package, None)
-    if not _waiting and _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
 
 
 class _Finder:

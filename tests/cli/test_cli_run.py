@@ -337,6 +337,27 @@ def test_a_failed_import_can_be_tried_again(packages: Path) -> None:
     assert result.stdout.strip() == "True", result.stderr
 
 
+def test_an_import_in_progress_asks_every_finder(packages: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Meanwhile:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'own': import minisweagent.agents.default\n"
+        "class Editable:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'own':\n"
+        "            from importlib.machinery import ModuleSpec, SourceFileLoader\n"
+        "            return ModuleSpec(name, SourceFileLoader(name, sys.argv[1]))\n"
+        "sys.meta_path += [Meanwhile(), Editable()]\n"
+        "import own\n"
+        "print(own.answer)\n"
+    )
+    own = packages / "somewhere.py"
+    own.write_text("answer = 42\n")
+    result = sojourn_run(sys.executable, "-c", code, str(own), PYTHONPATH=str(packages))
+    assert result.stdout.strip() == "42", result.stderr
+
+
 def test_empty_pythonpath_entries_mean_the_current_directory_and_stay() -> None:
     folder = autostart_directory()
     for given, expected in {

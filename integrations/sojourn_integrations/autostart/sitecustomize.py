@@ -33,7 +33,9 @@ class WhenImported:
     """A meta path finder that runs ``action`` after the import of the module ``name``. The module itself is
     found and loaded by the other finders.
 
-    The finder stays installed until the import succeeds, since a module that was found may fail to import.
+    The finder waits until the import succeeds, since a module that was found may fail to import. Then it
+    finds nothing any more, but stays installed. Python walks through the live list ``sys.meta_path``, so a
+    removal could make an import in another thread skip the next finder.
     """
 
     def __init__(self, name, action, quiet):
@@ -66,8 +68,6 @@ class WhenImported:
                 self.done = True
                 if loader.__dict__.get("exec_module") is exec_module:
                     del loader.exec_module
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
                 self.act()
 
         loader.exec_module = exec_module
