@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Token
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, overload
@@ -50,20 +51,20 @@ INHERIT: Final = _Inherit()
 
 class ProgramScope:
     """The result of ``program()``. As a ``with`` block, it runs the block as one program. As a decorator, it
-    runs each call of the function as a program. If several tasks enter the same scope at the same time, each
-    of them runs a program of its own."""
+    runs each call of the function as a program. If several tasks or threads enter the same scope at the same
+    time, each of them runs a program of its own."""
 
-    __slots__ = ("_parent_id", "_program", "_token", "_twins", "make")
+    __slots__ = ("_entered", "_parent_id", "make")
 
     def __init__(self, make: Callable[[], Program], parent_id: str | None = None) -> None:
         """``parent_id``: id of the parent that the caller named, if any."""
         self.make = make
         """Function that returns a new program, not started yet. Adapters that cannot use ``with`` call it."""
         self._parent_id = parent_id
-        self._program: Program | None = None
-        self._token: Token[ExecutionContext] | None = None
-        self._twins: list[ProgramScope] = []
-        """Scopes of tasks that entered this block while it was already entered. Each runs its own program."""
+        # Adding and removing are atomic, so that threads cannot take each other's program.
+        self._entered: dict[Program | None, Token[ExecutionContext] | None] = {}
+        """The program of each task or thread in the block, with the token that restores its context. The
+        token is ``None`` after ``_leave_context``."""
 
     def open(self) -> Program:
         """Start a program for the whole process and return it. Until its ``end()``, all code outside of other
@@ -81,40 +82,37 @@ class ProgramScope:
         return program
 
     def __enter__(self) -> Program:
-        if self._program is not None:
-            twin = ProgramScope(self.make, self._parent_id)
-            self._twins.append(twin)
-            return twin.__enter__()
-        program = self._program = self.make().start()
+        program = self.make().start()
         program.outer_context = live_context()
         # A child starts without step and tool call, since those around it belong to its parent.
-        self._token = current_context.set(ExecutionContext(program))
+        self._entered[program] = current_context.set(ExecutionContext(program))
         return program
 
-    def _twin_to_leave(self) -> ProgramScope | None:
-        """Return the scope of ``_twins`` that the running code leaves, and remove it from ``_twins``. Returns
-        ``None`` if the code leaves this scope itself."""
+    def _take_entry(self) -> tuple[Program | None, Token[ExecutionContext] | None]:
+        """Remove and return the entry of the task or thread that runs this code. If the code is in no program
+        of this block, as a generator that another context closes, take the newest entry."""
         here = current_context.get().program
-        found = next((twin for twin in tuple(self._twins) if twin._program is here), None)
-        if found is None and self._program is None:  # a generator that another context closes
-            found = self._twins[-1]
-        if found is not None:
-            self._twins.remove(found)
-        return found
+        try:
+            return here, self._entered.pop(here)
+        except KeyError:
+            with suppress(KeyError):  # there is no entry, or another context has just taken the last one
+                return self._entered.popitem()
+            return None, None
 
     def _leave_context(self) -> None:
         """Restore the context that was current before the block (see ``scoped_functions.Scope``)."""
-        token, self._token = self._token, None
+        program, token = self._take_entry()
+        if program is not None:
+            self._entered[program] = None
         if token is not None:
             reset_context(token)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._twins and (twin := self._twin_to_leave()) is not None:
-            return twin.__exit__(kind, error, trace)
-        program, self._program = self._program, None
-        self._leave_context()
+        program, token = self._take_entry()
+        if token is not None:
+            reset_context(token)
         if program is not None:
             program.end(status_of(error))
 

@@ -148,6 +148,36 @@ def test_tasks_that_share_a_scope_have_programs_of_their_own(online):
     assert sojourn.stats()["context_reset_failed"] == 0
 
 
+def test_threads_that_enter_a_scope_at_once_have_programs_of_their_own(online):
+    """Each thread makes its program while the other one is in ``__enter__`` too."""
+    scope, opened = sojourn.program("p"), []
+    making, together = threading.Barrier(2), threading.Barrier(2)
+    make = scope.make
+
+    def make_at_once():
+        making.wait(60)
+        return make()
+
+    def worker():
+        with scope as p:
+            opened.append(p)
+            together.wait(60)
+            assert sojourn.current_program() is p
+            together.wait(60)
+        seen.append((p.is_open, sojourn.current_program()))
+
+    seen = []
+    scope.make = make_at_once
+    threads = [threading.Thread(target=worker) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({p.id for p in opened}) == 2
+    assert seen == [(False, None)] * 2
+    assert sojourn.stats()["context_reset_failed"] == 0
+
+
 def test_a_shared_scope_that_another_context_leaves_ends_every_program(online):
     def running():
         with scope as p:
