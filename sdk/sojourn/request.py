@@ -7,7 +7,9 @@ in which this server takes hints) has a place for events.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -120,7 +122,8 @@ class RequestContext:
     def context_parts(self, *, take: bool) -> Parts:
         """Return the current body fields and headers. ``take=True`` takes the program's unsent events from
         the queue and adds them, if the dialect carries events. A retry carries the events of earlier attempts
-        again; the server recognises events that it has seen."""
+        again, as far as they fit; the server recognises events that it has seen. If the events cannot be
+        carried, they return to the queue, and the request still names its program."""
         session = self.session
         server, sender = session.server, session.event_sender
         if server is None or sender is None:
@@ -161,21 +164,34 @@ class RequestContext:
                     raise
                 self._taken = []
                 sender.undo_take(fresh)
-        return self._measured(dialect, sender)
+        try:
+            return self._measured(dialect, sender)
+        except Exception:
+            session.counters.add("internal_error")
+            self.return_events()
+            return dialect.fields(self._context())
 
     def _measured(self, dialect: Dialect, sender: EventSender) -> Parts:
-        """Return body fields and headers with as many events as fit into ``MAX_CONTEXT_BYTES``. Slower than
-        ``context_parts``, since each event is encoded to learn its size."""
+        """Return body fields and headers with as many events as fit into ``MAX_CONTEXT_BYTES``. The newest
+        events of earlier attempts return to the queue if they do not fit any more, since ages grow between
+        attempts. Slower than ``context_parts``, since each event is encoded to learn its size."""
         room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]
-        fresh = sender.take(
-            self.program.id,
-            max_events=MAX_PIGGYBACK_EVENTS - len(events),
-            max_bytes=room_bytes - sum(map(len, events)) - len(events),
-        )
-        self._taken += fresh
-        events += [pending.encode(now) for pending in fresh]
+        ends = list(accumulate(len(event) + 1 for event in events))  # with a comma after each event
+        fitting = bisect_right(ends, room_bytes)
+        if fitting < len(events):
+            self._taken, too_many = self._taken[:fitting], self._taken[fitting:]
+            sender.put_back(sender.id, too_many)
+            del events[fitting:]
+        else:
+            fresh = sender.take(
+                self.program.id,
+                max_events=MAX_PIGGYBACK_EVENTS - len(events),
+                max_bytes=room_bytes - (ends[-1] if ends else 0),
+            )
+            self._taken += fresh
+            events += [pending.encode(now) for pending in fresh]
         return dialect.fields(self._context([msgspec.Raw(event) for event in events]))
 
     def _context(self, carried: list[Any] | None = None) -> AgenticContext:

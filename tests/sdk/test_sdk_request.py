@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 import sojourn
+from sojourn import request
 from sojourn.dialects import DIALECTS
+from sojourn.dialects import sojourn as sojourn_dialect
 from sojourn.errors import ArgumentError
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.program import ResolvedContext, add_resolver, remove_resolver
+from sojourn.request import Turn
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context, decode_event
 from sojourn.wire_events import ProgramStart, ToolStart, ToolStop
 
@@ -210,6 +214,48 @@ def test_at_most_64_events_and_16_kib_ride_the_rest_is_sent(slow):
         assert len(context_of(sojourn.request_parts()[0]).sojourn.events) == 37
 
 
+def attempt(turn):
+    """Return the text of one attempt's context, and the sequence numbers of the events in it."""
+    body, headers = turn.context_parts(take=True)
+    assert headers["X-Session-ID"] == turn.program.id
+    text = body["vllm_xargs"]["agentic_context"]
+    return text, [decode_event(raw).seq for raw in decode_context(text).sojourn.events]
+
+
+def test_a_retry_whose_events_have_grown_returns_the_newest(slow, monkeypatch):
+    """Ages have more digits at each attempt."""
+    with sojourn.program():
+        for n in range(20):
+            with sojourn.tool_call("search_code", f"call_{n:024}"):
+                pass
+        turn = Turn(sojourn.runtime.session())
+        text, seqs = attempt(turn)
+        assert seqs == list(range(41))
+        for module in (request, sojourn_dialect):
+            monkeypatch.setattr(module, "MAX_CONTEXT_BYTES", len(text))
+        monkeypatch.setattr(sojourn.runtime, "clock", lambda: time.monotonic() + 1000)
+        text, again = attempt(turn)
+        assert len(text) <= request.MAX_CONTEXT_BYTES
+        assert again == list(range(len(again)))
+        assert len(again) > 30, "nearly all still fit"
+        turn._taken = []  # as of an answered request
+    assert sojourn.flush(60)
+    assert [e.seq for e in slow.events()] == [*range(len(again), 41), 41]
+    assert sojourn.stats()["events_returned"] == 41 - len(again)
+    assert sojourn.stats()["inject_error"] == sojourn.stats()["internal_error"] == 0
+
+
+def test_events_that_cannot_be_carried_return_and_the_request_keeps_its_program(slow, monkeypatch):
+    with sojourn.program():
+        turn = Turn(sojourn.runtime.session())
+        assert attempt(turn)[1] == [0]
+        monkeypatch.setattr(Turn, "_measured", lambda *_: 1 / 0)
+        assert attempt(turn)[1] == []
+        assert sojourn.flush(60)
+    assert [e.seq for e in slow.events()][:1] == [0]
+    assert sojourn.stats()["internal_error"] == 1
+
+
 def test_the_longest_names_still_make_a_valid_context(online):
     with (
         sojourn.program(id="ö" * 128, agent_type="x" * 999, parent="\U0001f600" * 64),
@@ -301,9 +347,7 @@ def test_a_node_that_an_adapter_set_is_in_the_hint(online):
 
 
 def test_our_own_fault_leaves_a_bare_request(online, monkeypatch):
-    from sojourn import request
-
-    monkeypatch.setattr(request.Turn, "_context", lambda *a: 1 / 0)
+    monkeypatch.setattr(Turn, "_context", lambda *a: 1 / 0)
     with sojourn.program():
         assert sojourn.request_parts() == ({}, {})
     assert sojourn.stats()["inject_error"] == 1
