@@ -4,7 +4,7 @@
 own context variable and no other context variable. If only a framework's context names the program, that
 program is passed on too. The internal threads of ``concurrent.futures`` and ``multiprocessing`` (workers, the
 manager of a process pool, the feeders of queues) get no program when they start, since they would keep it for
-life.
+life. Nor do threads of a class in which ``run`` is a property.
 
 A thread gets its program once, when it starts. A long-lived worker that takes jobs from a queue keeps the
 program that started the worker. So pass to each job its program ``p``, and run the job's code in
@@ -41,10 +41,21 @@ def install() -> None:
 
     @functools.wraps(start)
     def carrying_start(self: threading.Thread) -> None:
-        here = find_context(session().counters, of_process=False)[0]
-        if here is not NO_CONTEXT and not _is_pool_thread(self):
-            self.run = _run_inside(here, self.run)  # type: ignore[method-assign]
-        start(self)
+        counters = session().counters
+        here = find_context(counters, of_process=False)[0]
+        restore = None
+        if here is not NO_CONTEXT:
+            try:
+                if not _is_pool_thread(self):
+                    restore = _carry_into(self, here)
+            except Exception:  # a class of the user may forbid it
+                counters.add("internal_error")
+        try:
+            start(self)
+        except BaseException:
+            if restore is not None:
+                restore()
+            raise
 
     @functools.wraps(submit)
     def carrying_submit(
@@ -80,6 +91,31 @@ def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callabl
             current_context.reset(token)
 
     return run
+
+
+def _carry_into(thread: threading.Thread, here: ExecutionContext) -> Callable[[], None] | None:
+    """Make the thread's ``run`` run inside ``here``. Returns a function that undoes this, or ``None`` if the
+    thread's class forbids it. The run itself undoes it at its beginning, since the replaced method refers to
+    the thread, and so would keep the thread until a garbage collection."""
+    if hasattr(type(thread).run, "__set__"):
+        return None  # a property, which hides the attribute set below
+    attributes = vars(thread)  # the class may guard ``__setattr__``
+    own = attributes.get("run")
+    inside = _run_inside(here, thread.run)
+
+    def restore() -> None:
+        if own is None:
+            attributes.pop("run", None)
+        else:
+            attributes["run"] = own
+
+    @functools.wraps(inside)
+    def run() -> None:
+        restore()
+        inside()
+
+    attributes["run"] = run
+    return restore
 
 
 def _pickles_jobs(pool: ThreadPoolExecutor) -> bool:

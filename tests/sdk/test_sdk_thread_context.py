@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import multiprocessing
 import multiprocessing.pool
 import queue
 import sys
 import threading
+import weakref
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import sojourn
 from sojourn.wire_events import ProgramEnd, ProgramStart
+from waiting import wait_until
 
 
 def in_thread(function):
@@ -62,6 +65,86 @@ def test_subclasses_with_their_own_run_are_carried_too(server):
         thread.start()
     thread.join()
     assert seen == [p]
+
+
+def test_threads_whose_run_cannot_be_set_start_all_the_same(server):
+    class Property(threading.Thread):
+        @property
+        def run(self):
+            return lambda: seen.append(("property", sojourn.current_program()))
+
+    class Guarded(threading.Thread):
+        def __setattr__(self, name, value):
+            if name == "run":
+                raise AttributeError("run is fixed")
+            super().__setattr__(name, value)
+
+        def run(self):
+            seen.append(("guarded", sojourn.current_program()))
+
+    class Raising(threading.Thread):
+        def __getattribute__(self, name):
+            if name == "__dict__":
+                raise RuntimeError("no attributes")
+            return super().__getattribute__(name)
+
+        def run(self):
+            seen.append(("raising", sojourn.current_program()))
+
+    sojourn.init(server.url, threads=True)
+    seen = []
+    with sojourn.program() as p:
+        for kind in (Property, Guarded, Raising):
+            thread = kind()
+            thread.start()
+            thread.join()
+    assert seen == [("property", None), ("guarded", p), ("raising", None)]
+    assert sojourn.stats()["internal_error"] == 1
+
+
+def test_a_thread_that_ran_in_a_program_is_no_cycle(server):
+    sojourn.init(server.url, threads=True)
+    seen = []
+
+    def work():
+        seen.append(("run" in vars(threading.current_thread()), sojourn.current_program()))
+
+    gc.disable()
+    try:
+        with sojourn.program() as p:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            gone = weakref.ref(thread)
+            del thread
+            wait_until(lambda: gone() is None)
+    finally:
+        gc.enable()
+    assert seen == [(False, p)]
+
+
+def test_a_thread_that_cannot_start_stays_as_it_was(server, monkeypatch):
+    def refused(*arguments, **settings):
+        raise RuntimeError("can't start new thread")
+
+    names = [name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name)]
+    sojourn.init(server.url, threads=True)
+    thread, replaced = threading.Thread(target=int), threading.Thread()
+    replaced.run = mine = lambda: seen.append(sojourn.current_program())
+    seen = []
+    with sojourn.program() as p:
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.setattr(threading, name, refused)
+            for each in (thread, replaced):
+                with pytest.raises(RuntimeError, match="can't start"):
+                    each.start()
+        assert "run" not in vars(thread)
+        assert replaced.run is mine
+        replaced.start()
+        replaced.join()
+    assert seen == [p]
+    assert replaced.run is mine
 
 
 def test_threads_that_serve_a_pool_belong_to_no_program(server):
