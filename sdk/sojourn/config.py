@@ -112,9 +112,8 @@ class Config:
 
     @property
     def address(self) -> str:
-        """``url`` without user name and password, for log messages."""
-        parts = urlsplit(self.url)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        """``url`` without user name and password, for log messages and ``Stats``."""
+        return without_credentials(self.url)
 
     def listed(self, host: str, path: str) -> str | None:
         """Return the entry of ``hosts`` for a request to ``host`` (``host:port``) and ``path``; ``None`` if
@@ -149,7 +148,7 @@ class Config:
             raise ConfigError("no server named: call sojourn.init(url) or set SOJOURN_URL")
         root, own_host = _root(url)
         if isinstance(hosts, str):
-            raise ConfigError(f"hosts is the string {hosts!r}; expected a list of 'host:port'")
+            raise ConfigError(f"hosts is the string {_named(hosts)}; expected a list of 'host:port'")
         dialect = dialect or environment.dialect
         if dialect is not None:
             from .dialects import DIALECTS
@@ -195,9 +194,9 @@ def host_key(host: str, like: str = "http://") -> str:
         parts = urlsplit(text)
         port = parts.port or _DEFAULT_PORT.get(parts.scheme)
     except ValueError as error:
-        raise ConfigError(f"{host!r} does not name a host: {error}") from error
+        raise ConfigError(f"{_named(host)} does not name a host{_reason(host, error)}") from None
     if not parts.hostname or port is None:
-        raise ConfigError(f"{host!r} does not name a host; expected e.g. '127.0.0.1:8000'")
+        raise ConfigError(f"{_named(host)} does not name a host; expected e.g. '127.0.0.1:8000'")
     return canonical_host(parts.hostname, port)
 
 
@@ -263,6 +262,28 @@ def local_url(host: str | None, port: int, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def without_credentials(url: str) -> str:
+    """Return ``url`` without user name and password. Everything between the scheme and the last ``@`` is left
+    out, since an unencoded password may hold ``/``."""
+    credentials, found, rest = url.rpartition("@")
+    scheme = _SCHEME.match(credentials)
+    return f"{scheme[0] if scheme else ''}{rest}" if found else url
+
+
+def _named(url: str) -> str:
+    """Return ``url`` in quotes for an error message, without user name and password."""
+    return repr(without_credentials(url)) + (" (user name and password left out)" if "@" in url else "")
+
+
+def _reason(url: str, error: ValueError) -> str:
+    """Return the end of an error message: why ``url`` cannot be read. The text of ``error`` may quote a part
+    of the password, so it is left out for a URL that may have one. Do not chain ``error`` either."""
+    return "; percent-encode the user name and the password" if "@" in url else f": {error}"
+
+
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d+(/.*)?")
 
 
@@ -277,9 +298,9 @@ def _root(url: str) -> tuple[str, str]:
         parts = urlsplit(url)
         scheme, hostname = parts.scheme, parts.hostname
     except ValueError as error:
-        raise ConfigError(f"{url!r} is not a URL: {error}") from error
+        raise ConfigError(f"{_named(url)} is not a URL{_reason(url, error)}") from None
     if scheme not in _DEFAULT_PORT or not hostname:
-        raise ConfigError(f"{url!r} is not the URL of a server; expected e.g. 'http://127.0.0.1:8000'")
+        raise ConfigError(f"{_named(url)} is not the URL of a server; expected e.g. 'http://127.0.0.1:8000'")
     host = host_key(url)
     # Users paste the base_url of their OpenAI client; the events endpoint is beside /v1, not below it.
     path = parts.path.rstrip("/").removesuffix("/v1")

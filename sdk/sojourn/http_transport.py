@@ -150,10 +150,16 @@ class _Proxy(NamedTuple):
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"the proxy for {host} is {parts.scheme}://{parts.hostname}; expected http://")
+        try:
+            port = parts.port or 80
+        except ValueError:  # its text may quote a part of the password
+            raise ValueError(
+                f"the proxy for {host} has no number as its port; expected http://host:port"
+            ) from None
         headers = {}
         if parts.username:
             headers["proxy-authorization"] = _basic(parts.username, parts.password)
-        return cls(parts.hostname, parts.port or 80, headers)
+        return cls(parts.hostname, port, headers)
 
 
 def _basic(user: str, password: str | None) -> str:

@@ -236,7 +236,7 @@ class Session:
         )
         stats = Stats(self.counters.snapshot())
         stats.disabled = self.disabled
-        stats.url = self.config.url if self.config else None
+        stats.url = self.config.address if self.config else None
         if self.server is not None and self.event_sender is not None:
             stats.dialect = self.server.dialect.name
             stats.dialect_known = self.server.known

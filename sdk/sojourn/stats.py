@@ -60,7 +60,7 @@ class Stats(Counter[str]):
     """A snapshot of all counts, as a ``collections.Counter``, and of the session's state."""
 
     url: str | None = None
-    """URL of the server; ``None`` if none was named."""
+    """URL of the server, without user name and password; ``None`` if none was named."""
     disabled: bool = False
     """True if ``SOJOURN_DISABLED`` is set."""
     dialect: str | None = None

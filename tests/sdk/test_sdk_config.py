@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import sojourn
 from sojourn.config import Config, Environment, canonical_host, host_key
@@ -33,6 +35,38 @@ def test_a_pasted_base_url_is_understood(url, root):
 def test_a_url_that_is_none_is_refused(url):
     with pytest.raises(sojourn.ConfigError):
         sojourn.init(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://bob:s3cret@gw:8000",
+        "http://bob:s3cret/s3cret@gw:8000",
+        "http://bob:s3cret@s3cret@gw:port",
+        "http://[bob:s3cret@gw:8000",
+        "bob:s3cret://s3cret@gw:8000",
+    ],
+)
+def test_an_error_names_the_server_and_not_the_password(url):
+    entry = url + "0000" if url.startswith("ftp") else url  # the scheme of an entry of hosts may be any
+    for arguments in ({"url": url}, {"url": "http://x", "hosts": [entry]}, {"url": "http://x", "hosts": url}):
+        with pytest.raises(sojourn.ConfigError, match="gw:") as caught:
+            sojourn.init(**arguments)
+        assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_password_in_the_environment_is_not_logged(python):
+    code = "import sojourn; sojourn.current_program(); sojourn.flush()"
+    said = python(code, env={"SOJOURN_URL": "http://bob:s3/cret@gw:8000"}).stderr
+    assert "sojourn stays off: 'http://gw:8000' (user name and password left out)" in said
+    assert "s3" not in said
+
+
+@pytest.mark.parametrize("credentials", ["bob:s3cret", "bob:12/s3cret"])
+def test_stats_name_the_server_and_not_the_password(credentials):
+    sojourn.init(f"http://{credentials}@127.0.0.1:1", probe_timeout_s=0.0)
+    assert sojourn.stats().url == "http://127.0.0.1:1"
+    assert "s3cret" not in repr(sojourn.stats())
 
 
 def test_no_url_at_all_names_both_ways():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -158,6 +159,13 @@ def test_a_proxy_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"socks5://127\.0\.0\.1; expected http://"):
         to("http://gpu.example")
+
+
+def test_the_error_of_a_proxy_does_not_quote_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("all_proxy", "http://bob:s3/cret@127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"the proxy for gpu\.example has no number as its port") as caught:
+        to("http://gpu.example")
+    assert "s3" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_missing_certificates_raise(monkeypatch: pytest.MonkeyPatch) -> None:
