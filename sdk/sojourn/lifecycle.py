@@ -44,7 +44,9 @@ def init(
     A second call with the same arguments changes nothing. With other arguments it replaces the session. Open
     programs continue in the new session, which reports their starts again. The start of a program with
     ``heartbeat=False`` is not reported again; the server learns of that program from its next request or
-    event. Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
+    event. If the server or the dialect is another one, the previous session ends its open programs at SGLang
+    and ThunderAgent, which would keep them for ever. Raises ``ConfigError`` if the session cannot be set up;
+    the previous session then stays.
     """
     environment = Environment.read()
     if environment.disabled:
@@ -82,7 +84,9 @@ def _go_online(config: Config) -> Session:
         before = runtime.live
         if before is not None and before.online and before.config == config:
             return before
-        fresh = _connected(config)  # before _retire(), so that a failure keeps the previous session
+        fresh = _connected(config, before)  # before _retire(), so that a failure keeps the previous session
+        if before is not None:
+            before.replaced = fresh.open_programs is before.open_programs
         _retire()
         _replace_session(fresh)
         if config.instrument:
@@ -100,8 +104,10 @@ def _replace_session(fresh: Session) -> None:
         fresh.take_over(before)
 
 
-def _connected(config: Config) -> Session:
+def _connected(config: Config, before: Session | None) -> Session:
     fresh = Session(config)
+    if before is not None:
+        fresh.share_open_programs(before)
     try:
         fresh.connect()
         _start_learning(fresh, config)

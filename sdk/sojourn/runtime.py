@@ -79,6 +79,10 @@ class Session:
         self.graphs_lost = 0
         """The count ``dropped_send`` (events lost in sending) at the last check. If the count has grown since
         then, ``graphs_reported`` is cleared, because the server may have restarted."""
+        self.open_programs: dict[str, None] = {}
+        """Ids of the programs whose end the server still expects; see ``TransportContext``."""
+        self.replaced = False
+        """Whether another session has taken over ``open_programs``."""
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
         self.left_program: OpenProgram | None = None
@@ -118,7 +122,14 @@ class Session:
         assert config is not None
         transport = HttpTransport(config.url, api_key=config.api_key, timeout_s=config.send_timeout_s)
         server = ServerDialect(config.dialect)
-        transport_context = TransportContext(transport, self.counters, config.tool_events, self._resend_graph)
+        transport_context = TransportContext(
+            transport,
+            self.counters,
+            config.tool_events,
+            self._resend_graph,
+            self.open_programs,
+            lambda: self.replaced,
+        )
         if config.tool_events is not None:
             load_zmq()
 
@@ -193,6 +204,16 @@ class Session:
         if self.event_sender is not None:
             self.event_sender.put(program, kind, **fields)
 
+    def share_open_programs(self, before: Session) -> None:
+        """Share ``open_programs`` with ``before``, which this session is about to replace, if both use one
+        server and one dialect. Otherwise ``before`` reports the ends of its programs when it closes, since
+        its server would keep them for ever. Called before ``connect``."""
+        ours, theirs = self.config, before.config
+        if ours is None or theirs is None or before.server is None or ours.address != theirs.address:
+            return
+        if ours.dialect in (theirs.dialect, before.server.dialect.name):
+            self.open_programs = before.open_programs
+
     def take_over(self, before: Session) -> None:
         """Continue the open programs of the replaced session ``before``, except programs without heartbeats.
         Reports their starts again, since the server may be a different server. Never raises."""
@@ -249,6 +270,7 @@ class Session:
         self.counters.reset()
         self.heartbeats.after_fork()
         self.program = self.left_program = None
+        self.open_programs.clear()
         self.graphs_reported = set()
         self._answered = threading.Event()
         self._answered.set()  # the child does not probe; its first batch shows what the server accepts

@@ -16,6 +16,7 @@ from sojourn.dialects import DIALECTS, DeliveryResult, PendingBatch, TransportCo
 from sojourn.dialects.dynamo import TraceRecordEncoder
 from sojourn.dialects.end_notifier import MAX_PROGRAMS, EndNotifier
 from sojourn.event_queue import PendingEvent
+from sojourn.event_sender import EventSender
 from sojourn.http_transport import HttpResponse
 from sojourn.stats import Counters
 from sojourn.testing import refusing_url
@@ -52,6 +53,47 @@ def test_programs_still_open_are_released_at_the_close(name):
         sojourn.shutdown()
         assert peer.bodies == [{FAREWELLS[name][1]: id} for id in ("done", "left open")]
         left_open.end()
+
+
+@pytest.mark.parametrize("name", FAREWELLS)
+@pytest.mark.parametrize("heartbeat", [True, False])
+def test_a_second_init_releases_no_open_program(name, heartbeat):
+    field = FAREWELLS[name][1]
+    with JsonServer() as peer:
+        sojourn.init(peer.url, dialect=name)
+        with sojourn.program(id="left open", heartbeat=heartbeat):
+            with sojourn.program(id="ends later", heartbeat=heartbeat):
+                assert sojourn.flush(60)
+                sojourn.init(peer.url, dialect=name, hosts=["10.0.0.9:8000"])
+                assert peer.bodies == []
+            assert sojourn.flush(60)
+            assert peer.bodies == [{field: "ends later"}]
+            sojourn.shutdown()
+            assert peer.bodies == [{field: "ends later"}, {field: "left open"}]
+
+
+@pytest.mark.parametrize("name", FAREWELLS)
+def test_a_server_that_another_one_replaces_keeps_no_program(name):
+    field = FAREWELLS[name][1]
+    with JsonServer() as peer, JsonServer() as second, sojourn.program(id="p"):
+        sojourn.init(peer.url, dialect=name)
+        assert sojourn.flush(60)
+        sojourn.init(second.url, dialect=name)
+        assert peer.bodies == [{field: "p"}]
+        assert sojourn.flush(60)
+        sojourn.shutdown()
+        assert second.bodies == [{field: "p"}]
+
+
+def test_an_init_that_fails_leaves_the_ends_to_the_session_that_stays(monkeypatch):
+    with JsonServer() as peer, sojourn.program(id="p"):
+        sojourn.init(peer.url, dialect="sglang")
+        assert sojourn.flush(60)
+        monkeypatch.setattr(EventSender, "start", lambda self: 1 / 0)
+        with pytest.raises(sojourn.ConfigError):
+            sojourn.init(peer.url, dialect="sglang", hosts=["10.0.0.9:8000"])
+        sojourn.shutdown()
+        assert peer.bodies == [{"session_id": "p"}]
 
 
 def test_thunderagent_is_told_the_end_of_an_implicit_program_too():

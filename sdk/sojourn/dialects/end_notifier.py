@@ -15,7 +15,8 @@ _REFUSED = frozenset({400, 409, 410, 422})
 
 
 class EndNotifier:
-    """Sends ``POST path {field: program id}`` when a program ends, and in ``close`` for all open programs.
+    """Sends ``POST path {field: program id}`` when a program ends, and in ``close`` for all open programs
+    that no other session has taken over.
 
     A server of this kind has no leases and keeps a program until its end is reported. So an end that could
     not be sent is sent again together with the next end, unless the server refused it. A killed process
@@ -33,7 +34,9 @@ class EndNotifier:
         self._counters = transport_context.counters
         self._path = path
         self._field = field
-        self._open: dict[str, None] = {}
+        shared = transport_context.open_programs
+        self._open: dict[str, None] = {} if shared is None else shared
+        self._replaced = transport_context.replaced
         self._unreported: dict[str, None] = {}
 
     def deliver(self, batch: PendingBatch) -> DeliveryResult:
@@ -53,17 +56,20 @@ class EndNotifier:
         self._counters.add("events_sent", len(ends) - failed)
         if result is DeliveryResult.UNSUPPORTED:
             self._counters.add("dropped_unsupported", failed)
-            self._open, self._unreported = {}, {}
+            self._open.clear()
+            self._unreported = {}
         elif failed:
             self._counters.add("dropped_send", failed)
         return result
 
     def after_fork(self) -> None:
-        self._open, self._unreported = {}, {}
+        self._open.clear()
+        self._unreported = {}
 
     def close(self) -> None:
-        self._unreported.update(self._open)
-        self._open = {}
+        if not self._replaced():
+            self._unreported.update(self._open)
+            self._open.clear()
         self._report_ends()
 
     def _report_ends(self) -> tuple[DeliveryResult, set[str]]:
@@ -96,4 +102,5 @@ class EndNotifier:
     def _remember(programs: dict[str, None], program_id: str) -> None:
         programs[program_id] = None
         if len(programs) > MAX_PROGRAMS:
-            del programs[next(iter(programs))]
+            # The sender of a replaced session may be at work still and have removed the same program.
+            programs.pop(next(iter(programs)), None)

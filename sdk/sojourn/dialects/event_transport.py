@@ -30,6 +30,11 @@ class TransportContext(NamedTuple):
     """ZeroMQ endpoint for tool events; ``None`` if the server receives events over HTTP only."""
     unknown_graph: Callable[[PendingEvent], None] | None = None
     """Called with an ``AegReport`` whose graph the server does not know. Must not raise."""
+    open_programs: dict[str, None] | None = None
+    """Ids of the programs whose end the server still expects. A session that replaces another one at the same
+    server shares its dict. ``None``: each event transport has its own."""
+    replaced: Callable[[], bool] = lambda: False
+    """Returns whether another session has taken over ``open_programs``, and reports their ends."""
 
 
 class PendingBatch(NamedTuple):
