@@ -8,6 +8,7 @@ same. A server that is not recognised gets headers only.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -52,14 +53,22 @@ class ServerDialect:
         return DIALECTS[dialect]
 
 
-def probe_dialect(transport: ServerTransport, *, timeout_s: float, address: str = "the server") -> str | None:
+def probe_dialect(
+    transport: ServerTransport,
+    *,
+    timeout_s: float,
+    address: str = "the server",
+    log_level: int = logging.WARNING,
+) -> str | None:
     """Probe the server once and return the name of its dialect. Returns ``vllm`` for a server that answers
     but is not recognised, or that does not speak this SDK's wire version. Returns ``None`` for a server that
-    does not answer, requires a key or fails. ``address`` names the server in the log. Never raises."""
+    does not answer, requires a key or fails. ``address`` names the server in the log, with the level
+    ``log_level``. Never raises."""
     try:
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:
-        logger.warning(
+        logger.log(
+            log_level,
             "no answer from %s (%s); the agent continues without it; "
             "the SDK tries again when it sends events",
             address,
@@ -69,14 +78,17 @@ def probe_dialect(transport: ServerTransport, *, timeout_s: float, address: str 
     if answer.status in _STOCK:
         return _identify_other_server(transport, timeout_s) or "vllm"
     if answer.status in (401, 403):
-        logger.warning(
+        logger.log(
+            log_level,
             "the server wants a key (%d): init(url, api_key=...) or SOJOURN_API_KEY; headers only until then",
             answer.status,
         )
         return None
     if answer.status != 200:
-        logger.warning(
-            "the server answered %d when asked for its capabilities; sending headers only", answer.status
+        logger.log(
+            log_level,
+            "the server answered %d when asked for its capabilities; sending headers only",
+            answer.status,
         )
         return None
     try:
@@ -86,7 +98,9 @@ def probe_dialect(transport: ServerTransport, *, timeout_s: float, address: str 
     if page.name != "sojourn":
         return "vllm"
     if WIRE_VERSION not in page.wire:
-        logger.warning("the server has wire version %s, this SDK %d; headers only", page.wire, WIRE_VERSION)
+        logger.log(
+            log_level, "the server has wire version %s, this SDK %d; headers only", page.wire, WIRE_VERSION
+        )
         return "vllm"
     return "sojourn"
 

@@ -40,6 +40,10 @@ MAX_BACKOFF_S = 30.0
 MAX_BEATING_BACKOFF_S = 5.0
 """Longest backoff while a program with heartbeats is open. Leases end after 10 to 20 s of silence, so two
 tries must fit into that time."""
+FIRST_RECOVERY_PAUSE_S = 1.0
+MAX_RECOVERY_PAUSE_S = 300.0
+"""First and longest pause before the sender asks again whether a server accepts events that refused them. The
+pause doubles each time, so that a server without an endpoint for events gets few such requests."""
 THREAD_RETRY_S = 1.0
 """Pause before another attempt to start the thread."""
 POLL_EVERY_S = 0.02
@@ -67,6 +71,7 @@ class EventSender:
         beats: Callable[[float], tuple[Iterable[OpenProgram], float | None]] | None = None,
         delivered: Callable[[], object] | None = None,
         unsupported: Callable[[], EventTransport | None] | None = None,
+        recover: Callable[[], EventTransport | None] | None = None,
     ) -> None:
         """The numbers are those of ``Config`` with the same names. The callbacks run on the sender's thread.
 
@@ -74,7 +79,8 @@ class EventSender:
         heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until
         ``beats`` must be called again (``None``: not before the next event). ``delivered()`` runs after each
         batch whose answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has
-        no endpoint for batches; it returns another transport, or ``None`` to stop sending. Until
+        no endpoint for batches; it returns another transport, or ``None`` to stop sending. ``recover()`` then
+        runs at growing intervals; it returns a transport if the server accepts events again. Until
         ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
         self.counters = counters
         self._transport = transport
@@ -88,6 +94,7 @@ class EventSender:
         self._beats = beats
         self._on_delivered = delivered
         self._on_unsupported = unsupported
+        self._on_recover = recover
         self._event_transport: EventTransport = SojournEventTransport(TransportContext(transport, counters))
         self._supported = True
         self._thread: threading.Thread | None = None
@@ -116,6 +123,8 @@ class EventSender:
         """True while the thread waits, after a failed batch, before it contacts the server again."""
         self._starting = False
         self._no_start_before_s = float("-inf")
+        self._recovery_pause_s = 0.0
+        self._recover_at_s: float | None = None
         self._closed = False
         self._thread = None
         self._update_accepted_kinds()
@@ -138,6 +147,8 @@ class EventSender:
             if kind not in self._kinds:
                 closed = self._closed and self._supported
                 self.counters.add("dropped_closed" if closed else "dropped_unsupported")
+                if self._thread is None and not self._supported and self._on_recover is not None:
+                    self._ring()  # in a forked child, no thread asks yet whether the server accepts events
                 return False
             inbox = self._inbox
             if len(inbox) + self._pending.size >= self._queue_events:
@@ -412,13 +423,33 @@ class EventSender:
                     self._idle = self._asleep = False
 
     def _due(self) -> tuple[Iterable[OpenProgram], float | None]:
-        if self._beats is None or Heartbeat not in self._kinds:
-            return (), None
         try:
+            if not self._supported:
+                return (), self._recover()
+            if self._beats is None or Heartbeat not in self._kinds:
+                return (), None
             return self._beats(self._clock())
         except Exception:
             self.counters.add("internal_error")
-            return (), None
+            return (), None if self._supported else MAX_BEATING_BACKOFF_S
+
+    def _recover(self) -> float | None:
+        """Ask at growing intervals whether the server accepts events now. Return the seconds until the next
+        call; ``None`` if no further call is needed."""
+        if self._closed or self._on_recover is None:
+            return None
+        now = self._clock()
+        if self._recover_at_s is not None and now >= self._recover_at_s:
+            self._recover_at_s = None
+            event_transport = self._on_recover()
+            if event_transport is not None:
+                self.set_event_transport(event_transport)
+                return 0.0  # heartbeats may be due
+            now = self._clock()
+        if self._recover_at_s is None:
+            pause_s = min(MAX_RECOVERY_PAUSE_S, self._recovery_pause_s * 2 or FIRST_RECOVERY_PAUSE_S)
+            self._recovery_pause_s, self._recover_at_s = pause_s, now + pause_s
+        return self._recover_at_s - now
 
     def _take_in(self) -> None:
         """Number the events in the inbox and move them into the queue. Called with the lock held."""
@@ -446,6 +477,9 @@ class EventSender:
             self._on_delivered()
         elif delivery is DeliveryResult.UNSUPPORTED:
             self.set_event_transport(None if self._on_unsupported is None else self._on_unsupported())
+            return True
+        if delivery is not DeliveryResult.FAILED:
+            self._recovery_pause_s = 0.0
         return delivery is not DeliveryResult.FAILED
 
     def set_event_transport(self, event_transport: EventTransport | None) -> None:

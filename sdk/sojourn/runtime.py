@@ -7,6 +7,7 @@ The module ``lifecycle`` creates and replaces the session.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -133,8 +134,10 @@ class Session:
         if config.tool_events is not None:
             load_zmq()
 
-        def probe() -> str | None:
-            return probe_dialect(transport, timeout_s=config.send_timeout_s, address=config.address)
+        def probe(log_level: int = logging.WARNING) -> str | None:
+            return probe_dialect(
+                transport, timeout_s=config.send_timeout_s, address=config.address, log_level=log_level
+            )
 
         def ask() -> None:
             try:
@@ -152,6 +155,14 @@ class Session:
                 transport_context
             )
 
+        def recover() -> EventTransport | None:
+            # A server whose gateway answers 404 for a moment, as in a rolling restart, looks like stock vLLM.
+            # So that answer does not replace a dialect that was recognised.
+            answer = probe(logging.DEBUG)
+            return (
+                None if answer in (None, "vllm") else server.learn(answer).event_transport(transport_context)
+            )
+
         sender = EventSender(
             transport,
             self.counters,
@@ -164,6 +175,7 @@ class Session:
             beats=self.heartbeats.take_due,
             delivered=lambda: server.learn("sojourn"),
             unsupported=ask_again,
+            recover=None if server.given else recover,
         )
         sender.set_event_transport(
             server.dialect.event_transport(transport_context)

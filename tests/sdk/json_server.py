@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class JsonServer:
     """Answers GET from ``pages`` (404 for others) and POST with ``status`` and ``answer`` after ``delay_s``.
-    ``posts`` has path, body and ``Authorization`` of each POST."""
+    ``posts`` has path, body and ``Authorization`` of each POST; ``gets`` is the number of GETs."""
 
     def __init__(self, pages=None, answer=None):
         self.pages = pages or {}
@@ -18,12 +18,14 @@ class JsonServer:
         self.status = 200
         self.delay_s = 0.0
         self.posts = []
+        self.gets = 0
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
+                outer.gets += 1
                 path = self.path.partition("?")[0]
                 self.say(200 if path in outer.pages else 404, outer.pages.get(path))
 

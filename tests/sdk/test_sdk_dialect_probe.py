@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import sojourn
-from sojourn import runtime
+from json_server import JsonServer
+from sojourn import event_sender, runtime
 from sojourn.dialect_probe import ServerDialect, probe_dialect
 from sojourn.http_transport import HttpResponse
 from sojourn.testing import FakeServer, refusing_url
+from sojourn.wire_events import ProgramEnd, ProgramStart
+from waiting import wait_until
 
 
 class Says:
@@ -136,7 +139,8 @@ def test_a_given_dialect_stays():
     assert server.known
 
 
-def test_a_stock_server_gets_headers_only_and_no_events():
+def test_a_stock_server_gets_headers_only_and_no_events(monkeypatch):
+    monkeypatch.setattr(event_sender, "FIRST_RECOVERY_PAUSE_S", 3600.0)
     with FakeServer(sojourn=False) as server:
         sojourn.init(server.url)
         with sojourn.program("p") as p:
@@ -161,6 +165,78 @@ def test_the_events_themselves_teach_when_the_probe_came_too_early():
         with sojourn.program():
             assert sojourn.flush(60)
         assert (sojourn.stats().dialect, sojourn.stats().dialect_known) == ("sojourn", True)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(event_sender, "FIRST_RECOVERY_PAUSE_S", 0.001)
+    monkeypatch.setattr(event_sender, "MAX_RECOVERY_PAUSE_S", 0.01)
+
+
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_a_server_that_answered_404_for_a_moment_is_used_again(server, short_pauses, from_the_start, caplog):
+    """As a gateway does in a rolling restart."""
+    server.sojourn = not from_the_start
+    sojourn.init(server.url, probe_timeout_s=30)
+    server.sojourn = False
+    with sojourn.program("refused"):
+        pass
+    assert sojourn.flush(60)
+    assert (sojourn.stats().dialect, sojourn.stats().dialect_known) == ("vllm", True)
+    assert server.events() == []
+    server.sojourn = True
+    wait_until(lambda: sojourn.stats().dialect == "sojourn")
+    wait_until(lambda: runtime.session().event_sender._supported)
+    with sojourn.program("p"):
+        assert sojourn.request_fields()["vllm_xargs"]
+    assert sojourn.flush(60)
+    assert [type(event) for event in server.program_events()] == [ProgramStart, ProgramEnd]
+    assert caplog.text == ""
+
+
+def test_a_later_answer_of_a_stock_server_changes_no_recognised_dialect(short_pauses):
+    pages = {"/scheduling/diagnostics": {"enabled": True, "retained_requests": 0, "resume_order": "x"}}
+    with JsonServer(pages) as peer:
+        sojourn.init(peer.url, probe_timeout_s=30)
+        assert sojourn.stats().dialect == "vllm_router"
+        peer.pages = {}
+        wait_until(lambda: peer.gets >= 20)
+        assert sojourn.stats().dialect == "vllm_router"
+
+
+def test_a_given_dialect_is_never_probed(server, short_pauses):
+    server.mode = "404"
+    sojourn.init(server.url, dialect="sojourn")
+    with sojourn.program("refused"):
+        pass
+    assert sojourn.flush(60)
+    assert runtime.session().event_sender._recover() is None
+    assert server.probes == 0
+
+
+def test_a_forked_child_asks_again_too(python):
+    code = """
+    import os, time, sojourn
+    from sojourn import event_sender
+    from sojourn.testing import FakeServer
+    event_sender.FIRST_RECOVERY_PAUSE_S = 0.001
+    event_sender.MAX_RECOVERY_PAUSE_S = 0.01
+    with FakeServer(sojourn=False) as server:
+        sojourn.init(server.url, probe_timeout_s=30)
+        pid = os.fork()
+        if pid == 0:
+            end_s = time.monotonic() + 60
+            while sojourn.stats().dialect != "sojourn" and time.monotonic() < end_s:
+                with sojourn.program("child's"):
+                    time.sleep(0.01)
+            sojourn.shutdown()
+            os._exit(0)
+        server.sojourn = True
+        sojourn.shutdown()
+        os.waitpid(pid, 0)
+        print(len(server.events()))
+    """
+    assert int(python(code).stdout) > 0
 
 
 @pytest.mark.parametrize("probe_timeout_s", [0.0, 0.2])

@@ -9,6 +9,8 @@ import pytest
 import sojourn
 from scripted_transport import Script, Source
 from sojourn import event_sender as event_sender_module
+from sojourn.dialects import SojournEventTransport, TransportContext
+from sojourn.event_queue import PendingEvent
 from sojourn.event_sender import EventSender
 from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
@@ -170,6 +172,54 @@ def test_a_server_without_the_endpoint_is_asked_once(senders, status):
     assert told == [1]
     assert sender.counters["dropped_unsupported"] == 2
     assert sender.pending == 0
+
+
+def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(senders):
+    """Without a thread: the clock is moved to the end of each pause."""
+    now, asked = [0.0], []
+    sender = senders(Script(), clock=lambda: now[0], recover=lambda: asked.append(now[0]))
+
+    def pauses(count):
+        for _ in range(count):
+            pause_s = sender._recover()
+            assert sender._recover() == pause_s  # not asked before the pause is over
+            now[0] += pause_s
+            yield pause_s
+
+    sender.set_event_transport(None)
+    assert list(pauses(11)) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    assert len(asked) == 10
+    sender._on_recover = lambda: SojournEventTransport(TransportContext(Script(404, 200), Counters()))
+    assert sender._recover() == 0.0  # the heartbeats are looked at next
+    pending = [PendingEvent("p", Heartbeat, 0, 0.0, {})]
+    assert sender._send(pending)
+    assert list(pauses(1)) == [300]  # refused again at once, so the pause does not shrink
+    assert sender._recover() == 0.0
+    sender._event_transport = SojournEventTransport(TransportContext(Script(200, 404), Counters()))
+    assert sender._send(pending)
+    assert sender._send(pending)
+    assert list(pauses(1)) == [1]
+
+
+def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
+    monkeypatch.setattr(event_sender_module, "FIRST_RECOVERY_PAUSE_S", 0.001)
+    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.001)
+    answers = [OSError(), None]
+
+    def recover():
+        answer = answers.pop(0) if answers else SojournEventTransport(TransportContext(script, Counters()))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    script = Script(404)
+    sender = senders(script, recover=recover)
+    assert sender.put(Source(), Heartbeat)
+    assert sender.flush(30)
+    wait_until(lambda: sender.put(Source(), Heartbeat))
+    assert sender.flush(30)
+    assert len(script.events()) == 2
+    assert sender.counters["internal_error"] == 1
 
 
 def test_the_key_travels_and_a_wrong_one_is_counted():
