@@ -6,12 +6,14 @@ import socket
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from sojourn import http_transport
 from sojourn.http_transport import HttpTransport
+from waiting import wait_until
 
 
 class Recorder(ThreadingHTTPServer):
@@ -125,6 +127,59 @@ def test_an_answer_beyond_all_measure_is_not_read_to_its_end(
     assert len(http.post("/a", b"").body) == 1000
     server.answer = b"ok"
     assert http.post("/b", b"").body == b"ok"  # on a connection without the rest of the first answer
+    http.close()
+
+
+@pytest.mark.parametrize(
+    "at_once", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 40\r\n\r\n"], ids=["head", "body"]
+)
+@pytest.mark.parametrize("method", ["get", "post"])
+def test_an_answer_that_comes_byte_by_byte_is_given_up(at_once: bytes, method: str) -> None:
+    """Each byte comes within the timeout, the whole answer does not."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+    given_up = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        client, _ = listening.accept()
+        with client, suppress(OSError):
+            client.recv(65536)
+            client.sendall(at_once)
+            for byte in b" " * 40 if at_once else head:
+                given_up.wait(0.02)
+                client.sendall(bytes([byte]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,))
+        thread.start()
+        http = to(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.2)
+        with pytest.raises(TimeoutError):
+            http.get("/a", 0.2) if method == "get" else http.post("/a", b"{}")
+        given_up.set()
+        thread.join(60)
+
+
+def test_a_second_try_gets_the_time_that_is_left(server: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    http = to(server.url)
+    ends = []
+    once = HttpTransport._once
+
+    def note(self: HttpTransport, method: str, path: str, body: bytes | None, end_s: float) -> Any:
+        ends.append(end_s)
+        return once(self, method, path, body, end_s)
+
+    server.hang_up = 1
+    http.post("/a", b"{}")
+    monkeypatch.setattr(HttpTransport, "_once", note)
+    wait_until(lambda: http._connection and http._connection.sock.recv(1, socket.MSG_PEEK) == b"")
+    assert http.post("/b", b"{}").status == 200
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    http.close()
+
+
+def test_a_large_body_arrives_whole(server: Recorder) -> None:
+    http = to(server.url, timeout_s=60)
+    assert http.post("/a", b" " * 2**23).body == b"ok"
     http.close()
 
 
