@@ -503,6 +503,42 @@ def test_rows_wait_for_a_locked_file_and_are_bounded(path: Path, monkeypatch):
     assert ("t", None) in advisor.estimates
 
 
+def test_an_advisor_that_closes_stops_reading_and_saves_what_it_saw(path: Path, monkeypatch):
+    """Else a process that is shorter than the reading ends late and saves nothing."""
+    counters, learned = Counters(), []
+    HistoryStore(path, counters).save([], [("k", ProgramRun(path=(("a",),)))] * 50)
+    advisor = Advisor(counters, HistoryStore(path, counters))
+
+    def learn(self: Transitions, kind: str, run: ProgramRun) -> None:
+        learned.append(kind)
+        if len(learned) == 3:
+            advisor.begin_shutdown()
+
+    monkeypatch.setattr(Transitions, "learn", learn)
+    advisor.tool_over(sojourn.ToolCall("t"), 1.0, "ok")
+    wait_until(lambda: advisor._closed)
+    advisor.close(60)
+    assert learned == ["k"] * 3
+    recorded = HistoryStore(path, counters).load()
+    assert recorded is not None
+    assert [row.tool for row in recorded.durations] == ["t"]
+    assert len(recorded.runs) == 50
+
+
+def test_an_advisor_that_closes_saves_without_reading(path: Path, monkeypatch):
+    counters, reads = Counters(), []
+    history = HistoryStore(path, counters)
+    monkeypatch.setattr(history, "load", lambda stopped: reads.append(stopped()))  # as for a locked file
+    advisor = Advisor(counters, history, save_every_s=3600.0)
+    advisor.tool_over(sojourn.ToolCall("t"), 1.0, "ok")
+    assert advisor.wait_until_learned()
+    advisor.close(60)
+    assert reads == [False]
+    recorded = HistoryStore(path, counters).load()
+    assert recorded is not None
+    assert [row.tool for row in recorded.durations] == ["t"]
+
+
 # ---- bounds, threads, failures
 
 

@@ -68,6 +68,16 @@ def test_what_is_saved_is_there_for_the_next_process(path: Path, counters: Count
     assert not counters.snapshot()
 
 
+def test_reading_can_be_stopped_between_rows(path: Path, counters: Counters):
+    HistoryStore(path, counters).save(CALLS, [("coder", RUN)] * 5)
+    answers = [False] * len(CALLS) + [False, False, True]
+    recorded = HistoryStore(path, counters).load(lambda: answers.pop(0))
+    assert recorded is not None
+    assert recorded.durations == CALLS
+    assert recorded.runs == [("coder", RUN)] * 2
+    assert not counters.snapshot()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are POSIX's")
 def test_only_its_owner_may_read_it(path: Path, counters: Counters):
     HistoryStore(path, counters).save(CALLS, [])

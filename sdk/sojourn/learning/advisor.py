@@ -399,18 +399,22 @@ class Advisor(ProgramListener):
     def _load(self) -> None:
         if self._loaded or self.history is None:
             return
-        recorded = self.history.load()
+        # Once closed, no agent asks for estimates. Learning a full file takes seconds, and would keep the
+        # process from saving its own facts in time.
+        recorded = self.history.load(lambda: self._closed)
         self._loaded = recorded is not None or not self.history.usable
         if recorded is None:
             return
         for duration in recorded.durations:
             self.durations.add(*duration)
         for kind, run in recorded.runs:
+            if self._closed:
+                return
             try:
                 self.transitions.learn(kind, run)
             except Exception:
                 self._counters.add("internal_error")
-            self._moved[kind, None] = None
+        self._moved.update(dict.fromkeys((kind, None) for kind, _ in recorded.runs))
         self._update_estimates()
 
     def _save(self) -> None:
@@ -418,7 +422,8 @@ class Advisor(ProgramListener):
         durations, runs = self._unsaved, self._unsaved_runs
         history = self.history
         if history is not None and (durations or runs):
-            self._load()  # the file may have been locked at the start
+            if not self._closed:
+                self._load()  # the file may have been locked at the start
             if not history.save(durations, runs) and history.usable:
                 lost = max(0, len(durations) - MAX_UNSAVED) + max(0, len(runs) - MAX_UNSAVED)
                 if lost:

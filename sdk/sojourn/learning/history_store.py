@@ -23,6 +23,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
@@ -106,10 +107,11 @@ class HistoryStore:
         """False after a permanent failure; from then on this process does not open the file."""
         self._counters = counters
 
-    def load(self) -> StoredHistory | None:
-        """Return the content of the file; empty if there is no file yet. Returns ``None`` if the file could
-        not be read; while ``usable`` is True, a retry may succeed."""
-        return self._attempt(self._load)
+    def load(self, stopped: Callable[[], bool] = lambda: False) -> StoredHistory | None:
+        """Return the content of the file; empty if there is no file yet. Once ``stopped()`` is True, returns
+        what was read until then. Returns ``None`` if the file could not be read; while ``usable`` is True, a
+        retry may succeed."""
+        return self._attempt(lambda: self._load(stopped))
 
     def save(self, durations: Sequence[DurationSample], runs: Sequence[tuple[str, ProgramRun]]) -> bool:
         """Add rows, and delete the oldest beyond the limits. ``runs``: pairs (agent type, run). Returns False
@@ -132,15 +134,15 @@ class HistoryStore:
                 )
             return None
 
-    def _load(self) -> StoredHistory:
+    def _load(self, stopped: Callable[[], bool]) -> StoredHistory:
         if not self.path.exists():
             return StoredHistory([], [])
         with _connected(self.path) as database:
             durations = database.execute("SELECT tool, class, duration_s, status FROM durations ORDER BY id")
             runs = database.execute("SELECT kind, run FROM runs ORDER BY id")
             recorded = StoredHistory(
-                [duration for row in durations if (duration := _duration(*row)) is not None],
-                [run for row in runs if (run := _run(*row)) is not None],
+                [duration for row in _until(stopped, durations) if (duration := _duration(*row)) is not None],
+                [run for row in _until(stopped, runs) if (run := _run(*row)) is not None],
             )
         return recorded
 
@@ -174,6 +176,10 @@ class HistoryStore:
                     database.execute("ROLLBACK")
                 raise
         return True
+
+
+def _until(stopped: Callable[[], bool], rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    return takewhile(lambda _: not stopped(), rows)
 
 
 def _trim(
