@@ -539,6 +539,55 @@ def test_memory_is_bounded(server: FakeServer, monkeypatch: pytest.MonkeyPatch) 
     assert sum(isinstance(event, ProgramEnd) and event.status == "cancelled" for event in events) == 90
 
 
+@tool
+async def wait_long(text: str) -> str:
+    """Waits."""
+    await asyncio.sleep(60)
+    return text
+
+
+def test_a_cancelled_tool_outside_any_chain_ends_with_its_task(server: FakeServer) -> None:
+    init(server)
+
+    async def run() -> None:
+        with sojourn.program("mine") as program:
+            task = asyncio.create_task(wait_long.ainvoke({"text": "x"}))
+            while not program.running_tools:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (program.running_tools, len(callback_handler.tree)) == (set(), 0)
+
+    asyncio.run(run())
+    assert shape(server) == [("mine", None, "ok", (), [("wait_long", "cancelled")])]
+
+
+def test_tools_outside_any_chain_are_dropped_with_their_program(server: FakeServer) -> None:
+    """Their task may live as long as the process, as after ``asyncio.timeout``."""
+    init(server)
+    tree = callback_handler.tree
+
+    async def run() -> None:
+        with sojourn.program("other"):
+            tree.tool_started("kept", None, name="bash", call_id="c0")
+            with sojourn.program("mine"):
+                task = asyncio.current_task()
+                tree.tool_started("outer", None, name="bash", call_id="c1", task=task)
+                tree.tool_started("inner", "outer", name="bash", call_id="c2")
+                tree.chain_started("agent", "outer", name="agent", kind=None, metadata={})
+            assert {tree.get(id) is not None for id in ("outer", "inner")} == {False}
+            assert None not in (tree.get("agent"), tree.get("kept"))
+            assert "_task_done" not in repr(task)
+            tree.tool_ended("outer", "ok")  # the tool was alive, and no longer counts
+            tree.chain_ended("agent", None)
+            tree.tool_ended("kept", "ok")
+        assert len(tree) == 0
+
+    asyncio.run(run())
+    assert sojourn.stats()["internal_error"] == 0
+
+
 def test_a_turn_costs_less_than_the_limit(server: FakeServer) -> None:
     """Callbacks alone, without requests: 100 µs a turn is the limit for everything."""
     tree = RunTree()

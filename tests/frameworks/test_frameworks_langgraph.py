@@ -34,7 +34,7 @@ from sojourn_integrations.langchain import (
     run_tree,
     thread_program_ids,
 )
-from sojourn_integrations.langchain.run_tree import node_path
+from sojourn_integrations.langchain.run_names import node_path
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
 from sojourn_integrations.langgraph import graph_reader, graph_runs
 

@@ -8,6 +8,7 @@ could not be reset.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import sys
@@ -15,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from typing import Any
 
-from sojourn.program import ResolvedContext, add_resolver, remove_resolver
+from sojourn.listeners import ProgramListener, add_listener, remove_listener
+from sojourn.program import Program, ResolvedContext, add_resolver, remove_resolver
 from sojourn.sdk_logger import logger
 
 from sojourn_integrations.safe_scope import count_error
@@ -33,6 +35,21 @@ _running_config: ContextVar[Any] | None = None
 _by_hand = False
 """True once the user's code has made a ``Handler``. Then ``remove`` keeps the resolver, which that handler
 needs."""
+
+
+class _ProgramEnds(ProgramListener):
+    """Tells the tree about the ends of programs, also of those that the user's code opened."""
+
+    def program_ended(self, program: Program, status: str) -> None:
+        tree.program_ended(program)
+
+
+_program_ends = _ProgramEnds()
+
+
+def _listen() -> None:
+    add_resolver(_resolve)
+    add_listener(_program_ends)
 
 
 def install(user: str) -> bool:
@@ -54,7 +71,7 @@ def install(user: str) -> bool:
         # As the variable's default, the handler applies in every thread and task, even with an empty context.
         hook: ContextVar[Any] = ContextVar("sojourn_langchain", default=handler)
         context.register_configure_hook(hook, inheritable=True, handle_class=kind)
-        add_resolver(_resolve)
+        _listen()
         _hook = hook
     _users.add(user)
     return True
@@ -72,6 +89,7 @@ def remove(user: str) -> None:
     context._configure_hooks[:] = [each for each in context._configure_hooks if each[0] is not hook]
     if not _by_hand:
         remove_resolver(_resolve)
+        remove_listener(_program_ends)
 
 
 def current_run_id() -> Any:
@@ -131,7 +149,7 @@ def handler_class() -> Any:
             global _by_hand
             super().__init__()
             _by_hand = True
-            add_resolver(_resolve)
+            _listen()
 
         def on_chain_start(
             self,
@@ -193,7 +211,12 @@ def handler_class() -> Any:
                     _call_ids_passed = True
                 else:
                     call_id = _call_id_from_inputs(tree.get(parent), name, kwargs.get("inputs"))
-                tree.tool_started(getattr(run_id, "int", run_id), parent, name=name, call_id=call_id)
+                task = None
+                if tree.get(parent) is None and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
+                    task = asyncio.current_task()  # as in ``on_chain_start``: an asynchronous call
+                tree.tool_started(
+                    getattr(run_id, "int", run_id), parent, name=name, call_id=call_id, task=task
+                )
             except Exception:
                 count_error("internal_error")
 

@@ -20,8 +20,10 @@ operations of dicts, which are atomic.
 from __future__ import annotations
 
 import sys
+from asyncio import Task
 from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -40,9 +42,12 @@ from sojourn.program import (
     process_programs,
 )
 from sojourn.tools import ToolCall
-from sojourn.valid_ids_and_names import SHORT, agent_type_of, call_id_of, name_of, new_program_id
+from sojourn.valid_ids_and_names import call_id_of, name_of, new_program_id
+
+from sojourn_integrations.safe_scope import count_error
 
 from .interrupted_programs import InterruptedPrograms
+from .run_names import is_named, node_path, program_name
 from .run_outcomes import interrupts_of
 from .thread_program_ids import thread_program_id
 
@@ -53,11 +58,6 @@ ASYNC_RUNS_LACK_CONFIG = sys.version_info < (3, 11)
 """True below Python 3.11, where asyncio cannot start a task in a given context. LangChain's context variable
 with the config is then not set inside async nodes. With an old langchain-core it is not set inside async
 chains either. So requests in these nodes and chains do not find their run by this variable."""
-
-_INTERNAL_PREFIX = "Runnable"
-"""Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
-_DEFAULT_GRAPH_NAME = "LangGraph"
-"""Name that LangGraph gives to each graph compiled without ``name``, and LangChain to agents without one."""
 
 
 class GraphStart:
@@ -98,7 +98,7 @@ class RunNode:
     __slots__ = (
         "adopted", "call", "children", "graph", "id", "inputs", "interrupts", "name", "node", "ns",
         "outer_program", "owns", "parent", "parent_id", "prefix", "program", "resumable", "saver",
-        "seen_calls", "tool",
+        "seen_calls", "tool", "watched",
     )  # fmt: skip
 
     def __init__(self, id: Hashable, parent_id: Hashable | None, parent: RunNode | None) -> None:
@@ -134,6 +134,8 @@ class RunNode:
         stop."""
         self.inputs: Any = None
         self.seen_calls: set[str] = set()
+        self.watched: tuple[Task[Any], Callable[[Task[Any]], None]] | None = None
+        """The task of a tool call outside of any chain, and the callback at the task's end."""
 
 
 class RunTree:
@@ -144,6 +146,8 @@ class RunTree:
         self.get = self._runs.get
         """Returns the open run with an id; ``None`` if there is none."""
         self._roots: dict[Hashable, RunNode] = {}
+        self._root_tools: dict[Hashable, RunNode] = {}
+        """The tool calls among ``_roots``. No chain's end tells that they are over."""
         self._adopted_runs: dict[int, RunNode] = {}
         """``id()`` of a program that the user opened → the graph run that is reported as this program."""
         self._open_ids: dict[str, RunNode] = {}
@@ -201,7 +205,7 @@ class RunTree:
             # The start of the graph was not announced, since the user added the handler by hand.
             self._graph_started(parent, None, metadata, here)
             run.program, run.tool, run.prefix = parent.program, parent.tool, parent.prefix
-        elif parent_id is None and run.program is None and _is_named(kind, name):
+        elif parent_id is None and run.program is None and is_named(kind, name):
             self._open(run, None, None, name, None, metadata)
         if is_node:
             run.ns = str(ns)
@@ -272,6 +276,10 @@ class RunTree:
             run.parent.children.pop(run.id, None)
         else:
             self._roots.pop(run.id, None)
+            self._root_tools.pop(run.id, None)
+        if run.watched is not None:
+            (task, callback), run.watched = run.watched, None
+            task.remove_done_callback(callback)
 
     def _close(self, run: RunNode) -> None:
         """Drop a run whose end will not be reported, and all runs inside it. Its tool call ends as cancelled,
@@ -349,8 +357,8 @@ class RunTree:
         if program is None:
             program = Program(
                 ProgramId(known) if known else new_program_id(),
-                name=_program_name(run.name, parent),
-                agent_type=_program_name(agent_type, parent),
+                name=program_name(run.name, parent),
+                agent_type=program_name(agent_type, parent),
                 parent=parent,
                 call_id=call_id,
                 tenant=parent.tenant if parent is not None else None,
@@ -400,16 +408,29 @@ class RunTree:
     # ---- tools
 
     def tool_started(
-        self, id: Hashable, parent_id: Hashable | None, *, name: str, call_id: str | None
+        self,
+        id: Hashable,
+        parent_id: Hashable | None,
+        *,
+        name: str,
+        call_id: str | None,
+        task: Task[Any] | None = None,
     ) -> None:
         """Record the start of a tool call, unless our middleware or the user already reports that call.
-        ``call_id`` is the model's id of the call. If it is ``None``, the run's id is used."""
+        ``call_id`` is the model's id of the call. If it is ``None``, the run's id is used. ``task``: the task
+        of an asynchronous call outside of any chain. The call ends with the task at the latest, since
+        langchain-core 1.0.0 reports no end of a cancelled tool."""
         if id in self._runs:
             return
         here = live_context()
         if process_programs:
             here = _with_process_program(here)
         run = self._enter(id, parent_id, here)
+        if run.parent is None:
+            self._root_tools[id] = run
+            if task is not None:
+                run.watched = task, partial(self._task_done, run)
+                task.add_done_callback(run.watched[1])
         outer = here.tool_call
         if outer is not None and (run.program is None or outer.program is run.program):
             same = outer.tool == name_of(name) if call_id is None else outer.call_id == call_id_of(call_id)
@@ -433,6 +454,27 @@ class RunTree:
         if run.call is not None:
             run.call.stop(status)
 
+    def _task_done(self, run: RunNode, _: Task[Any]) -> None:
+        try:
+            self.give_up(run)
+        except Exception:
+            count_error("internal_error")
+
+    def program_ended(self, program: Program) -> None:
+        """Drop the program's tool calls outside of any chain, since their ends may never be reported. Runs
+        inside these calls stay."""
+        if not self._root_tools:
+            return
+        owned = [run for run in list(self._root_tools.values()) if _belongs(run, program)]
+        for run in owned:
+            self._leave(run)
+            for child in list(run.children.values()):
+                child.parent = None
+                if child.call is not None and _belongs(child, program):
+                    owned.append(child)
+                else:
+                    self._roots[child.id] = child
+
 
 def _with_process_program(here: ExecutionContext) -> ExecutionContext:
     """Return ``here``. If it has no program, add the program that the user's code opened for the whole
@@ -440,29 +482,6 @@ def _with_process_program(here: ExecutionContext) -> ExecutionContext:
     return here._replace(program=opened_program()) if here.program is None else here
 
 
-def node_path(ns: str, prefix: str = "") -> str | None:
-    """Return the name of a node from its checkpoint namespace ``ns``: ``sub:UUID|model:UUID`` gives
-    ``sub:model``. ``get_graph(xray=True)`` uses the same names. Leaves out the namespace ``prefix`` of an
-    outer graph, and the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if
-    ``ns`` names no node."""
-    if prefix and ns.startswith(prefix + "|"):
-        ns = ns[len(prefix) + 1 :]
-    if "|" not in ns:
-        name, colon, _ = ns.partition(":")
-        if not colon:
-            return None
-        return name if 0 < len(name) <= SHORT and name.isascii() else name_of(name)
-    names = [part.partition(":")[0] for part in ns.split("|") if ":" in part]
-    return name_of(":".join(names)) if names else None
-
-
-def _program_name(name: str | None, parent: Program | None) -> str | None:
-    """Return ``name`` as a program's name or agent type; ``None`` if ``name`` is ``None``. For a program
-    without a parent, LangGraph's default name is replaced by the script's name."""
-    if name is None:
-        return None
-    return agent_type_of(name, _DEFAULT_GRAPH_NAME) if parent is None else name_of(name)
-
-
-def _is_named(kind: str | None, name: str | None) -> bool:
-    return kind in (None, "chain") and bool(name) and not str(name).startswith(_INTERNAL_PREFIX)
+def _belongs(run: RunNode, program: Program) -> bool:
+    """Return whether the tool call ``run`` is one of ``program``."""
+    return program is run.program or (run.call is not None and program is run.call.program)
