@@ -19,7 +19,9 @@ from openai_agents_fixtures import agents_for, fails, named, only, recorded, run
 from sojourn.program import Program
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import ProgramStart
+from sojourn_integrations.openai_agents import conversation_keys
 from sojourn_integrations.openai_agents import run_programs as programs
+from sojourn_integrations.openai_agents.conversation_keys import conversation_key
 from sojourn_integrations.openai_agents.program_cache import ProgramCache
 
 agents = pytest.importorskip("agents")
@@ -199,6 +201,32 @@ async def test_a_session_without_id_and_weak_reference_has_a_program_for_each_ru
             made.append(each.program)
         assert made[0] is not made[1]
         assert not made[0].is_open
+
+
+class ListSession(agents.memory.session.SessionABC):
+    """A user's session class, with a store that the session does not own."""
+
+    def __init__(self, session_id: str, store: list[Any]) -> None:
+        self.session_id, self.session_settings, self.store = session_id, None, store
+
+    async def get_items(self, limit: int | None = None) -> list[Any]:
+        return list(self.store)
+
+    async def add_items(self, items: list[Any]) -> None:
+        self.store += items
+
+    async def pop_item(self) -> Any:
+        return self.store.pop()
+
+    async def clear_session(self) -> None:
+        self.store.clear()
+
+
+async def test_equal_ids_in_two_stores_are_two_programs(server: FakeServer) -> None:
+    async with agents_for(server) as factory:
+        clerk, tenants = factory.agent("clerk"), [ListSession("1", []) for _ in range(2)]
+        await asyncio.gather(*(Runner.run(clerk, "Hello.", session=each) for each in tenants))
+    assert len({request.context.program_id for request in server.requests}) == 2
 
 
 # ---- approvals
@@ -414,16 +442,16 @@ def test_a_files_conversation_has_another_id_on_another_machine(monkeypatch: pyt
     """Containers of different machines often share their path, session names and even network address."""
 
     def id_of() -> str:
-        return programs._identity(SimpleNamespace(session_id="1", db_path="talks.db")).program_id
+        return conversation_key(SimpleNamespace(session_id="1", db_path="talks.db")).program_id
 
     here = id_of()
     assert id_of() == here
-    monkeypatch.setattr(programs, "_machine_id", lambda: b"another")
+    monkeypatch.setattr(conversation_keys, "machine_id", lambda: b"another")
     assert id_of() != here
 
 
 def test_containers_of_one_network_address_are_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = programs._machine_id.__wrapped__
+    machine = conversation_keys.machine_id.__wrapped__
     here = machine()
     assert machine() == here
     monkeypatch.setattr("socket.gethostname", lambda: "another")

@@ -6,8 +6,9 @@ conversation are one program, since a program's end between two runs would relea
 
 When the session object is garbage-collected, a conversation in memory ends. A stored conversation only stops
 its heartbeats, since a later request may load it again. (A conversation in a file has the same program id in
-every process of this machine.) Some sessions get their id from a server in their first run. Until then the
-conversation is known by its session object alone.
+every process of this machine.) ``conversation_keys`` tells which session objects are one conversation. Some
+sessions get their id from a server in their first run. Until then the conversation is known by its session
+object alone.
 
 A run that stops for an approval keeps its program open, without heartbeats. The resumed run continues the
 program.
@@ -15,16 +16,11 @@ program.
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import socket
-import uuid
 from collections.abc import Hashable
 from contextlib import suppress
 from hashlib import sha256
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, ref
 
 import sojourn
@@ -35,6 +31,7 @@ from sojourn.runtime import session
 from sojourn_integrations.safe_scope import guarded
 
 from .agent_graph import graph_of, is_from_agent
+from .conversation_keys import conversation_key, object_key
 from .program_cache import ProgramCache
 from .run_hooks import Run, resolve, running
 
@@ -90,12 +87,12 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
         return _with_graph(Run(program, owned=False), graph)
     if conversation is None or inside:
         return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
-    known_by, reference = _identity(conversation), _weak(conversation)
+    known_by, reference = conversation_key(conversation), _weak(conversation)
     if known_by.by_object and reference is None:
         # Without a weak reference nothing tells when another object has the same id().
         return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
     if not known_by.by_object:  # the user's code may have used the session, which then got its id
-        _conversations.rename(_object_key(conversation), known_by.key, ends=known_by.ends)
+        _conversations.rename(object_key(conversation), known_by.key, ends=known_by.ends)
     kept = _conversations.find(known_by.key)
     if kept is None:
         kept = sojourn.program(name, id=known_by.program_id, agent_type=name, aeg=graph).make()
@@ -115,40 +112,6 @@ def _with_graph(run: Run, graph: Aeg | None) -> Run:
     return run
 
 
-class _ConversationKey(NamedTuple):
-    key: Hashable
-    program_id: str | None
-    """Program id, the same in every process of this machine. ``None`` for a conversation that is not in a
-    file; its program gets a random id."""
-    ends: bool
-    """True for a conversation that is in memory or has no id yet, since no other session object could
-    continue it. It ends once its session object is garbage-collected."""
-    by_object: bool
-    """True if ``key`` stands for the session object, since the conversation is in memory or has no id yet."""
-
-
-def _identity(conversation: Any) -> _ConversationKey:
-    kind = type(conversation)
-    try:
-        name = conversation.session_id
-    except Exception:  # some sessions get their id from a server at the first use
-        name = getattr(conversation, "_session_id", None)  # version 0.6 has no public name for it
-    path = str(getattr(conversation, "db_path", ""))
-    if name is None or path == ":memory:":
-        return _ConversationKey(_object_key(conversation), None, True, True)
-    if not path:
-        return _ConversationKey((kind, str(name)), None, False, False)
-    path = os.path.abspath(path)
-    # Neither path nor name is sent. The same path on another machine is another conversation.
-    digest = sha256(_machine_id() + "\n".join((path, str(name))).encode(errors="replace")).hexdigest()
-    return _ConversationKey((kind, path, str(name)), f"agents-{digest[:32]}", False, False)
-
-
-def _object_key(conversation: Any) -> Hashable:
-    # Another object may get the same id() later. The finalizer of ``add_holder`` frees the key before that.
-    return type(conversation), id(conversation)
-
-
 def _weak(conversation: Any) -> ReferenceType[Any] | None:
     with suppress(TypeError):
         return ref(conversation)
@@ -159,25 +122,13 @@ def _current_key(run: Run) -> Hashable:
     """Return the key of the run's conversation. If the session got its id during this run, first move the
     conversation's program to a key with this id."""
     conversation = None if run.session is None else run.session()
-    if conversation is None or run.conversation != _object_key(conversation):
+    if conversation is None or run.conversation != object_key(conversation):
         return run.conversation
-    known_by = _identity(conversation)
+    known_by = conversation_key(conversation)
     if not known_by.by_object:
         _conversations.rename(run.conversation, known_by.key, ends=known_by.ends)
         run.conversation = known_by.key
     return run.conversation
-
-
-@functools.cache
-def _machine_id() -> bytes:
-    """Return an id of this machine or container. The id stays the same until the machine restarts. A network
-    address is not enough, since containers on different machines may have the same address."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # Linux; elsewhere host name and address must suffice
-    try:
-        booted = boot.read_bytes()
-    except OSError:
-        booted = b""
-    return sha256(f"{uuid.getnode()}\n{socket.gethostname()}\n".encode(errors="replace") + booted).digest()
 
 
 def _keep_interrupted(run: Run, result: Any) -> bool:
