@@ -213,9 +213,7 @@ def program(
             raise ArgumentError(f"resume is {resume!r}; expected the path of a file, as a string")
         from .resume_file import check
 
-        check(path)  # now, because a mistake must not raise when the agent runs
-        if not os.path.isabs(path):  # the agent may change its folder before the file is removed
-            path = os.path.join(os.getcwd(), path)
+        path = check(path)  # now, because a mistake must not raise when the agent runs
     hints: dict[str, Any] = {
         "priority": priority,
         "deadline_s": deadline_s,

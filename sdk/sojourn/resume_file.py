@@ -101,16 +101,23 @@ _MAX_READ = MAX_ID_BYTES + 3
 _held: WeakSet[ResumeFile] = WeakSet()
 
 
-def check(path: str) -> None:
-    """Check that ``path`` can be a resume file, without creating or locking it. Raises ``ArgumentError`` if
-    not."""
+def check(path: str) -> str:
+    """Check that ``path`` can be a resume file, without creating or locking it. Return the absolute path,
+    since the agent may change its folder before the file is removed. Raises ``ArgumentError``."""
+    try:
+        absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    except OSError as error:
+        raise ArgumentError(
+            f"resume file {path!r} is in the working folder, which cannot be found ({error.strerror}); "
+            "expected a working folder that exists, or an absolute path"
+        ) from None
     try:
         fd = _open(path, os.O_RDONLY)
     except FileNotFoundError:
-        folder = os.path.dirname(os.path.abspath(path))
+        folder = os.path.dirname(absolute)
         if not os.path.isdir(folder):
             raise ArgumentError(f"resume file {path!r}: {folder!r} is not a folder") from None
-        return
+        return absolute
     except (OSError, ValueError) as error:
         raise _cannot(path, error) from None
     try:
@@ -119,6 +126,7 @@ def check(path: str) -> None:
         raise _cannot(path, error) from None
     finally:
         os.close(fd)
+    return absolute
 
 
 _NO_DETOUR = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)

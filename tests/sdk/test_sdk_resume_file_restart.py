@@ -208,6 +208,17 @@ def test_a_path_that_cannot_be_one_is_refused_before_the_agent_runs(tmp_path, na
         sojourn.program("fix", resume=f"{tmp_path}/{name}" if name else name)
 
 
+def test_a_working_folder_that_is_gone_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(ArgumentError, match=r"'run\.id' is in the working folder, .* or an absolute path"):
+        sojourn.program("fix", resume="run.id")
+    path = tmp_path / "run.id"
+    assert run(path)
+
+
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: os.symlink("elsewhere", path)], ids=["pipe", "link"]
 )
