@@ -109,7 +109,7 @@ class _Answer(NamedTuple):
 
 
 def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    outgoing, args, kwargs = _begin(handler, args, kwargs)
+    outgoing, args, kwargs = _begin(handler, original, args, kwargs)
     if outgoing is None:
         return original(*args, **kwargs)
     token = _posting.set(outgoing)
@@ -127,7 +127,7 @@ def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
 async def _async_post(
     handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    outgoing, args, kwargs = _begin(handler, args, kwargs)
+    outgoing, args, kwargs = _begin(handler, original, args, kwargs)
     if outgoing is None:
         return await original(*args, **kwargs)
     token = _posting.set(outgoing)
@@ -150,7 +150,7 @@ def _reset(token: Token[OutgoingRequest | None]) -> None:
 
 
 def _begin(
-    handler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[OutgoingRequest | None, tuple[Any, ...], dict[str, Any]]:
     """Return the LLM request that this call of ``post`` sends, and the arguments of ``post`` with our fields
     added. If the call is no LLM request to a listed server, or is part of a request under way, returns
@@ -176,6 +176,11 @@ def _begin(
         if target is None:
             warn_unlisted_host(live, find_context(live.counters)[0].program, host, path)
             return None, args, kwargs
+        if len(args) > 1:
+            named_args = _named(original, args, kwargs)
+            if named_args is None:
+                return None, args, kwargs
+            args, kwargs = args[:1], named_args
         where, given, write = _body(kwargs)
         theirs = None if given is None else {name: _read(name, value) for name, value in given.items()}
         outgoing = OutgoingRequest.begin(live, target, suffix, theirs, client=handler)
@@ -188,6 +193,18 @@ def _begin(
     except Exception:
         count_error("inject_error")
     return outgoing, args, kwargs
+
+
+def _named(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the keyword arguments of a call of ``original``, with its positional arguments after the first
+    among them. Returns ``None`` if these have no names, or if an argument is given twice."""
+    parameters = inspect.signature(original).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names) or not kwargs.keys().isdisjoint(names[: len(args)]):
+        return None
+    return {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
 
 
 def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callable[[dict[str, Any]], Any]]:

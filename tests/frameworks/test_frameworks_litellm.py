@@ -230,6 +230,29 @@ def test_one_handler_can_be_wrapped(server: FakeServer) -> None:
     assert sojourn.stats()["requests_started"] == 2
 
 
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_positional_arguments_stay_what_they_are(server: FakeServer, way: str) -> None:
+    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
+
+    url, body = server.base_url + "/chat/completions", {"model": "m", "messages": MESSAGES}
+    given = (url, None, body, {"a": "1"}, {"x-mine": "yes"})
+    handler = _handler() if way == "sync" else AsyncHTTPHandler()
+
+    def post(*args: Any, **kwargs: Any) -> Any:
+        answer = handler.post(*args, **kwargs)
+        return answer if way == "sync" else asyncio.run(answer)
+
+    with sojourn.program("p") as program:
+        assert post(*given).status_code == 200
+        for extra in ((given, {"headers": {}}), ((*given, *range(20)), {})):
+            with pytest.raises(TypeError, match=r"post\(\)"):  # litellm's own
+                post(*extra[0], **extra[1])
+    (request,) = server.requests
+    assert request.context.program_id == program.id
+    assert (request.headers["x-mine"], request.body["messages"]) == ("yes", MESSAGES)
+    assert (sojourn.stats()["requests_started"], sojourn.stats()["inject_error"]) == (1, 0)
+
+
 def _handler() -> Any:
     from litellm.llms.custom_httpx.http_handler import HTTPHandler
 
