@@ -251,6 +251,29 @@ def test_init_is_enough_and_attaching_on_top_doubles_nothing(tmp_path: Path) -> 
     assert (DefaultAgent.__init__, DefaultAgent.run) == before
 
 
+def test_another_init_during_a_run_leaves_the_run_attached(tmp_path: Path) -> None:
+    from impatient_environment import ImpatientEnvironment
+    from minisweagent.agents.default import DefaultAgent
+
+    class Reconnecting(DefaultAgent):
+        def query(self) -> Any:
+            if len(server.requests) == 1:
+                sojourn.init(server.url, hosts=["other:1"])
+            return super().query()
+
+    with MiniServer([calls("echo one"), calls("echo two"), SUBMIT]) as server:
+        sojourn.init(server.url)
+        agent = make_agent(server, tmp_path, kind=Reconnecting)
+        agent.run("it")
+        assert sojourn.flush(60)
+        # Not ``told``, since another session numbers its events anew.
+        started = {event["call_id"] for event in server.events if event["type"] == "tool_start"}
+        assert started == {"call-0-0", "call-1-0", "call-2-0"}
+        assert len({context["program_id"] for context in contexts(server)}) == 1
+        sojourn.uninstrument("mini_swe_agent")
+        assert type(agent.env) is ImpatientEnvironment
+
+
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
     from impatient_environment import ImpatientEnvironment
     from minisweagent.agents.default import DefaultAgent
