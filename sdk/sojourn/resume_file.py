@@ -60,9 +60,12 @@ class ResumeFile:
             """True if the file held no id, so that the program is new."""
             if given is None:
                 given = new_program_id()
-                # One write under the lock, so that a reader sees the whole id or an empty, new file.
+                os.lseek(self._fd, 0, os.SEEK_SET)
+                os.ftruncate(self._fd, 0)
+                # One write under the lock, so that a reader sees the whole id or an empty, new file. Without
+                # fsync, which may block the agent for seconds. Only a crash of the machine loses the write,
+                # and then the next run is a new program.
                 os.write(self._fd, given.encode() + b"\n")
-                os.fsync(self._fd)
             self.id = given
         except OSError as error:
             self.close()
@@ -172,9 +175,9 @@ def _opened(path: str) -> int:
 
 
 def _id_in(path: str, content: bytes) -> ProgramId | None:
-    """Return the id in a file's bytes, ``None`` for an empty file. Raises ``ArgumentError`` for bytes that
-    are no id."""
-    if not content:
+    """Return the id in a file's bytes. Returns ``None`` for an empty file, and for zero bytes only, which a
+    crash of the machine may leave. Raises ``ArgumentError`` for bytes that are no id."""
+    if len(content) < _MAX_READ and not content.strip(b"\0"):
         return None
     try:
         text = content.decode().removesuffix("\n").removesuffix("\r")

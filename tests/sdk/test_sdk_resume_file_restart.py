@@ -181,15 +181,26 @@ def test_an_id_written_by_hand_is_taken_up(path, content, id):
     assert run(path) == id
 
 
-def test_an_empty_file_is_a_new_one(path):
-    path.touch()
+@pytest.mark.parametrize("left", [b"", b"\0" * 27], ids=["nothing", "zeros"])
+def test_what_a_crash_of_the_machine_leaves_is_a_new_file(path, left):
+    path.write_bytes(left)
     with sojourn.program(resume=path) as p:
         assert path.read_text() == p.id + "\n"
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"\n", b"a\nb\n", b"a\n\n", b"\xff\xfe", b"a\x00b", b"\x1b[2J", b"x" * (MAX_ID_BYTES + 1), b"x" * 10**7],
+    [
+        b"\n",
+        b"a\nb\n",
+        b"a\n\n",
+        b"\xff\xfe",
+        b"a\x00b",
+        b"\x1b[2J",
+        b"x" * (MAX_ID_BYTES + 1),
+        b"x" * 10**7,
+        bytes(999),
+    ],
     ids=lambda content: repr(content[:8]),
 )
 def test_a_file_that_holds_no_id_is_named_and_left_alone(path, content):
@@ -206,6 +217,14 @@ def test_a_file_that_holds_no_id_is_named_and_left_alone(path, content):
 def test_a_path_that_cannot_be_one_is_refused_before_the_agent_runs(tmp_path, name):
     with pytest.raises(ArgumentError, match="resume"):
         sojourn.program("fix", resume=f"{tmp_path}/{name}" if name else name)
+
+
+def test_no_slow_disk_holds_up_a_program(path, monkeypatch):
+    synced = []
+    for name in ("fsync", "fdatasync", "sync"):
+        monkeypatch.setattr(os, name, lambda *_, name=name: synced.append(name))
+    assert run(path)
+    assert synced == []
 
 
 def test_a_working_folder_that_is_gone_is_named(tmp_path, monkeypatch):
