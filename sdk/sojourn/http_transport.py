@@ -13,12 +13,9 @@ import ssl
 import time
 from base64 import b64encode
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 KEEP_ALIVE_S = 4.0
 """Longest idle time after which a connection is used again. It is below 5 s, since vLLM's server closes a
@@ -179,7 +176,7 @@ class _BoundedReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: WriteableBuffer) -> int | None:
+    def readinto(self, buffer: Any) -> int | None:
         self._sock.settimeout(_left_s(self._end_s))
         return self._raw.readinto(buffer)
 
