@@ -7,6 +7,7 @@ gateway builds objects only of short values, and a dictionary only of an object 
 
 from __future__ import annotations
 
+from abc import ABC
 from typing import Any, Final
 
 import msgspec
@@ -25,11 +26,9 @@ LONG_VALUE: Final = "?" * (MAX_CONTEXT_BYTES + 1)
 and is neither a flag nor a count, just as the value itself."""
 
 MAX_FIELD_NAMES = 16_384
-"""Maximum number of field names in a JSON object outside its ``LongFields``, if the gateway has to change the
-object. A dictionary of so many members takes a few MiB and milliseconds. Requests have fewer than 100."""
-SLICE_BYTES = 1 << 20
-"""Size of the slices in which a body is searched. A search holds Python's global lock, so the search of a
-whole body would block the event loop."""
+"""Maximum number of field names of a JSON object, if the gateway has to change the object. Names within its
+values do not count. A dictionary of so many names takes a few MiB and milliseconds. Requests have fewer than
+100."""
 _MIN_FIELD_BYTES = 5
 """Length of the shortest field with its comma: ``"":0,``."""
 
@@ -38,32 +37,18 @@ class InvalidGenerationRequest(InputError):
     """The body is not a request of its API. The text says what was wrong and what was expected."""
 
 
-class LongFields(msgspec.Struct):
-    """Fields of requests, and of ``vllm_xargs``, whose values may have any number of field names or
-    colons."""
-
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    suffix: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
-    previous_input_messages: msgspec.Raw = msgspec.Raw(b"")
-    instructions: msgspec.Raw = msgspec.Raw(b"")
-    system: msgspec.Raw = msgspec.Raw(b"")
-    documents: msgspec.Raw = msgspec.Raw(b"")
-    logit_bias: msgspec.Raw = msgspec.Raw(b"")
-    response_format: msgspec.Raw = msgspec.Raw(b"")
-    structured_outputs: msgspec.Raw = msgspec.Raw(b"")
-    chat_template: msgspec.Raw = msgspec.Raw(b"")
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
-    mm_processor_kwargs: msgspec.Raw = msgspec.Raw(b"")
-    metadata: msgspec.Raw = msgspec.Raw(b"")
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
-    vllm_xargs: msgspec.Raw = msgspec.Raw(b"")
-    agentic_context: msgspec.Raw = msgspec.Raw(b"")
+class _TooManyNamesError(Exception):
+    """An object has more than ``MAX_FIELD_NAMES`` field names. It is no ``ValueError``, because msgspec turns
+    those into its own errors."""
 
 
-_long_fields = msgspec.json.Decoder(LongFields)
+class _Name(ABC):  # noqa: B024  (an ABC, so that ``str`` can be registered)
+    """The type of a field name: any ``str``. msgspec passes each value of a type that it does not know to
+    ``dec_hook``."""
+
+
+_Name.register(str)
+_COUNTED_MEMBERS: Any = dict[_Name, msgspec.Raw]
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -84,42 +69,38 @@ def short_value(raw: msgspec.Raw, most_bytes: int = MAX_VALUE_BYTES) -> str | in
 
 def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """Return the fields of a JSON object by name, as raw JSON. Raises ``InvalidGenerationRequest`` if a field
-    is not valid JSON, or if there are more than ``MAX_FIELD_NAMES`` names outside ``LongFields``.
+    is not valid JSON, or if there are more than ``MAX_FIELD_NAMES`` names. A repeated name counts each time.
 
     Even a body that ``parse_generation_request`` accepted may have an invalid field, because that function
     skips unknown fields.
     """
+    may_have_too_many = memoryview(body).nbytes > MAX_FIELD_NAMES * _MIN_FIELD_BYTES
     try:
-        _check_field_names(body)
-        return _members.decode(body)
+        return _counted_members(body) if may_have_too_many else _members.decode(body)
+    except _TooManyNamesError:
+        raise InvalidGenerationRequest(
+            f"the body has an object with more than {MAX_FIELD_NAMES} field names; expected at most as many"
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidGenerationRequest(
             f"the body has an object whose members cannot be read: {error}"
         ) from None
 
 
-def _check_field_names(body: bytes | msgspec.Raw) -> None:
-    """Check that a JSON object has at most ``MAX_FIELD_NAMES`` field names outside its ``LongFields``.
+def _counted_members(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    """Return the fields of a JSON object by name, as raw JSON. Each name is counted when it is decoded, so at
+    most ``MAX_FIELD_NAMES`` are kept. Raises ``_TooManyNamesError`` or ``msgspec.DecodeError``."""
+    count = 0
 
-    Colons are counted, since that needs no objects. Colons in texts and in nested objects count too, so the
-    object has no more members. Raises ``InvalidGenerationRequest`` or ``msgspec.DecodeError``."""
-    found = _long_fields.decode(body)
-    parts = [memoryview(getattr(found, name)) for name in LongFields.__struct_fields__]
-    outside_bytes = memoryview(body).nbytes - sum(part.nbytes for part in parts)
-    if outside_bytes <= MAX_FIELD_NAMES * _MIN_FIELD_BYTES:
-        return
-    names = _count_colons(memoryview(body)) - sum(_count_colons(part) for part in parts)
-    if names > MAX_FIELD_NAMES:
-        raise InvalidGenerationRequest(
-            f"the body has {names} colons outside of messages, prompt, input, tools and other long fields; "
-            f"expected at most {MAX_FIELD_NAMES}, one for each field name"
-        )
+    def count_name(_type: type, name: str) -> str:
+        nonlocal count
+        count += 1
+        if count > MAX_FIELD_NAMES:
+            raise _TooManyNamesError
+        return name
 
-
-def _count_colons(part: memoryview) -> int:
-    return sum(
-        bytes(part[start : start + SLICE_BYTES]).count(b":") for start in range(0, part.nbytes, SLICE_BYTES)
-    )
+    members: dict[str, msgspec.Raw] = msgspec.json.decode(body, type=_COUNTED_MEMBERS, dec_hook=count_name)
+    return members
 
 
 def encode_raw(value: Any) -> msgspec.Raw:

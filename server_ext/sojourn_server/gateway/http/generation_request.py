@@ -25,7 +25,6 @@ from .client_json import (
     LONG_VALUE,
     MAX_HINT_JSON_BYTES,
     NOT_SCALAR,
-    SLICE_BYTES,
     InvalidGenerationRequest,
     encode_raw,
     members_of,
@@ -37,6 +36,9 @@ MAX_TOKENS = 2**31
 PREFIX_PIECE_BYTES = 1024
 """Bytes of each piece into which a prompt is divided for its prefix hashes. A piece is about as long as 16 of
 vLLM's blocks."""
+SLICE_BYTES = 1 << 20
+"""Size of the slices in which a prompt is searched. A search holds Python's global lock, so the search of a
+whole prompt would block the event loop."""
 SESSION_KEY = "session_id"
 """Field of a body, or of its ``vllm_xargs``, that names the program of a request without a hint."""
 
