@@ -69,6 +69,15 @@ def post(body: dict[str, Any]) -> bytes:
     return b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(text) + text
 
 
+async def read_answer(reader: asyncio.StreamReader) -> None:
+    """Read an answer with status 200 to its end."""
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
+    assert head.startswith(b"HTTP/1.1 200 ")
+    length = re.search(rb"(?i)content-length: (\d+)", head)
+    assert length is not None
+    await reader.readexactly(int(length[1]))
+
+
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[DeadlineProtocol]:
     """The connections of clients to the gateway. Each request is watched at once."""
@@ -140,13 +149,43 @@ async def test_a_long_request_sent_ahead_is_not_kept_as_a_whole_and_is_answered(
         assert len(set(held)) == 1
         fake.hold.set()
         for _ in range(2):
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)
-            assert head.startswith(b"HTTP/1.1 200 ")
-            length = re.search(rb"(?i)content-length: (\d+)", head)
-            assert length is not None
-            await reader.readexactly(int(length[1]))
+            await read_answer(reader)
         assert [len(request.get("user", "")) for request in fake.requests] == [0, size]
         assert connections[0]._bytes_ahead == 0
+        assert connections[0]._pause_deadline is None
+        writer.close()
+
+
+async def test_requests_that_are_taken_are_no_longer_ahead(connections: list[DeadlineProtocol]) -> None:
+    """A client that always had three requests ahead was disconnected after 64 KiB in total."""
+    async with engines(1) as [fake], world([fake]) as made:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(made.url.rpartition(":")[2]))
+        request = post({"user": "x" * 10_000})
+        writer.write(request * 3)
+        for _ in range(3 * MAX_PIPELINED_BYTES // len(request)):
+            writer.write(request)
+            await read_answer(reader)
+            assert connections[0]._bytes_ahead <= 4 * len(request)
+            assert connections[0]._pause_deadline is None
+        for _ in range(3):
+            await read_answer(reader)
+        assert connections[0]._bytes_ahead == 0
+        writer.close()
+
+
+async def test_the_end_of_a_request_that_is_being_answered_is_not_ahead(
+    connections: list[DeadlineProtocol],
+) -> None:
+    async with engines(1) as [fake], world([fake]) as made:
+        fake.hold = asyncio.Event()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(made.url.rpartition(":")[2]))
+        await until(lambda: connections)
+        first, second = post({"user": "x" * 3 * MAX_PIPELINED_BYTES}), post({"user": "y" * 10_000})
+        place = len(first) - 2 * MAX_PIPELINED_BYTES
+        connections[0].data_received(first[:place])
+        connections[0].data_received(first[place:] + second)
+        assert len(connections[0].pipeline) == 1
+        assert 10_000 < connections[0]._bytes_ahead <= len(second)
         assert connections[0]._pause_deadline is None
         writer.close()
 

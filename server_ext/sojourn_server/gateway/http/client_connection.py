@@ -15,6 +15,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -223,8 +224,10 @@ class HeaderDeadline(asyncio.Protocol):
 MAX_PIPELINED_REQUESTS = 100
 """Maximum number of requests that a client may send before the answer to an earlier one is complete."""
 MAX_PIPELINED_BYTES = 64 << 10
-"""Number of bytes that are read behind a request that is being answered, as many as uvicorn keeps of a body.
-The limit is checked after each read, so it may be exceeded by the size of one read."""
+"""Number of bytes of further requests that are read while a request is being answered, as many as uvicorn
+keeps of a body. The limit is checked after each read, so it may be exceeded by the size of one read."""
+_HEADER_SEPARATOR_BYTES = 4
+"""Bytes of a header besides its name and value: a colon, a space and the end of the line."""
 PIPELINE_TIMEOUT_S = 10.0
 """Maximum seconds without a complete answer while a client has sent more than ``MAX_PIPELINED_BYTES`` ahead.
 In this time a disconnect may stay unnoticed."""
@@ -250,16 +253,28 @@ class PipelineLimit(asyncio.Protocol):
     """Requests that wait for the answer to an earlier request."""
     _cycles: tuple[Any, ...] = ()
     """Request cycles without a complete answer, oldest first. The newest cycle is always included."""
-    _bytes_ahead = 0
-    """Bytes received since ``pipeline`` was last empty, in whole reads."""
+    headers: list[tuple[bytes, bytes]]
+    """Headers of the newest request."""
+    _head_bytes: int
+    """Bytes of the newest request's URL, header names and header values."""
+    _pipelined_bytes: deque[int]
+    """Size of each request in ``pipeline``, in the same order: the newest is the first."""
     _pause_deadline: asyncio.TimerHandle | None = None
     """The abort of this connection; ``None``: reading is not paused."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._pipelined_bytes = deque()
+        super().connection_made(transport)
+
+    @property
+    def _bytes_ahead(self) -> int:
+        """Bytes of the requests in ``pipeline``, as far as they have arrived."""
+        return sum(self._pipelined_bytes)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self.pipeline or self.transport.is_closing():
             return
-        self._bytes_ahead += len(data)
         if self._bytes_ahead <= MAX_PIPELINED_BYTES:
             self.flow.resume_reading()
             return
@@ -273,12 +288,20 @@ class PipelineLimit(asyncio.Protocol):
             return
         super().on_headers_complete()  # type: ignore[misc]
         self._cycles = (*(one for one in self._cycles if not one.response_complete), self.cycle)
+        if len(self.pipeline) > len(self._pipelined_bytes):
+            separators = _HEADER_SEPARATOR_BYTES * len(self.headers)
+            self._pipelined_bytes.appendleft(self._head_bytes + separators)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)  # type: ignore[misc]
+        if self._pipelined_bytes:  # the newest request waits, and this is its body
+            self._pipelined_bytes[0] += len(body)
 
     def on_response_complete(self) -> None:
         self._cancel_pause_deadline()
         super().on_response_complete()  # type: ignore[misc]
-        if not self.pipeline:
-            self._bytes_ahead = 0
+        while len(self._pipelined_bytes) > len(self.pipeline):
+            self._pipelined_bytes.pop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_pause_deadline()
