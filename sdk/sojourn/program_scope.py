@@ -62,7 +62,7 @@ class ProgramScope:
         """Function that returns a new program, not started yet. Adapters that cannot use ``with`` call it."""
         self._parent_id = parent_id
         # Adding and removing are atomic, so that threads cannot take each other's program.
-        self._entered: dict[Program | None, Token[ExecutionContext] | None] = {}
+        self._entered: dict[Program, Token[ExecutionContext] | None] = {}
         """The program of each task or thread in the block, with the token that restores its context. The
         token is ``None`` after ``_leave_context``."""
 
@@ -91,13 +91,15 @@ class ProgramScope:
     def _take_entry(self) -> tuple[Program | None, Token[ExecutionContext] | None]:
         """Remove and return the entry of the task or thread that runs this code. If the code is in no program
         of this block, as a generator that another context closes, take the newest entry."""
-        here = current_context.get().program
-        try:
-            return here, self._entered.pop(here)
-        except KeyError:
-            with suppress(KeyError):  # there is no entry, or another context has just taken the last one
-                return self._entered.popitem()
-            return None, None
+        program = current_context.get().program
+        while program is not None:
+            try:
+                return program, self._entered.pop(program)
+            except KeyError:  # a generator that was left early, in this block, keeps its program current
+                program = program.outer_context.program
+        with suppress(KeyError):  # there is no entry, or another context has just taken the last one
+            return self._entered.popitem()
+        return None, None
 
     def _leave_context(self) -> None:
         """Restore the context that was current before the block (see ``scoped_functions.Scope``)."""

@@ -178,6 +178,42 @@ def test_threads_that_enter_a_scope_at_once_have_programs_of_their_own(online):
     assert sojourn.stats()["context_reset_failed"] == 0
 
 
+def test_a_generator_left_early_in_a_shared_scope_leaves_the_other_tasks_programs_open(online):
+    """The generator's program stays current in its task after the ``break``."""
+
+    async def items():
+        with sojourn.program("inner"):
+            yield 1
+            yield 2
+
+    async def main():
+        scope = sojourn.program("p")
+        entered, left = [], asyncio.Event()
+
+        async def first():
+            with scope as p:
+                entered.append(p)
+                while len(entered) < 2:
+                    await asyncio.sleep(0)
+                async for _ in items():
+                    break
+                assert sojourn.current_program() is not p
+            left.set()
+
+        async def second():
+            with scope as p:
+                entered.append(p)
+                await left.wait()
+                seen.extend(each.is_open for each in entered)
+
+        await asyncio.gather(*(asyncio.create_task(each()) for each in (first, second)))
+        seen.extend(each.is_open for each in entered)
+
+    seen = []
+    asyncio.run(main())
+    assert seen == [False, True, False, False]
+
+
 def test_a_shared_scope_that_another_context_leaves_ends_every_program(online):
     def running():
         with scope as p:
