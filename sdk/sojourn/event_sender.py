@@ -67,6 +67,7 @@ class EventSender:
         close_timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         first: Callable[[], None] | None = None,
+        last: Callable[[], None] = lambda: None,
         promised: Callable[[], bool] = lambda: False,
         beats: Callable[[float], tuple[Iterable[OpenProgram], float | None]] | None = None,
         delivered: Callable[[], object] | None = None,
@@ -75,13 +76,14 @@ class EventSender:
     ) -> None:
         """The numbers are those of ``Config`` with the same names. The callbacks run on the sender's thread.
 
-        ``first()`` runs once, before anything is sent. ``promised()`` returns whether a server expects
-        heartbeats. ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until
-        ``beats`` must be called again (``None``: not before the next event). ``delivered()`` runs after each
-        batch whose answer proves that the server speaks the dialect. ``unsupported()`` runs if the server has
-        no endpoint for batches; it returns another transport, or ``None`` to stop sending. ``recover()`` then
-        runs at growing intervals; it returns a transport if the server accepts events again. Until
-        ``set_event_transport`` sets another transport, events are sent in sojourn's own format."""
+        ``first()`` runs once, before anything is sent; ``last()`` runs after everything is sent.
+        ``promised()`` returns whether a server expects heartbeats. ``beats(now)`` returns the programs whose
+        heartbeat is due, and the seconds until ``beats`` must be called again (``None``: not before the next
+        event). ``delivered()`` runs after each batch whose answer proves that the server speaks the dialect.
+        ``unsupported()`` runs if the server has no endpoint for batches; it returns another transport, or
+        ``None`` to stop sending. ``recover()`` then runs at growing intervals; it returns a transport if the
+        server accepts events again. Until ``set_event_transport`` sets another transport, events are sent in
+        sojourn's own format."""
         self.counters = counters
         self._transport = transport
         self._queue_events = queue_events
@@ -90,6 +92,7 @@ class EventSender:
         self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._first = first
+        self._last = last
         self._promised = promised
         self._beats = beats
         self._on_delivered = delivered
@@ -373,6 +376,8 @@ class EventSender:
                 self._back_off(backoff_s)
         with contextlib.suppress(Exception):
             self._event_transport.close()
+        with contextlib.suppress(Exception):
+            self._last()
         with contextlib.suppress(Exception):
             self._transport.close()
 

@@ -24,7 +24,7 @@ from .wire_events import Event
 if TYPE_CHECKING:
     from .aeg import Aeg
     from .dialect_probe import ServerDialect
-    from .dialects import EventTransport
+    from .dialects import Dialect, EventTransport
     from .event_queue import PendingEvent
     from .event_sender import EventSender
     from .learning.run_trace import RunTrace
@@ -84,6 +84,9 @@ class Session:
         """Ids of the programs whose end the server still expects; see ``TransportContext``."""
         self.replaced = False
         """Whether another session has taken over ``open_programs``."""
+        self.shared_dialect: Dialect | None = None
+        """Dialect in which the replaced session reported the ends of ``open_programs``; ``None`` if this
+        session has not taken them over."""
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
         self.left_program: OpenProgram | None = None
@@ -163,6 +166,13 @@ class Session:
                 None if answer in (None, "vllm") else server.learn(answer).event_transport(transport_context)
             )
 
+        def report_shared() -> None:
+            # A server that answers 404 for a moment looks like stock vLLM, whose transport reports no ends.
+            if self.shared_dialect is not None and self.open_programs:
+                left = self.shared_dialect.event_transport(transport_context)
+                if left is not None:
+                    left.close()
+
         sender = EventSender(
             transport,
             self.counters,
@@ -171,6 +181,7 @@ class Session:
             linger_s=config.linger_s,
             close_timeout_s=config.close_timeout_s,
             first=None if server.known else ask,
+            last=report_shared,
             promised=lambda: self.heartbeats.promised,
             beats=self.heartbeats.take_due,
             delivered=lambda: server.learn("sojourn"),
@@ -225,6 +236,9 @@ class Session:
             return
         if ours.dialect in (theirs.dialect, before.server.dialect.name):
             self.open_programs = before.open_programs
+            dialect = before.server.dialect
+            # With ``vllm``, which reports no ends, ``before`` may have taken the programs over itself.
+            self.shared_dialect = before.shared_dialect if dialect.name == "vllm" else dialect
 
     def take_over(self, before: Session) -> None:
         """Continue the open programs of the replaced session ``before``, except programs without heartbeats.

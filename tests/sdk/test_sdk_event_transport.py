@@ -72,6 +72,23 @@ def test_a_second_init_releases_no_open_program(name, heartbeat):
             assert peer.bodies == [{field: "ends later"}, {field: "left open"}]
 
 
+@pytest.mark.parametrize("inits", [1, 2])
+def test_programs_are_released_although_the_server_was_not_recognised_again(inits):
+    """The server answers 404 to the probe of a later ``init()``, as during a rolling restart."""
+    pages = {"/v1/models": {"data": [{"owned_by": "sglang"}]}}
+    with JsonServer(pages) as peer, sojourn.program(id="p"):
+        sojourn.init(peer.url, probe_timeout_s=30)
+        assert sojourn.stats().dialect == "sglang"
+        assert sojourn.flush(60)
+        peer.pages = {}
+        for n in range(inits):
+            sojourn.init(peer.url, probe_timeout_s=30, hosts=[f"10.0.0.{n}:8000"])
+            assert sojourn.stats().dialect == "vllm"
+        assert peer.bodies == []
+        sojourn.shutdown()
+        assert peer.bodies == [{"session_id": "p"}]
+
+
 @pytest.mark.parametrize("name", FAREWELLS)
 def test_a_server_that_another_one_replaces_keeps_no_program(name):
     field = FAREWELLS[name][1]
