@@ -112,9 +112,11 @@ def _connected(config: Config, before: Session | None) -> Session:
         fresh.connect()
         _start_learning(fresh, config)
         process_hooks.observe_process(fresh)
-    except ConfigError:
-        raise
     except Exception as error:
+        fresh.replaced = True  # so that it reports no ends of programs of ``before``
+        fresh.close(0.0)
+        if isinstance(error, ConfigError):
+            raise
         text = f"cannot set up the connection to the server ({type(error).__name__}: {error})"
         raise ConfigError(text) from error
     return fresh

@@ -12,6 +12,7 @@ import time
 import pytest
 import sojourn
 from json_server import JsonServer
+from sojourn import lifecycle
 from sojourn.dialects import DIALECTS, DeliveryResult, PendingBatch, TransportContext
 from sojourn.dialects.dynamo import TraceRecordEncoder
 from sojourn.dialects.end_notifier import MAX_PROGRAMS, EndNotifier
@@ -109,6 +110,30 @@ def test_an_init_that_fails_leaves_the_ends_to_the_session_that_stays(monkeypatc
         monkeypatch.setattr(EventSender, "start", lambda self: 1 / 0)
         with pytest.raises(sojourn.ConfigError):
             sojourn.init(peer.url, dialect="sglang", hosts=["10.0.0.9:8000"])
+        sojourn.shutdown()
+        assert peer.bodies == [{"session_id": "p"}]
+
+
+@pytest.mark.parametrize("error", [OSError, sojourn.ConfigError])
+def test_an_init_that_fails_late_leaves_no_thread_and_reports_no_end(monkeypatch, error):
+    """It fails after its event sender has started."""
+    with JsonServer() as peer, sojourn.program(id="p"):
+        sojourn.init(peer.url, dialect="sglang")
+        assert sojourn.flush(60)
+        threads = set(threading.enumerate())
+
+        def fail(session, config):
+            late.extend(set(threading.enumerate()) - threads)
+            raise error("late")
+
+        late = []
+        monkeypatch.setattr(lifecycle, "_start_learning", fail)
+        with pytest.raises(sojourn.ConfigError, match="late"):
+            sojourn.init(peer.url, dialect="sglang", hosts=["10.0.0.9:8000"])
+        (sender,) = (each for each in late if each.name == "sojourn-event-sender")
+        sender.join(60)
+        assert not sender.is_alive()
+        assert peer.bodies == []
         sojourn.shutdown()
         assert peer.bodies == [{"session_id": "p"}]
 
