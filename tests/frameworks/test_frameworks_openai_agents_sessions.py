@@ -229,6 +229,16 @@ async def test_equal_ids_in_two_stores_are_two_programs(server: FakeServer) -> N
     assert len({request.context.program_id for request in server.requests}) == 2
 
 
+async def test_a_session_object_for_each_run_of_one_store_is_one_program(server: FakeServer) -> None:
+    store: list[Any] = []
+    async with agents_for(server) as factory:
+        clerk = factory.agent("clerk")
+        for _ in range(3):
+            await Runner.run(clerk, "Hello.", session=ListSession("1", store))
+        program = only(recorded(server, ended=False))
+        assert (program.ends, program.nodes) == ([], ("clerk",) * 3)
+
+
 # ---- approvals
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sqlite3
 import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sojourn_integrations.openai_agents import conversation_keys
+from sojourn_integrations.openai_agents import conversation_keys, stores_by_objects
 from sojourn_integrations.openai_agents.conversation_keys import conversation_key
+
+
+@pytest.fixture(autouse=True)
+def no_store_of_another_test() -> None:
+    conversation_keys._stores_by_objects._known.clear()
 
 
 def same(one: Any, two: Any) -> bool:
@@ -58,6 +67,15 @@ SQL, REDIS, MONGO, DAPR, API = map(
     framework_class,
     ("SQLAlchemySession", "RedisSession", "MongoDBSession", "DaprSession", "OpenAIConversationsSession"),
 )
+
+
+def keys_of_requests(*sessions: Callable[[], Any]) -> set[Any]:
+    """The keys of session objects of which each is gone before the next is made."""
+    keys = set()
+    for make in sessions:
+        keys.add(conversation_key(make()).key)
+        gc.collect()
+    return keys
 
 
 def redis_client(**given: Any) -> Any:
@@ -133,15 +151,32 @@ def test_other_stores_of_the_framework() -> None:
     assert not same(api("http://a"), api("http://b"))
 
 
-def test_a_client_that_is_gone_leaves_nothing() -> None:
-    client = Client()
-    key = conversation_key(DAPR(session_id="1", _dapr_client=client, _state_store_name="a")).key
+def test_a_database_in_memory_that_is_gone_leaves_nothing() -> None:
+    def in_memory() -> Any:
+        return engine(Url("sqlite://", None, None, "sqlite"))
+
+    session = sql_session(in_memory())
+    key = conversation_key(session).key
     kept = len(conversation_keys._tokens._known)
-    del client
+    del session
     gc.collect()
     assert len(conversation_keys._tokens._known) < kept
-    again = DAPR(session_id="1", _dapr_client=Client(), _state_store_name="a")
-    assert conversation_key(again).key != key
+    assert conversation_key(sql_session(in_memory())).key != key
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        lambda: DAPR(session_id="1", _dapr_client=Client(), _state_store_name="a"),
+        lambda: REDIS(session_id="1", _redis=Client(), _key_prefix="a"),
+        lambda: MONGO(session_id="1", _client=Client(), _init_sub_key=("a",)),
+        lambda: API(session_id="1", _openai_client=Client()),
+        lambda: sql_session(engine(Url("postgresql://", None, None))),
+        lambda: REDIS(session_id="1", client_of_another_release=Client()),
+    ],
+)
+def test_a_client_for_each_session_of_the_framework(session: Callable[[], Any]) -> None:
+    assert len(keys_of_requests(session, session, session)) == 1
 
 
 class Own:
@@ -172,12 +207,89 @@ def test_attributes_that_change_leave_a_conversation_as_it_is() -> None:
     assert conversation_key(session).key != before
 
 
-def test_what_identifies_no_store_is_known_by_its_object() -> None:
+class Slots:
+    """A user's session class that has no attributes to read and takes no weak reference."""
+
+    __slots__ = ("session_id",)
+
+    def __init__(self) -> None:
+        self.session_id = "1"
+
+
+@pytest.mark.parametrize("make", [Client, list, dict, time.time, lambda: sqlite3.connect(":memory:")])
+def test_an_object_for_each_session_does_not_split_a_conversation(make: Callable[[], Any]) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def session() -> Any:
+            made = make()
+            if isinstance(made, sqlite3.Connection):
+                stack.callback(made.close)
+            return Own("1", made=made)
+
+        assert len(keys_of_requests(session, session, session)) == 1
+
+
+def test_an_object_without_weak_references_is_shared_by_sessions() -> None:
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        first, second = (Own("1", connection=connection) for _ in range(2))
+        assert same(first, second)
+        known_by = conversation_key(first)
+        assert not known_by.by_object
+        assert not known_by.ends
+        assert len(keys_of_requests(*[lambda: Own("1", connection=connection)] * 2)) == 1
+
+
+def test_objects_that_live_at_the_same_time_are_two_stores() -> None:
     first, second = (Own("1", store=[]) for _ in range(2))
     assert not same(first, second)
     assert conversation_key(first) == conversation_key(first)
-    assert conversation_key(first).by_object
-    assert conversation_key(first).ends
+    pools = [Client(), Client()]
+    requests = [lambda pool=pool: Own("1", pool=pool, cache=[]) for pool in pools * 2]
+    assert len(keys_of_requests(*requests)) == 2
+
+
+def test_a_shared_object_decides_between_stores_that_can_go_on() -> None:
+    pools = [Client(), Client()]
+    first, second = (Own("1", pool=pool, cache=Client()) for pool in pools)
+    assert not same(first, second)
+    before = conversation_key(second).key
+    del first, second, pools[0]
+    gc.collect()
+    assert conversation_key(Own("1", pool=pools[0], cache=Client())).key == before
+
+
+def test_an_attribute_that_a_session_lacks_tells_no_stores_apart() -> None:
+    client = Client()
+    assert same(Own("1", client=None, ready=False), Own("1", client=client, ready=True))
+    assert same(Own("1", client=client, tenant=("a", 1)), Own("1", tenant=("a", 1)))
+    assert not same(Own("1", client=client, tenant=("a", 1)), Own("1", tenant=("a", 2)))
+
+
+def test_a_class_without_readable_attributes_is_known_by_its_id() -> None:
+    assert same(Slots(), Slots())
+    assert not conversation_key(Slots()).by_object
+
+
+def test_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores_by_objects, "MAX_CACHED_PROGRAMS", 3)
+    monkeypatch.setattr(stores_by_objects, "MAX_STORES_OF_A_CONVERSATION", 2)
+    known, clients = stores_by_objects.StoresByObjects(), [Client() for _ in range(3)]
+    stores = [known.find("1", {"client": stores_by_objects.seen(client, None)}) for client in clients]
+    assert len(set(stores)) == 3
+    assert known._known == {"1": stores[1:]}
+    for id in ("2", "1", "3", "4"):
+        known.find(id, {})
+    assert list(known._known) == ["1", "3", "4"]
+
+
+def test_a_fork_leaves_no_lock_behind() -> None:
+    known = stores_by_objects.StoresByObjects()
+    holder = threading.Thread(target=known._lock.acquire)
+    holder.start()
+    holder.join()
+    known._after_fork()
+    assert known._lock.acquire(blocking=False)
+    assert known.find("1", {}) is known.find("1", {})
 
 
 def test_a_wrapper_has_the_store_inside() -> None:

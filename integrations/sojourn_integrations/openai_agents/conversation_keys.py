@@ -4,12 +4,18 @@ A session id such as ``"1"`` is unique in one store only. So a key has the store
 
 - a file by its path;
 - a database server by its address, with the tables, prefix or collections in it;
-- a store in memory, or one whose address is unknown, by the client object that the session uses;
-- the store of a session class that is not the framework's by the values of the session's attributes, as they
-  were at its first run, and by the objects among them.
+- a database in memory by its engine;
+- a store whose address is unknown by the client object that the session uses;
+- the store of a session class that is not the framework's by the texts, whole numbers and paths among the
+  session's attributes, as they were at its first run, and by the objects among them.
 
-A wrapper such as ``EncryptedSession`` has the store of the session inside. If nothing identifies the store,
-the session object itself is the key.
+Two clients or other objects are two stores only while both are alive. A session object for each request may
+make a client of its own each time, so the next one continues the conversation of a client that is gone. If
+nothing identifies the store, class and id are the key: two conversations that share a program cost less than
+a new program, without its KV, for each run.
+
+A wrapper such as ``EncryptedSession`` has the store of the session inside. A session in memory or without an
+id is its own key.
 """
 
 from __future__ import annotations
@@ -18,12 +24,15 @@ import functools
 import os
 import socket
 import uuid
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
+from enum import Enum
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
+
+from .stores_by_objects import SeenObject, StoresByObjects, seen
 
 MAX_WRAPPERS = 8
 """Maximum number of wrappers around a session that are looked into. A wrapper may contain itself."""
@@ -32,8 +41,8 @@ _FRAMEWORK = "agents."
 """Start of the names of the framework's modules."""
 _NOT_OF_STORE = frozenset({"session_id", "_session_id", "session_settings"})
 """Attributes of a session that say nothing about its store."""
-_LOCKS = frozenset({"_thread", "asyncio.locks", "threading"})
-"""Modules of locks. Each session object has its own, whatever its store."""
+_LOCKS_AND_TIMES = frozenset({"_thread", "asyncio.locks", "threading", "datetime"})
+"""Modules of locks and times. Each session object has its own, whatever its store."""
 
 
 class ConversationKey(NamedTuple):
@@ -47,8 +56,7 @@ class ConversationKey(NamedTuple):
     """True for a conversation that is in memory or has no id yet, since no other session object could
     continue it. It ends once its session object is garbage-collected."""
     by_object: bool
-    """True if ``key`` stands for the session object, since the conversation is in memory or has no id yet, or
-    since nothing identifies its store."""
+    """True if ``key`` stands for the session object, since the conversation is in memory or has no id yet."""
 
 
 def conversation_key(conversation: Any) -> ConversationKey:
@@ -57,14 +65,14 @@ def conversation_key(conversation: Any) -> ConversationKey:
     while (wrapped := getattr(inner, "underlying_session", None)) is not None and len(names) <= MAX_WRAPPERS:
         inner = wrapped
         names.append(_session_id(inner))
-    by_object = ConversationKey(object_key(conversation), None, True, True)
     path = str(getattr(inner, "db_path", ""))
     if None in names or path == ":memory:":
-        return by_object
+        return ConversationKey(object_key(conversation), None, True, True)
     kind, where = type(inner), tuple(map(str, names))
     if not path:
         store = _store(inner)
-        return by_object if store is None else ConversationKey((kind, store, where), None, False, False)
+        key = kind, store.values, where
+        return ConversationKey((*key, _stores_by_objects.find(key, store.objects)), None, False, False)
     path = os.path.abspath(path)
     tables = tuple(str(getattr(inner, name, "")) for name in ("sessions_table", "messages_table"))
     # Neither path nor name is sent. The same path on another machine is another conversation.
@@ -120,6 +128,7 @@ class _ValuesByObject:
 
 _tokens = _ValuesByObject()
 _attributes = _ValuesByObject()
+_stores_by_objects = StoresByObjects()
 
 
 def _token(owner: object) -> Hashable:
@@ -129,66 +138,90 @@ def _token(owner: object) -> Hashable:
     return found
 
 
-def _store(inner: Any) -> Hashable | None:
-    """Return what identifies the store of a session that has no file; ``None`` if nothing does."""
-    with suppress(Exception):  # TypeError, or anything that the attributes of a foreign object raise
+class _Store(NamedTuple):
+    """What identifies the store of a session that has no file."""
+
+    values: Hashable
+    objects: Mapping[str, SeenObject] = {}
+    """Objects of the session by the names of their attributes."""
+
+
+def _store(inner: Any) -> _Store:
+    """Return what identifies the store of a session that has no file. It is empty if nothing does."""
+    with suppress(Exception):  # another release of the framework may lack an attribute
         for kind in type(inner).__mro__:
             if kind.__module__.startswith(_FRAMEWORK) and kind.__name__ in _STORES:
                 return _STORES[kind.__name__](inner)
-        found: Hashable = _attributes.find(inner, lambda: _attribute_values(inner))
+    with suppress(Exception):  # TypeError, or anything that the attributes of a foreign object raise
+        found: _Store = _attributes.find(inner, lambda: _attribute_store(inner))
         return found
-    return None
+    return _Store(())
 
 
-def _attribute_values(inner: Any) -> Hashable:
-    """Return the session's attributes without its id: texts, numbers and paths by value, other objects by
-    identity. Raises ``TypeError`` if an attribute is not weakly referable, such as a list."""
-    values: list[Hashable] = []
+def _attribute_store(inner: Any) -> _Store:
+    """Return the session's attributes without its id: texts, whole numbers and paths by value, other objects
+    by identity. Flags, fractions, times and locks say nothing about a store. The values of containers do not
+    count, since they may be the conversation itself."""
+    values, objects = [], {}
     for name, value in sorted(vars(inner).items()):
-        if name in _NOT_OF_STORE or type(value).__module__ in _LOCKS:
+        if value is None or isinstance(value, (bool, float)) or name in _NOT_OF_STORE:
             continue
-        plain = value is None or isinstance(value, (str, bytes, int, float, os.PathLike))
-        values.append((name, str(value) if plain else _token(value)))
-    return tuple(values)
+        if type(value).__module__ in _LOCKS_AND_TIMES:
+            continue
+        if _is_plain(value):
+            values.append((name, str(value)))
+        else:
+            objects[name] = seen(value, inner)
+    return _Store(tuple(values), objects)
 
 
-def _sqlalchemy_store(inner: Any) -> Hashable:
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (str, bytes, int, os.PathLike, uuid.UUID, Enum))
+
+
+def _sqlalchemy_store(inner: Any) -> _Store:
     engine, tables = inner._engine, (inner._sessions.fullname, inner._messages.fullname)
     url, options = engine.url, engine.sync_engine.get_execution_options()
     database = str(url.database or "")
-    in_memory = url.get_backend_name() == "sqlite" and (
+    if url.get_backend_name() == "sqlite" and (
         not database or ":memory:" in database or "mode=memory" in str(url)
-    )
-    if in_memory or not (url.host or database):  # without either, a function makes the connections
-        return _token(engine.sync_engine), tables
+    ):
+        return _Store((_token(engine.sync_engine), tables))
+    if not (url.host or database):  # a function makes the connections
+        return _Store(tables, {"engine": seen(engine.sync_engine, inner)})
     # Options may choose another schema.
-    return url.render_as_string(hide_password=True), repr(sorted(options.items())), tables
+    return _Store((url.render_as_string(hide_password=True), repr(sorted(options.items())), tables))
 
 
-def _redis_store(inner: Any) -> Hashable:
+def _redis_store(inner: Any) -> _Store:
     pool = getattr(inner._redis, "connection_pool", None)
     given = getattr(pool, "connection_kwargs", {})
     address = tuple(str(given.get(name, "")) for name in ("host", "port", "path", "db", "username"))
-    known = given.get("host") or given.get("path")
-    return address if known else _token(inner._redis), inner._key_prefix
+    if given.get("host") or given.get("path"):
+        return _Store((address, inner._key_prefix))
+    return _Store(inner._key_prefix, {"client": seen(inner._redis, inner)})
 
 
-def _mongodb_store(inner: Any) -> Hashable:
+def _mongodb_store(inner: Any) -> _Store:
     seeds = getattr(inner._client, "_seeds", None)
-    return frozenset(seeds) if seeds else _token(inner._client), inner._init_sub_key
+    if seeds:
+        return _Store((frozenset(seeds), inner._init_sub_key))
+    return _Store(inner._init_sub_key, {"client": seen(inner._client, inner)})
 
 
-def _dapr_store(inner: Any) -> Hashable:
-    return _token(inner._dapr_client), inner._state_store_name
+def _dapr_store(inner: Any) -> _Store:
+    return _Store(inner._state_store_name, {"client": seen(inner._dapr_client, inner)})
 
 
-def _openai_store(inner: Any) -> Hashable:
+def _openai_store(inner: Any) -> _Store:
     client = inner._openai_client
     url = getattr(client, "base_url", None)
-    return _token(client) if url is None else str(url)
+    return _Store((), {"client": seen(client, inner)}) if url is None else _Store(str(url))
 
 
-_STORES: dict[str, Callable[[Any], Hashable]] = {
+_STORES: dict[str, Callable[[Any], _Store]] = {
     "SQLAlchemySession": _sqlalchemy_store,
     "RedisSession": _redis_store,
     "MongoDBSession": _mongodb_store,
