@@ -360,7 +360,8 @@ class ProgramScheduler:
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
         """Whether later requests may not overtake this request, because the admission policy has rejected it
-        for more than ``queue_patience_s``. The engine then admits it as soon as it fits."""
+        for more than ``queue_patience_s``. If a request without a program waits, the engine then admits it
+        as soon as it fits."""
         since_s = self._requests.states[request_id].admission_blocked_since_s
         return since_s is not None and now - since_s > self.limits.queue_patience_s
 

@@ -41,7 +41,8 @@ class SchedulerLimits:
     queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges. A request without a program may then end any
     lease, and is served before requests that arrived later. If the admission policy has rejected a request
-    for this time, later requests no longer overtake it, and it is admitted as soon as it fits."""
+    for this time, later requests no longer overtake it, and while a request without a program waits, it is
+    admitted as soon as it fits."""
     return_grace_s: float = 2.0
     """Seconds that a lease lasts after the reported end of its tool, so that the next request can arrive."""
     idle_program_s: float = 1800.0

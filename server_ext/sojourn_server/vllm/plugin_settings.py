@@ -71,7 +71,7 @@ class PluginSettings:
     queue_patience_s: float = _LIMITS.queue_patience_s
     """Seconds after which a waiting request without a program is overdue. It then goes before requests that
     arrived later, and may end any lease. A request that admission has rejected for this time is no longer
-    overtaken, and is admitted as soon as it fits."""
+    overtaken, and while a request without a program waits, it is admitted as soon as it fits."""
     max_programs: int = _LIMITS.max_programs
     tool_call_parser: str | None = None
     """Name of the vLLM tool parser that reads outputs first; a value of vLLM's ``--tool-call-parser``. If it

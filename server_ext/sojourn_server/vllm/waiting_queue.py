@@ -32,9 +32,9 @@ class PolicyRequestQueue(RequestQueue):
     gated            whether it needs admission. If so, it is called a gated request
     may_be_admitted  for the first gated request: whether it may be admitted. If not, all gated requests wait
                      until the next step (``open_step``), and the queue returns only other requests
-    admitted_anyway  for a gated request that is rejected: whether the queue returns it nevertheless. vLLM
-                     then admits it if it fits. If not, vLLM stops there, so the gated request blocks all
-                     requests behind it
+    blocks_queue     for a gated request that is rejected: whether it stops all requests behind it. Requests
+                     before it are still returned. If an untracked request waits, the queue returns the gated
+                     request nevertheless, and vLLM admits it if it fits
     parked           whether the queue holds it back, until ``rekey`` calls ``parked`` again and gets false
     untracked        whether it has no program. Without this callback, no request becomes overdue
     arrival          sort key of untracked requests, lowest first
@@ -55,7 +55,7 @@ class PolicyRequestQueue(RequestQueue):
         parked: Callable[[Request], bool] = lambda request: False,
         gated: Callable[[Request], bool] = lambda request: False,
         may_be_admitted: Callable[[Request], bool] = lambda request: True,
-        admitted_anyway: Callable[[Request], bool] = lambda request: False,
+        blocks_queue: Callable[[Request], bool] = lambda request: False,
         untracked: Callable[[Request], bool] | None = None,
         arrival: Callable[[Request], int] = lambda request: 0,
         overdue: Callable[[Request], bool] = lambda request: False,
@@ -67,7 +67,7 @@ class PolicyRequestQueue(RequestQueue):
         self._is_parked = parked
         self._needs_admission = gated
         self._may_be_admitted = may_be_admitted
-        self._admitted_anyway = admitted_anyway
+        self._blocks_queue = blocks_queue
         self._is_untracked = untracked
         self._is_overdue = overdue
         self._before_overdue = {
@@ -174,10 +174,9 @@ class PolicyRequestQueue(RequestQueue):
         oldest = self._untracked.head()
         return oldest[2] if oldest is not None and self._is_overdue(oldest[2]) else None
 
-    def gated_before_others(self, request: Request) -> bool:
-        """Return whether a request that this queue returned is gated and requests that are not gated wait
-        behind it."""
-        return request in self._gated and len(self._open) > 0
+    def gated_before_untracked(self, request: Request) -> bool:
+        """Return whether a request that this queue returned is gated, and untracked requests wait."""
+        return request in self._gated and self._untracked.head() is not None
 
     def _first(self) -> Request | None:
         overdue = self.overdue_request()
@@ -193,8 +192,8 @@ class PolicyRequestQueue(RequestQueue):
         if gated is not None and (free is None or gated[:2] < free[:2]):
             if self._may_be_admitted(gated[2]):
                 return gated[2]
-            if self._admitted_anyway(gated[2]):
-                return gated[2]
+            if self._blocks_queue(gated[2]):
+                return gated[2] if self._untracked.head() is not None else None
             self._admission_closed = True
         return free[2] if free is not None else overdue
 
@@ -232,7 +231,7 @@ class WaitingQueueAdapter:
             parked=self.is_parked,
             gated=lambda request: gates and guarded(self._needs_admission, request) is True,
             may_be_admitted=lambda request: guarded(self._may_be_admitted, request) is not False,
-            admitted_anyway=lambda request: guarded(self._admitted_anyway, request) is True,
+            blocks_queue=lambda request: guarded(self._blocks_queue, request) is True,
             # With user priorities, a request of low priority may wait for ever, as in stock vLLM.
             untracked=None if self._by_user_priority else self._is_untracked,
             arrival=lambda request: program_scheduler.arrival(request.request_id),
@@ -334,7 +333,7 @@ class WaitingQueueAdapter:
             return False  # nothing overtakes by the time it has waited
         if self._queue.overdue_request() is not None:
             return True  # the queue returns only requests that are served before the overdue one
-        return self._queue.gated_before_others(request) and self._admitted_anyway(request)
+        return self._queue.gated_before_untracked(request) and self._blocks_queue(request)
 
     def only_parked_wait(self) -> bool:
         """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
@@ -403,9 +402,9 @@ class WaitingQueueAdapter:
             request.request_id, preempted=request.status == RequestStatus.PREEMPTED
         )
 
-    def _admitted_anyway(self, request: Request) -> bool:
-        # Rejected for long, it may be overtaken no more. To keep requests behind it waiting costs more than
-        # the growth that the admission policy reserves, so stock vLLM's rule decides: do its blocks fit?
+    def _blocks_queue(self, request: Request) -> bool:
+        # Rejected for long, it may be overtaken no more. Programs then wait until the policy admits it, which
+        # may take until a long answer ends. If a request of no program waits, stock vLLM's rule decides.
         return self._program_scheduler.blocks_later_requests(request.request_id, self._clock())
 
     def _may_be_admitted(self, request: Request) -> bool:
