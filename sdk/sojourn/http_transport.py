@@ -52,7 +52,8 @@ class HttpTransport:
     environment, as for the agent's own client. Raises ``ValueError`` for a proxy that is not HTTP.
 
     A timeout bounds a whole request, not each read, since a server may send its answer byte by byte. The
-    look-up of the host's name and the connection to each of its addresses have their own time."""
+    look-up of the host's name and the connection to each of its addresses have their own time; the request's
+    time starts after them."""
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
         parts = urlsplit(url)
@@ -141,6 +142,8 @@ class _Connection(http.client.HTTPConnection):
     """A connection whose requests raise ``TimeoutError`` at the time that ``end_at`` has set."""
 
     _end_s = 0.0
+    _restart_s = 0.0
+    """Time for the request, which starts with the first send on a new connection. 0: it has started."""
 
     def end_at(self, end_s: float) -> None:
         """Bound the next request. ``end_s``: monotonic seconds."""
@@ -148,13 +151,18 @@ class _Connection(http.client.HTTPConnection):
         self.response_class = cast("type[http.client.HTTPResponse]", partial(_response, end_s))
 
     def connect(self) -> None:
-        self.timeout = _left_s(self._end_s)
+        # The time starts again twice: before a proxy is asked for a tunnel, and before the request itself.
+        self.timeout = self._restart_s = left_s = _left_s(self._end_s)
         super().connect()
+        self._restart_s = left_s
 
     def send(self, data: Any) -> None:
         # In pieces, since ``sendall`` on a TLS connection gives each piece the whole timeout.
         if self.sock is None:
             self.connect()
+        if self._restart_s:
+            self.end_at(time.monotonic() + self._restart_s)
+            self._restart_s = 0.0
         unsent = memoryview(data)
         while unsent:
             self.sock.settimeout(_left_s(self._end_s))

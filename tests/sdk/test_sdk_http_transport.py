@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +176,32 @@ def test_a_second_try_gets_the_time_that_is_left(server: Recorder, monkeypatch: 
     assert len(ends) == 2
     assert ends[0] == ends[1]
     http.close()
+
+
+@pytest.mark.parametrize("slow_step", ["look-up", "connect"])
+def test_a_connection_that_takes_long_leaves_the_request_its_time(
+    server: Recorder, monkeypatch: pytest.MonkeyPatch, slow_step: str
+) -> None:
+    """As with an IPv6 address that does not answer before an IPv4 address that does."""
+    passed_s = [0.0]
+    monkeypatch.setattr(http_transport, "time", SimpleNamespace(monotonic=lambda: passed_s[0]))
+    name = "getaddrinfo" if slow_step == "look-up" else "create_connection"
+    real = getattr(socket, name)
+
+    def slow(*args: Any, **named: Any) -> Any:
+        passed_s[0] += 1000.0
+        return real(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, name, slow)
+        http = to(server.url)
+        assert http.post("/a", b"{}").body == b"ok"
+        assert http.post("/b", b"{}").body == b"ok"
+        assert server.connections == 1
+        http.close()
+        patch.setenv("https_proxy", server.url)
+        with pytest.raises(OSError, match="502"):  # the proxy was asked, and answered
+            to("https://gpu.example").post("/c", b"{}")
 
 
 def test_a_large_body_arrives_whole(server: Recorder) -> None:
