@@ -43,6 +43,8 @@ class ServerDialect:
         """True if the caller named the dialect; then the server is not probed."""
         self.known = self.given
         """True if the dialect was given or detected, False if it is assumed."""
+        self.was_sojourn = False
+        """True if the dialect ``sojourn`` was ever detected."""
 
     def learn(self, dialect: str) -> Dialect:
         """Record that the dialect named ``dialect`` was detected, and return its ``Dialect`` object. Uses
@@ -50,6 +52,7 @@ class ServerDialect:
         if not self.given:
             self.dialect = DIALECTS[dialect]
         self.known = True
+        self.was_sojourn = self.was_sojourn or dialect == "sojourn"
         return DIALECTS[dialect]
 
 

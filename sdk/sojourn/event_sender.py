@@ -41,9 +41,13 @@ MAX_BEATING_BACKOFF_S = 5.0
 """Longest backoff while a program with heartbeats is open. Leases end after 10 to 20 s of silence, so two
 tries must fit into that time."""
 FIRST_RECOVERY_PAUSE_S = 1.0
-MAX_RECOVERY_PAUSE_S = 300.0
+MAX_RECOVERY_PAUSE_S = 60.0
 """First and longest pause before the sender asks again whether a server accepts events that refused them. The
-pause doubles each time, so that a server without an endpoint for events gets few such requests."""
+pause doubles each time. The longest one ends within the 90 s after a restart that are promised."""
+FIRST_STOCK_PAUSE_S = 30.0
+MAX_STOCK_PAUSE_S = 300.0
+"""The same for a server that was never recognised as sojourn's, such as stock vLLM, so that it gets few such
+requests."""
 THREAD_RETRY_S = 1.0
 """Pause before another attempt to start the thread."""
 POLL_EVERY_S = 0.02
@@ -73,6 +77,7 @@ class EventSender:
         delivered: Callable[[], object] | None = None,
         unsupported: Callable[[], EventTransport | None] | None = None,
         recover: Callable[[], EventTransport | None] | None = None,
+        recognised: Callable[[], bool] = lambda: True,
     ) -> None:
         """The numbers are those of ``Config`` with the same names. The callbacks run on the sender's thread.
 
@@ -82,7 +87,8 @@ class EventSender:
         event). ``delivered()`` runs after each batch whose answer proves that the server speaks the dialect.
         ``unsupported()`` runs if the server has no endpoint for batches; it returns another transport, or
         ``None`` to stop sending. ``recover()`` then runs at growing intervals; it returns a transport if the
-        server accepts events again. Until ``set_event_transport`` sets another transport, events are sent in
+        server accepts events again. ``recognised()`` returns whether the server was ever sojourn's, so that
+        it is asked more often. Until ``set_event_transport`` sets another transport, events are sent in
         sojourn's own format."""
         self.counters = counters
         self._transport = transport
@@ -98,6 +104,7 @@ class EventSender:
         self._on_delivered = delivered
         self._on_unsupported = unsupported
         self._on_recover = recover
+        self._recognised = recognised
         self._event_transport: EventTransport = SojournEventTransport(TransportContext(transport, counters))
         self._supported = True
         self._thread: threading.Thread | None = None
@@ -452,7 +459,12 @@ class EventSender:
                 return 0.0  # heartbeats may be due
             now = self._clock()
         if self._recover_at_s is None:
-            pause_s = min(MAX_RECOVERY_PAUSE_S, self._recovery_pause_s * 2 or FIRST_RECOVERY_PAUSE_S)
+            first_s, longest_s = (
+                (FIRST_RECOVERY_PAUSE_S, MAX_RECOVERY_PAUSE_S)
+                if self._recognised()
+                else (FIRST_STOCK_PAUSE_S, MAX_STOCK_PAUSE_S)
+            )
+            pause_s = min(longest_s, self._recovery_pause_s * 2 or first_s)
             self._recovery_pause_s, self._recover_at_s = pause_s, now + pause_s
         return self._recover_at_s - now
 

@@ -187,6 +187,7 @@ class Session:
             delivered=lambda: server.learn("sojourn"),
             unsupported=ask_again,
             recover=None if server.given else recover,
+            recognised=lambda: server.was_sojourn,
         )
         sender.set_event_transport(
             server.dialect.event_transport(transport_context)

@@ -140,7 +140,7 @@ def test_a_given_dialect_stays():
 
 
 def test_a_stock_server_gets_headers_only_and_no_events(monkeypatch):
-    monkeypatch.setattr(event_sender, "FIRST_RECOVERY_PAUSE_S", 3600.0)
+    monkeypatch.setattr(event_sender, "FIRST_STOCK_PAUSE_S", 3600.0)
     with FakeServer(sojourn=False) as server:
         sojourn.init(server.url)
         with sojourn.program("p") as p:
@@ -171,6 +171,8 @@ def test_the_events_themselves_teach_when_the_probe_came_too_early():
 def short_pauses(monkeypatch):
     monkeypatch.setattr(event_sender, "FIRST_RECOVERY_PAUSE_S", 0.001)
     monkeypatch.setattr(event_sender, "MAX_RECOVERY_PAUSE_S", 0.01)
+    monkeypatch.setattr(event_sender, "FIRST_STOCK_PAUSE_S", 0.001)
+    monkeypatch.setattr(event_sender, "MAX_STOCK_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
@@ -192,6 +194,37 @@ def test_a_server_that_answered_404_for_a_moment_is_used_again(server, short_pau
     assert sojourn.flush(60)
     assert [type(event) for event in server.program_events()] == [ProgramStart, ProgramEnd]
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("refusals", [1, 6, 12])
+def test_events_arrive_within_90_s_of_the_restart_however_long_it_took(server, refusals):
+    """The clock is moved to the end of each pause. The pauses are the real ones."""
+    sojourn.init(server.url, probe_timeout_s=30)
+    sender, now = runtime.session().event_sender, [0.0]
+    sender._clock = lambda: now[0]
+    server.sojourn = False
+    with sojourn.program("refused"):
+        pass
+    assert sojourn.flush(60)
+    wait_until(lambda: sender._recover_at_s is not None)
+
+    def end_pause():
+        """Let the sender ask, and return the length of the pause."""
+        before_s, now[0] = now[0], sender._recover_at_s
+        asked = sender._recover_at_s
+        sender.heartbeats_changed()  # wakes it
+        wait_until(lambda: sender._supported or sender._recover_at_s not in (None, asked))
+        return asked - before_s
+
+    for _ in range(refusals):
+        end_pause()
+    server.sojourn = True
+    assert end_pause() < 90
+    assert sender._supported
+    with sojourn.program("p"):
+        pass
+    assert sojourn.flush(60)
+    assert [type(event) for event in server.program_events()] == [ProgramStart, ProgramEnd]
 
 
 def test_a_later_answer_of_a_stock_server_changes_no_recognised_dialect(short_pauses):
@@ -219,8 +252,8 @@ def test_a_forked_child_asks_again_too(python):
     import os, time, sojourn
     from sojourn import event_sender
     from sojourn.testing import FakeServer
-    event_sender.FIRST_RECOVERY_PAUSE_S = 0.001
-    event_sender.MAX_RECOVERY_PAUSE_S = 0.01
+    event_sender.FIRST_STOCK_PAUSE_S = 0.001
+    event_sender.MAX_STOCK_PAUSE_S = 0.01
     with FakeServer(sojourn=False) as server:
         sojourn.init(server.url, probe_timeout_s=30)
         pid = os.fork()

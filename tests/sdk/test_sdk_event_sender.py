@@ -174,10 +174,19 @@ def test_a_server_without_the_endpoint_is_asked_once(senders, status):
     assert sender.pending == 0
 
 
-def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(senders):
+@pytest.mark.parametrize(
+    ("recognised", "growing_s"),
+    [
+        (True, [1, 2, 4, 8, 16, 32, 60, 60]),
+        (False, [30, 60, 120, 240, 300, 300]),  # stock vLLM gets few requests
+    ],
+)
+def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(senders, recognised, growing_s):
     """Without a thread: the clock is moved to the end of each pause."""
     now, asked = [0.0], []
-    sender = senders(Script(), clock=lambda: now[0], recover=lambda: asked.append(now[0]))
+    sender = senders(
+        Script(), clock=lambda: now[0], recover=lambda: asked.append(now[0]), recognised=lambda: recognised
+    )
 
     def pauses(count):
         for _ in range(count):
@@ -187,18 +196,18 @@ def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(sender
             yield pause_s
 
     sender.set_event_transport(None)
-    assert list(pauses(11)) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
-    assert len(asked) == 10
+    assert list(pauses(len(growing_s))) == growing_s
+    assert len(asked) == len(growing_s) - 1
     sender._on_recover = lambda: SojournEventTransport(TransportContext(Script(404, 200), Counters()))
     assert sender._recover() == 0.0  # the heartbeats are looked at next
     pending = [PendingEvent("p", Heartbeat, 0, 0.0, {})]
     assert sender._send(pending)
-    assert list(pauses(1)) == [300]  # refused again at once, so the pause does not shrink
+    assert list(pauses(1)) == growing_s[-1:]  # refused again at once, so the pause does not shrink
     assert sender._recover() == 0.0
     sender._event_transport = SojournEventTransport(TransportContext(Script(200, 404), Counters()))
     assert sender._send(pending)
     assert sender._send(pending)
-    assert list(pauses(1)) == [1]
+    assert list(pauses(1)) == growing_s[:1]
 
 
 def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
