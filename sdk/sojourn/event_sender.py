@@ -153,12 +153,12 @@ class EventSender:
         implicit programs. Never raises, and never waits for the network."""
         try:
             if not self._takes_implicit and program.implicit:
+                self._recover_in_child()
                 return False
             if kind not in self._kinds:
                 closed = self._closed and self._supported
                 self.counters.add("dropped_closed" if closed else "dropped_unsupported")
-                if self._thread is None and not self._supported and self._on_recover is not None:
-                    self._ring()  # in a forked child, no thread asks yet whether the server accepts events
+                self._recover_in_child()
                 return False
             inbox = self._inbox
             if len(inbox) + self._pending.size >= self._queue_events:
@@ -172,6 +172,11 @@ class EventSender:
         except Exception:
             self.counters.add("internal_error")
             return False
+
+    def _recover_in_child(self) -> None:
+        """In a forked child, start the thread that asks whether the server accepts events again."""
+        if self._thread is None and not self._supported and self._on_recover is not None:
+            self._ring()
 
     def _ring(self) -> None:
         with self._lock:

@@ -210,6 +210,18 @@ def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(sender
     assert list(pauses(1)) == growing_s[:1]
 
 
+@pytest.mark.parametrize("implicit", [False, True])
+def test_a_forked_child_asks_again_whatever_its_programs_are(senders, implicit):
+    """A child has no thread until it needs one."""
+    sender = senders(Script(), recover=lambda: None)
+    sender.set_event_transport(None)
+    sender.after_fork()
+    source = Source()
+    source.implicit = implicit
+    assert sender.put(source, ToolStart, call_id="c", tool="bash") is False
+    wait_until(lambda: sender._recover_at_s is not None)
+
+
 def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
     monkeypatch.setattr(event_sender_module, "FIRST_RECOVERY_PAUSE_S", 0.001)
     monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.001)
