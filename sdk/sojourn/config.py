@@ -111,9 +111,17 @@ class Config:
     """Longest time for sending queued events when the session closes or the process exits."""
 
     @property
+    def server(self) -> str:
+        """``url`` without user name and password, to tell servers apart."""
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+    @property
     def address(self) -> str:
-        """``url`` without user name and password, for log messages and ``Stats``."""
-        return without_credentials(self.url)
+        """``server`` for log messages and ``Stats``. A path with ``@`` is replaced by ``/...``, since it may
+        be the end of an unencoded password with ``/``."""
+        parts = urlsplit(self.server)
+        return parts._replace(path="/...").geturl() if "@" in parts.path else self.server
 
     def listed(self, host: str, path: str) -> str | None:
         """Return the entry of ``hosts`` for a request to ``host`` (``host:port``) and ``path``; ``None`` if
@@ -266,8 +274,8 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def without_credentials(url: str) -> str:
-    """Return ``url`` without user name and password. Everything between the scheme and the last ``@`` is left
-    out, since an unencoded password may hold ``/``."""
+    """Return the text ``url``, which may be no URL, without user name and password. Everything between the
+    scheme and the last ``@`` is left out, since an unencoded password may hold ``/``."""
     credentials, found, rest = url.rpartition("@")
     scheme = _SCHEME.match(credentials)
     return f"{scheme[0] if scheme else ''}{rest}" if found else url

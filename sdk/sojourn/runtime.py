@@ -233,7 +233,7 @@ class Session:
         server and one dialect. Otherwise ``before`` reports the ends of its programs when it closes, since
         its server would keep them for ever. Called before ``connect``."""
         ours, theirs = self.config, before.config
-        if ours is None or theirs is None or before.server is None or ours.address != theirs.address:
+        if ours is None or theirs is None or before.server is None or ours.server != theirs.server:
             return
         if ours.dialect in (theirs.dialect, before.server.dialect.name):
             self.open_programs = before.open_programs
