@@ -9,7 +9,6 @@ request are kept until that request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -21,6 +20,7 @@ import aiohttp
 import msgspec
 from sojourn.wire_codec import (
     EVENTS_PATH,
+    MAX_EVENT_NAME_BYTES,
     EventBatch,
     EventOutcome,
     Outcome,
@@ -42,7 +42,7 @@ from .program_event_records import ProgramEventRecords, RecordedEvent, ReplicaIn
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
-from .tenant_event_queue import EventsRefusedError, TenantEventQueue, batch_weight
+from .tenant_event_queue import EngineSilentError, EventsRefusedError, TenantEventQueue
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class EventForwarder:
                 continue
             key = (tenant, event.program_id)
             home = self._replicas.get(self._routing_backend.home(*key))
+            kept = None
             if isinstance(event, ProgramEnd):
                 over.append((place, event))
                 if home is None:  # prefill and decode engines are no homes, and no request carries the end
@@ -129,14 +130,14 @@ class EventForwarder:
                     continue
             elif home is not None:
                 self.catch_up(key, home.replica_id)
-                self._record_event(key, event, authorization, home.replica_id)
+                kept = self._record_event(key, event, authorization, home.replica_id)
             else:
                 self._record_event(key, event, authorization, None)
             if home is not None:
                 to = onwards.setdefault(
-                    home.url, _EngineBatch(self._graphs_sent_to(home.url, home.replica_id), self._clock())
+                    home.url, _EngineBatch(self._graphs_sent_to(home.url, home.replica_id))
                 )
-                to.events.append((place, event, self._with_full_graph(tenant, event, raw, to)))
+                to.events.append((place, event, self._with_full_graph(tenant, event, raw, to), kept))
             elif isinstance(event, (ProgramStart, AegReport, ToolStart, ToolStop)):
                 outcomes[place] = _outcome(event, Outcome.DEFERRED, "it has no replica yet")
             else:
@@ -260,7 +261,6 @@ class EventForwarder:
         ``authorization``: header of the program's last request; ``None``: use the header of the program's
         last recorded event.
         """
-        event = {"type": "program_end", "program_id": left.program_id, "status": "cancelled"}
         record = self.known.get((left.tenant, left.program_id))
         if record is not None:
             authorization = record.authorization if authorization is None else authorization
@@ -268,8 +268,7 @@ class EventForwarder:
                 record.mark_unsent()
         address = self._replicas.get(left.replica_id)
         if address is not None:
-            sender = self._sender_for(address.url, left.tenant)
-            sender.send([self._numbered(left.tenant, event)], authorization)
+            self._send_end(address.url, left.tenant, left.program_id, "cancelled", authorization)
 
     def forget(self, key: Key) -> None:
         """Drop the record of a program whose final request was answered."""
@@ -277,6 +276,14 @@ class EventForwarder:
         self.on_end(ProgramOutcome.FINAL.value)
 
     # -- internals -----------------------------------------------------------------------
+
+    def _send_end(
+        self, url: str, tenant: str, program_id: str, status: str, authorization: str | None
+    ) -> None:
+        """Queue a ``ProgramEnd`` for an engine. A status that is too long is replaced."""
+        status = status if len(status) <= MAX_EVENT_NAME_BYTES else "error"
+        event = {"type": "program_end", "program_id": program_id, "status": status}
+        self._sender_for(url, tenant).send([self._numbered(tenant, event)], authorization)
 
     def _end(self, key: Key, status: str) -> None:
         """Drop a program's record, and report the program's end to the routing core."""
@@ -389,18 +396,16 @@ class EventForwarder:
             self._senders[(url, tenant)] = sender
         return sender
 
-    def _turn(
-        self, url: str, tenant: str, events: list[msgspec.Raw]
-    ) -> contextlib.AbstractAsyncContextManager[None]:
-        """Context manager that waits until a client's events may be sent to an engine. With one tenant, they
-        do not wait. May raise ``EventsRefusedError``. Drops all idle queues if it creates one."""
+    def _queue_for(self, url: str, tenant: str) -> TenantEventQueue | None:
+        """Find or create the queue of a tenant's batches for an engine. ``None``: with one tenant, batches do
+        not wait. Creating one drops all idle queues."""
         if self.names.only_tenant is not None:
-            return contextlib.nullcontext()
+            return None
         queue = self._queues.get((url, tenant))
         if queue is None:
             self._queues = {known: one for known, one in self._queues.items() if not one.idle}
             queue = self._queues[(url, tenant)] = TenantEventQueue()
-        return queue.turn(batch_weight(events))
+        return queue
 
     async def _pass_on(
         self,
@@ -412,43 +417,40 @@ class EventForwarder:
         authorization: str | None,
     ) -> None:
         """Post the part ``to`` of a client's batch to one engine, and store the outcomes of its events in
-        ``outcomes``. Waits first for the tenant's turn, and until the gateway's own earlier events of this
-        tenant for this engine were sent or dropped."""
+        ``outcomes``. Waits first until the gateway's own earlier events of this tenant for this engine were
+        sent or dropped, and for the tenant's turn. A client may disconnect meanwhile: its events keep their
+        place, and are still recorded and sent once."""
         unanswered, is_sent = (Outcome.MISSING, "its replica did not answer"), True
         answered: list[EventOutcome | None] = [None] * len(to.events)
-        events = [self._renamed(tenant, raw) for _, _, raw in to.events]
+        events = [self._renamed(tenant, raw) for _, _, raw, _ in to.events]
+        onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
+        sender = self._senders.get((url, tenant))
+        if sender is not None:
+            await sender.wait_until_sent()  # earlier events of these programs arrive first
+        queue = self._queue_for(url, tenant)
+        post = post_all if queue is None else queue.post_all
         try:
-            async with self._turn(url, tenant, events):
-                sender = self._senders.get((url, tenant))
-                if sender is not None:
-                    await sender.wait_until_sent()  # earlier events of these programs arrive first
-                onwards = EventBatch(v=batch.v, emitter=batch.emitter, events=events, dropped=batch.dropped)
-                answered = await post_all(self._post, url, onwards, authorization)
+            answered = await post(self._post, url, onwards, authorization)
+        except EngineSilentError:
+            is_sent = False
         except EventsRefusedError as refused:
             unanswered, is_sent = (Outcome.REJECTED, str(refused)), False
-        for (place, event, _), outcome in zip(to.events, answered, strict=True):
+        lost: list[tuple[Key, RecordedEvent | None]] = []
+        for (place, event, _, kept), outcome in zip(to.events, answered, strict=True):
             if outcome is None:
                 outcomes[place] = _outcome(event, *unanswered)
-                self._record_lost((tenant, event.program_id), event, to.arrived_s, is_sent)
+                lost.append(((tenant, event.program_id), kept))
+                if isinstance(event, ProgramEnd) and not is_sent:
+                    self._send_end(url, tenant, event.program_id, event.status, authorization)
+                    outcomes[place] = _outcome(event, Outcome.DEFERRED, "its replica receives it later")
                 continue
             if outcome.program_id != event.program_id:  # the engine's name for the program, or none
                 outcome = msgspec.structs.replace(outcome, program_id=event.program_id, seq=event.seq)
             outcomes[place] = outcome
             if isinstance(event, AegReport) and event.graph_hash in to.full_graphs:
                 update_known_graphs(to.known_graphs, event, outcome.outcome)
-
-    def _record_lost(self, key: Key, event: AnyEvent, arrived_s: float, is_sent: bool) -> None:
-        """Record that an event which was recorded as delivered got no answer, so that it is sent again.
-        ``is_sent``: whether the event was sent, so that the engine may have handled it."""
-        record = self.known.get(key)
-        if record is None:
-            return
-        # A running tool's record has its start, but a stop must be added. If both were sent and lost, the
-        # start stays away: an engine that did handle them would count the tool twice.
-        if not is_sent or isinstance(event, ToolStop):
-            self.known.record_event(key, event, record.authorization, arrived_s, delivered=False)
-        else:
-            record.mark_unsent()
+        for key, kept in reversed(lost):
+            self.known.record_lost(key, kept, is_sent=is_sent)
 
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
@@ -481,12 +483,10 @@ class _EngineBatch:
 
     known_graphs: set[str]
     """Hashes of the graphs that the engine received in full."""
-    arrived_s: float
-    """Time of arrival, on the gateway's clock."""
     full_graphs: set[str] = field(default_factory=set)
     """Hashes of the graphs that this batch contains in full."""
-    events: list[tuple[int, AnyEvent, msgspec.Raw]] = field(default_factory=list)
-    """(position in the client's batch, event, encoded event) of each event."""
+    events: list[tuple[int, AnyEvent, msgspec.Raw, RecordedEvent | None]] = field(default_factory=list)
+    """(position in the client's batch, event, encoded event, record of the event) of each event."""
 
 
 def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:

@@ -110,7 +110,8 @@ class ProgramEventRecord:
     tools: dict[str, RecordedEvent] = field(default_factory=dict)
     """Start events of the running tools, by call id."""
     undelivered: list[RecordedEvent] = field(default_factory=list)
-    """Tool events that no engine has received, because they arrived while the program had no home."""
+    """Tool events that no engine has received, in order of arrival: the program had no home, or its engine
+    did not answer."""
     place: ReplicaInstance | None = None
     """The replica that has all events of the program; ``None``: no replica has them all."""
     missed: int = 0
@@ -214,6 +215,30 @@ class ProgramEventRecords:
             record.mark_unsent()
         self._put(key, record, now_s)
         return kept
+
+    def record_lost(self, key: Key, kept: RecordedEvent | None, *, is_sent: bool) -> None:
+        """Record that an event which was recorded as delivered got no answer, so that it is sent again. What
+        the program has reported since stays as it is. Of a batch, record the last event first: a tool's start
+        is sent again if its stop is.
+
+        ``kept``: the event's record; ``None``: a heartbeat or program end, which is not sent again.
+        ``is_sent``: whether the event was sent, so that the engine may have handled it."""
+        record = self._programs.get(key)
+        if record is None or (kept is None and not is_sent):
+            return
+        record.mark_unsent()
+        if kept is None or not isinstance(kept.event, (ToolStart, ToolStop)):
+            return  # the record has the newest start and graph
+        call = kept.event.call_id
+        later = [type(one.event) for one in record.undelivered if one.event.call_id == call]  # type: ignore[union-attr]
+        if isinstance(kept.event, ToolStop):
+            is_lacking = call not in record.tools and not later
+        else:  # if an engine may have handled the start, it would count the tool twice
+            is_lacking = not is_sent and (record.tools.get(call) is kept or later == [ToolStop])
+        if is_lacking:
+            in_order = sorted([kept, *record.undelivered], key=lambda one: one.at_s)
+            record.undelivered = in_order[-MAX_UNDELIVERED_EVENTS:]
+            self._put(key, record, record.heard_s)
 
     def _put(self, key: Key, record: ProgramEventRecord, now_s: float) -> None:
         """Store a program's record as its tenant's newest, since an event has arrived. Drops records of

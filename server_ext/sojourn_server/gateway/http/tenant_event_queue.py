@@ -9,13 +9,16 @@ others wait here, in order of arrival.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
+from sojourn.wire_codec import EventBatch, EventOutcome
 
-from .ordered_sender import ANSWER_TIMEOUT_S
+from .ordered_sender import ANSWER_TIMEOUT_S, PostEvents, post_all
 
 MAX_SENT_WEIGHT = 256
 """Maximum weight of a tenant's batches that an engine has not answered. A heavier batch is sent alone. An
@@ -35,6 +38,10 @@ class EventsRefusedError(Exception):
     """Too many events of the tenant wait for the engine. The text says how many, and what was expected."""
 
 
+class EngineSilentError(Exception):
+    """The engine has answered no batch of the tenant for ``ANSWER_TIMEOUT_S``."""
+
+
 def batch_weight(events: Iterable[msgspec.Raw]) -> int:
     """Weight of a batch with these encoded events."""
     sizes = [memoryview(event).nbytes for event in events]
@@ -44,8 +51,15 @@ def batch_weight(events: Iterable[msgspec.Raw]) -> int:
 class TenantEventQueue:
     """Queue of one tenant's batches for one engine. Used in one event loop."""
 
-    def __init__(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    def __init__(
+        self,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sleep = sleep
+        self._clock = clock
+        self._answered_s = -math.inf
+        """Time of the engine's last answer to a batch."""
         self._sent = 0
         """Weight of the batches that were sent and have no answer yet."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -58,10 +72,27 @@ class TenantEventQueue:
         """Whether no batch waits, is being sent or is being refused."""
         return not (self._sent or self._waiting or self._delayed_weight)
 
+    async def post_all(
+        self, post: PostEvents, url: str, batch: EventBatch, authorization: str | None
+    ) -> list[EventOutcome | None]:
+        """Post a batch like ``ordered_sender.post_all``, in its turn. Raises the errors of ``turn``."""
+
+        async def noted(
+            url: str, part: EventBatch, authorization: str | None
+        ) -> Sequence[EventOutcome] | None:
+            outcomes = await post(url, part, authorization)
+            if outcomes is not None:
+                self._answered_s = self._clock()
+            return outcomes
+
+        async with self.turn(batch_weight(batch.events)):
+            return await post_all(noted, url, batch, authorization)
+
     @asynccontextmanager
     async def turn(self, weight: int) -> AsyncIterator[None]:
         """Wait until a batch may be sent; at the exit, the next batches may be sent. Raises
-        ``EventsRefusedError`` if the queue is full, or after ``ANSWER_TIMEOUT_S``."""
+        ``EventsRefusedError`` if the queue is full, and ``EngineSilentError`` if the engine has answered no
+        batch for ``ANSWER_TIMEOUT_S``. As long as the engine answers, a batch keeps its place."""
         if self._waiting or not self._has_room(weight):
             await self._wait(weight)
         else:
@@ -83,16 +114,16 @@ class TenantEventQueue:
         waiting = (weight, turn)
         self._waiting.append(waiting)
         self._waiting_weight += weight
+        arrived_s = self._clock()
         try:
-            await asyncio.wait({turn}, timeout=ANSWER_TIMEOUT_S)
+            while not turn.done():
+                left_s = max(arrived_s, self._answered_s) + ANSWER_TIMEOUT_S - self._clock()
+                if left_s <= 0:
+                    raise EngineSilentError
+                await asyncio.wait({turn}, timeout=left_s)
         except BaseException:
             self._leave(waiting)
             raise
-        if not turn.done():
-            self._leave(waiting)
-            raise EventsRefusedError(
-                f"the engine did not answer the tenant's earlier events within {ANSWER_TIMEOUT_S:g} s"
-            )
 
     async def _delay_refusal(self, weight: int) -> None:
         if self._delayed_weight + weight > MAX_DELAYED_WEIGHT:
