@@ -355,11 +355,16 @@ def applied(line: list[Any]) -> bool:
     return line[3][0] == "applied" and len(line[3]) > 1
 
 
+def is_overdue(line: list[Any]) -> bool:
+    """Whether a ``room`` record is of an overdue request, for which leases end whatever they would free."""
+    return bool(line[2][0].get("overdue"))
+
+
 EDITS = {
     # op: which record of it, what is changed in it, where that must tell (None: somewhere later)
     "enter": (lambda line: line[3] is False, lambda line: line[2].__setitem__(2, 10_000), "answer"),
     "room": (
-        lambda line: len(line) > 5,
+        lambda line: len(line) > 5 and not is_overdue(line),
         lambda line: line[2].__setitem__(1, dict.fromkeys(line[2][1], 0)),
         None,
     ),
