@@ -32,6 +32,7 @@ from .event_queue import EventQueue, PendingEvent
 from .heartbeats import OpenProgram
 from .http_transport import ServerTransport
 from .ids import EmitterId
+from .recovery_schedule import RecoverySchedule
 from .stats import Counters
 from .wire_events import Event, Heartbeat
 
@@ -40,14 +41,6 @@ MAX_BACKOFF_S = 30.0
 MAX_BEATING_BACKOFF_S = 5.0
 """Longest backoff while a program with heartbeats is open. Leases end after 10 to 20 s of silence, so two
 tries must fit into that time."""
-FIRST_RECOVERY_PAUSE_S = 1.0
-MAX_RECOVERY_PAUSE_S = 60.0
-"""First and longest pause before the sender asks again whether a server accepts events that refused them. The
-pause doubles each time. The longest one ends within the 90 s after a restart that are promised."""
-FIRST_STOCK_PAUSE_S = 30.0
-MAX_STOCK_PAUSE_S = 300.0
-"""The same for a server that was never recognised as sojourn's, such as stock vLLM, so that it gets few such
-requests."""
 THREAD_RETRY_S = 1.0
 """Pause before another attempt to start the thread."""
 POLL_EVERY_S = 0.02
@@ -133,8 +126,7 @@ class EventSender:
         """True while the thread waits, after a failed batch, before it contacts the server again."""
         self._starting = False
         self._no_start_before_s = float("-inf")
-        self._recovery_pause_s = 0.0
-        self._recover_at_s: float | None = None
+        self._recovery = RecoverySchedule(self._recognised)
         self._closed = False
         self._thread = None
         self._update_accepted_kinds()
@@ -455,23 +447,12 @@ class EventSender:
         call; ``None`` if no further call is needed."""
         if self._closed or self._on_recover is None:
             return None
-        now = self._clock()
-        if self._recover_at_s is not None and now >= self._recover_at_s:
-            self._recover_at_s = None
+        if self._recovery.take_due(self._clock()):
             event_transport = self._on_recover()
             if event_transport is not None:
                 self.set_event_transport(event_transport)
                 return 0.0  # heartbeats may be due
-            now = self._clock()
-        if self._recover_at_s is None:
-            first_s, longest_s = (
-                (FIRST_RECOVERY_PAUSE_S, MAX_RECOVERY_PAUSE_S)
-                if self._recognised()
-                else (FIRST_STOCK_PAUSE_S, MAX_STOCK_PAUSE_S)
-            )
-            pause_s = min(longest_s, self._recovery_pause_s * 2 or first_s)
-            self._recovery_pause_s, self._recover_at_s = pause_s, now + pause_s
-        return self._recover_at_s - now
+        return self._recovery.wait_s(self._clock())
 
     def _take_in(self) -> None:
         """Number the events in the inbox and move them into the queue. Called with the lock held."""
@@ -501,7 +482,7 @@ class EventSender:
             self.set_event_transport(None if self._on_unsupported is None else self._on_unsupported())
             return True
         if delivery is not DeliveryResult.FAILED:
-            self._recovery_pause_s = 0.0
+            self._recovery.reset()
         return delivery is not DeliveryResult.FAILED
 
     def set_event_transport(self, event_transport: EventTransport | None) -> None:

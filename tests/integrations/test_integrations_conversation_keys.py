@@ -70,7 +70,7 @@ SQL, REDIS, MONGO, DAPR, API = map(
 
 
 def keys_of_requests(*sessions: Callable[[], Any]) -> set[Any]:
-    """The keys of session objects of which each is gone before the next is made."""
+    """Return the keys of session objects. Each object is freed before the next one is made."""
     keys = set()
     for make in sessions:
         keys.add(conversation_key(make()).key)

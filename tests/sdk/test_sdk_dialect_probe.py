@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import sojourn
 from json_server import JsonServer
-from sojourn import event_sender, runtime
+from sojourn import recovery_schedule, runtime
 from sojourn.dialect_probe import ServerDialect, probe_dialect
 from sojourn.http_transport import HttpResponse
 from sojourn.testing import FakeServer, refusing_url
@@ -140,7 +140,7 @@ def test_a_given_dialect_stays():
 
 
 def test_a_stock_server_gets_headers_only_and_no_events(monkeypatch):
-    monkeypatch.setattr(event_sender, "FIRST_STOCK_PAUSE_S", 3600.0)
+    monkeypatch.setattr(recovery_schedule, "FIRST_STOCK_PAUSE_S", 3600.0)
     with FakeServer(sojourn=False) as server:
         sojourn.init(server.url)
         with sojourn.program("p") as p:
@@ -169,10 +169,10 @@ def test_the_events_themselves_teach_when_the_probe_came_too_early():
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(event_sender, "FIRST_RECOVERY_PAUSE_S", 0.001)
-    monkeypatch.setattr(event_sender, "MAX_RECOVERY_PAUSE_S", 0.01)
-    monkeypatch.setattr(event_sender, "FIRST_STOCK_PAUSE_S", 0.001)
-    monkeypatch.setattr(event_sender, "MAX_STOCK_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery_schedule, "FIRST_RECOVERY_PAUSE_S", 0.001)
+    monkeypatch.setattr(recovery_schedule, "MAX_RECOVERY_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery_schedule, "FIRST_STOCK_PAUSE_S", 0.001)
+    monkeypatch.setattr(recovery_schedule, "MAX_STOCK_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
@@ -206,14 +206,14 @@ def test_events_arrive_within_90_s_of_the_restart_however_long_it_took(server, r
     with sojourn.program("refused"):
         pass
     assert sojourn.flush(60)
-    wait_until(lambda: sender._recover_at_s is not None)
+    wait_until(lambda: sender._recovery.ask_at_s is not None)
 
     def end_pause():
         """Let the sender ask, and return the length of the pause."""
-        before_s, now[0] = now[0], sender._recover_at_s
-        asked = sender._recover_at_s
+        before_s, now[0] = now[0], sender._recovery.ask_at_s
+        asked = sender._recovery.ask_at_s
         sender.heartbeats_changed()  # wakes it
-        wait_until(lambda: sender._supported or sender._recover_at_s not in (None, asked))
+        wait_until(lambda: sender._supported or sender._recovery.ask_at_s not in (None, asked))
         return asked - before_s
 
     for _ in range(refusals):
@@ -250,10 +250,10 @@ def test_a_given_dialect_is_never_probed(server, short_pauses):
 def test_a_forked_child_asks_again_too(python):
     code = """
     import os, time, sojourn
-    from sojourn import event_sender
+    from sojourn import recovery_schedule
     from sojourn.testing import FakeServer
-    event_sender.FIRST_STOCK_PAUSE_S = 0.001
-    event_sender.MAX_STOCK_PAUSE_S = 0.01
+    recovery_schedule.FIRST_STOCK_PAUSE_S = 0.001
+    recovery_schedule.MAX_STOCK_PAUSE_S = 0.01
     with FakeServer(sojourn=False) as server:
         sojourn.init(server.url, probe_timeout_s=30)
         pid = os.fork()

@@ -9,6 +9,7 @@ import pytest
 import sojourn
 from scripted_transport import Script, Source
 from sojourn import event_sender as event_sender_module
+from sojourn import recovery_schedule
 from sojourn.dialects import SojournEventTransport, TransportContext
 from sojourn.event_queue import PendingEvent
 from sojourn.event_sender import EventSender
@@ -219,11 +220,11 @@ def test_a_forked_child_asks_again_whatever_its_programs_are(senders, implicit):
     source = Source()
     source.implicit = implicit
     assert sender.put(source, ToolStart, call_id="c", tool="bash") is False
-    wait_until(lambda: sender._recover_at_s is not None)
+    wait_until(lambda: sender._recovery.ask_at_s is not None)
 
 
 def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
-    monkeypatch.setattr(event_sender_module, "FIRST_RECOVERY_PAUSE_S", 0.001)
+    monkeypatch.setattr(recovery_schedule, "FIRST_RECOVERY_PAUSE_S", 0.001)
     monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.001)
     answers = [OSError(), None]
 
