@@ -1,6 +1,7 @@
 """Computes how many engines the KV of all accepted programs needs.
 
-The number of gateways is fixed: ``RayConfig.gateways``.
+The coordinator, which decides for all gateways, uses this module. The number of gateways is fixed
+(``RayConfig.gateways``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class AutoscaleDecision:
     engines: int
     """Number of engines to run."""
     low_since_s: float | None = None
-    """Time since which one engine fewer would be enough; ``None``: one fewer would not be enough."""
+    """Time from which ``AutoscaleLimits.shrink_after_s`` counts; ``None``: demand is not low."""
 
 
 def wanted_engines(
@@ -52,8 +53,8 @@ def wanted_engines(
     one after each ``shrink_after_s`` of low demand.
 
     ``programs_tokens``: total size of programs with a home, and of programs that wait for capacity.
-    ``engine_tokens``: KV capacity of one engine in all tiers; 0: unknown. Then the number stays the same,
-    within ``limits``. ``before``: the last decision.
+    ``engine_tokens``: KV capacity of one engine in all tiers. If it is 0 (unknown), the number stays the
+    same, within ``limits``. ``before``: the last decision.
     """
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if engine_tokens <= 0:
@@ -71,17 +72,16 @@ def wanted_engines(
 
 
 class _Basis(enum.Enum):
-    """Origin of a coordinator's wanted number of engines."""
+    """Where the wanted number of engines comes from."""
 
     UNKNOWN = enum.auto()
-    """The configured minimum, or more if the demand that is known so far needs more."""
+    """The configured minimum, or more if the demand known so far needs more."""
     RUNNING = enum.auto()
     """The number of running engines."""
     FORMER = enum.auto()
     """The number that an earlier coordinator wanted."""
     DEMAND = enum.auto()
-    """Known demand: it has lowered the number, or raised it above the number that an earlier coordinator
-    wanted."""
+    """Known demand. It has lowered the number, or raised it above the number of an earlier coordinator."""
 
 
 class Autoscaler:
@@ -100,12 +100,13 @@ class Autoscaler:
 
     def hold(self, former: int, running: int) -> None:
         """Keep the number of engines that an earlier coordinator wanted, or else the number that run now.
-        Called at an engine's first registration. Without this call, a new coordinator, which knows no demand
-        yet, would remove running engines. No effect once the number follows known demand (``_Basis.DEMAND``).
 
-        ``former``: number that an earlier coordinator wanted, as the engine reports it; 0: unknown.
-        ``running``: number of running engines; it counts only until an engine reports ``former``. ``former``
-        includes engines that have not started yet, and excludes engines that Serve is about to stop.
+        Called at an engine's first registration. A new coordinator knows no demand yet, and would otherwise
+        remove running engines. No effect once the number follows known demand (``_Basis.DEMAND``).
+
+        ``former``: number that an earlier coordinator wanted, as the engine reports it; 0: unknown. This
+        number includes engines that have not started yet, and excludes engines that Serve is about to stop.
+        ``running``: number of running engines, used until an engine reports ``former``.
         """
         if self._basis is _Basis.DEMAND or (self._basis is _Basis.FORMER and not former):
             return

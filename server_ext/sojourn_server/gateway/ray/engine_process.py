@@ -46,8 +46,8 @@ _EXCLUDED_VARIABLES = frozenset({"OMP_NUM_THREADS"})
 
 
 class EngineFailed(RuntimeError):
-    """An engine failed to start, or has ended. The text says why; after a failed start it may end with the
-    last lines of the engine's log."""
+    """An engine failed to start, or has ended. The text says why. After a failed start, the text may end with
+    the last lines of the engine's log."""
 
 
 class EngineProcess:
@@ -71,7 +71,7 @@ class EngineProcess:
         role: PairRole | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment``: variables that are added to this process's own, from which Ray's are removed.
+        """``environment``: variables that the engine gets besides this process's own. Ray's are left out.
         ``key``: key for queries to the engine. ``role``: role of a prefill or decode engine; ``None``: the
         engine computes both stages. With a role, the start fails if the engine cannot be part of a pair.
         ``words``: further placeholders of ``command``, with their values."""
@@ -152,8 +152,8 @@ class EngineProcess:
 
     async def describe(self) -> EngineDescription | None:
         """Request the engine's description; ``None``: there is no description yet. If the new description is
-        incomplete, the last complete one is returned, because an engine whose description lacks values looks
-        like another engine."""
+        incomplete, return the last complete one. With values missing, the engine would look like another
+        engine."""
         assert self._probe is not None, "the engine was not started"
         described = await self._probe.describe()
         if described is not None:
@@ -178,8 +178,8 @@ class EngineProcess:
         return (await self._probe.links() if self._probe is not None else None) or {}
 
     async def end(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End the engine and its children: SIGTERM, and SIGKILL after ``grace_s`` seconds. Further calls have
-        no effect."""
+        """Send SIGTERM to the engine, and wait at most ``grace_s`` seconds for its end. Then kill its process
+        group, so that no child is left. Further calls have no effect."""
         process = self._process
         if process is not None and not self._is_ended:
             if process.poll() is None:

@@ -1,4 +1,7 @@
-"""Registered engines with their replicas, the list of replicas for gateways, and votes on silent replicas."""
+"""Registered engines with their replicas, the list of replicas for gateways, and votes on silent replicas.
+
+The coordinator, which decides for all gateways, uses this module. An instance is one run of an engine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .coordinator_messages import EngineRegistration, ReplicaInfo
 
 RUNNING_S = 3.0
 """An engine counts as running for this many seconds after its last report. Engines report twice a second. A
-replacement takes longer to start, so a killed engine and its replacement are not counted together."""
+replacement takes longer than this to start, so a killed engine and its replacement never count together."""
 SAMPLE_TURNS = 8
 """Number of sample turns by which ``routes_home_directly`` tests a policy."""
 
@@ -44,8 +47,7 @@ class EngineRegistry:
     def __init__(self, engines: Mapping[str, list[ReplicaInfo]] | None = None) -> None:
         self._engines = {engine: list(places) for engine, places in (engines or {}).items()}
         self._drains: dict[str, str | None] = {}
-        """Instance of each engine that drains, by engine id; ``None`` for an engine that has not registered
-        yet."""
+        """Id of an engine that drains → its instance; ``None`` if it has not registered yet."""
         self._heard: set[str] = set()
         """Ids of the engines that have registered with this coordinator. All other engines come from the
         checkpoint."""
@@ -140,8 +142,8 @@ class EngineRegistry:
         return sum(1 for lease in leases if lease is not None and now - lease[1] < RUNNING_S)
 
     def refresh_shown(self, core: RoutingCore, routing: RoutingPolicy | None, now: float) -> bool:
-        """Update ``shown``; return whether it has changed. ``routing``: the policy of an affinity core;
-        ``None``: ``core`` is a pair core."""
+        """Update ``shown``; return whether it has changed. ``routing``: the routing policy; ``None`` for
+        prefill and decode engines, which have no such policy."""
         each = (
             self._shown(place, core, routing, now) for places in self._engines.values() for place in places
         )
@@ -156,7 +158,7 @@ class EngineRegistry:
         self, place: ReplicaInfo, core: RoutingCore, routing: RoutingPolicy | None, now: float
     ) -> ReplicaInfo | None:
         """Return a replica's entry in the list for gateways; ``None``: the replica gets no requests.
-        ``routing``: the policy of an affinity core."""
+        ``routing``: see ``refresh_shown``."""
         health = core.health(place.replica_id)
         if health is None:
             return None
@@ -179,12 +181,13 @@ class EngineRegistry:
 
 
 def routes_home_directly(core: AffinityCore, routing: RoutingPolicy, replica: Replica, now: float) -> bool:
-    """Whether gateways may send turns to this replica without asking the coordinator, if the replica is the
-    home of the turn's program.
+    """Whether gateways may send the turns of programs whose home is this replica without asking the
+    coordinator.
 
-    To find out, the policy routes ``SAMPLE_TURNS`` made-up turns whose home is this replica. The result is
-    True if the policy sends all of them to this replica, and the replica can accept turns at once. If the
-    policy fails, the failure is counted and the result is False.
+    To find out, the policy routes ``SAMPLE_TURNS`` made-up turns of such programs. The result is True if the
+    policy sends all of them to this replica, and the replica can accept turns at once. The result is False
+    for a policy that reads the prompts' prefixes. If the policy fails, the failure is counted and the result
+    is False.
     """
     if (
         replica.health is not ReplicaHealth.UP
@@ -229,8 +232,8 @@ class LivenessQuorum:
         """Running votes by replica id."""
 
     def begin(self, replica_id: str, instance: str, gateways: Collection[str], now: float) -> bool:
-        """Start a vote of these gateways on a replica. Returns False if a vote is running already, or if
-        there is no gateway."""
+        """Start a vote of these gateways on a replica. Returns False if a vote on this instance is running
+        already, or if there is no gateway."""
         vote = self._votes.get(replica_id)
         if not gateways or (
             vote is not None and vote.instance == instance and now - vote.began_s < VOTE_TIMEOUT_S

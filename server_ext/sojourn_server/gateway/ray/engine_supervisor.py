@@ -1,5 +1,5 @@
-"""Supervises one engine's process, and registers the engine with the coordinator. ``deployments`` runs a
-supervisor in each engine replica on Ray."""
+"""Supervises one engine's process, and registers the engine with the coordinator, which decides for all
+gateways. ``deployments`` runs a supervisor in each engine replica on Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ HEARTBEAT_INTERVAL_S = 0.5
 PROCESS_POLL_S = 0.1
 """Seconds between two looks at the engine's process."""
 HEARTBEATS_PER_DESCRIPTION = 60
-"""Number of heartbeats between two queries for the engine's description."""
+"""Number of heartbeats between two queries for the description of an engine without a role (prefill or
+decode)."""
 HEARTBEATS_PER_LINK_STATUS = 4
 """Number of heartbeats between two queries for the description of a prefill or decode engine. The engine's
 links are queried at the same time."""
@@ -53,14 +54,13 @@ class EngineSupervisor:
         self._drain_s = drain_s
         self._description: EngineDescription | None = None
         self._links: dict[str, LinkStats] = {}
-        """The last report of links that has not been sent yet; empty: there is none."""
+        """The engine's last report of its links, until it is sent; empty: there is none."""
         self._epoch = 0
-        """Highest epoch of a coordinator that has answered."""
+        """Highest epoch of a coordinator that has answered. A later coordinator has a higher epoch."""
         self._failure: str | None = None
-        """Why the engine counts as failed although its process had not ended; ``None``: it has not failed."""
+        """Why the engine counts as failed, although its process still ran; ``None``: it has not failed."""
         self._rate_limited_log = RateLimitedLog(logger)
         self._supervising: asyncio.Task[None] | None = None
-        """The task of ``_supervise``."""
 
     async def start(self) -> None:
         """Start the engine, and supervise it from then on. Raises ``EngineFailed``."""
@@ -76,9 +76,11 @@ class EngineSupervisor:
             raise EngineFailed(f"the engine's process ended with code {self.process.code}")
 
     async def _supervise(self) -> None:
-        """Check and register the engine regularly, until cancelled or until the engine is gone. If the engine
-        is gone, report this to the coordinator, and end what is left of its process group: children, or a
-        process that hangs. They would hold the memory that the next engine needs."""
+        """Check and register the engine regularly, until cancelled or until the engine is gone.
+
+        If the engine is gone, report this to the coordinator, and end the engine's process group. A child
+        that is left, or a process that hangs, would hold the memory that the next engine needs.
+        """
         try:
             await self._watch_until_gone()
         except Exception as error:

@@ -1,5 +1,9 @@
 """Sends the coordinator's actions to gateways. Each gateway has an outbox. Each request belongs to one
-gateway."""
+gateway.
+
+A gateway polls for its actions, and the coordinator answers a poll when there is news. A gateway joins when
+it starts, and again after it has lost the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,14 @@ class Outbox:
     """
 
     def __init__(self, now: float, join: int = 0) -> None:
-        """``join``: number of the gateway's join."""
+        """``join``: number of this join; each gateway counts its joins."""
         self.heard_s = now
         """Time of the gateway's last message."""
         self.join = join
         self.requests: set[str] = set()
         """Ids of the gateway's requests in progress."""
         self.wake = asyncio.Event()
-        """Set when the gateway's running poll has to be answered."""
+        """Set when the coordinator has to answer the gateway's running poll."""
         self._mail: deque[AnyRoutingAction] = deque()
         self._first = 1
         """Number of the first action in ``_mail``."""
@@ -105,7 +109,7 @@ class MessageRouter:
         """Create a new outbox for a gateway that joins. Returns (outbox, ids of the gateway's earlier
         requests that are not among ``requests``).
 
-        ``requests``: ids of all open requests of the gateway. ``number``: number of the join.
+        ``requests``: ids of all open requests of the gateway. ``number``: number of this join.
         """
         old = self._outboxes.get(gateway_id)
         box = self._outboxes[gateway_id] = Outbox(now, number)
@@ -146,11 +150,11 @@ class MessageRouter:
     ) -> None:
         """Send an action to the gateway to which the action's request belongs.
 
-        A ``ProbeReplica`` goes to all gateways. A ``YieldPrograms`` goes to the gateway to which the urgent
-        request belongs. A ``ReleaseProgramKv`` goes to the gateway that gets the ``SendRequest`` for the
-        program's move, because the KV is released after the move. If ``together`` has no such
+        A ``ProbeReplica`` goes to all gateways. A ``YieldPrograms`` goes to the gateway of the request for
+        which the programs yield. A ``ReleaseProgramKv`` goes to the gateway that gets the ``SendRequest`` for
+        the program's move, because the KV is released after the move. If ``together`` has no such
         ``SendRequest``, the ``ReleaseProgramKv`` goes to the gateway ``reported_by``, or else to any gateway.
-        An action is dropped if there is no such gateway.
+        If the right gateway is gone, the action is dropped.
 
         ``together``: all actions that the same event caused. ``reported_by``: id of the gateway that reported
         the event; ``None``: no gateway reported it.

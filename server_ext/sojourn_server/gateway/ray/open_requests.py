@@ -1,4 +1,8 @@
-"""A gateway's open requests, decisions about them without the coordinator, and unconfirmed events."""
+"""A gateway's open requests, decisions about them without the coordinator, and unconfirmed events.
+
+The coordinator normally decides for all gateways. A gateway decides by itself while the coordinator does not
+answer. Later the gateway joins: it reports all its open requests to the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +45,8 @@ class OpenRequest:
     began: bool = False
     """Whether the client has the first byte of the answer."""
     placed_locally: bool = False
-    """Whether this gateway chose the replica without the coordinator, and the coordinator has not confirmed
-    that it knows this choice. Then decisions of the coordinator do not apply, since they rest on outdated
-    state."""
+    """Whether this gateway chose the replica by itself, and the coordinator has not yet confirmed the choice.
+    Until then the coordinator's decisions do not apply, since they rest on outdated state."""
     refused: bool = False
     """Whether this gateway has rejected the request. Then no further decision applies."""
     failed_at: list[str] = field(default_factory=list)
@@ -115,8 +118,8 @@ class OpenRequests(Mapping[str, OpenRequest]):
         self._open.pop(request_id, None)
 
     def confirm(self, events: Iterable[AnyRoutingEvent]) -> None:
-        """Record that the coordinator has processed these events, and so knows where the requests that they
-        report were sent."""
+        """Record that the coordinator has processed these events. It now knows where their requests were
+        sent."""
         for event in events:
             if isinstance(event, routing_events.RequestSent):
                 one = self._open.get(event.request_id)
@@ -148,9 +151,10 @@ class OpenRequests(Mapping[str, OpenRequest]):
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Decide about a request without the coordinator; ``None``: the request keeps waiting.
 
-        The request goes to its program's ``home`` if possible, else to the replica in ``places`` to which
-        this gateway has sent the fewest requests. It never goes to a replica where it failed. A request that
-        failed too often, or waits too long without a replica, is rejected.
+        The request goes to its program's ``home`` if possible, else to a replica in ``places`` that has few
+        requests of this gateway. It never goes to a replica where it failed. A request that failed too often,
+        or waits too long without a replica, is rejected. Prefill and decode engines are chosen without
+        ``home``.
         """
         request_id = one.asked.request_id
         if len(one.failed_at) >= MAX_FAILURES:
@@ -250,24 +254,25 @@ MAX_BUFFERED_EVENTS = 10_000
 
 
 class UnconfirmedEvents:
-    """Events that wait to be sent, and the events in batches that the coordinator has not answered.
+    """Events that wait to be sent, and events in batches that the coordinator has not answered.
 
-    If the coordinator is lost, events that concern no request are kept and sent to the next coordinator in
-    the same order. Events about requests are dropped, because the join reports all requests.
+    If the coordinator is lost, events that concern no request are sent to the next coordinator, in the same
+    order. Events about requests are dropped, because the join reports all requests.
 
-    If only the answer to a batch was lost, the kept events are processed twice. The second time has an effect
-    only if the state changed in between. A repeated ``ProgramEnded`` or ``KvDropped`` removes the home of a
-    program that has begun again or has new KV at its home. That program is routed anew at its next turn. A
-    repeated drain event undoes what another gateway did in between, so an operator has to repeat that. No
-    request fails.
+    If only the answer to a batch was lost, events that concern no request are processed twice. This matters
+    only if the state has changed in between, and it fails no request:
+
+        ``ProgramEnded``, ``KvDropped``   a program that has begun again, or has new KV, loses its home; its
+                                          next turn is routed anew
+        a drain event                     undoes a drain command that another gateway sent in between; the
+                                          operator has to repeat that command
     """
 
     def __init__(self) -> None:
         self.waiting: list[AnyRoutingEvent] = []
         """Events that have not been sent, in order."""
         self._in_flight: dict[int, list[AnyRoutingEvent]] = {}
-        """Events that concern no request, for each batch without an answer, by batch number and in the order
-        of batches."""
+        """Number of a batch without an answer → its events that concern no request; in batch order."""
 
     def keep(self, event: AnyRoutingEvent) -> None:
         """Add an event before the join. An event about a request is dropped, since the join reports all

@@ -1,5 +1,5 @@
 """Decides which prefill and decode engines get requests: only engines that serve the same model with the same
-kind of KV."""
+kind of KV. A *kind* here is an ``EngineCompatibility``: the model and the format of its KV."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class _RegisteredEngine:
 
 
 class PairAdmission:
-    """Admits engines of a single kind (``EngineCompatibility``) to a pair core, because only engines of one
-    kind can exchange KV.
+    """Admits engines of a single kind to a ``PairCore``, which routes each request to a prefill and a decode
+    engine. Only engines of one kind can exchange KV.
 
     ``dominant_compatibility`` chooses the served kind: the kind with the most registered engines, among kinds
     with engines of both roles. The order of registration does not matter. An engine whose kind is no longer
@@ -77,8 +77,8 @@ class PairAdmission:
         return self._links.get(replica_id, {})
 
     def process_registration(self, registration: EngineRegistration) -> str:
-        """Process an engine's registration. Returns the reason why the engine is not admitted. The result is
-        empty if the engine is admitted, or if it drains and still has requests. A new reason is logged."""
+        """Process an engine's registration. Returns why the engine is not admitted; empty: it is admitted.
+        The result is also empty for an engine that drains and still has requests. A new reason is logged."""
         [address] = rank_addresses(registration.url, 1)
         why = self._record_registration(registration, address.replica_id)
         if not why:

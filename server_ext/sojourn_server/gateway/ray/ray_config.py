@@ -100,8 +100,8 @@ class PairsConfig:
     """DualPath's β, as seconds: a prefill engine with more unfinished tokens than it computes in this time
     gets no new request."""
     high_tokens_ratio: float = 1.05
-    """DualPath's Z, as a ratio: a decode engine with more than this multiple of its group's mean tokens per
-    engine counts as highly loaded."""
+    """DualPath's Z, as a ratio. A decode engine counts as highly loaded if it has more tokens than this
+    multiple of its group's mean."""
 
 
 class EngineGroup(NamedTuple):
@@ -151,12 +151,13 @@ class RayConfig:
     port: int = 8100
     """Port of Serve's proxies, one on each node with a gateway."""
     direct_port: int | None = None
-    """Port of the gateways themselves, which the gateways of a node share; ``None``: they are reached only
-    through Serve's proxies. A gateway adds one millisecond to a request, Serve's proxy about nine more."""
+    """Port at which clients reach the gateways directly. The gateways of a node share it. ``None``: gateways
+    are reached only through Serve's proxies. A gateway adds one millisecond to a request, Serve's proxy about
+    nine more."""
     metrics_port: int | None = None
     """First port for gateways' own metrics. Each gateway of a node takes the next free port from here on.
-    ``None``: there are no such ports. Then the own metrics of several gateways are served nowhere, because
-    the gateways share all other ports."""
+    ``None``: there are no such ports. If there are several gateways, their own metrics are then served
+    nowhere, because the gateways share all other ports."""
     tenants: str | None = None
     """Tenants file; ``None``: all clients are one tenant."""
     keys: KeysConfig = KeysConfig()
@@ -167,7 +168,7 @@ class RayConfig:
     silent_program_s: float = SILENT_PROGRAM_S
     """Seconds without an event after which a program without open requests is forgotten."""
     address: str = "local"
-    """Address of a running Ray cluster. ``local`` starts a cluster on this machine, which ends with the
+    """Address of a running Ray cluster. ``local``: start a cluster on this machine, and end it with the
     command."""
     loopback_only: bool | None = None
     """Whether all ports listen only on the loopback interface. ``None``: True on a local cluster, False
