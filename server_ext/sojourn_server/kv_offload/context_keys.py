@@ -73,13 +73,14 @@ class ContextKeys:
 
     @property
     def identity(self) -> tuple[int, int, bytes]:
-        """Value to compare two ``ContextKeys`` of one request. If it is equal, the keys are equal too,
+        """Value to compare two ``ContextKeys`` of one request. If the values are equal, so are the keys,
         because a request only grows at its end."""
         return self.start_tokens, self.end_tokens, self._hashes[0] if self._hashes else b""
 
     def covered(self, has: HasBlock) -> int:
-        """Return the length in tokens of the longest prefix of the context that is available: all blocks that
-        it needs after ``start_tokens`` exist. Return ``start_tokens`` if there is no longer prefix.
+        """Return the length in tokens of the longest available prefix of the context, at least
+        ``start_tokens``. A prefix is available if every block that it needs after ``start_tokens`` is
+        available.
 
         A missing window block shortens the prefix for all groups. So the groups with windows are checked in
         rounds, until a round shortens nothing. A round takes O(blocks) per group."""
@@ -169,9 +170,9 @@ class ContextEnds:
     """Keys of the window blocks at the end of each recent prompt and turn, for models with several KV cache
     groups. A later request continues from such an end and needs only the window blocks there.
 
-    Holds the end of each program's newest prompt, and the end of its newest turn. If they have more than
-    ``max_keys`` keys in total, the oldest ends are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS``
-    keys that belong to no program.
+    Holds the ends of each program's newest prompt and newest turn. If these ends have more than ``max_keys``
+    keys in total, the oldest are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS`` keys that belong to
+    no program.
     """
 
     def __init__(self, max_keys: int) -> None:

@@ -30,8 +30,8 @@ def persist_context(
     a disk, or after a cache reset, nothing is written.
 
     ``chain``: keys of the context's blocks, in order. ``on_device``: key → block id, for blocks that the
-    device has. ``store``: ``OffloadPlanner.store``. It copies a block to host memory if only the device has
-    it; to make room, it evicts only blocks of rank ``PLAIN`` or below.
+    device has. ``store``: ``OffloadPlanner.store``, for blocks that only the device has. To make room for
+    them, host memory evicts only blocks of retention rank ``PLAIN`` or below.
     """
     if disk.closed:
         return PersistStatus(0, 0)

@@ -38,7 +38,7 @@ def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
 
 
 class CpuCopy(NamedTuple):
-    """The result of copies on a CPU. They are complete before the call that begins them returns."""
+    """The result of copies on a CPU, which are already complete."""
 
     seconds: float
 
@@ -51,7 +51,7 @@ class CpuDeviceBackend:
     """Copies blocks between a CPU engine's KV memory and ``slots`` slots of host memory. A slot holds one
     block, with its layers one after the other, as in a block's file.
 
-    Copies are complete when the call that begins them returns, so fences have no effect.
+    Each call returns after its copies are complete. So fences (``DeviceBackend.fence``) have no effect.
     """
 
     def __init__(self, rows: Sequence[ByteArray], slots: int) -> None:

@@ -20,8 +20,8 @@ DISK_INDEX_TIMEOUT_STEPS = 100
 """Number of steps after which the engine stops waiting for the worker's list of files left on disk."""
 
 NO_SIBLINGS_RECHECK_S = 5.0
-"""After a search that found no store of another engine, no search begins for this many seconds, counted from
-the beginning of that search."""
+"""If a search finds no store of another engine, the next search begins at least this many seconds after that
+one began."""
 
 MAX_OPEN_PROBES = 256
 """Maximum number of open searches of other engines' stores. At this number no further search begins."""
@@ -31,8 +31,8 @@ MAX_FOUND_KEYS = 1 << 16
 recently used are forgotten."""
 
 STAGE_BATCH_BLOCKS = 32
-"""Maximum number of blocks per job that reads from disk. The worker reports only whole jobs, so blocks of a
-long job would be usable late, and a slow disk could not be told from one that hangs."""
+"""Maximum number of blocks per job that reads from disk. The worker reports only whole jobs. With longer
+jobs, blocks would be usable later, and a slow disk would look like one that hangs."""
 
 MAX_PINNED_SHARE = 0.5
 """Maximum share of host memory that requests waiting for the disk may pin together. A single waiting request
@@ -46,7 +46,7 @@ class _PendingStage:
     since_s: float
     missing: int = 0
     entries: list[HostEntry] = field(default_factory=list)
-    """Host memory entries pinned for the request, so that they stay until vLLM's next look-up for it."""
+    """Host memory entries that stay pinned until vLLM looks up the request's blocks again."""
     given_up: bool = False
     """Whether the request no longer waits for the missing blocks."""
     disk_answers: bool = False
@@ -70,8 +70,8 @@ class DiskPlanner:
     while the block is written to disk or read from disk.
 
     With ``limits.shared``, other engines' stores in the same folder are searched when a request needs blocks.
-    Files found there are read like this engine's files, but do not count as on disk, because their owner may
-    delete them before they are read.
+    Blocks found there can be read like this engine's own. They do not count as on disk, because their engine
+    may delete them at any time.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class DiskPlanner:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether the engine must run a step even without requests: jobs wait for a step, or the worker has
-        not yet listed the files that an earlier engine left."""
+        """Whether the engine must run a step even without requests. True if jobs or requested writes wait for
+        a step, or if the worker has not yet listed the files that an earlier engine left."""
         if self._drops or self._spills or self._stages or self._probes:
             return True
         if not self.known:
@@ -216,9 +216,11 @@ class DiskPlanner:
     # -- to disk --------------------------------------------------------------------
 
     def request_spill(self, key: BlockKey, rank: RetentionRank) -> None:
-        """Request that a block in host memory is written to disk as soon as possible. After the write it gets
-        the retention rank ``rank``. If the disk is broken, it gets this rank at once, so that host memory
-        does not fill with blocks that wait for ever. Does nothing if the planner is ``closed``."""
+        """Request that a block in host memory is written to disk as soon as possible. After the write, the
+        block gets the retention rank ``rank``. Does nothing if the planner is ``closed``.
+
+        If the disk is broken, the block gets this rank at once. So host memory does not fill with blocks that
+        wait for ever."""
         if self.closed:
             return
         self._requested_writes[key] = rank
@@ -268,8 +270,8 @@ class DiskPlanner:
                 self._host.set_rank(entry, self._requested_writes[key])
 
     def _first_requested(self, most: int) -> list[HostEntry]:
-        """Return the entries of the ``most`` oldest requested writes, newest first. Requests that need no
-        write any more are removed. Stops at a block whose slot is still being filled."""
+        """Return the entries of up to ``most`` requested writes: the oldest requests, newest first. Requests
+        that need no write any more are removed. Stops at a block whose slot is still being filled."""
         found: list[HostEntry] = []
         for key in list(islice(self._requested_writes, max(0, most))):
             entry = self._host.get(key)
@@ -434,10 +436,11 @@ class DiskPlanner:
         *,
         at_most: RetentionRank,
     ) -> int:
-        """Plan to read the leading ``keys`` from disk. Stops at a key that is neither in host memory, nor in
-        this engine's files, nor found in another engine's store, or when there is no room. Returns
-        how many of ``keys`` are being read, also by earlier jobs. While reads hang, plans nothing and
-        returns 0.
+        """Plan to read the leading ``keys`` from disk. Returns how many of ``keys`` are being read now, also
+        by earlier jobs. While reads hang, plans nothing and returns 0.
+
+        Skips blocks that host memory has. Stops when there is no room, or at a key that is neither in host
+        memory nor in a known file of this or another engine.
 
         ``waiting``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
         highest rank of entries that host memory may evict for the new entries."""

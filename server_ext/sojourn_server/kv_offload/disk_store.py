@@ -12,10 +12,10 @@ Folders
 
 The manifest, not the folder's name, identifies the store. A folder with another manifest is refused.
 
-Stores of several identities can share a root. But ``open`` refuses a root that has stores of other identities
-and none of its own, unless ``alongside`` is set: after a change of model or block size, a second set of
-blocks on the disk is usually a mistake. Stores that differ only in the rank count as its own here. Files and
-folders that are not sojourn's are never deleted.
+Stores of several identities can share a root. By default ``open`` refuses a root that has only stores of
+other identities. After a change of model or block size, a second set of blocks on the disk is usually a
+mistake; ``alongside`` permits it. In this check, identities that differ only in the rank count as the same.
+Files and folders that are not sojourn's are never deleted.
 
 Errors
 ------
@@ -126,8 +126,8 @@ class DiskStore:
     the disk, except ``has``, ``keys``, ``len`` and ``used_bytes``. These read only the index, which is never
     locked during I/O, so the scheduler's thread may call them.
 
-    An open store evicts no blocks. At the budget ``put`` returns ``FULL``, unless removing an unusable file
-    makes room.
+    An open store evicts no blocks. If a block would exceed the budget, ``put`` first removes unusable files,
+    and returns ``FULL`` if these do not make enough room.
     """
 
     def __init__(
@@ -269,8 +269,9 @@ class DiskStore:
 
             ``BlockNotFound``   the store has no such block
             ``BlockCorrupt``    the file was damaged; it has been removed
-            ``StoreError``      the file cannot be read. Unless open files or memory ran out, ``has`` is false
-                                until the block is stored again or the store is opened again
+            ``StoreError``      the file cannot be read. If open files or memory ran out, ``has`` stays true.
+                                Otherwise ``has`` is false until the block is stored again or the store is
+                                opened again
             ``ValueError``      read-only buffers, wrong total size, invalid key, or the store is closed
         """
         path = self._path(key)

@@ -6,8 +6,8 @@ files are created with ``O_EXCL``. KV determines a model's answers, so every fol
 to this user and be writable by this user only. ``confine(private=False)`` switches the check of owners off.
 
 The root may be a folder such as ``/tmp`` or a volume that the machine's administrator made. Other users may
-create and rename entries in it, so everything below the root is checked on each access. A root is refused if
-other users may rename this user's folders in it and its owner is neither this user nor user 0.
+create and rename entries in it, so everything below the root is checked on each access. A root that belongs
+to another user (except user 0) is refused if other users may rename this user's folders in it.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _check_own(status: os.stat_result, path: Path) -> None:
 
 
 def _check_root(status: os.stat_result, path: Path) -> None:
-    """Raise ``PermissionError`` for a root whose owner is neither this user nor user 0, if other users can
-    rename this user's entries in it."""
+    """Raise ``PermissionError`` for a root of another user (except user 0) in which other users can rename
+    this user's entries."""
     if status.st_uid in (0, os.geteuid()) or status.st_mode & stat.S_ISVTX or not status.st_mode & _BY_OTHERS:
         return
     raise PermissionError(

@@ -158,8 +158,8 @@ class HostBlockPool:
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
-        """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank. With
-        ``used=False``, for an entry that was only copied to disk, it becomes the least recently used."""
+        """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank.
+        ``used=False``: the entry was only copied to disk, and becomes the least recently used."""
         entry.pins -= 1
         self._mark_idle_or_free(entry)
         if not used and self._is_idle(entry):
@@ -180,7 +180,8 @@ class HostBlockPool:
                 self._dirty[entry.rank].move_to_end(entry.key)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Change the rank; the entry becomes the most recently used of its new rank."""
+        """Change the entry's rank. If the rank differs, the entry becomes the most recently used of its new
+        rank."""
         if entry.rank == rank:
             return
         idle = self._is_idle(entry)

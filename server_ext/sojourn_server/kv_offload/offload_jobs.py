@@ -227,7 +227,7 @@ one slow copy, and few enough to notice soon that a link has become slow."""
 
 SPEED_MAX_AGE_S = 30.0
 """Seconds after which a report no longer counts for its direction's speed. A slow direction is used little.
-Once its reports have expired its speed is unknown, so it is used and measured again."""
+After its reports have expired, its speed is unknown. Then the direction is used again, and so measured."""
 
 
 class OffloadStats:

@@ -82,10 +82,10 @@ class OffloadPlanner:
         may_lower: bool = True,
     ) -> bool:
         """Plan to copy a block to host memory, with the rank ``rank``, because this step overwrites it on the
-        device. If host memory already has it, only set its rank. Returns false if host memory has no room.
+        device. If host memory already has the block, only set its rank. Returns false if host memory has no
+        room.
 
-        ``may_lower=False``: the rank of a block that host memory already has is not lowered, unless it is
-        ``SPARE`` or below."""
+        ``may_lower=False``: do not lower a rank above ``SPARE``. The rank ``WANTED`` is never lowered."""
         entry = self.host.get(key)
         if entry is not None:
             self.await_store(key)
@@ -211,13 +211,13 @@ class OffloadPlanner:
     def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
         """Return how many leading ``keys`` can be loaded from host memory now.
 
-        ``None`` means: look up again in a later step. Either a search of other engines' stores or a disk read
-        for this request is in progress (this call may have begun it), or another request is loading the first
-        key. A repeated look-up, or one during a disk read, takes O(1).
+        ``None`` means: look up again in a later step. A search of other engines' stores or a disk read for
+        this request is in progress, perhaps begun by this call. Or another request is loading the first key.
+        A repeated look-up, or one during a disk read, takes O(1).
 
-        Found blocks are pinned. ``take_jobs`` unpins them, except those of the latest look-up: the scheduler
-        looks up the first waiting request in every step, and its blocks must stay while it waits. If a block
-        was lost since the last ``take_jobs``, the next ``take_jobs`` unpins all.
+        Found blocks are pinned. ``take_jobs`` unpins them, except those of the latest look-up. The scheduler
+        looks up the first waiting request in every step, so this request's blocks stay. If a block was lost
+        since the last ``take_jobs``, the next ``take_jobs`` unpins all.
         """
         if not keys:
             self._drop_lookup(request_id)
@@ -249,9 +249,8 @@ class OffloadPlanner:
         """Return how many leading tokens of a context the device can have after a load from host memory. For
         models with several KV cache groups; these have no disk tier.
 
-        The result includes ``context.start_tokens``, the tokens that the device has already; it equals them
-        if nothing can be loaded. ``None`` means: look up again in a later step, because another request is
-        loading the beginning of this context.
+        The result includes the tokens that the device has already (``context.start_tokens``). ``None`` means:
+        look up again in a later step, because another request is loading the beginning of this context.
 
         To load, pass the keys of ``context.needed(result)`` to ``load`` in the same order. Found blocks are
         pinned, and unpinned by ``take_jobs``, like those of ``lookup``.
@@ -414,8 +413,8 @@ class OffloadPlanner:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether the engine must run a step even without requests: jobs wait for a step, or the worker has
-        not yet listed the blocks that an earlier engine left on disk."""
+        """Whether the engine must run a step even without requests. True if jobs or writes to disk wait for a
+        step, or if the worker has not yet listed the blocks that an earlier engine left on disk."""
         return bool(self._jobs) or self._wants_step or self.disk.has_jobs
 
     def state(self) -> dict[str, dict[str, int]]:

@@ -26,7 +26,7 @@ from .offload_jobs import ProbeResult
 from .store_folder import find_identity_stores
 
 _MAX_STALE_RATIO = 2
-"""``BlockPrefixTree`` removes outdated items from its heap once there are more than this many items for each
+"""``BlockPrefixTree`` removes the outdated items of its heap once the heap has more than this many items per
 block."""
 
 

@@ -266,7 +266,8 @@ def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) ->
 
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
     """Check that the manifest in ``path`` is for ``identity``. In an empty folder, write this manifest.
-    Raises ``IncompatibleStore``, also for a folder with other files and no manifest, and ``OSError``."""
+    Raises ``IncompatibleStore`` for another manifest, or for other files without a manifest. Raises
+    ``OSError``."""
     advice = "Name another directory, or delete this one if what it holds is no longer wanted."
     manifest = _read_manifest(files, path)
     if manifest is not None:

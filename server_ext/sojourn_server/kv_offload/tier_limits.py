@@ -17,8 +17,8 @@ class TierLimits:
     disk_blocks: int = 0
     """Number of blocks that fit on the disk; 0 if there is no disk."""
     spill_below: float = 0.25
-    """Blocks are written to disk while less than this share of host memory can be reused without loss: slots
-    that are empty, or whose block is on disk or has the rank ``WORTHLESS`` or ``SPARE``."""
+    """Blocks are written to disk while less than this share of the slots can be reused without loss. Such a
+    slot is empty, or its block is on disk or has the rank ``WORTHLESS`` or ``SPARE``."""
     max_spilling: int = 256
     """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_staging: int = 4096
