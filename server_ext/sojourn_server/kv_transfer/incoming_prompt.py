@@ -108,7 +108,8 @@ class IncomingPrompt:
         self.idle_since_s: float | None = None
         """Time at which the prompt became complete, or its peer disconnected; ``None`` before that."""
         self.moved_s = now
-        """Time at which data last arrived, or at which the lease was granted."""
+        """Time at which data last arrived, the lease was granted, or this engine made progress for which the
+        prompt waits."""
         self.watch = StallDetector(prompts.ctx.limits.patience_s, now)
         self._prompts = prompts
 
@@ -317,8 +318,9 @@ class IncomingPrompt:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the prompt may be evicted. The engine must not have asked for it, and its reads for the
-        peer must be over. It must be complete, or its peer must have disconnected without an offer."""
+        """Whether the prompt may be evicted. It may not while the engine waits for it, or while reads for the
+        peer are open. Otherwise it may if it is complete, or if its peer has disconnected without an
+        offer."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:

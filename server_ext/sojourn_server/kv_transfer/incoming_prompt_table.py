@@ -1,16 +1,17 @@
 """Table of the prompts that peers send to this engine.
 
-The id of a transfer names its prompt. This engine reads some of the prompt's blocks from storage when the
-peer asks for them: it sends them to the peer, which needs them to compute the prompt, and keeps them. The
-peer pushes the other blocks. The engine calls ``expect`` to wait for a transfer, before or after its data
-arrives. When all blocks are present, the engine uses them and then calls ``forget``. An expected transfer
-without progress fails after ``patience_s``. While a request is queued, the engine repeats ``want``, which
-keeps the complete prompt in the buffers.
+The id of a transfer names its prompt. The prompt's blocks have two sources. The peer may ask this engine to
+read some blocks from storage, because the peer needs them to compute the prompt. This engine sends a copy of
+these blocks to the peer. The peer pushes all other blocks.
 
-Prompts are evicted only while other transfers wait for buffers. Prompts that no queued request wants are
-evicted first. After that, if prompts of queued requests use more than ``queue_share`` of the slots, they are
-evicted from the end of the queue until the rest fits this share. The prompt of the first queued request is
-always kept.
+The engine calls ``expect`` to wait for a transfer, before or after its data arrives. When all blocks are
+present, the engine uses them and then calls ``forget``. An expected transfer without progress fails after
+``patience_s``. While a request is queued, the engine repeats ``want``, which keeps the complete prompt in the
+buffers.
+
+Prompts are evicted only while other transfers wait for buffers. First, the prompts that no queued request
+wants are evicted. Then prompts of queued requests are evicted, from the end of the queue, until the rest fits
+``queue_share`` of the slots. The prompt of the first queued request is always kept.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ class ReadingPeer:
     """Identifies the run of the peer's process that the router chose; ``None`` for any run. A restarted peer
     has another epoch."""
     or_read_locally: bool = False
-    """Whether this engine reads missing blocks from storage itself if the peer fails before every block has
-    its first layer. After a later failure they stay missing, because a step may already wait for layers."""
+    """Whether this engine itself reads the missing blocks from storage if the peer fails. This applies until
+    every block has its first layer. After that, missing blocks stay missing, because a step may already wait
+    for layers."""
 
 
 class PeerFetch:

@@ -226,8 +226,8 @@ def _host_and_port(rest: str) -> tuple[str, int]:
 
 
 MAX_QUEUED_BYTES = 64 << 20
-"""Maximum bytes of messages queued on one connection, without payloads; a connection that would exceed it is
-closed. It is enough to offer a thousand long prompts at once."""
+"""Maximum bytes of messages queued on one connection, without payloads. A connection that would exceed this
+limit is closed. The limit is enough to offer a thousand long prompts at once."""
 PIECE_BYTES = 256 << 10
 """Maximum bytes of one write to a stream; larger messages are sent in pieces. A peer must accept each piece
 within ``patience_s`` seconds."""

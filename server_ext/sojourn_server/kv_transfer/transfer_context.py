@@ -70,7 +70,7 @@ class _StorageFiller(NamedTuple):
 
 
 class _SlotRead(NamedTuple):
-    """The read of one block into its slot. One item of the storage link does it."""
+    """The read of one block into its slot: the work of one item of the storage read link."""
 
     slot: BufferSlot
 

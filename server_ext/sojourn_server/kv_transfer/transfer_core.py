@@ -46,7 +46,7 @@ from .transfer_wire import (
 
 
 class _StoreWrite(NamedTuple):
-    """The write of one block. One item of the storage write link does it."""
+    """The write of one block: the work of one item of the storage write link."""
 
     request: str
     key: bytes

@@ -25,8 +25,8 @@ class FetchJob(NamedTuple):
     keys: list[bytes]
     """Keys of consecutive Full Blocks of a context."""
     decode_share: float = 0.0
-    """Share of the stored blocks that the peer, a decode engine, reads. The peer reads the last of these
-    blocks."""
+    """Share of the stored blocks that the peer, a decode engine, reads. This engine reads the first stored
+    blocks, and the peer the last."""
     peer: str = ""
     """Address of the peer; empty if this engine reads all blocks. The fields below are for the peer."""
     context: str = ""
@@ -100,8 +100,9 @@ class TransferJobs:
     """Numbers of asks whose results are not needed any more."""
     wants: list[str] = field(default_factory=list)
     """Contexts that queued requests will ask for, in queue order: only the new contexts, or all of them if
-    their order has changed. The worker keeps them in the buffers until a later step has them in ``expects``
-    or ``drops``. If the engine takes no steps, they are kept for at most ``lease_s`` seconds."""
+    their order has changed. The worker keeps a context in the buffers until a later step has it in
+    ``expects`` or ``drops``. If the engine takes no steps, contexts are kept for at most ``lease_s``
+    seconds."""
     drops: list[ExpectJob] = field(default_factory=list)
     """Contexts that are pushed to this engine but that no request will ask for. Their ``ask`` is 0."""
     aborts: list[str] = field(default_factory=list)
