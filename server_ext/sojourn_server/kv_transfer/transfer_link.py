@@ -5,8 +5,8 @@ keeps its place in the queue until ``close``. If it queues another item later, s
 push, that item goes before the items of later requests. While a request has no item in the queue, the link
 serves the next request.
 
-With a rate limit, items take at least the time that they need at this rate. The link computes these times and
-does not sleep, so an item that starts up to ``MAX_LAG_S`` late does not delay the items after it.
+With a rate limit, an item takes at least its bytes divided by the rate. The link computes these times instead
+of sleeping. So an item that starts up to ``MAX_LAG_S`` late does not delay the items after it.
 
 The module has no clock and does no I/O. ``take`` returns items to start, ``end_io`` records the end of an
 item's I/O, and ``take_finished`` returns items that are over and whose time at the link's rate has passed.
@@ -28,9 +28,9 @@ from .transfer_limits import check_rate
 class TrafficClass(Enum):
     """The purpose of a transfer, which sets its priority (DualPath §5.1).
 
-    In this module the class only orders this engine's own queue. It is also sent with every transfer, because
-    a network can separate KV from the model's collectives with virtual lanes or hardware queues. Software
-    cannot separate them, because bursts of collectives are shorter than a millisecond.
+    In this module the traffic class only orders this engine's own queue. Messages between engines carry it
+    too, for networks that separate KV from the model's collectives with virtual lanes or hardware queues.
+    Software cannot separate them, because bursts of collectives are shorter than a millisecond.
     """
 
     MODEL = "model"
@@ -90,7 +90,7 @@ class LinkItem:
     until_s: float = 0.0
     """Earliest time at which the item can end at the link's rate; its start, if the rate is unlimited."""
     is_held: bool = False
-    """Whether the item occupies the link already but starts only at ``until_s``."""
+    """Whether the item occupies the link already, but its I/O starts only at ``until_s``."""
     is_over: bool = False
     """Whether the item's I/O has ended, with or without an error."""
 
@@ -148,7 +148,8 @@ class TransferLink:
         self._busy_until_s = float("-inf")
         self._newest: deque[tuple[float, int]] = deque()
         """(seconds, bytes) of each of the newest items; empty for a link with a rate limit. An item's seconds
-        do not begin before the end of the previous item, so time with several items in flight counts once."""
+        count from the end of the previous item, if that is later than its own start. So time with several
+        items in flight counts once."""
         self._ended_s = float("-inf")
         self._newest_s, self._newest_bytes = 0.0, 0
         self.moved_bytes = 0
@@ -247,7 +248,7 @@ class TransferLink:
         return True
 
     def close(self, request: str) -> None:
-        """Declare that a request queues no more items. Once all have started, it loses its place."""
+        """Declare that a request queues no more items. It loses its place once all its items have started."""
         entry = self._requests.get(request)
         if entry is not None:
             entry.is_closed = True

@@ -54,8 +54,8 @@ CLOSE_GRACE_S = 1.0
 MAX_HANDSHAKE_BYTES = 64 << 10
 """Maximum bytes of a message from a peer that has not identified itself. Such a peer may send no payload."""
 MIN_PAYLOAD_BYTES = 1 << 20
-"""Payloads up to this size, in bytes, are accepted from every identified peer, even if this engine sends
-smaller ones."""
+"""Payloads up to this size, in bytes, are accepted from every identified peer, even if this engine's own
+payloads are smaller."""
 MAX_CONNECTIONS = 256
 MAX_UNIDENTIFIED_PEERS = 64
 """Maximum number of connections whose peer has not identified itself. Further connections are closed."""
@@ -136,8 +136,8 @@ class TransferManager:
         """Start to load the blocks ``keys`` from storage, or through a ``peer`` that reads them. Returns a
         handle to wait for them. ``load``: a new id.
 
-        Raises ``ValueError`` for an id or peer transfer in use, no keys, a duplicate key, this engine's own
-        address as peer, or after ``close``."""
+        Raises ``ValueError`` if the id or the peer's transfer is in use, if there are no keys or a duplicate
+        key, if the peer's address is this engine's own, or after ``close``."""
         if peer is not None and peer.address in self.addresses:
             raise ValueError(
                 f"{peer.address} is this engine's own address: the engine cannot be its own peer"
@@ -185,8 +185,9 @@ class TransferManager:
         return discarded
 
     def want(self, transfers: Sequence[str]) -> None:
-        """Announce transfers that queued requests will ``expect``, in queue order. Their complete prompts
-        stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
+        """Announce transfers that queued requests will ``expect``, in queue order. Complete prompts of these
+        transfers stay in the buffers for ``TransferLimits.lease_s`` seconds. Repeat the call to keep them
+        longer."""
         self.do(self.core.want, transfers)
 
     def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:

@@ -146,9 +146,9 @@ class TransferPlanner:
         self._orders.wants = self._wants.reorder(order) or self._orders.wants
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
-        """Return for how many tokens KV can be supplied after the first ``computed`` tokens, whose KV the
-        device has. The first call begins an ask and returns ``MATCH_PENDING``, if there is KV to ask for.
-        ``computed`` must be a multiple of the engine's block size."""
+        """Return the number of tokens whose KV a transfer can supply. They follow the first ``computed``
+        tokens, whose KV is on the device. If there is KV to ask for, the first call begins an ask and returns
+        ``MATCH_PENDING``. ``computed`` must be a multiple of the engine's block size."""
         entry = self._entries.get(request_id)
         if entry is None:
             return NO_MATCH
@@ -299,8 +299,8 @@ class TransferPlanner:
 
     def abandon(self) -> None:
         """Cancel the transfers that requests wait for. Called after an error of sojourn or a cache reset.
-        Present requests start no new transfers unless they are preempted later. Blocks that vLLM has already
-        allocated for KV are still filled, and held blocks stay held."""
+        After that, a present request starts a new transfer only if it is preempted. Blocks that vLLM has
+        already allocated for KV are still filled, and held blocks stay held."""
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)

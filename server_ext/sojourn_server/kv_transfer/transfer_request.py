@@ -211,7 +211,7 @@ class WantedContexts:
         return context in self._requests
 
     def add(self, context: str) -> bool:
-        """Count a request that will ask for ``context``. Return whether it is the only one."""
+        """Count a request that will ask for ``context``. Return whether no other request will ask for it."""
         self._requests[context] += 1
         return self._requests[context] == 1
 
@@ -258,7 +258,7 @@ class TransferRequest:
     ask: int = 0
     """Number of the open ask (an attempt to get KV from storage or a peer); 0 if none is open."""
     first: int = 0
-    """Index in the context of the first Full Block of the ask."""
+    """Index of the ask's first Full Block among all Full Blocks of the request."""
     blocks: int = 0
     """Number of Full Blocks of the ask that are ready, from ``first`` on."""
     is_pushed: bool = False

@@ -60,7 +60,7 @@ class StatsUnavailable(OSError):
 
 class StatsServer:
     """A thread that answers each connection with a JSON document and closes the connection. Its socket is in
-    a temporary folder that only its user can access; ``close`` removes both."""
+    a temporary folder that only this process's user can access. ``close`` removes socket and folder."""
 
     def __init__(
         self, document: Callable[[], dict[str, Any] | None], *, answer_s: float = ANSWER_TIMEOUT_S
@@ -141,11 +141,11 @@ def read_stats(answer: bytes, address: str) -> dict[str, Any] | None:
 
 
 def transfer_manager_stats(manager: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return the status of a worker's transfers: ``TransferCore.stats`` and three more fields. ``counts``:
-    the worker's counters, which are merged into the field ``counts``.
+    """Return the status of a worker's transfers: ``TransferCore.stats``, ``addresses``, ``epoch`` and ``kv``.
 
     ``addresses`` and ``epoch`` are the manager's, for peers. ``kv`` is a digest that is equal for workers
-    that can exchange KV.
+    that can exchange KV. The argument ``counts`` has the worker's counters. They are merged into the field
+    ``counts``.
     """
     stats = manager.stats()
     return {

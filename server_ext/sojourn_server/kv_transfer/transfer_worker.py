@@ -402,8 +402,8 @@ class TransferWorker:
             self.counts["prompts_twice"] += 1
 
     def _count_arrived(self, ask: int) -> int | None:
-        """Return the number of Full Blocks of the context that an ask waits for, once it is complete. Returns
-        ``None`` while it is still arriving, and 0 if it will never be complete."""
+        """Return the number of Full Blocks of the context that an ask waits for. Return ``None`` while the
+        context is still arriving, and 0 if it will never be complete."""
         prompt = self._prompts.get(ask)
         if prompt is None:
             return 0
