@@ -109,8 +109,8 @@ class EngineServer:
         self.stop()
 
     def start(self) -> EngineServer:
-        """Start the process, wait until the server answers, and return ``self``. Raises ``ServerStartError``;
-        the process has ended then."""
+        """Start the process, wait until the server answers, and return ``self``. If the server does not
+        answer, end the process and raise ``ServerStartError``."""
         if self._process is not None:
             raise RuntimeError("this server is already started")
         self.port = self._wanted_port or _free_port()

@@ -22,8 +22,8 @@ CACHE_POLICY = {
 CUDA_LAYOUT = "BLHNC"
 """vLLM's KV cache layout that we ask for on CUDA: blocks outermost, then layers. A block is then one run of
 bytes, so one copy moves it. With layers outermost, a block of a model with 32 layers needs 32 copies, which
-take longer, above all to start. All of CUDA's attention backends that support blocks outermost support this
-layout."""
+take longer, above all to start. Every CUDA attention backend that supports any layout with blocks outermost
+supports this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +112,19 @@ def offload_transfer_config(
 
 
 def _may_be_split(block_tokens: str | None) -> bool:
-    """Return whether vLLM may have to split blocks of this size for an attention kernel. It cannot split them
-    if blocks are outermost. All kernels accept blocks of 16, 32 and 64 tokens. Without ``--block-size`` vLLM
-    chooses a size that needs no split."""
+    """Return whether vLLM may have to split blocks of this size for an attention kernel. vLLM cannot split
+    blocks in a layout with blocks outermost. All kernels accept blocks of 16, 32 and 64 tokens. Without
+    ``--block-size`` vLLM chooses a size that needs no split."""
     return block_tokens not in (None, "16", "32", "64")
 
 
 def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable to set so that block hashes are equal in every process, and an engine
-    finds stored blocks after a restart. Empty if ``environ`` sets a fixed hash seed already."""
+    """Return the environment variable that makes block hashes equal in every process. An engine then finds
+    its stored blocks after a restart. The result is empty if ``environ`` sets a fixed hash seed already."""
     return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
 
 
 def check_size(flag: str, gib: float) -> None:
-    """Raise ``InvalidOption`` unless ``gib`` is positive and finite. The error names ``flag``."""
+    """Check that ``gib`` is positive and finite. Raises ``InvalidOption``, which names ``flag``."""
     if not 0 < gib < math.inf:
         raise InvalidOption(f"{flag} is {gib}; expected a size in GiB above 0")

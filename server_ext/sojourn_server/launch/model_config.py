@@ -63,7 +63,7 @@ def check_layers(
 
     Raises ``InvalidOption`` for a hybrid model. With ``certain=False`` the problem is a note instead, because
     the engine may use another configuration. ``next_step``: what the user can do; part of the error or note.
-    ``in_one_group``: whether the KV caches of windows and of full attention are one group.
+    ``in_one_group``: whether layers with sliding windows and with full attention share a KV cache group.
     ``caches_latent_attention``: whether vLLM's prefix cache works on this device for latent attention (MLA).
     """
     text = config.get("text_config")
@@ -101,5 +101,5 @@ def check_layers(
 
 
 def _has_windows_in_some_layers(text: Mapping[str, Any]) -> bool:
-    """Return whether the model has windows in only some layers, for a configuration without layer types."""
+    """Return whether only some layers have a sliding window, for a configuration without layer types."""
     return "sliding_window_pattern" in text or str(text.get("model_type")).startswith(("gemma2", "gemma3"))

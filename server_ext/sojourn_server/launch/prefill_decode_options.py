@@ -50,8 +50,8 @@ class PrefillDecodeOptions:
     """Size of the host memory for KV in transfer."""
     storage_gbit: float | None = None
     compute_gbit: float | None = None
-    """``storage_gbit``: maximum rate from the store and maximum rate to the store. ``compute_gbit``: maximum
-    rate to other engines. Both in Gbit/s; ``None`` for no limit."""
+    """``storage_gbit``: maximum rate of reads from the store, and also of writes to it. ``compute_gbit``:
+    maximum rate of KV sent to other engines. Both are in Gbit/s; ``None`` means no limit."""
 
     @property
     def any(self) -> bool:

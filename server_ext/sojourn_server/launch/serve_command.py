@@ -39,7 +39,7 @@ PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
 
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
-"""Module that runs vLLM's API server on the CPU build. It makes imports faster, which take most of the time
+"""Module that runs vLLM's API server on the CPU build. It makes the imports faster. They take most of the time
 that an engine on a CPU needs to start."""
 
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
@@ -54,7 +54,7 @@ FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 OWN_CONNECTORS = (OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR)
 """Sojourn's KV connectors."""
 ONE_GROUP = "--disable-hybrid-kv-cache-manager"
-"""vLLM's flag that makes one KV cache group of sliding windows and full attention."""
+"""vLLM's flag that puts layers with sliding windows and with full attention in one KV cache group."""
 
 CPU_BLOCK_SIZE = 32
 """Default block size on CPUs, in tokens. vLLM's own default of 128 reuses less of a prompt, because only full
