@@ -100,7 +100,7 @@ class DecisionLog:
 
     @property
     def oldest_s(self) -> float | None:
-        """Time of the oldest kept decision; ``None`` if no older decision was dropped."""
+        """Time of the oldest kept decision; ``None`` if the log has dropped no decision yet."""
         return self._ring[0].at_s if self._ring and self._ring[0].seq else None
 
     def since(self, seq: int, limit: int) -> tuple[list[Decision], int]:

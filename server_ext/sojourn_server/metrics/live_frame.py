@@ -48,10 +48,10 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     """Deadline of the lease. The lease does not end while a request of the program waits."""
     lease_reason: str | None
     reused_tokens: int
-    """Prompt tokens of all turns that were not computed, because their KV was on the device or in host
-    memory."""
+    """Prompt tokens that were not computed, because their KV was on the device or in host memory. The sum
+    over all turns."""
     lost_tokens: int
-    """Prompt tokens of all turns that were computed again, because their KV was lost."""
+    """Prompt tokens that were computed again, because their KV was lost. The sum over all turns."""
     saved_s: float
     """Estimated seconds that computing ``reused_tokens`` would have taken."""
     ttft_s: float | None = None
@@ -70,8 +70,9 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
     policy: str | None = None
     error: str | None = None
-    """Why the engine's other fields are missing; ``None`` if the engine answered. With an error, a full frame
-    shows no programs of the engine, or those that the stream last showed, without requests and leases."""
+    """Why the engine's other fields are missing; ``None`` if the engine answered. If the engine does not
+    answer, a full frame shows its programs as last known, without requests and leases. With any other error,
+    it shows none of them."""
     answer_s: float | None = None
     """Seconds that the engine took to answer. The engine answers between two steps, so the time is at most
     one step plus the wait in the queue."""

@@ -53,7 +53,7 @@ class Advice(msgspec.Struct, frozen=True):
     """Field or call that the client may send; ``None``: no hint would have helped."""
     text: str
     saves_s: float | None = None
-    """Estimated seconds of prefill that the hint would have saved; ``None``: unknown, or none."""
+    """Estimated seconds of prefill that the hint would have saved; ``None``: unknown, or nothing saved."""
 
 
 class GapBefore(msgspec.Struct, frozen=True):
@@ -85,9 +85,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     lost_to: str | None
     """Program whose request took the first missing block; ``None``: unknown or no loss."""
     recompute_s: float | None
-    """Estimated seconds that computing the lost tokens again took."""
+    """Estimated seconds that computing the lost tokens again took; ``None``: unknown or no loss."""
     saved_s: float | None
-    """Estimated seconds that computing the reused tokens would have taken."""
+    """Estimated seconds that computing the reused tokens would have taken; ``None``: unknown."""
     decisions: list[DecisionRecord]
     """Decisions about the program from the gap before the turn to the turn's end, with their terms."""
     advice: list[Advice]

@@ -83,8 +83,8 @@ class TokenSplit:
     new: int
     """Tokens never computed for this program before."""
     tail: int
-    """Tokens computed before, but in a partial block, which is never cached, or in a cached block that the
-    engine recomputes on purpose."""
+    """Tokens computed before and recomputed although nothing was lost. They are in a partial block, which is
+    never cached, or in a cached block that the engine recomputes on purpose."""
     lost: dict[LossCause, int]
     """Tokens computed before and recomputed, by cause."""
     host: int = 0
@@ -169,8 +169,8 @@ class TurnTokens(TypedDict):
     new: int
     """Never computed for this program before."""
     tail: int
-    """Computed before, but in a partial block, which is never cached, or in a cached block that the engine
-    recomputes on purpose."""
+    """Computed before and recomputed although nothing was lost. These tokens are in a partial block, which is
+    never cached, or in a cached block that the engine recomputes on purpose."""
     lost: dict[str, int]
     """Computed before and computed again, by cause."""
 
@@ -182,13 +182,13 @@ class TurnEntry(TypedDict):
     turn: int
     """Number of the turn, from 1."""
     request_id: str | None
-    """The client's own id of the request."""
+    """The client's own id of the request; ``None``: not given."""
     outcome: str
     """If ``running``, the turn has not ended, and its numbers are those of now."""
     arrived_s: float
     """Arrival of the request, in seconds on the engine's monotonic clock."""
     gap_s: float | None
-    """Seconds between the end of the previous turn and the arrival of this turn."""
+    """Seconds from the end of the previous turn to the arrival of this turn; ``None``: there was no gap."""
     tool_before: str | None
     leased: bool
     """Whether the program had a lease when the request arrived."""
@@ -198,15 +198,16 @@ class TurnEntry(TypedDict):
     recomputed_after_preemption_tokens: int
     output_tokens: int
     evictor: str | None
-    """Program whose request took the first missing block of the prompt."""
+    """Program whose request took the first missing block of the prompt; ``None``: unknown or no loss."""
     evicted_score: tuple[float, ...] | None
-    """Eviction score of that block's owner at the eviction; ``None``: no block was missing, or no scores."""
+    """Eviction score of the owner of the first missing block, at the eviction. ``None``: no loss is known, or
+    the eviction policy has no scores."""
     goes_on: float | None
     """Probability of another turn, predicted at the end of this turn; ``None``: not predicted."""
     tier: str | None
     """Source of ``goes_on``: hints, inferred or cold. It is not a memory tier."""
     p_reuse: float | None
-    """``goes_on`` times the expected share of the next prompt that is in the cache."""
+    """``goes_on`` times the expected cached share of the next prompt; ``None``: not predicted."""
     seconds: TurnSeconds
     tokens: TurnTokens | None
     """``None``: the request was never admitted."""
@@ -228,23 +229,24 @@ class TurnRecord:
     recomputed_after_preemption: int = 0
     preemptions: int = 0
     evictor: str | None = None
-    """Program whose request took the first missing block of this turn's prompt."""
+    """Program whose request took the first missing block of the prompt; ``None``: unknown or no loss."""
     evicted_score: tuple[float, ...] | None = None
-    """Eviction score of that block's owner when the block was evicted; ``None`` if the eviction policy has no
-    scores. The lowest score is evicted first."""
+    """Eviction score of the owner of the first missing block, at the eviction. ``None``: no loss is known, or
+    the eviction policy has no scores. Blocks with the lowest score are evicted first."""
     continuation_probability: float | None = None
     """Probability of another turn, predicted at the end of this turn; ``None``: not predicted."""
     prediction_source: str | None = None
     """Source of ``continuation_probability``, a ``PredictionSource``: hints, inferred or cold."""
     p_reuse: float | None = None
-    """``continuation_probability`` times the expected share of the next prompt that is in the cache."""
+    """``continuation_probability`` times the expected cached share of the next prompt. ``None``: not
+    predicted."""
     tool_before: str | None = None
     gap_s: float | None = None
-    """Seconds between the end of the previous turn and the arrival of this turn."""
+    """Seconds from the end of the previous turn to the arrival of this turn; ``None``: there was no gap."""
     leased: bool = False
     """Whether the program had a lease when the request arrived."""
     client_request_id: str | None = None
-    """The client's own id of the request. With it the client finds the turn in the ledger."""
+    """The client's own id of the request, by which the client finds the turn; ``None``: not given."""
     lease_ttl_s: float | None = None
     """TTL of the lease granted at the end of the turn; ``None``: no lease."""
     outcome: str = "running"
