@@ -112,8 +112,8 @@ class ReclaimRequest:
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     overdue: bool = False
-    """Whether leases end for the request under every policy, because it has waited too long or stops other
-    requests that have."""
+    """Whether leases end for the request under every policy. This is so if the request has waited too long,
+    or holds up another request that has waited too long."""
     priority: int | None = None
     """The user's priority of a waiting request; a larger number is less important. ``None`` if the engine
     does not schedule by priority."""

@@ -37,8 +37,8 @@ class WholeProgramAdmission:
     ends, not only until a turn ends. KV of later programs counts as free, because it can be reclaimed. So the
     earliest program is always admitted. The policy ignores the growth of contexts.
 
-    After the engine was idle for ``patience_s``, the program is admitted anyway. Programs with KV may be
-    waiting for it, as a parent waits for its sub-agent.
+    If the engine has been idle for ``patience_s``, a program that does not fit is admitted too. Programs with
+    KV may be waiting for this program, as a parent waits for its sub-agent.
     """
 
     is_used: bool = True
@@ -68,8 +68,8 @@ class ExpectedGrowthAdmission:
     ``forecasting.context_growth`` apply.
 
     The share is 0 until a living program loses KV for the first time. The reason is that expected growth says
-    how large contexts become, not that all are large at the same time. After a loss the share is ``reserve``,
-    and falls to 0 within ``relax_s`` seconds unless KV is lost again. If ``relax_s`` is ``inf``, the share is
+    how large contexts become, not that all are large at the same time. After each loss the share is
+    ``reserve``, and then falls to 0 within ``relax_s`` seconds. If ``relax_s`` is ``inf``, the share is
     always ``reserve``.
     """
 

@@ -24,9 +24,10 @@ READABLE_VERSIONS = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class PrefillCurve:
-    """Prefill seconds of n tokens: a + b·n + c·n². Raises ``ValueError`` unless a, b, c are finite and ≥ 0.
+    """Prefill seconds of n tokens: a + b·n + c·n².
 
-    Since a, b, c are ≥ 0, a longer context never takes less time than a shorter one.
+    Since a, b, c are ≥ 0, a longer context never takes less time than a shorter one. Raises ``ValueError`` if
+    a, b or c is negative or not finite.
     """
 
     a_s: float

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from .engine_profile import PrefillCurve
 
 MIN_STEP_TOKENS = 64
-"""Steps with fewer tokens are ignored: they carry no information about prefill speed."""
+"""Steps with fewer tokens do not count for the prefill speed, about which they say nothing."""
 
 MIN_TOKENS_A_REQUEST = 8
-"""Steps with fewer tokens per request consist mostly of decoding and are ignored."""
+"""Steps with fewer tokens per request consist mostly of decoding. They do not count for the prefill speed."""
 
 SMOOTHING = 0.1
 """Weight of the newest prefill step in the mean seconds per token."""
@@ -174,10 +174,10 @@ class HostLink:
 
 
 def copies_back(compute_s: float, copy_s: float | None) -> bool:
-    """Return whether to copy a context back rather than compute it: whether copying, in ``copy_s`` seconds,
-    is at least as fast as computing, in ``compute_s`` seconds.
+    """Return whether copying a context back is at least as fast as computing it. True if a time is unknown.
 
-    True if either time is unknown: ``compute_s`` 0, or ``copy_s`` ``None``."""
+    ``compute_s``: seconds to compute the context; 0: unknown. ``copy_s``: seconds to copy it; ``None``:
+    unknown."""
     return copy_s is None or restore_s(compute_s, copy_s) == copy_s
 
 
@@ -186,8 +186,8 @@ def restore_s(compute_s: float, copy_s: float | None) -> float:
     is PrefillReload(r) of Continuum §4.1.
 
     ``compute_s``: seconds to compute the context; 0.0 if unknown. ``copy_s``: seconds to copy the context
-    back, including the wait for queued copies. ``None``: no tier below the device, or its speed is unknown;
-    then the result is ``compute_s``. With ``copy_s`` 0.0, the result is 0.0.
+    back, including the wait for queued copies. ``None``: no tier below the device, or its speed is unknown.
+    If one time is unknown, the result is the other. With ``copy_s`` 0.0, the result is 0.0.
     """
     if copy_s is None:
         return compute_s

@@ -17,7 +17,7 @@ STEP_POINTS = (0, *(round(16 * 2 ** (quarter / 4)) for quarter in range(45)))
 
 A request that ends between two points counts only up to the earlier point, so the peak demand is
 underestimated. With short contexts, long outputs and exact predictions the peak is 6 % too low. If the points
-were the powers of two only, it would be 15 % too low.
+were the powers of two only, the peak would be 15 % too low.
 """
 
 

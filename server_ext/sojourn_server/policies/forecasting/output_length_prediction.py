@@ -35,8 +35,8 @@ class OutputLengthView(NamedTuple):
     most_tokens: int
     """Maximum number of further tokens: a limit, not an estimate."""
     lengths: Sequence[int] = ()
-    """Lengths in tokens of finished outputs, ascending: outputs of this agent type after the same tool. If
-    these are too few, all outputs of this agent type; if these are too few as well, all outputs."""
+    """Lengths in tokens of finished outputs, ascending. The outputs have the same agent type and followed the
+    same tool. If there are too few, outputs after all tools count; if still too few, of all agent types."""
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced; ``None``: no hint."""
     hint_error: float | None = None
@@ -110,8 +110,8 @@ class SurvivalPrediction:
     Let n of ``OutputLengthView.lengths`` exceed the output's length so far. The output is equally likely to
     end in each of the n + 1 intervals before, between and after these n lengths. Beyond the longest length, a
     power law applies, so the longer an output already is, the more tokens are expected. Hill's estimate gives
-    the exponent from the longest outputs, the share ``tail_share`` of all. There is no prediction before
-    ``min_outputs`` finished outputs.
+    the exponent from the longest outputs; ``tail_share`` is their share of all outputs. There is no
+    prediction before ``min_outputs`` finished outputs.
 
     With ``hints``, a client's hint replaces the prediction while hints for the agent type are more accurate
     than always predicting the median length. With too few finished outputs for a median, a hint also counts.

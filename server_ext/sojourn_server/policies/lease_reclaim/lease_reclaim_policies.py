@@ -110,9 +110,9 @@ def reclaim_for_overdue(
     """Return the programs whose leases end for an overdue ``ReclaimRequest``, whatever the policy.
 
     Leases with a TTL from the client end first, because hints could otherwise starve requests without a
-    program. Next come leases of programs without a waiting request, then all others. In each group, leases
-    that expire soonest end first. ``None`` without leases. Also ``None`` if other requests run and all leases
-    together hold too few blocks, because the request would still have to wait.
+    program. Within both kinds of leases, those of programs with a waiting request end last. Leases that are
+    still equal end in the order of their expiry. ``None`` without leases. Also ``None`` if other requests run
+    and all leases together hold too few blocks, because the request would still have to wait.
     """
     victims = sorted(
         (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),

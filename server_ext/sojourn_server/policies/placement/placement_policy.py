@@ -17,7 +17,7 @@ WaitingKey = tuple[int, float, float, str]
 
 LOOKAHEAD = 64
 """Bounds the work for one answer of ``moves``. The search of the Waiting queue ends after this many programs
-that do not fit the device; then only the few programs of ``PlacementView.further_waiting`` are tried. At most
+that do not fit the device. Then only the few programs of ``PlacementView.further_waiting`` are tried. At most
 this many programs are promoted in exchange for others. Programs in host memory or on disk that fit the device
 are promoted without limit."""
 
@@ -103,8 +103,8 @@ class PlacementPolicy(Protocol):
 
 
 def check_times(policy: object, *waits_s: str) -> None:
-    """Raise ``ValueError`` unless a policy's ticks are finite and > 0, and its fields named in ``waits_s``
-    are ≥ 0."""
+    """Check a policy's times. ``tick_s`` and ``idle_tick_s`` must be finite and > 0. The fields that
+    ``waits_s`` names must be ≥ 0. Raises ``ValueError``."""
     for name in ("tick_s", "idle_tick_s"):
         value = getattr(policy, name)
         if not 0 < value < math.inf:

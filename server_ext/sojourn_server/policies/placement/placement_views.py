@@ -81,12 +81,12 @@ class ProgramTierView:
     last_active_s: float = 0.0
     """Time at which a request of the program last ran; the program's arrival if none ever ran."""
     running_since_s: float = math.inf
-    """Time since which the longest-running of the program's requests runs; ``inf``: none runs."""
+    """Time at which the program's longest-running request began to run; ``inf``: none runs."""
     returning: bool = False
     """Whether any of the program's requests ran before."""
     gap_durations_s: tuple[float, ...] = ()
-    """Equally likely durations of the gap from ``gap_since_s`` on, ascending, taken from earlier calls or the
-    client's estimate; empty: unknown."""
+    """Equally likely durations of the gap in seconds, from ``gap_since_s`` on, ascending. They come from
+    earlier calls or from the client's estimate. Empty: unknown."""
     gap_since_s: float = 0.0
     """Reported end of the tool call, else its reported start, else the end of the last turn."""
     rebuild_s: float = 0.0
@@ -149,9 +149,9 @@ class PlacementView:
     """Whether ``waiting`` is sorted by ``waiting_key``, ascending. If so, it may have only the first few
     hundred programs. Keeping thousands of programs sorted costs less than sorting them for each answer."""
     further_waiting: Sequence[ProgramTierView] = ()
-    """If ``waiting_sorted``: a few programs from behind the first ``LOOKAHEAD`` of the Waiting queue,
-    different ones in each view. So every program is considered in the end, however many programs before it do
-    not fit. These programs may be in ``waiting`` too."""
+    """If ``waiting_sorted``: a few programs after the first ``LOOKAHEAD`` of the Waiting queue, different
+    ones in each view. So every program is tried in the end, even if many programs before it do not fit. The
+    programs may be in ``waiting`` too."""
     longest_waiting: Sequence[ProgramTierView] = ()
     """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. Each
     of these programs is also in another group, unless ``waiting`` leaves it out."""

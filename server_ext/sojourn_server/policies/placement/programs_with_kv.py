@@ -29,10 +29,10 @@ class ProgramsWithKv:
     def __init__(self, policy: ProgramRules, view: PlacementView, now: float) -> None:
         self._policy, self._view, self._now = policy, view, now
         self._demands: list[float] | None = None
-        """Cumulative demand over ``_worths``; ``None`` after a move, until used."""
+        """Cumulative sums of the demands in ``_worths``; ``None`` after a move, until the next use."""
         self._growth_sums: tuple[list[float], list[float]] | None = None
         """Two lists of cumulative sums over ``_growths``: of growth · share, and of share. ``None`` after a
-        move, until used."""
+        move, until the next use."""
 
     def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
         return iter(self._of.values())
@@ -61,7 +61,7 @@ class ProgramsWithKv:
         return 1.0 - program.idleness.at(self._now)
 
     def mean_blocks_of(self, program: ProgramTierView) -> float:
-        """Return the predicted mean size of the program's context from now to its end, in blocks."""
+        """Return the predicted mean size of the program's context until the program ends, in blocks."""
         now_blocks = self._policy.device_blocks(program)
         return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
 
@@ -93,8 +93,8 @@ class ProgramsWithKv:
 
     @property
     def demand_blocks(self) -> float:
-        """Device blocks that all programs together use on average until their ends. This is the sum of each
-        program's mean context times the share of its time in which it reasons."""
+        """Device blocks that all programs together use on average until their ends. Each program uses its
+        mean context times the share of its time in which it reasons."""
         return self._sums[0]
 
     @property

@@ -70,9 +70,9 @@ class ResidencyPricePlacement:
     - growth: the predicted growth of each program with KV, times the share of its time in which it reasons.
       A program's growth counts at most up to the growth of the program that enters: both grow at the same
       time, and a short program ends early.
-    - share: ``reserve`` if the lower tiers together are at least as large as the device, else proportionally
-      less; at least the share that falls after a loss of KV (above). Until enough turns were observed to
-      predict growth, only the share that falls after a loss applies.
+    - share: ``reserve`` if the lower tiers together are at least as large as the device. Smaller tiers give a
+      proportionally smaller share. The share is never below the one that falls after a loss of KV (above).
+      Until enough turns were observed to predict growth, only the share that falls after a loss applies.
 
     A program that does not fit enters anyway if the contexts dropped for it are worth less than its gain.
 
@@ -93,8 +93,8 @@ class ResidencyPricePlacement:
     tick_s: float = 1.0
     idle_tick_s: float = 0.25
     reserve: float = 0.7
-    """Largest share of contexts' predicted growth that is reserved: on the device right after a loss of KV,
-    in all tiers together if the lower tiers are at least as large as the device."""
+    """Maximum share of the predicted growth that is reserved. On the device, this maximum applies right after
+    a loss of KV. In all tiers together, it applies if the lower tiers are at least as large as the device."""
     relax_s: float = 600.0
     """Seconds after the last loss of KV within which the share reserved on the device shrinks evenly to 0;
     ``inf``: it does not shrink."""

@@ -30,8 +30,8 @@ BEGIN_PATIENCE = 12.0
 save computing its context, but would drop other contexts and take time from other programs. In an engine, the
 program's request is released earlier by default, after ``hold_timeout_s``."""
 BEGIN_WORTH = 0.9
-"""A program without a saved context is kept out of a fully used device only by programs of similar worth: at
-least this share of its own worth. The share is below 1 so that similar programs keep each other out."""
+"""On a fully used device, a program without a saved context waits only for programs with at least this share
+of its worth. The share is below 1 so that programs of similar worth wait for each other."""
 
 
 class ResidencyPriceRules(PlacementRules, Protocol):
