@@ -39,8 +39,8 @@ PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
 
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
-"""Module that runs vLLM's API server on the CPU build. It makes the imports faster. They take most of the time
-that an engine on a CPU needs to start."""
+"""Module that runs vLLM's API server on the CPU build. It makes the imports faster. They take most of the
+time that an engine on a CPU needs to start."""
 
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
 WORKER_CLASSES = {

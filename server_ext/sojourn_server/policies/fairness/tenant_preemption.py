@@ -74,8 +74,8 @@ class TenantPreemptionPolicy(Protocol):
         others: Sequence[PreemptibleRequestView],
         standings: Mapping[str, TenantStanding],
     ) -> Sequence[str]:
-        """Return the ids of the requests that make way. Empty if even all allowed requests together would free
-        too little.
+        """Return the ids of the requests that make way. Empty if even all allowed requests together would
+        free too little.
 
         ``others``: requests of the replica that could make way. ``standings``: tenant → its standing, for the
         tenants of all these requests."""
