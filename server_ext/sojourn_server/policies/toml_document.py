@@ -13,7 +13,8 @@ else:
 MAX_TOML_CHARS = 4 << 20
 """Maximum length of a TOML text; ``load_toml`` rejects more. Large engine profiles have a tenth of that."""
 MAX_KEY_PARTS = 1000
-"""Maximum number of parts of a dotted key; ``load_toml`` rejects more. Parsing time is quadratic in it."""
+"""Maximum number of parts of a dotted key; ``load_toml`` rejects more. Parsing time is quadratic in this
+number."""
 _MAX_INTEGER = 2**63
 
 

@@ -25,8 +25,8 @@ BURST_S = 0.25
 """Maximum processor seconds that the thread may save up for later. The thread may overdraw its share by the
 same maximum."""
 CREDIT_S = 0.05
-"""The thread still predicts if it has overdrawn its share by at most this many processor seconds, since
-hidden states come in bursts."""
+"""The thread still predicts if it has overdrawn its share by at most this many processor seconds. Hidden
+states come in bursts."""
 MAX_QUEUED_MESSAGES = 64
 """Maximum number of queued messages. If the thread is slow, new messages are dropped, to bound the memory."""
 NICENESS = 10
@@ -36,8 +36,7 @@ STOP_TIMEOUT_S = 2.0
 
 class LengthPrediction(NamedTuple):
     """Prediction of how many output tokens a request will still generate. ``remaining``: equally likely
-    numbers, ascending. ``at_tokens``: number of output tokens that the request had generated at the time of
-    the prediction."""
+    numbers of further tokens, ascending. ``at_tokens``: number of tokens generated before the prediction."""
 
     at_tokens: int
     remaining: tuple[float, ...]

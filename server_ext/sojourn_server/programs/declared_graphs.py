@@ -1,9 +1,9 @@
 """Stores the graphs that agents declare (Agent Execution Graphs, SAGA §3.2) by hash, in bounded memory.
 
 A client sends a graph in full once, and afterwards only its hash. A full graph is accepted only if its hash
-is the given one, so no client can replace a known graph by another. If the hash is known already, the full
-graph is not read, because every process of an agent sends the same graph, and building it may take ten
-milliseconds of an engine's step. This module has no clock and does no I/O.
+is the given one, so no client can replace a known graph by another. A full graph with a known hash is not
+read again. Every process of an agent sends the same graph, and building it may take ten milliseconds of an
+engine's step. This module has no clock and does no I/O.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class ToolCount:
 
 
 class RunningTools(MutableMapping[CallId, RunningTool]):
-    """The running tool calls of one program. Every change of the mapping also updates the table's count, so
-    the count is right however a tool call ends."""
+    """The running tool calls of one program. Every change of the mapping also updates the table's count of
+    running calls."""
 
     __slots__ = ("_calls", "_count")
 

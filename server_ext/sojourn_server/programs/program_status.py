@@ -25,7 +25,8 @@ class ProgramStatus(str, Enum):
 
 
 class ProgramOutcome(str, Enum):
-    """How a program ended, by its client's report, or by what the client did last before it fell silent."""
+    """How a program ended. Without a report from the client, the outcome follows from the client's last
+    action before it fell silent."""
 
     OK = "ok"
     ERROR = "error"

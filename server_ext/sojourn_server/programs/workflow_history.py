@@ -67,7 +67,7 @@ class WorkflowHistory:
             program.steps, program.steps_begin = program.steps[-ORDER:], False
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool, turn_open: bool) -> None:
-        """Learn the steps of a program that is over. ``ended``: true unless the client cancelled the program.
+        """Learn the steps of a program that is over. ``ended``: false if the client cancelled the program.
 
         ``turn_open``: whether the step of the program's last turn is still missing in ``program.steps``,
         since no request followed that turn.
@@ -105,7 +105,7 @@ class WorkflowHistory:
 
         For a chain of turns, SAGA estimates n / (n + n̂_obs): n context tokens, and n̂_obs tokens that the
         tool's output is expected to add (§4.1). The result is this estimate times the mean share of the
-        context that earlier prompts reused, which is below 1 if the program's branches diverge.
+        context that earlier prompts reused. That share is below 1 if the program's branches diverge.
         """
         tokens = float(program.context_tokens)
         if tokens <= 0:

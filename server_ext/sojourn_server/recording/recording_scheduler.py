@@ -341,7 +341,8 @@ class RecordingScheduler(ProgramScheduler):
         return answer
 
     def chain_before(self, request_id: str) -> Sequence[Any]:
-        """Return the chain of block hashes from which the request's next recorded chain is a difference.
+        """Return the chain of block hashes with which the request's next chain is compared. Only the
+        difference is recorded.
 
         This is the chain recorded at the request's last admission. If no chain was recorded for the request,
         it is the last context of the request's program. Empty if there is no such context either."""

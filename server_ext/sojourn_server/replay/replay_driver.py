@@ -57,8 +57,8 @@ class ReplayOptions:
     oracle_lengths: bool = False
     """Whether ``max_tokens`` of a request is its exact output length, which a real client does not know. If
     false, ``max_tokens`` is the length of the trace's longest output, and the last forced token is a stop
-    token, which ends the output. Has an effect only with ``force_tokens``: otherwise nothing but
-    ``max_tokens`` can end an output, so ``max_tokens`` is always the exact length."""
+    token, which ends the output. No effect without ``force_tokens``: then ``max_tokens`` is always the exact
+    length, because nothing else ends the output."""
     vocabulary: int = DEFAULT_VOCABULARY
     """Exclusive upper bound of the token ids in prompts."""
     block_size: int | None = None
@@ -75,8 +75,8 @@ class ReplayOptions:
 
 
 class Replay:
-    """Replays programs against one server. Call ``run()`` once. ``tally`` may be read during the run;
-    ``on_progress`` is called with it after each turn and each program."""
+    """Replays programs against one server. Call ``run()`` once. ``tally`` may be read during the run. After
+    each turn and each program, ``on_progress`` is called with the tally."""
 
     def __init__(
         self,
@@ -142,7 +142,8 @@ class Replay:
         await asyncio.gather(*(one(program) for program in self._roots))
 
     async def _run_with_sub_agents(self, program: TraceProgram, parent_id: str | None) -> None:
-        """Run a program, and each of its sub-agents at its start time. Return when all have ended."""
+        """Run a program. Start each sub-agent of the program at the sub-agent's start time. Return when all
+        have ended."""
         program_id = f"{replayed_id(program.program_id)}@{self._run_id}"
         turns_done = [asyncio.Event() for _ in program.turns]
 

@@ -151,7 +151,7 @@ class AffinityCore(RoutingCore):
         return snapshot_routing_state(self.fleet, programs, self._is_saved, self.expected, self._number, now)
 
     def _is_saved(self, program: RoutedProgram) -> bool:
-        """Whether a snapshot has a program: it has not been removed, and it does not end."""
+        """Whether a snapshot contains a program: the program is in the table, and has not ended."""
         return self.tables.is_current(program) and program.key not in self._ending
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:

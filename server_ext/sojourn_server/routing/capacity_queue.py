@@ -81,12 +81,13 @@ class CapacityQueue:
         self.reserved_replica: str | None = None
         self.admitted_count = 0
         self.is_closed_to_new = False
-        """True if it is unknown how much capacity some waiting request needs. Then a new request waits too,
-        unless it goes to its program's home or may pass waiting requests."""
+        """True if the capacity that some waiting request needs is unknown. Then new requests wait too, with
+        two exceptions: requests that go to their program's home, and requests that may pass waiting
+        requests."""
 
     def place(self, place: PlaceCallback, now: float) -> bool:
-        """Route the waiting requests that may fit; ``place`` is called for each. Returns False if the pass
-        reached ``MAX_FAILED_ROUTES`` and some requests still have to be routed."""
+        """Route the waiting requests that may fit, each by a call of ``place``, the argument. Returns False
+        if the pass reached ``MAX_FAILED_ROUTES`` and some requests still have to be routed."""
         self.reserved_replica, self.is_closed_to_new = None, False
         queue, fleet = self._queue, self._fleet
         if not queue:

@@ -35,8 +35,8 @@ class PairCore(RoutingCore):
     """Routing core in which a pair scheduler (``pairs``; ``None``: the default one) chooses the engines.
 
     ``expects_engines``: whether a supervisor starts missing engines. If True, requests wait for a missing
-    engine. If False, a role (prefill or decode) without engines has two effects: new requests are rejected at
-    once, and waiting requests after ``ROLE_MISSING_TIMEOUT_S``.
+    engine. If False, a role (prefill or decode) without engines has two effects. New requests are rejected at
+    once. Waiting requests are rejected after ``ROLE_MISSING_TIMEOUT_S``.
     """
 
     def __init__(

@@ -238,9 +238,9 @@ class ReplicaFleet:
         return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
 
     def register(self, event: ReplicaRegistered, now: float) -> bool:
-        """Process a registration or report of a replica; return whether waiting requests have to be routed
-        again, because the replica is new, has other sizes or was suspect. The caller must have removed an
-        earlier instance of the replica.
+        """Process a registration or report of a replica. Returns whether waiting requests have to be routed
+        again: the replica is new, has other sizes, or was suspect. The caller must have removed an earlier
+        instance of the replica.
 
         Raises ``ValueError`` for invalid sizes, such as no KV memory.
         """

@@ -153,8 +153,8 @@ class RequestDispatcher:
 
     def kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
         """Handle the report that a replica has no KV of a program any more. If this replica is the program's
-        home, the program and its requests that wait for the replica may go elsewhere. If the program has
-        requests in flight, see ``relocate``."""
+        home, the program loses its home, and its requests that wait for the replica are routed again. A
+        program with requests in flight keeps its home, unless ``relocate`` moves the program."""
         program = self._tables.programs.get((event.tenant, event.program_id))
         if program is None or program.home != event.replica_id:
             return
@@ -168,8 +168,8 @@ class RequestDispatcher:
             self.enqueue_for_any(request)
 
     def relocate(self, program: RoutedProgram, replica_id: str, now: float) -> None:
-        """Move a program to another replica, because its request waits inside the engine ``replica_id``,
-        which has no KV of the program (MORI §4.3.1).
+        """Move a program to another replica. The program's request waits inside the engine ``replica_id``,
+        and this engine has no KV of the program (MORI §4.3.1).
 
         The program moves only if it is certain that the request waits, and if another replica has capacity. A
         program moves at most once per turn.
@@ -213,9 +213,9 @@ class RequestDispatcher:
 def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
     """Whether a failed request may wait for this replica.
 
-    If the request has not failed there, the result is True unless the replica drains. If it has failed there,
-    the result is True only while the replica is suspect, since a new instance may soon replace the
-    replica."""
+    A request that has not failed at the replica may wait for it, except while the replica drains. A request
+    that has failed there may wait only while the replica is suspect, since a new instance may soon replace
+    the replica."""
     if replica.replica_id in request.failed_at:
         return replica.health is ReplicaHealth.SUSPECT
     return replica.health is not ReplicaHealth.DRAINING

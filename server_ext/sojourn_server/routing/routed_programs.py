@@ -185,8 +185,8 @@ class ProgramEstimator:
 
     def _lengths(self, program: RoutedProgram, of: Callable[[TypeStatistics], SortedWindow]) -> Sequence[int]:
         """Return the lengths from which a program is estimated, ascending; empty if too few programs have
-        ended. They are lengths of ended programs of its agent type, of its tenant, or of all tenants. ``of``
-        selects the kind of length, contexts or numbers of turns, from a ``TypeStatistics``."""
+        ended. They are lengths of ended programs of the program's agent type, of its tenant, or of all
+        tenants. ``of`` selects the kind of length from a ``TypeStatistics``: contexts or numbers of turns."""
         kind, least = program.agent_type, MIN_FINISHED_PROGRAMS
         own = self._tenants.get(program.tenant)
         known = own.lengths(kind, of, least) if own is not None else ()
@@ -212,8 +212,8 @@ class ProgramEstimator:
         return median_low(means) if means else None
 
     def _left(self, known: Sequence[int], so_far: int, most: int) -> float | None:
-        """Predict how much is left of a length that is ``so_far`` now, from the lengths ``known``. ``most``:
-        maximum of the result. ``None``: too few lengths are known."""
+        """Predict how much a length will grow. ``so_far``: the present length. ``known``: final lengths of
+        ended programs. ``most``: maximum of the result. Returns ``None`` if too few lengths are known."""
         left = self._predictor.remaining(OutputLengthView("", so_far, most, known), 0.0)
         return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
 

@@ -35,8 +35,8 @@ _UNSAVED_EVENTS = (
     routing_events.PairEngineRegistered,
     routing_events.NicQueueReported,
 )
-"""Events that ``take`` counts in ``RoutingCore.changes`` only if they cause actions, because such events
-rarely change the state that a snapshot contains. A handler that changes this state without an action
+"""Events that rarely change the state that a snapshot contains. ``take`` counts them in
+``RoutingCore.changes`` only if they cause actions. A handler that changes this state without an action
 increases ``changes`` itself."""
 
 
@@ -160,8 +160,8 @@ class RoutingCore(ABC):
 
     def drain_event(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
         """Return the event that drains a replica, for ``take``. ``None``: the replica drains already, or is
-        not registered. If it is not registered, ``drained`` records the drain, which begins when ``instance``
-        registers."""
+        not registered. The drain of an unregistered replica is noted in ``drained``, and begins when
+        ``instance`` registers."""
         replica = self.replica(replica_id)
         if replica is None:
             # Note the drain before the replica registers, so that the replica gets no request in between.
@@ -216,7 +216,7 @@ class RoutingCore(ABC):
         return None
 
     def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
-        """Continue from a snapshot; returns the number of programs with a home.
+        """Continue from a snapshot. Returns the number of programs with a home.
 
         If the snapshot's times are on another clock, ``elapsed_s`` is the number of seconds since the
         snapshot was taken. If ``elapsed_s`` is ``None``, the snapshot's times are on this core's clock.

@@ -28,8 +28,8 @@ class EngineVictim:
 class LatestProgramVictim:
     """Preempts the request whose program arrived last.
 
-    The engine would preempt the request admitted last. That request may belong to a program that arrived
-    early and has just returned from a tool, and that the queue order prefers.
+    The engine would preempt the request admitted last. The program of that request may have arrived early,
+    and only just returned from a tool. A queue order such as ``program-fcfs`` prefers such a program.
     """
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
@@ -58,19 +58,22 @@ class MostAttainedServiceVictim(ServiceLevels):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestFitVictim:
-    """Preempts the request with the least loss among those whose removal ends the shortage (Tetris §1, §4).
+    """Preempts one request whose removal ends the shortage: the one with the least loss (Tetris §1, §4).
 
-    So one preemption is enough. A removal ends the shortage if the expected demand of the other requests fits
-    in the available blocks for ``horizon_steps`` steps. If no single removal is enough, the victim is the
-    request whose removal leaves the smallest shortage. The loss is the time until the victim continues,
-    divided by its total output tokens, because the same pause hurts a short answer more than a long one. The
-    time is the wait until blocks are free again, plus the work to restore the KV.
+    A removal ends the shortage if the expected demand of the other requests fits in the available blocks for
+    ``horizon_steps`` steps. If no single removal is enough, the victim is the request whose removal leaves
+    the smallest shortage.
+
+    The loss is the victim's pause divided by the victim's total output tokens. The same pause hurts a short
+    answer more than a long one. The pause is the wait until blocks are free again, plus the work to restore
+    the KV.
 
     A preempted request is immune until it has generated ``immune_tokens`` more tokens. After
-    ``most_preemptions`` preemptions it stays immune. If all requests are immune, those with the fewest
-    preemptions are candidates. This prevents repeated preemption of one request. While no program's request
-    has a predicted output length, the victim is the last candidate, as in the engine's own choice. If no
-    running request belongs to a program, the engine chooses.
+    ``most_preemptions`` preemptions it stays immune. This prevents repeated preemption of one request. If all
+    requests are immune, those with the fewest preemptions are candidates.
+
+    Without any predicted output length, the victim is the candidate that was admitted last. If no running
+    request belongs to a program, the engine chooses.
     """
 
     horizon_steps: float = 1024.0

@@ -21,8 +21,8 @@ class PrefetchTiming(NamedTuple):
 
 
 class LoadAhead(NamedTuple):
-    """How many blocks to load into spare blocks of the device. Loaded blocks that are unused after ``keep_s``
-    seconds are given up."""
+    """Number of blocks to load into spare blocks of the device. A loaded block is given up if no request uses
+    it within ``keep_s`` seconds."""
 
     blocks: int
     keep_s: float
@@ -50,25 +50,25 @@ class ToolEndPrefetch:
     """Loads a program's context shortly before its tool may end (Tetris §2.3; mechanism T4).
 
     The copy is timed to end when the tool has run for the ``early_share`` quantile of its earlier durations.
-    An earlier copy would only take blocks from other programs. If the view has no durations, the prefix is
+    An earlier copy would only take blocks from other programs. If the view has no durations, the context is
     loaded at once. Raises ``ValueError`` for values out of range.
 
-    On the device, a prefix is loaded into spare blocks only. Some spare blocks stay free: as many as requests
-    may take in one engine step, at most the share ``max_reserve_share`` of the pool. Nothing is loaded into
-    the device if other copies to the device are queued, or if computing is faster than copying.
+    On the device, a context is loaded into spare blocks only. Some spare blocks stay free: as many as
+    requests may take in one engine step, at most the share ``max_reserve_share`` of the pool. Nothing is
+    loaded into the device if other copies to the device are queued, or if computing is faster than copying.
     """
 
     early_share: float = 0.25
     min_goes_on: float = 0.5
-    """Minimum probability of another turn for a prefetch; an unknown probability suffices."""
+    """Minimum probability of another turn for a prefetch. An unknown probability counts as high enough."""
     to_device: bool = True
-    """Whether prefixes are loaded into the device too; false: from disk to host memory only."""
+    """Whether contexts are loaded into the device too; false: from disk to host memory only."""
     max_reserve_share: float = 0.05
     max_load_s: float = 0.5
-    """Maximum seconds of copying in one prefetch, so that loads for requests wait at most this long behind a
+    """Maximum seconds of copying in one prefetch. A load for a request waits at most this long behind a
     prefetch."""
     keep_s: float = 30.0
-    """Seconds after which loaded blocks that no request has used are given up."""
+    """A loaded block is given up if no request uses it within this many seconds."""
     is_used: bool = True
     needs_successor: bool = False
 

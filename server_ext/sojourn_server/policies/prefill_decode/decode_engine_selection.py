@@ -25,7 +25,8 @@ class DecodeEngine:
     number: int
     node: int
     group: int
-    """Number of the engine's group, whose engines share a queue. All engines of a node are in one group."""
+    """Number of the engine's group. The engines of a group share a queue. All engines of a node are in one
+    group."""
     kv_tokens: int
     """KV memory in tokens."""
     free_kv_tokens: int
@@ -66,10 +67,12 @@ def choose_decode(engines: Iterable[DecodeEngine], request: PdRequest, most_toke
     """Return the number of the engine for a request (phase 2). ``None``: no engine has both enough free
     memory and a free request slot.
 
-    Engines that would have at most ``most_tokens`` tokens with the request are preferred. Of these, the
-    engine with the fewest requests is chosen; of several, the one with the fewest tokens. If no engine with
-    space stays within ``most_tokens``, the engine with the fewest tokens is chosen; of several, the one with
-    the fewest requests. Remaining ties go to the lowest number.
+    Only engines with enough free memory and a free slot are compared. If some of them would have at most
+    ``most_tokens`` tokens with the request, the engine with the fewest requests among these is chosen. Ties
+    go to the fewest tokens, then to the lowest number.
+
+    If all would have more, the engine with the fewest tokens is chosen. Ties go to the fewest requests, then
+    to the lowest number.
     """
     needs, adds = request.kv_tokens, request.tokens
     best: tuple[int, int, int] | None = None
@@ -175,7 +178,7 @@ class DecodeEngineSelector:
         self._enter(engine)
 
     def _enter(self, engine: DecodeEngine) -> None:
-        """Make an engine available in its group, which is created if it has no engine."""
+        """Make an engine available in its group. The group is created if it does not exist."""
         group = self._groups.setdefault(engine.group, _DecodeGroup(engine.group))
         group.enter(engine)
         self._push(group)
@@ -278,7 +281,7 @@ class DecodeEngineSelector:
         return True
 
     def has_room(self) -> bool:
-        """Return whether any group is below its request limit, so that it can queue another request."""
+        """Return whether any group is below its request limit and can queue another request."""
         heap = self._heap
         while heap:
             group = self._groups.get(heap[0][2])

@@ -38,8 +38,8 @@ class PairScheduler:
     capacity, so call ``dispatch`` after each event. ``dispatch`` returns the requests that can start. The
     cost is a few microseconds per request, independent of the number of engines.
 
-    A router and a simulator that report the same events get the same pairs, as long as no request waits and
-    the nodes report their read queues correctly.
+    A router and a simulator that report the same events get the same pairs. This holds while no request waits
+    and the nodes report their read queues correctly.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class PairScheduler:
         self._unplaced_queue: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
-        """Requests in no queue: no available decode engine is large enough, or all groups with such an engine
-        are at their request limit. These requests get no prefill engine. They are queued as soon as a group
-        with a large enough engine is below its limit."""
+        """Requests in no queue. Either no available decode engine is large enough for them, or all groups
+        with such an engine are at their request limit. They are queued as soon as a group with such an engine
+        is below its limit."""
         self.in_flight: dict[int | str, _RequestInFlight] = {}
         """Requests that were submitted and have not ended, in order of arrival."""
 
@@ -147,8 +147,8 @@ class PairScheduler:
         self.in_flight[request.request_id] = flight
 
     def prefilled(self, request_id: int | str) -> None:
-        """Record that a request's prompt is computed, so that the request no longer counts as load of its
-        prefill engine. Raises ``KeyError`` for an unknown request."""
+        """Record that a request's prompt is computed. The request no longer counts as load of its prefill
+        engine. Raises ``KeyError`` for an unknown request."""
         flight = self.in_flight[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
@@ -172,8 +172,7 @@ class PairScheduler:
             self.decode.withdraw(request_id)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Set a node's read queue to ``queue_s``: the seconds of queued reads that the node reports for its
-        storage NIC.
+        """Record a node's report that ``queue_s`` seconds of reads are queued at its storage NIC.
 
         Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
         self.queues.report(node, queue_s, now)
@@ -244,8 +243,8 @@ class PairScheduler:
         left.
 
         ``left`` are the requests that the engine's group has already dropped from its queue. Requests that
-        have one of the two engines give it up, so that prefill and decode queues keep the same order.
-        Otherwise there could be a deadlock: request A holds the prefill engine that B needs, and waits for
+        have one of the two engines give it up. So prefill and decode queues keep the same order. In different
+        orders there could be a deadlock: request A holds the prefill engine that B needs, and waits for
         memory that B holds.
         """
         unqueued_ids = {request.request_id for request in left}

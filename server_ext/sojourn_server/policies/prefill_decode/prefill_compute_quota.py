@@ -166,7 +166,8 @@ class StepQuotaUsage:
         self._quota = quota
         self._taken: dict[str, float] = {}
         self._closed_by: str | None = None
-        """Id of the request that closed the step and still got tokens; ``None``: there is none."""
+        """Id of the request that closed the step (see ``closed``), if it got tokens; ``None``: there is
+        none."""
         self.decodes_s = decodes_s
         self.prompts_s = 0.0
         """Attention seconds of the prompts packed so far."""
@@ -180,7 +181,7 @@ class StepQuotaUsage:
         tokens before them.
 
         The tokens count as used only after ``take``. If ``chunkable`` is false, the request gets all its
-        tokens if they fit or if the request is the first prompt of the step, else none."""
+        tokens or none. It gets all if they fit, or if the request is the first prompt of the step."""
         if self.closed:
             return 0
         left_s = self._quota.quota_s - self.decodes_s - self.prompts_s

@@ -40,7 +40,7 @@ class PrefillSelectionLimits:
 SPEED_WINDOW_S = 60.0
 """Seconds of engines' work over which their speed is averaged, with exponential weights."""
 MIN_SPEED_S = 1.0
-"""Seconds of engines' work from which the speed counts as known."""
+"""The speed counts as known after this many seconds of engines' work."""
 
 
 class PrefillSpeed:

@@ -28,7 +28,7 @@ class StorageReadQueues:
         self._busy_until_s.setdefault(node, -math.inf)
 
     def remove(self, node: int) -> None:
-        """Remove a node. Raises ``KeyError`` if it is unknown."""
+        """Remove a node. Raises ``KeyError`` for an unknown node."""
         del self._block_s[node], self._busy_until_s[node]
 
     def block_s(self, node: int) -> float:

@@ -59,9 +59,9 @@ class ServiceLevels:
     last queue is for all others. A request runs for ``quantum_s`` · 2^i seconds before it sinks to the next
     queue.
 
-    The paper prints no K, bounds or quanta. The defaults are from a public re-implementation
-    (Crystalclear9/Autellix at c7a38cf: bounds 2, 4 … 64, quanta 1, 2 … 64, in decoding steps), but in
-    seconds. Raises ``ValueError`` for numbers out of range.
+    The paper prints no K, bounds or quanta. The default numbers are those of a public re-implementation
+    (Crystalclear9/Autellix at c7a38cf): bounds 2, 4 … 64 and quanta 1, 2 … 64. There they count decoding
+    steps, here seconds. Raises ``ValueError`` for numbers out of range.
     """
 
     levels: int = 7

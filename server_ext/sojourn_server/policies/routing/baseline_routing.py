@@ -28,7 +28,8 @@ class RandomRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRobinRouting:
-    """Sends requests to the replicas that accept programs, one after the other, by the request's number."""
+    """Sends request number n to replica n modulo the number of replicas. Only replicas that accept programs
+    count."""
 
     reads_prefixes: bool = False
     reasons: ClassVar[tuple[str, ...]] = ("in_turn",)

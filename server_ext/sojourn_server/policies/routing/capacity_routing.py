@@ -17,7 +17,8 @@ FIT_RULES = ("most-room", "least-room")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRouting:
-    """Routes a program to the replica with its KV, in any tier, or else to a replica with enough free memory.
+    """Routes a program to the replica that has its KV in any tier, or else to a replica with enough free
+    memory.
 
     ``size_by`` defines a program's size: its expected longest context (``peak``), or its present context as
     in MORI (``context``). With ``context``, a replica may accept young programs that later outgrow the

@@ -17,7 +17,7 @@ from .replica_views import NO_REPLICA, ReplicaView, ResidentProgramGroup, Routin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastDelayRouting:
-    """Routes a program to the replica with its KV, or else to a replica with enough memory. Of several
+    """Routes a program to the replica that has its KV, or else to a replica with enough memory. Of several
     replicas with enough memory, it chooses the replica with the least ``mutual_delay`` of the program and the
     replica's programs.
 
@@ -89,14 +89,13 @@ class LeastDelayRouting:
 
 
 def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
-    """Return how much a new program and the other programs of a replica delay each other: the delay of the
-    new program, plus the delay that the new program causes.
+    """Return how much a new program and the other programs of a replica delay each other, in KV tokens.
 
-    The delay of the new program is the number of the other programs' KV tokens that its decode steps read, as
-    a mean over its expected turns. The delay of another program is the number of the new program's KV tokens
-    that its decode steps read. This is a mean over all its turns, past and expected, since a delay matters
-    relative to the program's duration. The delays of the other programs are added up. A growing context
-    counts with its mean length.
+    In a shared decode step, each program waits while the KV of the others is read. The new program's delay is
+    the number of the others' KV tokens, as a mean over the new program's expected turns. Another program's
+    delay is the number of the new program's KV tokens, as a mean over the other program's past and expected
+    turns. Past turns count, since a delay matters relative to a program's duration. All delays are added up.
+    A growing context counts with its mean length.
     """
     own = caused = 0.0
     begins, turns_left = newcomer.context_tokens, newcomer.turns_left

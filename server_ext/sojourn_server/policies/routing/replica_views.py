@@ -44,8 +44,8 @@ class ResidentProgramGroup(NamedTuple):
     turns: int
     """Answered turns of each program."""
     turns_left: float
-    """Expected further turns of each program, at least 1. For an unknown agent type, it equals the number of
-    past turns."""
+    """Expected further turns of each program, at least 1. For an unknown agent type: the number of past
+    turns."""
     programs: int = 1
     """Number of programs in the group."""
 
@@ -65,7 +65,8 @@ class RoutingView(NamedTuple):
     cached: bool = False
     """Whether the program's KV is still on ``home``, as far as the gateway knows."""
     parent_home: ReplicaView | None = None
-    """Home of the parent program, if the request's program has had no answer yet; ``None``: no such home."""
+    """Home of the parent program. ``None``: there is none, or the request's program has had an answer
+    already."""
     prefix_tokens: Mapping[str, int] = {}
     """Tokens of the prompt that each replica computed recently; replicas without a match are absent."""
     turns_left: float = 1.0
@@ -83,8 +84,10 @@ class RoutingDecision(NamedTuple):
     needs_tokens: int = 0
     """Free KV tokens that a request without a replica waits for. The request is routed again when a replica
     that accepts programs has that many free tokens, or is no program's home. Requests that need fewer tokens
-    may be routed first. If 0, the need is unknown, and all other requests wait behind this request, unless
-    they go to their program's home or their decision has ``passes``."""
+    may be routed first.
+
+    0: the need is unknown. Then other requests wait behind this request, with two exceptions: requests that
+    go to their program's home, and requests whose decision has ``passes``."""
     passes: bool = False
     """Whether the request may overtake requests that wait for capacity, because its program will soon end."""
 

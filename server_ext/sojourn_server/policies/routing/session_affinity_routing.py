@@ -16,9 +16,9 @@ class SessionAffinityRouting:
 
     This is equation 7 of SAGA §5.1. A replica is overloaded if its load is at least ``most_load``. A new
     sub-agent goes to its parent's replica unless that replica is overloaded. A program leaves its replica
-    only for a replica whose load is lower by at least ``leaves_for`` (0 in the paper), because a move
-    recomputes the KV, and gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤ 0
-    or ``leaves_for`` < 0.
+    only for a replica whose load is lower by at least ``leaves_for`` (0 in the paper). A move recomputes the
+    KV, and gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤ 0 or
+    ``leaves_for`` < 0.
     """
 
     most_load: float = 0.8

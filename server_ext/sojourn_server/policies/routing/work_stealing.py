@@ -27,8 +27,8 @@ class StealingReplicaView(NamedTuple):
 
 
 class StealDecision(NamedTuple):
-    """The replica ``thief`` takes over the longest-waiting movable request of the replica ``victim``, and the
-    request's program."""
+    """Decision that the replica ``thief`` takes over a request from the replica ``victim``, and the request's
+    program. The request is the oldest waiting one that may be stolen."""
 
     thief: str
     victim: str

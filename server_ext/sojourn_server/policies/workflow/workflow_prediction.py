@@ -50,11 +50,11 @@ class NoWorkflowPrediction:
 class ThreeTierPrediction:
     """Predicts from hints if they are given and were accurate, else from earlier programs, else nothing.
 
-    Unless the client hints it, the probability of another turn is 1 minus the probability of an edge to the
-    end. A step inferred from earlier programs becomes the predicted successor only if its probability is at
-    least ``confidence`` (θ). Nothing is inferred before ``min_tasks`` programs of the type have ended. A
-    program about which nothing is hinted or inferred is cold: it has no prediction. Raises ``ValueError`` for
-    numbers out of range.
+    Without hints, the probability of another turn is 1 minus the probability of an edge to the end. A step
+    inferred from earlier programs becomes the predicted successor only if its probability is at least
+    ``confidence`` (θ). Nothing is inferred before ``min_tasks`` programs of the type have ended. A program
+    about which nothing is hinted or inferred is cold: it has no prediction. Raises ``ValueError`` for numbers
+    out of range.
     """
 
     min_tasks: int = 30
@@ -106,6 +106,7 @@ def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
     A hinted number of steps left, L, takes precedence over the graph, because it is about this program. The
     number of further steps is assumed to be geometric with mean L, so another step has probability L/(1+L).
     Without L, the probability is 1 if the client expects another turn, else it comes from the declared graph.
+    After a turn that the client called the final one, the probability is 0.
     """
     if step.final:
         return 0.0
