@@ -50,9 +50,9 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, blocks: KvBlockLayout | None
     """Measure copy bandwidth as the median of a few copies of about ``copy_bytes``, and return it. Never
     raises.
 
-    With CUDA, the copies are between the device and pinned host memory. Without CUDA, they are the copies
-    of KV blocks that a CPU engine's host memory tier makes. ``blocks``: sizes of these blocks; if it is
-    ``None``, the copies are plain memory copies.
+    With CUDA, the copies are between the device and pinned host memory. Without CUDA, they are the copies of
+    KV blocks that a CPU engine's host memory tier makes. ``blocks``: sizes of these blocks; ``None``: the
+    copies are plain memory copies.
     """
     if importlib.util.find_spec("torch") is None:
         return CopyBandwidth(None, None, "torch is not installed here")

@@ -12,8 +12,8 @@ The fit (``step_costs.fit_step_costs``) needs three kinds of samples, from an ot
                several at once
 
 A time to first token is the time of all steps of the prompt, plus the API server's share. Before a decode
-sample, every prompt is sent once, so that nearly all of its tokens are cached when the B requests run
-together. Requests share no blocks, because reading shared blocks would be cheaper than in production.
+sample, every prompt is sent once. So nearly all of its tokens are cached when the B requests run together.
+Requests share no blocks, because reading shared blocks would be cheaper than in production.
 """
 
 from __future__ import annotations

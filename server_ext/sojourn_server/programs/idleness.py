@@ -104,7 +104,7 @@ class IdlenessTracker:
         self._counting = IdlenessPhase.NOTHING
         self._since_s = 0.0
         self._ran = False
-        """Whether a request of the program has ever run, so that there is a current cycle."""
+        """Whether a request of the program has ever run. If not, there is no current cycle."""
         self._in_gap = False
         """Whether the inference of the current cycle is over."""
         self._reasoning_s = self._acting_s = 0.0

@@ -154,8 +154,8 @@ class HintReliability:
         """Whether one program's hints are at least as good as the constant prediction 0.5. True while fewer
         than ``MIN_OUTCOMES`` hints are known.
 
-        The baseline of ``hints_reliable`` would be too strict for one program: within a program, another turn
-        follows every turn except the last one, so the baseline is almost always right.
+        The baseline of ``hints_reliable`` would be too strict for one program. Within a program, another turn
+        follows every turn except the last one. So the baseline is almost always right.
         """
         return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
 

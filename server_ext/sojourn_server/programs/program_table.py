@@ -12,7 +12,8 @@ from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_st
 
 
 class ProgramTable:
-    """The programs of one engine, at most ``max_programs`` (more only if all have a request in the engine).
+    """The programs of one engine, at most ``max_programs``. There are more only while all of them have a
+    request in the engine.
 
     From a full table, ended and expired programs without a request in the engine are removed first, in the
     order in which they ended. Next are programs that never sent a request, oldest first, so that a flood of

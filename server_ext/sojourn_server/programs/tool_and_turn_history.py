@@ -28,7 +28,8 @@ _P95 = NormalDist().inv_cdf(0.95)
 ESTIMATE_SIGMA = 0.5
 """Standard deviation of a duration's logarithm, assumed if the client estimates only the median."""
 MAX_ESTIMATE_SIGMA = 3.0
-"""Maximum standard deviation of a duration's logarithm, however high the client's 95th percentile is."""
+"""Maximum standard deviation of a duration's logarithm. It applies if the client's 95th percentile is very
+high."""
 
 Key = TypeVar("Key")
 Entry = TypeVar("Entry")
@@ -216,7 +217,8 @@ class SlidingMean:
         self._mean: float | None = 0.0
 
     def observe(self, value: float) -> None:
-        """Add a value, and drop the oldest if the window is full. Raises ``ValueError`` unless finite."""
+        """Add a value, and drop the oldest if the window is full. Raises ``ValueError`` for an infinite value
+        or NaN."""
         if not -MAX_FLOAT <= value <= MAX_FLOAT:
             raise ValueError(f"observed {value!r:.80}; expected a finite number")
         self._values.append(value)
@@ -369,8 +371,8 @@ def recent_entry(table: OrderedDict[Key, Entry], key: Key, new: Callable[[], Ent
 
 
 def non_negative(value: object, what: str) -> float:
-    """Return ``value`` as a float. Raises ``ValueError`` unless it is a finite number ≥ 0; the message calls
-    the value ``what``."""
+    """Return ``value`` as a float. Raises ``ValueError`` unless ``value`` is a finite number ≥ 0. ``what``:
+    name of the value in the error message."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_FLOAT:
         raise ValueError(f"{what} is {value!r:.80}; expected a finite number ≥ 0")
     return float(value)

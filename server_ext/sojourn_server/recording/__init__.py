@@ -6,9 +6,9 @@ A scheduler's decisions depend only on its events and their times. ``RecordingSc
 ``handle``, which takes events, and the query methods whose answers depend on a policy. It writes one record
 per call. Only consecutive evictions share a record.
 
-``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, repeats the recorded calls
-at their recorded times, and compares the records that the second scheduler writes with the records in the
-recording.
+``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, and repeats the recorded
+calls at their recorded times. It compares the records that the second scheduler writes with the records in
+the recording.
 
 Format: lines of JSON, gzipped. The first line is the header (``RecordingHeader``). The last line is the end
 record. If it is missing, the engine was killed or the file was truncated. Each other line is one record,

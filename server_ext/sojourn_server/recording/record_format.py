@@ -1,8 +1,8 @@
 """Converts a scheduler's calls to the values that a recording stores, and stored inputs back to events.
 
 ``facts`` are the stored form of a call's input, ``answer`` is the stored form of its result. A replay reads
-the facts (``read_...`` functions) and repeats the call. It does not read the answer, but compares it with the
-answer of the repeated call.
+the facts (``read_...`` functions) and repeats the call. Then it compares the stored answer with the answer of
+the repeated call.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class ReplayedTurn(NamedTuple):
 
     completion: Completion
     computed_again: int | None
-    """Number of prompt tokens that the server computed although a perfect prefix cache would have had them;
-    ``None`` if the server does not report cached tokens."""
+    """Number of prompt tokens that the server computed and a perfect prefix cache would have had. ``None`` if
+    the server does not report cached tokens."""
     forcing_failed: bool = False
     """Whether the server did not generate the forced tokens."""
     has_output_ids: bool = True

@@ -28,7 +28,7 @@ class TableEntry(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the program has no open request, so that it may be removed."""
+        """Whether the program has no open request and may be removed."""
         ...
 
 

@@ -59,8 +59,7 @@ class PairCore(RoutingCore):
         """Replica ids of the engines that the pair scheduler knows, by role and number."""
         self._nodes: dict[str, int] = {}
         """Number of each node in the pair scheduler, by the node's name. A node without engines is kept until
-        there are ``MAX_NODES`` nodes, since an engine may return while reads are still queued at the node's
-        NIC."""
+        there are ``MAX_NODES`` nodes. An engine may return while reads are still queued at the node's NIC."""
         self._node_numbers = count()
         """Numbers for new nodes."""
         self._numbers = count()
@@ -174,7 +173,7 @@ class PairCore(RoutingCore):
         self._nodes[name] = number
 
     def _admit(self, engine: PairEngine) -> None:
-        """Make an engine available to the pair scheduler, unless the engine is draining or suspect."""
+        """Make an engine available to the pair scheduler. No effect on a draining or suspect engine."""
         if engine.is_open or engine.is_draining or engine.suspect:
             return
         engine.is_open = self._engines_changed = True
@@ -310,7 +309,7 @@ class PairCore(RoutingCore):
 
     def _sent(self, event: routing_events.RequestSent, now: float) -> None:
         """Record a request that a gateway has sent. If another core or the gateway itself chose the engines,
-        adopt the request. The pair scheduler does not count the load of an adopted request unless the request
+        adopt the request. The pair scheduler does not count the load of an adopted request until the request
         is routed again."""
         request = self.requests.get(event.request_id)
         where = (event.prefill_id, event.replica_id)

@@ -90,7 +90,7 @@ class Replica:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the replica drains, so that its programs move away at their next turn."""
+        """Whether the replica drains. If so, its programs move away at their next turn."""
         return self.health is ReplicaHealth.DRAINING
 
     def status(self) -> ReplicaStatus:

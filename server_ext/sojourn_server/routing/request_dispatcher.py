@@ -33,8 +33,8 @@ UNROUTED_ROUTE = RoutingDecision("", "policy_failed")
 class RequestDispatcher:
     """Decides when the waiting requests of one core go to a replica.
 
-    There are four occasions: capacity becomes free, an idle replica steals work, less urgent requests make
-    way, or a request waits inside an engine that has no room for the request's KV.
+    There are four occasions. Capacity becomes free. An idle replica steals work. Less urgent requests make
+    way. A request waits inside an engine that has no room for the request's KV.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RequestDispatcher:
     def kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
         """Handle the report that a replica has no KV of a program any more. If this replica is the program's
         home, the program loses its home, and its requests that wait for the replica are routed again. A
-        program with requests in flight keeps its home, unless ``relocate`` moves the program."""
+        program with requests in flight is passed to ``relocate`` instead."""
         program = self._tables.programs.get((event.tenant, event.program_id))
         if program is None or program.home != event.replica_id:
             return
@@ -171,8 +171,8 @@ class RequestDispatcher:
         """Move a program to another replica. The program's request waits inside the engine ``replica_id``,
         and this engine has no KV of the program (MORI §4.3.1).
 
-        The program moves only if it is certain that the request waits, and if another replica has capacity. A
-        program moves at most once per turn.
+        The program moves only if two conditions hold: the request certainly waits, and another replica has
+        capacity. A program moves at most once per turn.
         """
         replica = self._fleet.get(replica_id)
         if replica is None or program.in_flight != 1 or program.moved_at_turn == program.turns:
@@ -201,7 +201,7 @@ class RequestDispatcher:
 
     def _forget_unanswered(self, now: float) -> None:
         """Remove programs that have had no answer and have no request in progress. This frees the capacity
-        that was counted for them, and keeps requests that engines refuse from filling the table."""
+        that was counted for them. So programs of refused requests do not fill the table."""
         unanswered = self._requests.unanswered
         while unanswered:
             program = unanswered.pop()
@@ -214,8 +214,8 @@ def _can_retry_at(replica: Replica, request: RoutedRequest) -> bool:
     """Whether a failed request may wait for this replica.
 
     A request that has not failed at the replica may wait for it, except while the replica drains. A request
-    that has failed there may wait only while the replica is suspect, since a new instance may soon replace
-    the replica."""
+    that has failed there may wait only while the replica is suspect: a new instance may soon replace the
+    replica."""
     if replica.replica_id in request.failed_at:
         return replica.health is ReplicaHealth.SUSPECT
     return replica.health is not ReplicaHealth.DRAINING

@@ -2,9 +2,9 @@
 replica.
 
 ``ResidentPrograms`` counts the resident programs of each replica, for policies that read these numbers. A
-program is resident at its home if it has an open request or is expected to send one. Since many clients never
-end their programs, a program without an open request counts only for a limited time, and only if its number
-of turns left is known.
+program is resident at its home if it has an open request or is expected to send one. Many clients never end
+their programs. So a program without an open request counts only for a limited time. If its number of turns
+left is unknown, it does not count at all.
 
 Programs with the same numbers of past turns and turns left form one group. A change of a program only marks
 the program; the next query counts the marked programs again. So the cost of a query depends on the numbers of
@@ -370,7 +370,7 @@ def turns_left(program: RoutedProgram) -> float:
 
 
 def build_resident_programs(routing: RoutingPolicy) -> ResidentPrograms:
-    """Build the ``ResidentPrograms`` for a routing policy. It counts nothing unless the policy sets
+    """Build the ``ResidentPrograms`` for a routing policy. It counts programs only if the policy sets
     ``reads_residents``."""
     return ResidentPrograms(
         float(getattr(routing, "resident_for_s", math.inf)),

@@ -46,7 +46,8 @@ def high_token_threshold(
     """Return Z, the threshold above which an engine's token count is high.
 
     Z is ``ratio`` times the group's tokens divided by its number of engines. The group's tokens include those
-    of the first requests in ``queue``: as many as fit the free request slots and free memory of all engines.
+    of the first requests in ``queue``: as many as fit into the free request slots and the free memory of all
+    engines.
     """
     free = tokens = 0
     places: float = 0
@@ -146,8 +147,8 @@ class DecodeEngineSelector:
     Phase 1 chooses a group and adds the request to its queue (``enqueue``). Phase 2 chooses an engine of the
     group (``assign_queued``). A heap orders the groups by tokens. Outdated entries of the heap are dropped
     when they reach the top. Within a group, all engines are compared, as in the paper. A request's KV memory
-    counts as used as soon as its engine is chosen, although the engine allocates the memory only when
-    decoding begins. This prevents preemptions.
+    counts as used as soon as its engine is chosen. The engine allocates the memory later, when decoding
+    begins. The early count prevents preemptions.
 
     The paper has no limit on an engine's requests. Here a request counts towards the limit as soon as its
     engine is chosen, because a request in an engine's own queue holds KV buffers. A request is not queued in

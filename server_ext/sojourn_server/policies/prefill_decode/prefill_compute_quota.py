@@ -133,9 +133,9 @@ class PrefillComputeQuota:
     def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
         """Return how many of a request's ``new`` tokens fit in ``left_s`` seconds of attention.
 
-        ``cached``: number of tokens before the new ones. If not all new tokens fit, their number is cut so
-        that the context ends at a block boundary; the number may be 0. ``first``: whether the request is the
-        first of the step. If so, it gets tokens up to the next block boundary even if these do not fit."""
+        ``cached``: number of tokens before the new ones. If not all new tokens fit, the context is cut at a
+        block boundary, and the result may be 0. ``first``: whether the request is the first of the step. A
+        first request gets tokens up to the next block boundary even if these do not fit."""
         if self.costs.seconds(cached, new) <= left_s:
             return new
         # If the cached context ends within a block, the next block boundary is less than a block away.

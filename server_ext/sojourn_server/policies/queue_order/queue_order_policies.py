@@ -122,9 +122,8 @@ class LeastAttainedService(ServiceLevels):
     def promoted_s(self, request: WaitingRequestView) -> float:
         """Return the engine time at which a waiting request is promoted to the first queue.
 
-        This is the later of two times: the time at which the request's program has waited ``beta`` times as
-        long as the program ran, and the start of the present wait. ``inf`` for a request in the first
-        queue."""
+        By then, the request's program has waited ``beta`` times as long as the program ran. The time is never
+        before the start of the present wait. ``inf`` for a request in the first queue."""
         if self.level(request.attained_s, request.ran_s) == 0:
             return math.inf
         bearable_s = self.beta * (request.attained_s + request.ran_s)

@@ -64,9 +64,9 @@ class LeastWasteRetention:
 
     Swap is modelled as a copy that does not block: other requests are not delayed, and the target memory is
     idle during the copy. This follows the paper's pipelining, and Continuum §6.1, which compares InferCept
-    with a non-blocking host cache. Swapping is considered only if a host tier stores evicted blocks, and only
-    for the whole context. Swapping in parts or with a token budget per step is not modelled. ``max_ttl_s`` is
-    our addition; the paper has no bound.
+    with a non-blocking host cache. Swapping is considered only if a host tier stores evicted blocks. A
+    context is swapped as a whole. Swapping in parts or with a token budget per step is not modelled.
+    ``max_ttl_s`` is our addition; the paper has no bound.
     """
 
     max_ttl_s: float = 300.0

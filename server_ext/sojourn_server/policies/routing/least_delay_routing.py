@@ -1,9 +1,9 @@
 """Routing by delay: a program goes to the replica on which it and the other programs slow each other least.
 
-A decode step for several programs reads the KV of all of them. So each program slows the other programs of
-its replica until it ends. The best replica depends on how long each program stays. A small agent of ten turns
-does best beside programs that are about to end. A large agent does best where few contexts are left when the
-agent has grown.
+A decode step for several programs reads the KV of all of them. So a program slows the other programs of its
+replica until the program ends. The best replica depends on how long each program stays. A small agent of ten
+turns does best beside programs that are about to end. A large agent does best where few contexts are left
+when the agent has grown.
 """
 
 from __future__ import annotations
