@@ -1,6 +1,7 @@
 """Events that a routing core takes, and actions that it returns.
 
 Gateways and a coordinator send each other these structs. So the structs' tags are part of a wire protocol.
+A *pair* is a prefill engine and a decode engine that serve one request together.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
     instance: str
     role: PairRole
     node: str
-    """Name of the engine's machine, through whose storage NIC the engine reads KV."""
+    """Name of the engine's machine. The engine reads KV through this machine's storage NIC."""
     kv_tokens: int
     """KV capacity of the engine, in tokens."""
     block_s: float
     """Seconds that the node's storage NIC takes for one Full Block, the unit of KV storage (DualPath
     §4.1)."""
     peer: str
-    """Address of the engine's KV transfer manager, for other engines."""
+    """Address at which other engines reach this engine's KV transfer manager."""
     max_context_tokens: int = 0
     """Longest context that the engine computes; 0: unknown."""
     epoch: str = ""
@@ -138,7 +139,7 @@ class FirstByteSent(RoutingEvent, frozen=True, tag="Began"):
 
 
 class PrefillFinished(RoutingEvent, frozen=True, tag="Prefilled"):
-    """A prefill engine has computed a request's prompt. This event exists only with pairs."""
+    """A prefill engine has computed a request's prompt. Only pairs have this event."""
 
     request_id: str
     replica_id: str
@@ -150,8 +151,8 @@ class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
     request_id: str
     output_tokens: int = 0
     replica_id: str | None = None
-    """The replica at which the request ended. ``None``: the request ended wherever it was, waiting or sent,
-    for example because its client gave up."""
+    """The replica at which the request ended. ``None``: the request ended, whether it was waiting or sent.
+    For example, its client gave up."""
     answered: bool | None = True
     """Whether the request was answered with status 200, completely or in part. ``None``: unknown. An
     ``AffinityCore`` then counts the request as answered if the client has the first byte. A ``PairCore``
@@ -254,8 +255,8 @@ class SendRequestToPair(SendRequest, frozen=True, tag="SendPair", kw_only=True):
 
 
 class RecallRequest(RoutingAction, frozen=True, tag="Recall"):
-    """Close a request's connection to its replica, to make way for a more urgent request or because the
-    request waits there for KV capacity. A ``SendRequest`` or ``RejectRequest`` for the recalled request
+    """Close a request's connection to its replica. Either the request makes way for a more urgent one, or it
+    waits at this replica for KV capacity. A ``SendRequest`` or ``RejectRequest`` for the recalled request
     follows, now or later.
 
     A gateway that has already passed on the first byte ignores the recall and the next ``SendRequest`` for
@@ -278,8 +279,8 @@ class RejectRequest(RoutingAction, frozen=True, tag="Refuse"):
 
 
 class AbortStream(RoutingAction, frozen=True, tag="Cut"):
-    """End a request's stream with an error inside it. The replica is gone, and the client already has the
-    first byte."""
+    """End a request's stream with an error inside the stream. The replica failed after the client had got
+    the first byte."""
 
     request_id: str
     replica_id: str

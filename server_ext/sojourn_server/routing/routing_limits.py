@@ -41,9 +41,11 @@ class RoutingLimits:
     """A request waits at the gateway while its replica's load is at least this value. ``inf``: requests are
     sent at once and queue in the engines."""
     most_waiting: int = 20_000
-    """Maximum number of waiting requests; further requests are rejected with status 429. If tenants share
-    capacity, a tenant with few waiting requests may exceed this maximum, until the total is twice the
-    maximum. Few means: fewer than ``most_waiting`` ÷ number of tenants with waiting requests."""
+    """Maximum number of waiting requests. Further requests are rejected with status 429.
+
+    There is one exception if tenants share capacity. A tenant's fair part of the queue is ``most_waiting`` ÷
+    number of tenants with waiting requests. Requests of a tenant below its fair part are accepted until
+    2 × ``most_waiting`` requests wait."""
     wait_s: float = 600.0
     """A request that waits longer than this is rejected."""
     queue_patience_s: float = 30.0

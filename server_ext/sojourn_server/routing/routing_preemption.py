@@ -77,8 +77,8 @@ class _YieldOrder(NamedTuple):
 
 class RoutingPreemption:
     """Finds requests to preempt for waiting requests of more urgent tenants. It asks the preemption policy
-    about the first waiting request of each tenant, the most urgent tenants first, and carries out the
-    policy's decisions."""
+    about the oldest request of each tenant in each queue, and carries out the policy's decisions. The most
+    urgent tenants come first."""
 
     def __init__(
         self,
@@ -173,9 +173,9 @@ class RoutingPreemption:
         return request.request_id in replica.in_flight and not (request.began or request.recalled)
 
     def _missing(self, replica: Replica, yielding: Collection[str]) -> tuple[int, int]:
-        """Return (tokens, requests) that must end until a full replica is no longer full, as
-        ``ReplicaFleet.missing`` does. The requests in ``yielding``, and the requests that yield already,
-        count as ended, because the engine does not compute them."""
+        """Return (tokens, requests) that must end before a full replica is no longer full. Requests that
+        yield count as ended, because the engine does not compute them. These are the requests in
+        ``yielding``, and those that yield already."""
         tokens, requests = self._fleet.missing(replica)
         for request_id, context_tokens in replica.in_flight.items():
             if request_id in self._yielding or request_id in yielding:
@@ -339,8 +339,8 @@ class RoutingPreemption:
     def _preempt_for_capacity_at(
         self, replica: Replica, room_tokens: int, blocked: RoutedRequest, now: float
     ) -> PreemptionPlan | None:
-        """Plan which programs leave this replica, which has ``room_tokens`` free, so that ``blocked`` has
-        enough KV capacity here; ``None``: there is no such plan."""
+        """Plan which programs leave this replica, so that ``blocked`` has enough KV capacity here; ``None``:
+        there is no such plan. ``room_tokens``: KV capacity that is free already."""
         room = self._fleet.total_kv_tokens
         others = []
         for request in self._at_home(replica):

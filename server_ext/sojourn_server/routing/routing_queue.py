@@ -14,8 +14,8 @@ from .bounded_program_table import Key
 from .routed_programs import RoutedProgram
 
 CHUNK = 128
-"""Maximum number of requests in a chunk of a ``TenantQueue``. A search examines the requests of one chunk; a
-queue of 10,000 has 80 to 160 chunks."""
+"""Maximum number of requests in a chunk of a ``TenantQueue``. A queue of 10,000 requests has 80 to 160
+chunks."""
 
 _NUMBER = attrgetter("number")
 _KEY = attrgetter("queue_key")
@@ -56,8 +56,8 @@ class RoutedRequest:
     """(id, instance) of replicas that did not answer the request and have been removed since. If the same
     instance registers again, the request still avoids it."""
     lost_with: str | None = None
-    """Id of the last replica that was removed while it had the request. ``None`` again once a
-    ``RequestFailed`` reports that the replica had accepted the request."""
+    """Id of the last replica that lost the request: it was removed, or it did not register in time. Set to
+    ``None`` again when a ``RequestFailed`` reports that this replica had accepted the request."""
     reason: str = ""
     moved_from: str | None = None
     left_because: str = ""
@@ -76,12 +76,12 @@ class RoutedRequest:
     displaced_others: bool = False
     """Whether other requests made way for this one. Then it never makes way itself."""
     first_since: int | None = None
-    """``CapacityQueue.admitted_count`` when the request first became the oldest in its tenant's queue;
-    ``None``: not yet."""
+    """Value of ``CapacityQueue.admitted_count`` at the time ``first_since_s``; ``None``: the request has not
+    been the oldest in its tenant's queue."""
     first_since_s: float = 0.0
     """Time at which the request first became the oldest in its tenant's queue."""
     waiting_since_s: float = field(init=False)
-    """Time at which the request last began to wait: its arrival, or later if a replica lost it."""
+    """Time at which the request last began to wait: when it arrived, or was taken from its replica."""
     queue_key: tuple[float, ...] = ()
     """Sort key of the request in its queue, lowest first; by default its ``number``. It changes only while
     the request is in no queue."""
@@ -174,8 +174,8 @@ class TenantQueue:
         return None
 
     def add(self, request: RoutedRequest) -> None:
-        """Insert a request by its key. Even in order of arrival, the place may be before the end of the
-        queue: a request that failed at a replica is older than requests that arrived since."""
+        """Insert a request by its key. Even a queue in order of arrival gets requests before its end. For
+        example, a request that failed at a replica is older than requests that arrived since."""
         if not self._by_arrival:
             self._numbers[request.number] = request
             heappush(self._ages, request.number)

@@ -64,11 +64,11 @@ class RoutingState(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """Number of requests so far."""
     epoch: int
-    """Number of registrations of replicas so far; the next replica gets the next number as its ``epoch``."""
+    """Number of registrations of replicas so far. A replica's ``epoch`` is its number in this count."""
     replicas: tuple[SavedReplica, ...]
     programs: tuple[SavedProgram, ...]
-    """Programs that their clients have not ended, each as it was in its step of the snapshot, in no certain
-    order."""
+    """Programs that have not ended, in no certain order. Each is saved as it was when its step of the
+    snapshot ran."""
     expected: dict[str, Any]
     """Result of ``ProgramEstimator.snapshot``."""
     drained: tuple[tuple[str, str], ...] = ()
@@ -83,19 +83,20 @@ def snapshot_routing_state(
     number: int,
     now: float,
 ) -> Generator[None, None, RoutingState]:
-    """Copy these tables in steps; return the snapshot. The first step copies everything except the programs.
-    Each step copies ``SNAPSHOT_SLICE`` programs. The core may take events between two steps.
+    """Copy these tables in steps; return the snapshot. Each step copies ``SNAPSHOT_SLICE`` programs. The
+    first step also copies everything else. The core may take events between two steps.
 
-    ``programs``: all programs. ``is_saved``: whether the snapshot has a program;
-    the answer is read in the program's step. It must be False for removed programs, and for ended programs
-    that still have open requests, because a successor would keep the homes of ended programs. ``number``:
-    number of requests so far.
+    ``programs``: all programs. ``is_saved``: whether to save a program, asked in the program's step. It must
+    return False for removed programs, and for ended programs that still have open requests. A successor
+    would keep the homes of such programs. ``number``: number of requests so far.
 
-    So a snapshot may have older replicas than programs. A successor then knows a program's home that is
-    outdated, or knows no home, as it does after every event that no snapshot has. This costs KV, but no
-    request. Replicas that came since the first step are missing, so their programs have no home. A replica
-    that has restarted since then has its former instance in the snapshot. When the new instance registers,
-    the programs there lose their homes, so no home is taken for that of another instance."""
+    The saved programs may be newer than the saved replicas. Then some programs lose their homes, and with
+    them their cached KV. No request is lost.
+
+    - A replica that registers after the first step is not saved. Its programs are restored without a home.
+    - A replica that restarts after the first step is saved with its former instance. When the new instance
+      registers with the successor, the programs there lose their homes.
+    """
     replicas = tuple(
         SavedReplica(
             replica.replica_id,

@@ -133,7 +133,7 @@ class RoutedRequestTable:
         self._tenants.add_request(request.tenant, request.program)
 
     def close(self, request: RoutedRequest, now: float) -> None:
-        """Remove a request from the table, and from its queue or replica, if it is at one."""
+        """Remove a request from the table and from its queue or replica."""
         if request.sent_s is not None:
             self.undo_send(request, now)
         else:

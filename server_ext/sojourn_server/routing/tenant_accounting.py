@@ -151,8 +151,8 @@ class TenantAccounting:
     def used(self, tenant: str, *, room: bool = False) -> float:
         """Return the fraction of all devices' KV capacity that a tenant's requests in flight use.
 
-        With ``room``, a second fraction is computed: the expected size of all programs of the tenant that
-        have a home ÷ the KV capacity of all tiers. Then the larger of the two fractions is returned.
+        With ``room``, return the larger of this and a second fraction: expected size of the tenant's
+        programs with a home ÷ KV capacity of all tiers.
         """
         fleet = self._fleet
         used = self.in_flight_tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0

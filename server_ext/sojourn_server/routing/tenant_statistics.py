@@ -24,7 +24,7 @@ MEAN_WINDOW = 64
 MAX_AGENT_TYPES = 64
 """Maximum number of agent types of a tenant whose statistics are kept."""
 MAX_TYPES_OF_ALL = 512
-"""Maximum number of agent types of all tenants together, since clients name the types."""
+"""Maximum number of agent types of all tenants together. Clients can invent types without limit."""
 
 
 class FrequentTenants(Generic[Kept]):
@@ -141,10 +141,11 @@ class TenantStatistics:
     def lengths(
         self, kind: str | None, of: Callable[[TypeStatistics], SortedWindow], least: int
     ) -> Sequence[int]:
-        """Return the lengths of the programs of an agent type, ascending. If the type has fewer than
-        ``least``, or ``kind`` is ``None``, return the lengths of all types. If there are fewer than ``least``
-        of these too, the result is empty. ``of`` selects the lengths from a ``TypeStatistics``. The result is
-        a live view: do not keep it."""
+        """Return the lengths of the programs of an agent type, ascending. ``of`` selects the lengths from a
+        ``TypeStatistics``. The result is a live view: do not keep it.
+
+        If ``kind`` is ``None`` or has fewer than ``least`` lengths, return the lengths of all types. If these
+        are also fewer than ``least``, return nothing."""
         for one in (self.types.get(kind) if kind is not None else None, self.all):
             if one is not None and len(of(one).ordered) >= least:
                 return of(one).ordered
@@ -223,8 +224,8 @@ class ProgramStatistics(FrequentTenants[TenantStatistics]):
 
 
 def _numbers(values: Any, least: int, *, whole: bool = False) -> list[Any]:
-    """Return ``values`` if it is a list of numbers of at least ``least`` (with ``whole``, of integers up to
-    ``MAX_OUTPUT_TOKENS``). Raises ``ValueError`` for anything else."""
+    """Return ``values`` if it is a list of numbers of at least ``least``. With ``whole``, the numbers must be
+    integers up to ``MAX_OUTPUT_TOKENS``. Raises ``ValueError`` for anything else."""
     if not isinstance(values, list):
         raise ValueError(f"estimates: {values!r:.80}; expected a list of numbers")
     for value in values:
