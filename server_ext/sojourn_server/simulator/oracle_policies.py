@@ -47,7 +47,7 @@ class ProgramWork:
 
     @property
     def mean_s(self) -> float:
-        """Mean, over the programs passed to ``left_s`` so far, of a program's total seconds of service; 1
+        """Mean total service of a program, in seconds, over the programs passed to ``left_s`` so far. 1
         before the first call of ``left_s``."""
         return self._total_s / len(self._left_s) if self._left_s else 1.0
 

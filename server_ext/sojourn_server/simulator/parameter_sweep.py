@@ -71,8 +71,8 @@ class ParameterSweep:
         """The specifications of the sweep: all of ``specs`` with the first value, then all of them with the
         second, and so on.
 
-        If a policy does not use the field, the field is 0 in all specifications of this policy, so
-        ``run_suite`` runs only one of them. Raises ``SweepError`` if no policy uses the field,
+        If a policy does not use the field, the field is 0 in all specifications of this policy. They are then
+        equal, and ``run_suite`` runs only one of them. Raises ``SweepError`` if no policy uses the field, and
         ``PolicyError`` for an unknown policy.
         """
         if not any(self._affects(spec) for spec in specs):

@@ -202,8 +202,6 @@ class _ComparingSink:
 
 
 class _ParityReplay:
-    """Replay of one recording."""
-
     def __init__(self, reader: RecordingReader) -> None:
         self._reader = reader
         self._sink = _ComparingSink()

@@ -27,8 +27,8 @@ class RoutedProgramView(NamedTuple):
 
     program_id: str
     state: str
-    """``reasoning``: its request is in the engine. ``waiting``: its request is at the router. ``acting``:
-    between two turns. ``over``: its last turn has just finished; shown once."""
+    """``reasoning``: its request was sent to the engine. ``waiting``: its request is at the router.
+    ``acting``: between two turns. ``over``: its last turn has just finished; shown once."""
     context_tokens: int
     """Prompt and output tokens of the program's last finished turn; 0 before the first."""
     since_s: float

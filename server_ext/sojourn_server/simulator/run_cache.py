@@ -113,9 +113,9 @@ class RunCache:
 
 
 def code_digest(package: Path | None = None, policy: SimulatorPolicy | None = None) -> str:
-    """Digest of the source files that a run of ``policy`` depends on. Policies that its preset does not name
-    are left out. If ``policy`` is ``None``, or its preset is a user's file, all policies count. ``package``
-    is the folder of ``sojourn_server`` (default: the folder of this code)."""
+    """Digest of the source files that a run of ``policy`` depends on. Policies that the preset of ``policy``
+    does not name are left out. If ``policy`` is ``None``, or its preset is a user's file, all policies count.
+    ``package`` is the folder of ``sojourn_server`` (default: the folder of this code)."""
     here = package if package is not None else Path(__file__).parents[1]
     if policy is None or policy.preset_file is not None:
         files = _files(here, None)
@@ -147,9 +147,12 @@ def _plain_files(here: Path) -> Iterator[Path]:
 
 
 def _files(here: Path, preset: str | None) -> Iterator[Path]:
-    """Files of all packages that influence a run. With a ``preset``, these files are left out: presets that
-    it does not extend; policy modules that neither the preset names nor another policy imports; modules that
-    only left-out modules import."""
+    """Files of all packages that influence a run. With a ``preset``, the files that it does not use are left
+    out:
+
+    - presets other than this one and those that it extends
+    - modules of other policies, except modules that some policy imports
+    - modules that only left-out modules import"""
     unused = set() if preset is None else _unused_policy_files(here, preset)
     return (path for name in _PACKAGES for path in _sources(here / name) if path not in unused)
 

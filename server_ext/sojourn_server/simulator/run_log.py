@@ -17,8 +17,8 @@ class TurnLog(msgspec.Struct, kw_only=True):
     submitted_s: float
     """Time at which the client sent the request."""
     entered_s: float | None = None
-    """Time at which the request arrived at the engine. The difference to ``submitted_s`` is the time on the
-    way, and the time that a router held the request back."""
+    """Time at which the request arrived at the engine. The time since ``submitted_s`` includes the way to the
+    engine, and the time for which a router held the request back."""
     admitted_s: float | None = None
     """Time at which the request first got blocks."""
     first_token_s: float | None = None
@@ -46,8 +46,8 @@ class TurnLog(msgspec.Struct, kw_only=True):
     evictor: str | None = None
     """Program whose request took the memory of this prompt's first missing block; ``None`` if unknown."""
     evicted_score: tuple[float, ...] | None = None
-    """Eviction score that this turn's program had when the first missing block of its prompt was evicted. The
-    block with the lowest score is evicted first. ``None`` if the policy has no scores, or if the score is
+    """Eviction score of this turn's program at the time when the prompt's first missing block was evicted.
+    Blocks with the lowest score are evicted first. ``None``: the policy has no scores, or the score is
     unknown."""
     optimum_tokens: int | None = None
     """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. That

@@ -33,7 +33,7 @@ request of its program was in the engine, as may happen on a network."""
 
 class SimulatedOutputs:
     """Tool calls of simulated outputs, without durations. Replaces the ``ToolCallReader`` of sojourn's
-    adapter, which reads tool calls from the text of an output, because simulated tokens have no text."""
+    adapter. That class reads tool calls from an output's text, but simulated tokens have no text."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
@@ -229,7 +229,6 @@ class SimulatedClients:
         self._route_request(RoutableRequest(request_id, plan.instance_id, len(prompt), now, turn))
 
     def _route_request(self, request: RoutableRequest) -> None:
-        """Hand a request to the router."""
         if self._request_router.is_open:
             self._send_to_engine(request.request_id)
         else:

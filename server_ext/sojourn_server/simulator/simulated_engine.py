@@ -236,8 +236,8 @@ class SimulatedEngine:
         return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:
-        """Chained hashes of the request's new full blocks, by Python's hash of a tuple of integers. That hash
-        is the same in every run, and ten times faster than vLLM's."""
+        """Chained hashes of the request's new full blocks. They are Python's hashes of tuples of integers.
+        These are the same in every run, and ten times faster than vLLM's hashes."""
         size = self.options.block_size
         done = len(request.block_hashes)
         if request.num_tokens < (done + 1) * size:

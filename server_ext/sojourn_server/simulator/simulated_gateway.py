@@ -175,7 +175,6 @@ class GatewayClients(SimulatedClients):
             self._schedule_residency_poll()
 
     def _schedule_residency_poll(self) -> None:
-        """Schedule the next poll of the engines."""
         due_s = self._event_queue.now_s + RESIDENCY_POLL_S
         self._event_queue.schedule_at(due_s, self._poll_residency, background=True)
 

@@ -55,8 +55,8 @@ class _Step:
 class SimulatedReplica:
     """An engine, driven by the simulation loop.
 
-    With asynchronous scheduling, the engine plans a step when the previous step begins, so it does not know
-    the previous step's results.
+    With asynchronous scheduling, the engine plans a step when the previous step begins. At that time, it does
+    not know the previous step's results.
 
     ``due_s`` is the virtual time of the engine's next action: the end of its step, or ``inf`` if the engine
     is idle. If the engine has requests but can run none, ``due_s`` is the earlier of two times: the end of

@@ -62,11 +62,12 @@ class Simulation:
     """One policy on one workload. Call ``run()`` once.
 
     ``engines`` are pairs: an engine, and the simulated transfers of its host memory or ``None``. All engines
-    have the same options. ``front`` is the gateway's routing core or a router. ``standalone`` means a single
-    engine outside a cluster: logs name no replica, and client events that occur during a step are handled at
-    the end of the step, each with its own time. ``with_hints``: whether clients send hints and events.
-    ``recorder`` records the block accesses of all engines; pass it only with one engine. ``on_progress`` gets
-    the log and the virtual seconds so far.
+    have the same options. ``front`` is the gateway's routing core or a router. ``with_hints``: whether
+    clients send hints and events. ``recorder`` records block accesses; pass it only with one engine.
+    ``on_progress`` gets the log and the virtual seconds so far.
+
+    ``standalone`` means a single engine outside a cluster. Its logs name no replica. Client events that occur
+    during a step keep their own times, but are handled at the end of the step.
     """
 
     def __init__(

@@ -27,13 +27,13 @@ UNBOUNDED_HOST_TOKENS = 40_000_000
 the log has a note."""
 
 HISTORY_SEED = 1_000_003
-"""Difference between a run's seed and the seed of the programs of ``RunSpec.history_programs``."""
+"""Added to a run's seed, this gives the seed of the programs of ``RunSpec.history_programs``."""
 
 OCCUPANCY_SAMPLES = 200
 """Occupancy samples of a run."""
 UNBOUNDED_OCCUPANCY_SAMPLES = 20
-"""Occupancy samples of a run of ``unlimited``, which has a million blocks. A run of a cluster has at least as
-many."""
+"""Occupancy samples of a run of ``unlimited``, which has a million blocks. Also the minimum for a run of a
+cluster with another policy."""
 
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
@@ -93,8 +93,8 @@ class RunSpec:
     record_accesses: bool = False
     """Whether to record block accesses; only without ``replicas``."""
     history_programs: int = 0
-    """Number of programs, made with another seed, from which gateway and clients learn the turns and context
-    sizes of each agent type before the run. Only for synthetic workloads with ``replicas``."""
+    """Number of programs from which gateway and clients learn about each agent type before the run. These
+    programs are made with another seed. Only for synthetic workloads with ``replicas``."""
 
     @property
     def label(self) -> str:
@@ -237,8 +237,8 @@ def workload_program_ids(spec: RunSpec) -> list[str]:
 
 
 def first_program_ids(spec: RunSpec) -> list[str]:
-    """Ids, as in the trace, of the programs that arrive whatever the policy: all programs of an open loop, or
-    the first ``spec.programs`` of a closed loop. Sub-agents come after their parent. Raises the errors of
+    """Trace ids of the programs that arrive under every policy: all programs of an open loop, or the first
+    ``spec.programs`` of a closed loop. Sub-agents come after their parent. Raises the errors of
     ``run_simulation``."""
     _, shape = device_for_run(spec, cpu_ratio=0.0)
     coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]

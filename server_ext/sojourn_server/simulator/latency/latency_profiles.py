@@ -165,7 +165,8 @@ class HardwareProfile:
     sources: tuple[tuple[str, str], ...] = ()
     """(Name of a constant, source of its value)."""
     estimates: tuple[str, ...] = ()
-    """Names of constants whose value was chosen, not published or measured."""
+    """Names of constants whose value was chosen, not published or measured. Disk rates that the profile
+    leaves out are among them."""
 
 
 _FRACTIONS = frozenset(field.name for field in fields(HardwareProfile) if field.name.endswith("_efficiency"))

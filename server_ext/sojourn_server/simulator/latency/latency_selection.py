@@ -57,10 +57,12 @@ def device_shape(
 ) -> DeviceShape:
     """Shape of an engine on ``tp`` devices.
 
-    ``cpu_ratio`` is host memory for KV as a multiple of the device's KV memory. ``kv_pool_tokens`` replaces
-    the computed size of the KV pool. ``max_model_len`` is by default the longest context of the model, but no
-    more than a given ``kv_pool_tokens``. Raises ``LatencyProfileError`` if a value is out of range or the
-    model does not fit. For a model that does not fit, the message has the missing bytes and a remedy.
+    ``cpu_ratio``: host memory for KV, as a multiple of the device's KV memory. ``kv_pool_tokens``: size of
+    the KV pool (default: computed). ``max_model_len``: longest context (default: that of the model; with
+    ``kv_pool_tokens``, at most the pool's size).
+
+    Raises ``LatencyProfileError`` if a value is out of range or the model does not fit. If the model does not
+    fit, the message has the missing bytes and a remedy.
     """
     model.check_tp(tp)
     if max_model_len is not None and max_model_len < 1:
@@ -152,8 +154,8 @@ def load_latency_model(
     - a hardware profile: the name of a shipped one, or the path of a TOML file. ``model`` is a name or a TOML
       file (default: ``DEFAULT_MODEL``). The other arguments are those of ``device_shape``.
     - the path of an engine profile, made by ``sojourn profile``. ``kv_pool_tokens`` and ``max_model_len`` are
-      by default the engine's own; ``tp`` must be 1. ``model`` is needed only if the profile lacks the KV
-      bytes of a token.
+      by default the engine's own; ``tp`` must be 1. ``model`` is used only if the profile lacks the KV bytes
+      of a token.
 
     Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy.
     """

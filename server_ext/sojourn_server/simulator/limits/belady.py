@@ -5,53 +5,34 @@ held how many blocks, and when (``block_accesses``). The terms, in order:
 
 - A *place* is a physical block of the pool. It stores one block of content, or nothing.
 - The *chain* of a request is the list of its blocks, in the order of their tokens.
-- A request *touches* block i of its chain (from 0) when it first holds more than i blocks in the recorded
-  run. A block beyond the request's cache lookup is touched when it is full.
+- A request *touches* each block of its chain once after its admission. It touches a block that its cache
+  lookup covers when it first holds the block in the recorded run. It touches a later block when the block
+  becomes full.
 - A touched block is *pinned* until the request frees its blocks. A pinned block cannot be evicted.
-- A touch is *chargeable* if the block is part of the request's cache lookup, and some request computed the
-  block before.
+- A touch is *chargeable* if the cache lookup covers the block, and some request computed the block before.
 - A chargeable touch is *charged* if the block is not cached. It costs one recomputed block.
-- A touch that is not chargeable is *free*: the first computation of a block loses nothing, and no cache saves
-  the blocks that decode steps write.
+- All other touches are *free*: the first computation of a block loses nothing, and no cache saves the blocks
+  that decode steps write.
 
 An incomplete block has no id, but takes a place too. The log alone determines which touches are chargeable,
-which blocks are pinned, and how many places remain for blocks with ids. So these are the same for every
-eviction order. An order chooses only the victims, and the goal is the fewest charged touches.
+which blocks are pinned, and how many places remain for blocks with ids. An eviction order chooses only the
+victims. The goal is the fewest charged touches.
 
 **The rule.** The *next use* of a block is its next touch, if that touch is chargeable; otherwise it is
 "never". To free a place, evict the unpinned block with the latest next use, where "never" is the latest of
 all. On a tie, evict the block that is deepest in its chain.
 
-**Prefixes stay whole:** the rule evicts no block while a later block of its chain is cached. Let block c
-follow block p in a chain. Let both be unpinned, and let c have a next use. The request of this use also looks
-up p, and touches p no later than c. So the next use of p is no later than that of c, and the rule evicts c
-first. On a tie, it evicts c first too, since c is deeper. A request that pins c also pins p. (If a request
-*writes* p before the next use of c, the rule may evict p early; p is back before the lookup of c.) The hits
-of the optimum are therefore the longest cached prefix, as in an engine. There is one exception: after a
-missing block, the optimum may use blocks that other requests have computed since the request's admission. An
-engine cannot, since it looks up only at admission. The exception makes the bound lower, so it stays a bound.
+The comments below prove two properties of the rule. It has the fewest charged touches of all orders. And it
+evicts no block while a later block of its chain is cached, so hits are the longest cached prefix, as in an
+engine. There is one exception: after a missing block, the optimum may use blocks that other requests have
+computed since the request's admission. An engine cannot, since it looks up only at admission. The exception
+makes the bound lower, so it stays a bound.
 
-**Optimality.** Let A be any choice of victims that follows the rule up to some eviction. There the rule
-evicts x, and A evicts y. Let B evict x there, and otherwise act like A. Then the caches differ in one place:
-A has x, and B has b. At first b is y; later it may be another block or nothing. This stays so until one of
-these happens:
-
-- A evicts x: the caches are equal. If A did so for a charged touch of b, only A paid.
-- b is touched, and A evicts another block z for b, or has an empty place: A pays if the touch is charged, and
-  B does not. From now on b is z or nothing, and A still has x.
-- x is touched freely: B replaces b by x; b is not pinned, since A lacks it. The caches are equal, and neither
-  paid.
-- x is touched and charged: B pays one and replaces b by x; the caches are equal. If this is the first touch
-  of x, then y's next touch was chargeable too and came no later, by the choice of x, so A has already paid
-  for y. If x was touched freely in between, the caches were equal from then on.
-
-So B pays no more than A, and follows the rule one eviction longer. Repeat. ∎
-
-**The bound.** A replay of any order (``eviction_replay``) has hits only at admission, and may hold duplicates
-of a block, so it needs at least as many places. Its cached blocks are a solution of the problem above, in
-which each charged touch is one of its ``regenerated`` blocks. So the optimum is a lower bound on
-``regenerated_tokens`` of every order *on this log*. It does not bound a run in which a better order would
-have changed the accesses. ``compare_eviction_orders`` gives each order's ratio to the optimum.
+**The bound.** The optimum is a lower bound on ``regenerated_tokens`` of every order *on this log*. Reason: a
+replay of an order (``eviction_replay``) has hits only at admission, and may hold duplicates of a block. So it
+needs at least as many places. Its cached blocks solve the problem above, and its ``regenerated`` blocks
+include the charged touches. The optimum does not bound a run in which a better order would have changed the
+accesses. ``compare_eviction_orders`` gives each order's ratio to the optimum.
 """
 
 from __future__ import annotations
@@ -129,6 +110,27 @@ def _next_uses(sequence: AccessSequence) -> list[array[int] | None]:
     return next_uses
 
 
+# Prefixes stay whole: the rule evicts no block while a later block of its chain is cached. Let block c follow
+# block p in a chain. Let both be unpinned, and let c have a next use. The request of this use also looks up
+# p, and touches p no later than c. So the next use of p is no later than that of c, and the rule evicts c
+# first. On a tie, it evicts c first too, since c is deeper. A request that pins c also pins p. (If a request
+# *writes* p before the next use of c, the rule may evict p early; p is back before the lookup of c.)
+#
+# Optimality: let A be any choice of victims that follows the rule up to some eviction. There the rule evicts
+# x, and A evicts y. Let B evict x there, and otherwise act like A. Then the caches differ in one place: A has
+# x, and B has b. At first b is y; later it may be another block or nothing. This stays so until one of these
+# happens:
+#
+# - A evicts x: the caches are equal. If A did so for a charged touch of b, only A paid.
+# - b is touched, and A evicts another block z for b, or has an empty place: A pays if the touch is charged,
+#   and B does not. From now on b is z or nothing, and A still has x.
+# - x is touched freely: B replaces b by x; b is not pinned, since A lacks it. The caches are equal, and
+#   neither paid.
+# - x is touched and charged: B pays one and replaces b by x; the caches are equal. If this is the first touch
+#   of x, then y's next touch was chargeable too and came no later, by the choice of x, so A has already paid
+#   for y. If x was touched freely in between, the caches were equal from then on.
+#
+# So B pays no more than A, and follows the rule one eviction longer. Repeat.
 class _OptimalEviction:
     def __init__(self, sequence: AccessSequence) -> None:
         self.tally = EvictionReplayCounters(len(sequence.chains))
@@ -258,7 +260,7 @@ def compare_eviction_orders(
 
 def competitive_ratio(regenerated_tokens: int, optimum_tokens: int) -> float | None:
     """Recomputed tokens of an order ÷ those of the offline optimum on the same log: SAGA's competitive ratio
-    (§7; mechanism S10). 1 if both are 0; ``None`` if only the optimum's are 0."""
+    (§7; mechanism S10). 1 if both are 0; ``None`` if only ``optimum_tokens`` is 0."""
     if optimum_tokens == 0:
         return 1.0 if regenerated_tokens == 0 else None
     return regenerated_tokens / optimum_tokens

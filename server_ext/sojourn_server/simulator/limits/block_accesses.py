@@ -102,8 +102,8 @@ class AccessRecorder:
         self._reached.pop(request.request_id, None)
 
     def close(self, requests: dict[str, Request]) -> AccessLog:
-        """Return the log. ``requests``: the requests in the engine, by id. The chain of an unfinished request
-        has the full blocks that it has computed, and at least the full blocks of its prompt."""
+        """Return the log. ``requests``: the requests in the engine, by id. An unfinished request's chain in
+        the log has its computed full blocks, and at least its ``prompt_blocks``."""
         for request_id in self._index:
             request = requests.get(request_id)
             if request is not None:

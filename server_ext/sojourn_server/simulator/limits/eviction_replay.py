@@ -57,8 +57,8 @@ class EvictionReplayResult(msgspec.Struct, kw_only=True):
     number is 0 with the offline optimum. With other orders, only duplicates make it larger."""
     over_belady: float | None = None
     """SAGA's competitive ratio (§7, Definition 3): ``regenerated_tokens`` ÷ ``regenerated_tokens`` of the
-    offline optimum; 1 if both are 0. ``None`` if only the optimum's are 0, or before
-    ``compare_eviction_orders`` sets it."""
+    offline optimum; 1 if both are 0. ``None`` if only the optimum's is 0, and in results that do not come
+    from ``compare_eviction_orders``."""
     note: str = ""
 
     def regenerated_since(self, sent_s: Sequence[float], since_s: float) -> int:
@@ -230,8 +230,8 @@ class _ReplayPool:
                 del writing[block]
 
     def _release_places(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """Release ``table``, the places of a request. Its first ``cached`` places hold cached blocks: those
-        that no other request holds join the eviction order, last block first. The other places become
+        """Release ``table``, the places of a request. The first ``cached`` places hold cached blocks. They
+        join the eviction order, last block first, if no other request holds them. The other places become
         empty."""
         holders = self._holders
         for here in table:

@@ -27,7 +27,7 @@ class FreeRunQueue:
     __slots__ = ("_run_of", "_runs")
 
     def __init__(self, run_of: dict[int, int]) -> None:
-        """``run_of`` maps each free place to the number of the run with its valid entry; entries in other
+        """``run_of``: free place → number of the run that has its valid entry. Entries of the place in other
         runs are stale. Several queues may share ``run_of`` if no place is in two of the queues."""
         self._run_of = run_of
         self._runs: deque[tuple[int, list[int]]] = deque()
@@ -101,21 +101,20 @@ _NO_GROUP = -2
 
 
 def prefix_lru(owners: list[str]) -> ProgramEvictionOrder:
-    """LRU by program, last blocks of a chain first. It stands for "LRU + Prefix" in SAGA's Table 2; the paper
+    """LRU by program, last blocks of a chain first. It stands for "LRU + Prefix" in SAGA's Table 2. The paper
     does not describe that order further.
 
     Every request of a program counts as a use of all blocks of the program. A block of several programs is
-    used when any of them is. vLLM's LRU differs only for blocks that a program's later requests no longer
-    contain (abandoned branches): under vLLM's LRU they grow older, while here they count as used by every
-    request of the program. In replays, vLLM's LRU recomputes at most as many tokens as this order, with few
-    exceptions.
+    used when any of them is used. vLLM's LRU differs only for abandoned branches: blocks that the program's
+    later requests no longer contain. In vLLM's LRU, these requests do not count as uses of such blocks.
+    In replays, vLLM's LRU recomputes at most as many tokens as this order, with few exceptions.
     """
     return ProgramEvictionOrder(owners, lambda view: (view.last_turn_s,), shared_last=False)
 
 
 def latest_program(owners: list[str]) -> ProgramEvictionOrder:
-    """The policy ``latest-program``: blocks of ended programs are evicted first, then those of the latest
-    program; blocks shared by running programs last."""
+    """The policy ``latest-program``. Blocks of ended programs are evicted first, then those of the latest
+    program. Blocks shared by running programs are evicted last."""
     return ProgramEvictionOrder(owners, LatestProgramEviction().score_inputs, shared_last=True)
 
 
@@ -124,17 +123,17 @@ class ProgramEvictionOrder:
 
     A group holds all free blocks with the same owners: one program, or several that share the blocks. Within
     a group the order is LRU, with the last blocks of a chain first. All owners of a block also own the blocks
-    before it in the chain, so no block is evicted before a later block of its chain.
+    before it in the chain. So no block is evicted before a later block of its chain.
 
-    Without ``shared_last``, the score of a group is the highest score of its owners. With ``shared_last``,
-    groups of two or more running programs are evicted after all other groups, the fewest owners first. The
-    score of any other group is the score of its running owner or, if no owner is running, the highest score
-    of its owners.
+    Without ``shared_last``, the score of a group is the highest score of its owners. With ``shared_last``:
 
-    A log has no times, so ``last_turn_s`` of a program is the index of the log entry in which its latest
-    request freed its blocks.
-    A program counts as ended after its last entry in the log, even if the end of the run cut it off. The
-    owner "" stands for no program, and its blocks count as those of an ended program.
+    - Groups of two or more running programs are evicted after all other groups, the fewest owners first.
+    - A group with one running owner has the score of this owner.
+    - A group without a running owner has the highest score of its owners.
+
+    A log has no times. So a program's ``last_turn_s`` is the index of a log entry: the one in which the
+    program's latest request freed its blocks. After its last entry in the log, a program counts as ended. The
+    owner "" stands for no program. Its blocks count as those of an ended program.
 
     Takes O(1) per block. A program's change of score takes O(groups of the program · log groups).
     """

@@ -180,13 +180,12 @@ class PrefillDevice:
 
 
 class PrefillGroup:
-    """Prefill devices that share expert layers and run steps together; all wait for the slowest (§6.2).
+    """Prefill devices that share expert layers and run steps together. All wait for the slowest (§6.2).
 
-    A step takes a fixed time, plus the longest attention time of any device, plus the time of the experts'
-    work, which is spread over all devices. With layerwise prefill, KV is copied while all layers but one
-    compute. The copies can lengthen the step in two ways: they may slow the model's collectives
-    (``collective_s_per_copy_s``), and if they take longer than the compute of these layers, the step waits
-    until they end.
+    A step takes a fixed time, plus the longest attention time of any device, plus the time of the experts.
+    The experts' work is spread over all devices. With layerwise prefill, KV is copied while all layers but
+    one compute. Copies can lengthen the step in two ways. They may slow the model's collectives
+    (``collective_s_per_copy_s``). And the step waits for copies that take longer than these layers compute.
     """
 
     __slots__ = (

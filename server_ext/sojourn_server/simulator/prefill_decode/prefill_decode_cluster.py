@@ -234,8 +234,8 @@ class PdCluster:
     """Maximum number of new tokens per device and prefill step, instead of ``quota_s``. ``None``: ``quota_s``
     applies."""
     fetch_between_steps: bool = False
-    """Whether requests are assigned only while a prefill group is idle or between two steps, as in the paper,
-    where engines fetch requests (§6.1). If false, requests are assigned at any event."""
+    """Whether requests are assigned only when a prefill group is idle or between two steps. The paper's
+    engines fetch requests at these times (§6.1). If false, requests are assigned at any event."""
 
     def __post_init__(self) -> None:
         if self.prefill_nodes < 1 or self.decode_nodes < 1:

@@ -59,13 +59,14 @@ class PdOutcome(msgspec.Struct, frozen=True, kw_only=True):
     read_tokens: int
     """Tokens read from storage."""
     nic_max_over_mean: float | None
-    """Imbalance of the storage NICs: in each window of 10 s, the bytes of the busiest NIC ÷ the mean of all
-    NICs; averaged over those windows of the loaded part in which any NIC read. ``None`` if there are none."""
+    """Imbalance of the storage NICs: bytes of the busiest NIC ÷ mean bytes of all NICs, in a window of 10 s.
+    This is the mean over all windows of the loaded part (``LOADED``) with reads; ``None``: there are none."""
     nic_busy: tuple[float, float]
     """Bytes read ÷ bytes that the storage NICs can read in the loaded part: (prefill nodes, decode nodes)."""
     attention_max_over_mean: float | None
-    """Imbalance of prefill groups: attention seconds of a step's slowest device ÷ the mean of its group's
-    devices, over the first twentieth of the run. ``None`` without attention work."""
+    """Imbalance of prefill groups: attention seconds of a step's slowest device ÷ mean attention seconds of
+    the group's devices. Both are summed over the steps in the first twentieth of the run. ``None`` without
+    attention work."""
     prefill_busy: float
     """Busy share of the prefill groups over the whole run."""
     events: int

@@ -30,8 +30,8 @@ COLUMNS = {
 }
 """Columns of the table: title → meaning. The table prints the last word of a title on a second line."""
 OFFLINE_ONLY = {"took s", "faster", "attention"}
-"""Columns that are shown only for runs without arrivals. Runs with arrivals have a fixed length, and few
-agents at first."""
+"""Columns that are shown only for runs without arrivals. They say little about runs with arrivals, which have
+a fixed length, and few agents at first."""
 ONLINE_ONLY = {"agents", "TTFT s", "TTST s", "TPOT ms"}
 """Columns that are shown only for runs with arrivals."""
 MOSTLY = 0.5
@@ -90,12 +90,13 @@ def _seconds_text(value: float) -> str:
 def storage_note(outcomes: Sequence[PdOutcome]) -> str | None:
     """Return a warning if the storage NICs were rarely full, because a second read path then saves little.
 
-    The warning is about the first run whose system reads through prefill nodes only. ``None``, no warning, if
+    The warning is about the first run whose system reads through prefill nodes only. ``None`` (no warning) in
+    each of these cases:
 
-    - no system, or every system, reads through prefill nodes only,
-    - the NICs were full for at least the share ``MOSTLY`` of that run,
-    - that run was shorter than ``WINDOW_S``, or
-    - that run has an arrival rate, because then the user chose the load.
+    - No system, or every system, reads through prefill nodes only.
+    - The NICs were full for at least the share ``MOSTLY`` of that run.
+    - That run was shorter than ``WINDOW_S``.
+    - That run has an arrival rate. Then the user chose the load.
     """
     one_path = next((each for each in outcomes if _reads_by_prefill_only(PD_SYSTEMS[each.system])), None)
     if one_path is None or one_path.rate_per_s is not None or one_path.prefill_nics_full is None:

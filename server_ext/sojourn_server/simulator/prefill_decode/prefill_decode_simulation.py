@@ -11,8 +11,8 @@ The model:
   NIC reads ahead. The router admits requests to a decode device up to the device's memory plus its share of
   the node's DRAM buffer.
 - With layerwise prefill, a request takes no memory of the prefill device before it is computed, and copies
-  overlap with compute. Without layerwise prefill, a request holds memory for all its KV from before its read
-  until its KV has left, and copies come before and after the compute.
+  overlap with compute. Without layerwise prefill, a request takes memory for all its KV before its read, and
+  keeps the memory until its KV has left. Copies come before and after the compute.
 - A decode device reserves memory for a request's prompt and the longest output that the client declared. The
   router uses the same number.
 - Copies over compute NICs take time, but do not queue. Only copies of whole requests (without layerwise
@@ -190,8 +190,9 @@ class PdSimulation:
             FcfsMemoryPool(machine.buffer_bytes / block_bytes) for _ in range(cluster.prefill_nodes)
         ]
         self._copies_first = not system.layerwise and not system.free_io
-        """Whether all KV of a request is copied to the device before the compute, and from the device
-        afterwards, and occupies device memory all that time. If false, copies overlap with the compute."""
+        """Whether all KV of a request is copied to the device before the compute, and from the device after
+        the compute. The KV then occupies device memory all that time. If false, copies overlap with the
+        compute."""
         self._on_device: list[FcfsMemoryPool[AgentState]] = (
             [FcfsMemoryPool(machine.prefill_kv_tokens(model)) for _ in devices] if self._copies_first else []
         )
@@ -240,7 +241,8 @@ class PdSimulation:
         self.pairs.submit(request)
 
     def _dispatch(self, *, between_steps: bool = False) -> None:
-        """Start the turns for which the pair scheduler finds devices now."""
+        """Start the turns for which the pair scheduler finds devices now. ``between_steps``: whether a
+        prefill group has ended a step and not begun the next."""
         if self._fetches and not between_steps and all(group.busy for group in self.groups):
             return
         states = self._states
@@ -280,7 +282,7 @@ class PdSimulation:
 
     def _prefill_read_done(self, state: AgentState) -> None:
         """Handle the end of a read by the prefill node's storage NIC. If reads still wait for buffer memory,
-        report to the pair scheduler how long the NIC's queue is with them."""
+        report the length of the NIC's queue, including these reads, to the pair scheduler."""
         self._read_done(state)
         node = self.prefill_devices[state.worker].node
         waiting = self._buffers[node].waiting

@@ -152,8 +152,8 @@ def workload_means(trajectories: Sequence[Trajectory]) -> WorkloadMeans:
 
 
 def sample_agents(trajectories: Sequence[Trajectory], count: int, seed: int) -> list[Trajectory]:
-    """Return ``count`` trajectories, one for each agent, in random order. No trajectory is drawn twice before
-    all have been drawn; further ones are drawn with replacement, as in the paper (A.3)."""
+    """Return ``count`` trajectories, one for each agent, in random order. All trajectories are drawn once
+    before any is drawn again. Further draws are with replacement, as in the paper (A.3)."""
     rng = random.Random(f"pd agents/{seed}")
     order = list(trajectories)
     rng.shuffle(order)

@@ -65,11 +65,11 @@ def summarize_run(
     - ``slowdown``: the times of ``completion_s``, each ÷ the program's time alone on an empty engine.
     - ``unfinished_elapsed_s``: elapsed time of unfinished programs, in both loops.
     - ``ttft_s``: from sending to the first token, including time at a router.
-    - ``queue_s``: from sending to the allocation of blocks, including loads from host memory. In ``ttft_s``
-      and ``queue_s``, a turn that still waits at the end of the run counts with its elapsed time, and
+    - ``queue_s``: from sending to the allocation of blocks, including loads from host memory.
+    - ``ttft_s`` and ``queue_s`` of a turn that still waits at the end of the run: the elapsed time. Then
       ``at_least`` names the lower bounds. Otherwise a policy that starves requests would look best.
     - ``tpot_s``: (last token or end of the run − first token) ÷ (output tokens − 1), for turns with more than
-      one token, including preempted turns that still wait.
+      one token. Preempted turns that still wait count too.
     - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ seconds since ``since_s``. A turn that
       began before ``since_s`` counts in proportion.
     - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: sums over turns that got blocks.

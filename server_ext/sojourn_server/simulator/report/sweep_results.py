@@ -128,7 +128,7 @@ def _key_column(heading: str, texts: Sequence[tuple[str, int]]) -> WrappedColumn
 
 
 def _notes(swept: SweepRuns, groups: Sequence[Sequence[RunRow]]) -> list[str]:
-    """Every note once. If only some swept values have a note, it begins with these values."""
+    """Every note once. If only some swept values have a note, the note begins with these values."""
     places: dict[str, list[str]] = {}
     for value, group in zip(swept.values, groups, strict=True):
         for note in notes(group):
