@@ -38,8 +38,9 @@ class SuiteResult:
     logs: list[RunLog] = field(default_factory=list)
     """Logs of the rows that were simulated, in the order of the rows."""
     orders: list[dict[str, int]] = field(default_factory=list)
-    """For each row: eviction order → tokens that the order recomputes on the block accesses of the ``stock``
-    run with the same load. An empty dict if that run did not record its accesses."""
+    """One dict for each row: name of an eviction order → tokens that it recomputes. Each order is replayed on
+    the block accesses of the ``stock`` run with the same load. The dict is empty if that run recorded no
+    accesses."""
     missing_runs: int = 0
     """Number of runs that an interrupt left out."""
 
@@ -56,7 +57,7 @@ class SuiteInterrupted(KeyboardInterrupt):
         self._since_s = since_s
 
     def result(self, specs: Sequence[RunSpec]) -> SuiteResult:
-        """The result of ``specs``: all specifications in ``finished``, or some of them."""
+        """Return the result of ``specs``, which must all be in ``finished``."""
         result = _rows(specs, self._outcomes, self._since_s)
         result.missing_runs = self._wanted - len(specs)
         return result
@@ -72,8 +73,8 @@ PRELOAD_MODULES = (
 
 
 def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """The runs that ``specs`` need, each once. ``belady`` has no run of its own, but needs a ``stock`` run
-    that records its accesses. Raises ``PolicyError``."""
+    """Return the runs that ``specs`` need, each once. ``belady`` has no run of its own: it needs a ``stock``
+    run that records its accesses. Raises ``PolicyError``."""
     planned: dict[RunSpec, None] = {}
     recorded = set()
     for spec in specs:
@@ -103,8 +104,9 @@ def run_suite(
 
     Callbacks get the index of a run in ``planned_runs(specs)``. Metrics leave out the first ``since_s``
     virtual seconds of each run. Runs found in the ``cache`` are not repeated; new runs are stored in it.
-    ``name`` returns the name of a run for errors. Raises like ``run_simulation``, ``WorkerDiedError`` if a
-    process dies, and ``SuiteInterrupted`` on Ctrl-C. Any error aborts the other runs.
+    ``name`` returns the name of a run for errors. Raises the errors of ``run_simulation``,
+    ``WorkerDiedError`` if a process dies, and ``SuiteInterrupted`` on Ctrl-C. Any error aborts the other
+    runs.
     """
     planned = planned_runs(specs)
     outcomes: dict[RunSpec, RunOutcome] = {}
@@ -147,8 +149,8 @@ def _run_in_process(spec: RunSpec, report: ReportCallback) -> bytes:
 
 
 def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
-    """The outcome of a run. If accesses were recorded, they are also replayed with the offline optimum and,
-    for a ``stock`` run, with all eviction orders."""
+    """Return the outcome of a run. Recorded accesses are also replayed with the offline optimum. Those of
+    ``stock`` are replayed with all eviction orders."""
     if accesses is None:
         return RunOutcome(log=log)
     # Other orders are compared on the accesses of ``stock`` only.
@@ -168,7 +170,7 @@ def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
 
 
 def _outcome_of(spec: RunSpec, outcomes: dict[RunSpec, RunOutcome]) -> RunOutcome | None:
-    """The outcome of the run that ``spec`` needs; ``None`` if that run has not finished."""
+    """Return the outcome of the run that ``spec`` needs; ``None`` if that run has not finished."""
     policy = engine_policy(spec)
     recorded = outcomes.get(replace(spec, policy="stock", record_accesses=True))
     if policy.bound is Bound.BELADY or (policy.name == "stock" and recorded is not None):

@@ -53,7 +53,7 @@ class SimulatorPolicy:
 
     name: str
     preset: str | None = None
-    """Name of sojourn's preset. If there is no ``preset_file`` either, the engine has vLLM's own scheduler
+    """Name of a preset of sojourn. Without this and ``preset_file``, the engine uses vLLM's own scheduler
     class."""
     preset_file: str | None = None
     """Path of a preset file, instead of ``preset``."""
@@ -62,8 +62,8 @@ class SimulatorPolicy:
     host_cache: bool = False
     """Whether the engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
-    """Whether host memory and disk are those of sojourn's connector, not of vLLM's. Only then does
-    ``RunSpec.disk_ratio`` have an effect."""
+    """Whether the engine uses sojourn's connector for host memory and disk, instead of vLLM's.
+    ``RunSpec.disk_ratio`` has an effect only then."""
     oracle: bool = False
     """Whether the policy knows the length of each output."""
     knows_work: bool = False
@@ -89,14 +89,15 @@ class SimulatorPolicy:
 
     @property
     def uses_cpu_ratio(self) -> bool:
-        """Whether ``RunSpec.cpu_ratio`` has an effect: the policy has host memory of a limited size."""
+        """Whether the policy has host memory of a limited size. ``RunSpec.cpu_ratio`` has an effect only
+        then."""
         return self.host_cache and self.bound is not Bound.FREE_IO
 
     @property
     def eviction_order(self) -> str | None:
-        """Name of the eviction order in the package ``limits`` that evicts as this policy does; ``None`` if
-        no order does. It is always ``None`` for bounds, for policies with host memory, and for policies with
-        a router that holds requests back."""
+        """Name of the order in the package ``limits`` that evicts as this policy does; ``None`` if there is
+        none. Always ``None`` for bounds, for policies with host memory, and for routers that hold requests
+        back."""
         if self.bound is not None or self.host_cache or not self.request_router.is_open:
             return None
         preset = self._preset()
@@ -209,8 +210,8 @@ HOST_SUFFIX = "+host"
 """Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy have these
 tiers without the suffix."""
 ORACLE_SUFFIX = "+oracle"
-"""Suffix with which a preset knows the length of each output. Behind a gateway, clients that have a tenant
-then also state deadlines (see ``GatewayClients``)."""
+"""Suffix that tells a preset the length of each output in advance. Behind a gateway, clients that have a
+tenant then also state deadlines (see ``GatewayClients``)."""
 
 
 WORK_ORACLE = "sojourn-oracle"
@@ -219,17 +220,18 @@ much a better order of programs could gain. A real server cannot have this knowl
 leaves this name out."""
 
 ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
-"""Suffix such as ``+erring=0.5``: the lengths of running outputs are predicted with this mean error (see
-``SimulatorPolicy.prediction_error``)."""
+"""Pattern of a suffix such as ``+erring=0.5``. The number is the mean error of the predicted lengths of
+running outputs (see ``SimulatorPolicy.prediction_error``)."""
 
 
 def policy_names() -> list[str]:
-    """Names that ``find_policy`` accepts, baselines first; without suffixes, files and ``WORK_ORACLE``."""
+    """Return the names of baselines, presets and bounds. ``find_policy`` also accepts suffixes, files and
+    ``WORK_ORACLE``."""
     return list(dict.fromkeys([*BASELINES, *preset_names(), *(bound.value for bound in Bound)]))
 
 
 def find_policy(name: str) -> SimulatorPolicy:
-    """The policy ``name``. Raises ``PolicyError`` for an unknown name.
+    """Return the policy ``name``. Raises ``PolicyError`` for an unknown name.
 
     ``name`` is a baseline, a bound, a preset, or the path of a preset file (TOML). Presets may end in
     ``+host``, ``+oracle`` or ``+erring=0.5``.
@@ -306,8 +308,8 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
 
 
 DEFAULT_ROUTING = "prefix-affinity"
-"""Routing if a cluster policy names only an engine policy: by cached prefix, like vLLM's and SGLang's
-routers."""
+"""Routing of a cluster policy that names only an engine policy. It routes by cached prefix, like the routers
+of vLLM and SGLang."""
 
 ROUTERS: dict[str, Callable[[int], ClusterRouter]] = {"thunderagent": ThunderAgentRouter}
 """Routers that replace the gateway: name → function that builds the router for a number of engines."""
@@ -342,7 +344,7 @@ def routing_names() -> list[str]:
 
 
 def find_cluster_policy(name: str) -> ClusterPolicy:
-    """The cluster policy ``name``, which is ``ROUTING/ENGINE`` or one of the two parts alone.
+    """Return the cluster policy ``name``, which is ``ROUTING/ENGINE`` or one of the two parts alone.
 
     A routing alone gets the engine policy that its preset names. An engine policy alone (a name or a TOML
     file) gets its own router, or ``DEFAULT_ROUTING`` if it has none. A name that is both counts as a routing.

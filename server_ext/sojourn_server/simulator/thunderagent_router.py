@@ -16,19 +16,19 @@ several. Where paper (arXiv 2602.13692) and code differ, the module follows the 
 - On each backend the router pauses programs until the rest fits: first programs in a tool, then programs
   whose request the engine has, the smallest first within each group. Programs of the second group are only
   marked, and pause at the end of their turn.
-- After half an hour of waiting, a program resumes regardless of capacity: on its former backend or, if it is
-  new, on the backend with the fewest programs.
+- After half an hour of waiting, a program resumes regardless of capacity. It resumes on its former backend; a
+  new program gets the backend with the fewest programs.
 
 Left out:
 
 - tokens that programs share, which the router reads from each backend's metrics
 - estimates of token counts from characters, since the counts are known here
-- output during generation: output counts from the end of a turn
+- output tokens during generation: here they count only from the end of the turn
 - ``--use-acting-token-decay``, which is off by default
 
-In one point the module does not follow revision a7eef77, but later revisions and the router's documentation:
-the pause loop subtracts the tokens of marked programs. Without that, it marks every program whose request the
-engine has, once no program in a tool is left.
+One point follows later revisions and the router's documentation, not a7eef77: the pause loop subtracts the
+tokens of marked programs. Otherwise it would mark every program whose request the engine has, as soon as no
+program in a tool is left to pause.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .latency.latency_protocol import LatencyModel
 
 _DISK_BLOCKS = "lab_disk_blocks"
-"""Key of the connector's setting that tells ``SimulatedTierConnector`` the number of blocks on the disk."""
+"""Key of the connector setting with the number of disk blocks, for ``SimulatedTierConnector``."""
 
 
 class _FileTransfer(NamedTuple):
@@ -91,12 +91,12 @@ class TierTransfers:
         self.to_device_bytes = 0
 
     def loads(self, orders: StepOrders[OffloadJobs]) -> Iterable[tuple[str, int]]:
-        """(request id, number of blocks) of each load that this step starts."""
+        """Return (request id, number of blocks) for each load that this step starts."""
         return [(request_id, len(copies)) for request_id, copies in orders.jobs.loads.items()]
 
     def begin_step(self, orders: StepOrders[OffloadJobs], now: float) -> float:
-        """Start the transfers of a step. Returns the time at which the step may begin: ``now``, or later if
-        the step must wait for saves, or for earlier transfers of blocks that it uses."""
+        """Start the transfers of a step. Returns the time at which the step may begin. It is later than
+        ``now`` if the step must wait for saves, or for earlier transfers of blocks that it uses."""
         jobs = orders.jobs
         begins_s = max([now, *(self._stores[job] for job in jobs.awaited if job in self._stores)])
         if jobs.settles and self._loads:
@@ -122,7 +122,7 @@ class TierTransfers:
         return begins_s
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
-        """What a worker would report: the transfers that have ended by ``now`` and were not reported before;
+        """Return, as a worker would, the transfers that have ended by ``now`` and were not returned before.
         ``None`` if there are none."""
         for job in [job for job, done_s in self._stores.items() if done_s <= now]:
             del self._stores[job]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MOVED_CAUSE = "moved"
-"""Cause of losses of tokens that had been computed before, but only by another engine of the cluster."""
+"""Cause of a loss: the tokens had been computed before, but only by another engine of the cluster."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class TokenAccounting:
         """Hashes of all blocks that this engine has computed, as an unlimited cache would hold them."""
         self._cluster_computed = cluster_computed
         self.live: dict[str, InFlightTurn] = {}
-        """Requests in the engine, by the id that they have in the engine."""
+        """Requests in the engine, by request id."""
 
     def step(
         self, planned: SchedulerOutput, requests: dict[str, Request], now: float
@@ -147,7 +147,7 @@ class TokenAccounting:
         return known
 
     def loading(self, request_id: str, blocks: int) -> None:
-        """Account for the ``blocks`` blocks that are being loaded from host memory for a waiting request."""
+        """Account for a load of ``blocks`` blocks from host memory for a waiting request."""
         turn = self.live.get(request_id)
         if turn is not None:
             turn.loading_tokens = blocks * self._block_size  # an earlier load may have been given up
@@ -163,7 +163,7 @@ class TokenAccounting:
         self._mark_computed(request.block_hashes[:full])
 
     def finished(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a finished request and its blocks. Returns its turn, which is not live any more."""
+        """Account for a finished request and its blocks. Returns its turn and removes it from ``live``."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         request = turn.request
@@ -176,8 +176,8 @@ class TokenAccounting:
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a request that a gateway withdraws before its first token. Returns its turn. The full
-        blocks that it computed count as computed, so computing them again is a loss."""
+        """Account for a request that a gateway withdraws before its first token. Returns its turn. Its full
+        blocks count as computed, so computing them again is a loss."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._mark_computed(turn.request.block_hashes[: turn.computed // self._block_size])
@@ -185,8 +185,8 @@ class TokenAccounting:
         return turn
 
     def cut_off(self, now: float) -> None:
-        """Account for the requests that the end of the run cuts off. Tokens that such a request has lost but
-        not recomputed yet are subtracted from its losses."""
+        """Account for the requests that the end of the run cuts off. Lost tokens that such a request has not
+        recomputed yet are subtracted from its losses."""
         for turn in self.live.values():
             _end_preemption(turn, now)
             turn.log.generated_tokens = turn.request.num_output_tokens
@@ -222,7 +222,7 @@ def _drop_uncomputed_losses(turn: InFlightTurn) -> None:
 
 
 def _reduce_losses(log: TurnLog, tokens: int) -> None:
-    """Subtract ``tokens``, which the turn did not recompute after all, from its losses: first from ``moved``,
+    """Subtract from the losses ``tokens`` that the turn did not recompute after all: first from ``moved``,
     then from ``evicted``."""
     moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
     _subtract_loss(log, MOVED_CAUSE, moved)
@@ -238,7 +238,7 @@ def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
 
 
 def annotate_from_scheduler(log: TurnLog, program_scheduler: ProgramScheduler) -> None:
-    """Add to the log of a finished turn what only sojourn's scheduler knows: the predicted probability of
+    """Add to a finished turn's log what only sojourn's scheduler knows. This is the predicted probability of
     another turn, and the causes of ``evicted`` tokens."""
     program_id = ProgramId(log.program_id)
     log.goes_on = program_scheduler.continuation_probability(program_id)

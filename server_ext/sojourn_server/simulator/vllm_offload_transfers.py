@@ -53,13 +53,13 @@ class VllmOffloadTransfers:
         self.to_disk_bytes = self.from_disk_bytes = 0  # there is no disk
 
     def loads(self, metadata: OffloadingConnectorMetadata) -> Iterable[tuple[str, int]]:
-        """(request id, number of blocks) of each load that this step starts."""
+        """Return (request id, number of blocks) for each load that this step starts."""
         return [(job.req_id, len(job.dst_spec.block_ids)) for job in metadata.load_jobs.values()]
 
     def begin_step(self, metadata: OffloadingConnectorMetadata, now: float) -> float:
-        """Start the transfers of a step. Returns the time at which the step may begin: ``now``, or later if
-        the step or one of its loads overwrites blocks that are still being stored. Loads do not delay the
-        step."""
+        """Start the transfers of a step. Returns the time at which the step may begin. It is later than
+        ``now`` if the step or one of its loads overwrites blocks that are still being stored. The step does
+        not wait for loads."""
         waits_for = metadata.jobs_to_flush or ()
         for job_id in waits_for:
             job = metadata.store_jobs.pop(job_id, None)
@@ -86,7 +86,7 @@ class VllmOffloadTransfers:
         self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
-        """What a worker would report: the transfers that have ended by ``now`` and were not reported before;
+        """Return, as a worker would, the transfers that have ended by ``now`` and were not returned before.
         ``None`` if there are none."""
         metadata = OffloadingWorkerMetadata()
         for copy in self._take_done(self._stores, now):
@@ -115,11 +115,10 @@ class VllmOffloadTransfers:
 
 
 def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransferConfig:
-    """vLLM's configuration for ``host_blocks`` blocks of host memory. ``page_bytes``: bytes of a block in the
-    KV cache specification.
+    """Return vLLM's configuration for ``host_blocks`` blocks of host memory.
 
-    Outputs are stored too, unlike in vLLM's default, because the next prompt of an agent contains its last
-    output.
+    ``page_bytes`` is the size of a block in the KV cache specification. Unlike in vLLM's default, outputs are
+    stored too, because the next prompt of an agent contains its last output.
     """
     chunk_bytes = -(-page_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return KVTransferConfig(

@@ -32,7 +32,7 @@ def file_to_replace(path: Path) -> Path | None:
 
 
 def write_atomically(files: Mapping[Path, bytes]) -> None:
-    """Write all of ``files`` (path → content), or none of them if one cannot be written. Missing folders are
+    """Write all of ``files`` (path → content); if one cannot be written, write none. Missing folders are
     created.
 
     If a path is a symbolic link, the link stays, and its target is replaced. Devices, pipes and open files

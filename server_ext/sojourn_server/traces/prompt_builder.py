@@ -36,13 +36,13 @@ from sojourn_server.traces.trace_schema import TraceProgram
 DEFAULT_VOCABULARY = 8000
 """Token ids are below this number. Common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
-"""A prompt counts as a continuation if its recorded common prefix with the previous prompt is at most this
-many tokens shorter than that prompt. Traces round common prefixes down to whole blocks."""
+"""A prompt continues the previous one even if their recorded common prefix lacks this many tokens of the
+previous prompt. Traces round common prefixes down to whole blocks."""
 MIN_CONTINUED = 0.98
 """A prompt shorter than this fraction of the previous one, without a recorded reason, is a reset."""
 _HISTORY_TURNS = 12
-"""If a turn does not continue the previous prompt, this many earlier turns are searched for the prompt that
-it continues."""
+"""Number of earlier turns to search for the prompt that a turn continues, if that is not the previous
+prompt."""
 
 
 class TurnPlan(NamedTuple):
@@ -70,9 +70,9 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
     """Return the plan of every turn, with the recorded lengths times ``token_scale``. Prompts and outputs
     have at least one token.
 
-    A prompt may be shorter than the previous prompt plus output, without a recorded reason. Then it is a
-    reset if it is shorter than ``MIN_CONTINUED`` × the previous prompt. Otherwise it is assumed to omit the
-    beginning of the previous output.
+    A prompt may be shorter than the previous prompt plus output, without a recorded reason. If it is shorter
+    than ``MIN_CONTINUED`` × the previous prompt, it is a reset. Otherwise it is assumed to omit the beginning
+    of the previous output.
     """
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
@@ -102,12 +102,12 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
 
 
 def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
-    """Return the number of prompt tokens of turn ``index`` that the server recomputed.
+    """Return the number of prompt tokens of turn ``index`` that the server recomputed; 0 for a first turn.
 
     A perfect cache would have provided all whole blocks of the reused prefix. The result is the number of
-    tokens in these blocks minus ``cached_tokens``, which the server reported; 0 for a first turn. The
-    prompt's last token is always computed, and the last generated token never has KV, so neither counts as
-    reused.
+    tokens in these blocks, minus the ``cached_tokens`` that the server reported. Two tokens never count as
+    reused: the last one of the prompt, which is always computed, and the last generated one, which never has
+    KV.
     """
     plan = plans[index]
     if plan.base is None:
@@ -209,8 +209,8 @@ class PromptBuilder:
         return ids + self._draw(f"{self._name}/{index}/unshown", plan.output_tokens - len(ids))
 
     def replace_output(self, output_ids: Sequence[int]) -> bool:
-        """Use the server's real output of the last turn, instead of the planned one, in later prompts.
-        Returns False, and changes nothing, if the real output's length differs from the plan."""
+        """Use the server's real output of the last turn in later prompts, instead of the planned output.
+        Returns False and changes nothing if the two have different lengths."""
         last = max(self._contexts)
         prompt, output = self._contexts[last]
         if len(output_ids) != len(output):
@@ -219,9 +219,9 @@ class PromptBuilder:
         return True
 
     def _fresh(self, index: int, start: int) -> list[int]:
-        """Return the ids of turn ``index``'s prompt from position ``start`` to its end, which are not copied
-        from an earlier turn. These are the ids of the recorded blocks, if there are any. Else they are drawn,
-        and a prompt without a base begins with the group's shared prefix."""
+        """Return the new ids of turn ``index``'s prompt, from position ``start`` to its end. With recorded
+        blocks, they are the ids of these blocks. Otherwise they are drawn, and a prompt without a base begins
+        with the group's shared prefix."""
         plan = self.plans[index]
         if self._outline.runs is not None:
             return self._from_blocks(index, start, plan.prompt_tokens)

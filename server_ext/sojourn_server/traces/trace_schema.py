@@ -32,7 +32,7 @@ class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One LLM call. ``None``: the source does not record the field, or it does not apply."""
+    """One LLM call. A field is ``None`` if the source does not record it, or if it does not apply."""
 
     prompt_tokens: int
     """Length of the whole prompt."""
@@ -112,7 +112,8 @@ ASSUMED_DECODE_S = 0.02
 
 
 class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One agent session, or one sub-agent of it. ``None``: the field is not recorded, or does not apply."""
+    """One agent session, or one of its sub-agents. A field is ``None`` if it is not recorded, or does not
+    apply."""
 
     program_id: str
     turns: tuple[TraceTurn, ...]
@@ -202,9 +203,9 @@ def check_program(program: TraceProgram) -> None:
 
 
 def check_parents(programs: Sequence[TraceProgram]) -> None:
-    """Check the field ``parent`` of all programs of a trace. A parent may be missing in the trace. Raises
-    ``TraceError`` for a program that is its own ancestor, and for a ``parent_turn`` that the parent does not
-    have."""
+    """Check the field ``parent`` of all programs of a trace. The parent itself may be missing in the trace.
+    Raises ``TraceError`` for a program that is its own ancestor. Also raises it for a ``parent_turn`` that
+    the parent does not have."""
     by_id = {program.program_id: program for program in programs}
     done: set[str] = set()
     for program in programs:

@@ -102,8 +102,8 @@ class ActionExecutor:
             self._requeue(request_id)
 
     def _prefetch(self, program_id: ProgramId, now: float) -> None:
-        """Prefetch a program's expected prefix: start to read it from disk into host memory, and load the
-        blocks that the policy chooses from host memory into spare blocks of the device."""
+        """Prefetch a program's expected prefix. Blocks on disk are read into host memory. Blocks in host
+        memory are loaded into spare blocks of the device, as many as the policy chooses."""
         hashes = self._program_scheduler.prefetch_keys(program_id)
         prefix = self._groups.cached_prefix(hashes)
         missing = len(hashes) - prefix.hashes

@@ -39,8 +39,8 @@ AMPLE_FREE_SHARE = 0.5
 
 
 class DemandMonitor:
-    """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks. Copies
-    a request's KV to host memory in advance if the forecast predicts that this request will be preempted."""
+    """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks. A
+    request whose preemption is forecast has its KV copied to host memory in advance."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class DemandMonitor:
         self._due_in = 0
 
     def before_step(self, now: float) -> None:
-        """Make a forecast if one is due. If the forecast predicts that a running request will be preempted,
-        start to copy this request's KV to host memory. Do nothing for presets that predict no output
-        lengths. ``now``: seconds on the engine's clock."""
+        """Make a forecast if one is due. If the forecast says that a running request will be preempted, start
+        to copy its KV to host memory. Do nothing for presets that predict no output lengths. ``now``: seconds
+        on the engine's clock."""
         if not self._program_scheduler.predicts_outputs:
             return
         self._due_in -= 1
@@ -127,8 +127,8 @@ def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCa
     nothing, because the request's last block has room and no block becomes full. The fast path then returns
     what vLLM's method would return: no blocks. Calls with speculative tokens go to vLLM's method.
 
-    Without a prefix cache, and for models with several KV cache groups or without full attention, the result
-    is vLLM's method itself. In groups without full attention, ``allocate_slots`` also frees blocks.
+    Some engines get vLLM's method itself: those without a prefix cache, without full attention, with several
+    KV cache groups, or with hash blocks of another size than KV blocks.
     """
     original: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
     groups = manager.coordinator.single_type_managers

@@ -26,12 +26,13 @@ class ArrivalProcess(Protocol):
     """Source of programs and their arrival times."""
 
     def initial(self) -> Iterator[Arrival]:
-        """Yield, in order of time, the arrivals that do not depend on the end of programs. Call this once."""
+        """Yield the arrivals that do not depend on the end of other programs, in order of time. Call this
+        once."""
         ...
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The arrival that replaces ``program``; ``None`` if nothing replaces it. Called when a top-level
-        program and all its sub-agents have finished, at ``now`` virtual seconds."""
+        """Return the arrival that replaces ``program``; ``None`` if nothing replaces it. Called at ``now``
+        virtual seconds, when a top-level program and all its sub-agents have finished."""
         ...
 
 
@@ -56,19 +57,20 @@ class ClosedLoop:
         self._plans = _endless_shuffle(programs, seed)
 
     def initial(self) -> Iterator[Arrival]:
-        """Arrivals of the first ``n`` programs."""
+        """Yield the arrivals of the first ``n`` programs."""
         for number, plan in enumerate(itertools.islice(self._plans, self._n)):
             yield number * self._stagger_s, plan
 
     def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """The next program, which arrives at ``now``; ``None`` after the last (``FiniteClosedLoop`` only)."""
+        """Return the next program, which arrives at ``now``. ``FiniteClosedLoop`` returns ``None`` after the
+        last program."""
         plan = next(self._plans, None)
         return None if plan is None else (now, plan)
 
 
 class FiniteClosedLoop(ClosedLoop):
-    """Closed loop in which every program runs once, ``n`` at a time, in the trace's order, as in ``sojourn
-    replay``."""
+    """Closed loop that runs every program once, in the trace's order, as ``sojourn replay`` does. At most
+    ``n`` programs run at a time."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
         """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
@@ -78,14 +80,14 @@ class FiniteClosedLoop(ClosedLoop):
 
 
 class OpenLoop:
-    """Open loop: ``count`` programs, in random order, arrive at the times of a Poisson process (Continuum
-    §6.1). If ``count`` is ``None``, every program arrives once. With a ``burst`` above 1, that many programs
-    arrive together, and the times of the bursts are the Poisson process."""
+    """Open loop: ``count`` programs arrive in random order, at the times of a Poisson process (Continuum
+    §6.1). If ``count`` is ``None``, every program arrives once. At each of these times, ``burst`` programs
+    arrive together."""
 
     def __init__(
         self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int, *, burst: int = 1
     ) -> None:
-        """``rate_per_s``: mean number of top-level programs that arrive per virtual second, whatever the
+        """``rate_per_s``: mean number of top-level programs per virtual second. It does not depend on
         ``burst``. Raises ``ValueError`` for an invalid number."""
         if not 0 < rate_per_s < float("inf"):
             raise ValueError(f"the arrival rate is {rate_per_s} a second; expected a number above 0")
@@ -101,7 +103,7 @@ class OpenLoop:
         self._plans = _endless_shuffle(programs, seed)
 
     def initial(self) -> Iterator[Arrival]:
-        """All arrivals."""
+        """Yield all arrivals."""
         at_s = 0.0
         for number, plan in enumerate(itertools.islice(self._plans, self.count)):
             if number % self._burst == 0:
@@ -125,8 +127,8 @@ def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPla
 
 
 def load_programs(workload: str, seed: int = 0) -> list[TraceProgram]:
-    """The programs of ``workload``: the path of a trace file, or ``synthetic:NAME``, whose programs are drawn
-    with ``seed``. Raises ``TraceError``, also for sub-agents whose parents ``check_parents`` rejects."""
+    """Return the programs of ``workload``: the path of a trace file, or ``synthetic:NAME``. Synthetic
+    programs are drawn with ``seed``. Raises ``TraceError``, also if ``check_parents`` rejects the trace."""
     if workload.startswith(SYNTHETIC_PREFIX):
         return synthetic_programs(workload[len(SYNTHETIC_PREFIX) :], seed=seed)
     programs = list(read_trace(Path(workload)))

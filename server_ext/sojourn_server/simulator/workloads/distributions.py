@@ -14,8 +14,7 @@ _NORMAL = NormalDist()
 
 
 def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float:
-    """The number between ``low`` and ``high`` at which the predicate ``is_below`` turns from true to
-    false."""
+    """Return the number between ``low`` and ``high`` at which ``is_below`` turns from true to false."""
     for _ in range(100):  # as many halvings as a float can need
         middle = (low + high) / 2
         if is_below(middle):
@@ -148,7 +147,7 @@ class Uniform:
 @dataclass(frozen=True, slots=True)
 class BoundedPowerLaw:
     """``high`` · U^(1/k), where U is uniform between 0 and 1, and k follows from the mean. Values lie between
-    0 and ``high``; if the mean is above the middle, most lie near ``high``."""
+    0 and ``high``; if the mean is above ``high`` / 2, most lie near ``high``."""
 
     mean: float
     high: float
@@ -202,7 +201,7 @@ class PercentileDistribution:
         return self.quantile(rng.random())
 
     def quantile(self, probability: float) -> float:
-        """The quantile of ``probability``."""
+        """Return the value below which a draw lies with this probability."""
         points = self.points
         if probability >= points[-1][0]:
             return points[-1][1]

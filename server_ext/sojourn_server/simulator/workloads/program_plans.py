@@ -85,8 +85,8 @@ class ProgramPlan:
     cut: bool
     """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """Index of the parent's turn after which this sub-agent starts. It starts ``delay_s`` seconds after the
-    end of that turn. ``None`` for top-level programs, and if the turn is unknown."""
+    """Index of the parent's turn after which this sub-agent starts, ``delay_s`` seconds after the end of that
+    turn. ``None`` for top-level programs and for an unknown turn."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
     """Start of a sub-agent whose parent turn is unknown, in seconds after its parent's start."""
@@ -181,8 +181,9 @@ class ProgramPlanner:
         return notes
 
     def plan(self, index: int, copy: int = 0) -> ProgramPlan:
-        """Plan of top-level program ``index`` with its sub-agents. ``copy`` is the number of the replay:
-        replays with different numbers have different tokens, except in prefixes that programs share."""
+        """Return the plan of top-level program ``index`` with its sub-agents. ``copy`` is the number of the
+        replay. Replays with different numbers have different tokens, except in prefixes that programs
+        share."""
         return self._plan(self.roots[index], copy)
 
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
@@ -221,8 +222,8 @@ class ProgramPlanner:
         return [child for child in children if child.parent_turn is None or child.parent_turn < fitting]
 
     def _unstarted_sub_agents(self) -> int:
-        """Number of sub-agents that fit into the context limit, but are never started, because their parents
-        are cut off or left out."""
+        """Number of sub-agents that fit the context limit but never start, because their parents are cut off
+        or left out."""
         if self._options.max_context_tokens is None:
             return 0
         started = 0

@@ -15,7 +15,7 @@ Tetris uses long outputs from NuminaMath and SWE-bench, but states no lengths ex
                             independent of outputs; no length above the last percentile
     reasoning-mix           four agent types, equally likely (chosen): two kinds of chats, and the requests
                             of reasoning-math and of reasoning-aime. Outputs of chats: means of Tetris §1,
-                            exponential, as ServeGen (arXiv 2505.09999) finds outputs of services to be.
+                            exponential like the outputs of services in ServeGen (arXiv 2505.09999).
                             Prompts of chats: means of WildChat (arXiv 2405.01470) Table 1, exponential
                             (chosen). Only one request of each conversation (chosen)
     reasoning-agent         thinks, calls a tool, and continues. Published: 23 steps on average, "over 50" in
@@ -58,9 +58,9 @@ R1_OUTPUT = PercentileDistribution(
         (0.999, 20_833),
     )
 )
-"""Output tokens of ServeGen's reasoning workload (data/reason/deepseek-r1 of github.com/alibaba/ServeGen at
-f891d11): 1,383,669 requests of 73 clients in a day, from each client's published six-hour histograms,
-weighted by requests. The mean is 1,527."""
+"""Output tokens in ServeGen's reasoning workload (data/reason/deepseek-r1 of github.com/alibaba/ServeGen at
+f891d11). It has 1,383,669 requests of 73 clients in one day. Each client's published six-hour histograms are
+weighted by its requests. The mean is 1,527."""
 R1_PROMPT = PercentileDistribution(
     (
         (0.05, 13),

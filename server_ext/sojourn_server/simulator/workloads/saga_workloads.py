@@ -1,4 +1,4 @@
-"""SAGA's two workloads: ten tenants (§9.1), and tools of more or less variable latency (Table 10)."""
+"""SAGA's two workloads: ten tenants (§9.1), and tools with a chosen variation of latency (Table 10)."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
 
     A task is a program, and a step is a turn with its tool call. The paper does not state the lengths of its
     requests (from BurstGPT). Here all contexts grow by the same amount per step on average: 100 steps end at
-    128K tokens, and 10 steps at 15.5K, near the 16K that the paper states as the lower end (§2.1). Each step
-    uses one of Table 1's four tools with equal probability. Tasks with the same number of steps have the same
-    agent type.
+    128K tokens, and 10 steps at 15.5K. The paper states 16K to 128K (§2.1). Each step uses one of Table 1's
+    four tools with equal probability. Tasks with the same number of steps have the same agent type.
     """
     tenants = [
         (f"{kind}-{number}", steps, rate)
@@ -70,8 +69,8 @@ def ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def latency_cv(cv: float) -> ProgramGenerator:
-    """Return a generator function of the programs of SAGA's Table 10. ``cv``: coefficient of variation of the
-    tool latencies, whose mean is ``CV_MEAN_TOOL_S`` for every ``cv``."""
+    """Return a generator function of the programs of SAGA's Table 10. ``cv`` is the coefficient of variation
+    of the tool latencies. Their mean is always ``CV_MEAN_TOOL_S``."""
     tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     mean, least, most = SWE_STEPS
     draw_steps = TruncatedExponential.with_mean(mean, least, most)
@@ -91,8 +90,8 @@ def latency_cv(cv: float) -> ProgramGenerator:
 
 def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int], list[int]]:
     """Draw the lengths of a task of ``steps`` steps. Returns two lists with one element per step: new prompt
-    tokens, and output tokens. On average, ``max_steps`` steps would make a context of ``_LONGEST_CONTEXT``
-    tokens."""
+    tokens, and output tokens. A task of ``max_steps`` steps would have a final context of
+    ``_LONGEST_CONTEXT`` tokens on average."""
     mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
     growth = (_LONGEST_CONTEXT - mean_first) / max_steps
     first = round(FIRST_PROMPT(rng))

@@ -87,7 +87,7 @@ _CONTINUUM = {
     "continuum-bfcl": replace(_BFCL_UNSCALED, tokens=Gamma(93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE)),
     "continuum-bfcl-unscaled": _BFCL_UNSCALED,
 }
-"""Workloads whose name may end in ``:X``; then X replaces ``OUTPUT_SHARE``."""
+"""Workloads whose name may end in ``:X``. The number X replaces ``OUTPUT_SHARE``."""
 
 
 def _continuum_programs(table: _Continuum, output_share: float, rng: random.Random) -> Iterator[TraceProgram]:
@@ -165,8 +165,8 @@ def synthetic_names() -> tuple[str, ...]:
 
 
 def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 0) -> list[TraceProgram]:
-    """``count`` programs of the workload ``synthetic:name``. Raises ``TraceError`` for an unknown name, an
-    invalid number in the name, or an invalid ``count``."""
+    """Return ``count`` programs of the workload ``synthetic:name``. Raises ``TraceError`` for an unknown
+    name, an invalid number in the name, or an invalid ``count``."""
     if count < 1:
         raise TraceError(f"{SYNTHETIC_PREFIX}{name}: {count} programs wanted; expected at least 1")
     generator = _generator(name)

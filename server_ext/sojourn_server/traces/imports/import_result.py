@@ -21,11 +21,11 @@ class ImportResult(NamedTuple):
 def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]:
     """Return the programs with ``shared_prefix_tokens`` estimated from the cached tokens of first prompts.
 
-    All runs of an agent (the programs of one ``group``) get the same number: the smallest number of cached
-    tokens above 0 in any of their first prompts, but no more than the length of the program's first prompt.
-    If no first prompt had cached tokens, the field stays unset. The minimum is used because runs on the same
-    task share more than the system prompt. Counts of 0 are ignored, because the first run of an agent finds
-    no blocks of an earlier run.
+    All programs of one ``group`` are runs of one agent. Their estimate is the smallest number of cached
+    tokens in any of their first prompts, limited to the length of the program's own first prompt. Larger
+    numbers are not used, because runs on the same task share more than the system prompt. Counts of 0 are
+    ignored, because the first run finds no blocks of an earlier run. If all counts are 0, the field stays
+    unset.
     """
     least: dict[str | None, int] = {}
     for program in programs:

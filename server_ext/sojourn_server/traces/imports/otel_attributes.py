@@ -54,8 +54,8 @@ _AGENT_NAME = ("gen_ai.agent.name", "agent.name", "graph.node.name", "traceloop.
 
 
 class SpanTokenUsage(NamedTuple):
-    """Token counts of one model call. ``cached``: prompt tokens from the provider's cache; ``None``: not
-    reported."""
+    """Token counts of one model call. ``cached`` counts prompt tokens from the provider's cache; ``None`` if
+    it was not reported."""
 
     prompt: int
     output: int
@@ -93,9 +93,9 @@ def kind_of(span_name: str, attributes: Mapping[str, Any]) -> str | None:
 
 
 def usage_of(attributes: Mapping[str, Any]) -> SpanTokenUsage | None:
-    """Return the token counts that a model call reports; ``None`` if the prompt's or the output's count is
-    missing, or if the prompt has no tokens. Whether the prompt's count includes cached tokens depends on the
-    program: see ``input_excludes_cache``."""
+    """Return the token counts that a model call reports. ``None`` if the prompt's or the output's count is
+    missing, or if the prompt has no tokens. ``input_excludes_cache`` says whether the prompt's count includes
+    cached tokens."""
     prompt, output, cached, created = (
         _count(attributes, names) for names in (_INPUT, _OUTPUT, _CACHED, _CREATED)
     )
@@ -109,8 +109,8 @@ def input_excludes_cache(usages: Iterable[SpanTokenUsage]) -> bool:
     """Return whether the input tokens of one program's calls exclude cached and created tokens.
 
     The conventions require that input tokens include both. Some instrumentations of Anthropic and Bedrock
-    report the provider's own count, which excludes both. This shows in a call with more cached and created
-    than input tokens. One such call is enough; the other calls of the program may have more new tokens.
+    report the provider's own count, which excludes both. A call with more cached and created tokens than
+    input tokens proves this. One such call decides for all calls of the program.
     """
     return any((usage.cached or 0) + usage.created > usage.prompt for usage in usages)
 

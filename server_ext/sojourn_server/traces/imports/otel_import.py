@@ -186,7 +186,7 @@ class _SpanAssigner:
         return None if parent is None else self._scope(parent)
 
     def _scope(self, span: OtelSpan) -> _AgentRun | None:
-        """Return the run to which spans inside ``span`` belong; ``None``: they have no run yet."""
+        """Return the run to which spans inside ``span`` belong; ``None`` if they have no run yet."""
         chain: list[OtelSpan] = []
         at: OtelSpan | None = span
         while at is not None and at.key not in self._scopes:

@@ -19,10 +19,10 @@ from ..trace_schema import TraceError
 from .json_records import read_records
 
 _RELATIVE_NANOS = 1e9
-"""If the first span of a file starts at or before this number, the file's times are taken as relative to its
-own beginning."""
+"""If the first span of a file starts at or before this number, the file's times count as relative to the
+beginning of the recording."""
 _EARLIEST_NANOS = 1e17
-"""March 1973 in nanoseconds since 1970. A smaller number is a present time in a larger unit, such as
+"""March 1973 in nanoseconds since 1970. A smaller number must be a present time in a coarser unit, such as
 microseconds."""
 _SCOPES = ("scopeSpans", "scope_spans", "instrumentationLibrarySpans")
 
@@ -46,7 +46,7 @@ class OtelSpan(NamedTuple):
 
 def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
     """Return (ended spans of a file, in order; number of spans without an end). Raises ``TraceError``, which
-    names the file and, for a fault of one span, the line."""
+    names the file. If one span is at fault, it also names the line."""
     spans: list[OtelSpan] = []
     unended = 0
     first_otlp_s = math.inf
@@ -70,7 +70,7 @@ def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
 
 def _check_unit(first: float, where: str) -> None:
     """Raise ``TraceError`` if ``first``, the earliest start in an OTLP file, seems not to be in nanoseconds.
-    A value of at most 1e9 passes: it counts as a time relative to the file's own beginning."""
+    A value of at most 1e9 counts as a relative time and passes."""
     if not _RELATIVE_NANOS < first < _EARLIEST_NANOS:
         return
     unit = "seconds" if first < 1e11 else "milliseconds" if first < 1e14 else "microseconds"
