@@ -65,7 +65,7 @@ def stats() -> Stats:
 
 
 def flush(timeout_s: float = 1.0) -> bool:
-    """Wait at most ``timeout_s`` until no event is queued or being sent. Returns False if events are left
-    then, or if a batch failed meanwhile. Without a server, returns True at once."""
+    """Wait at most ``timeout_s`` until no event is left to send. Returns False if events are left then, or if
+    sending a batch failed meanwhile. Without a server, returns True at once."""
     sender = _session().event_sender
     return sender is None or sender.flush(timeout_s)

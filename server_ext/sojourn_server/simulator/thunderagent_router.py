@@ -51,8 +51,6 @@ FORCE_RESUME_AFTER_S = 1800.0
 
 @dataclass(slots=True)
 class _RoutedProgram:
-    """State of a program in the router."""
-
     program_id: str
     tokens: int = 0
     """Tokens of the newest prompt; after its turn, of the prompt and the output."""

@@ -193,7 +193,6 @@ class TokenAccounting:
             _drop_uncomputed_losses(turn)
 
     def _mark_computed(self, hashes: Sequence[bytes]) -> None:
-        """Record that the blocks with these hashes were computed."""
         self._computed.update(hashes)
         if self._cluster_computed is not None:
             self._cluster_computed.update(hashes)

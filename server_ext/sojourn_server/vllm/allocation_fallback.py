@@ -196,8 +196,8 @@ class AllocationFallback:
         self._waiting = waiting
         self._cancel_prefetches = cancel_prefetches
         self.allocating: Request | None = None
-        """The request for which vLLM allocates blocks now; ``None`` if unknown. Evictions are recorded as
-        caused by this request."""
+        """The request for which vLLM allocates blocks now; ``None`` if unknown. It is recorded as the cause
+        of evictions."""
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._starved: Request | None = None
@@ -217,8 +217,8 @@ class AllocationFallback:
         self._step_blocks = 2 * groups.blocks_of_step(config.max_num_batched_tokens)
 
     def prepare_step(self) -> None:
-        """Install the wrapper for the next step, or remove it if memory is ample and no request waits. Before
-        that, end a possible deadlock of loading requests.
+        """Prepare the next step. First end a possible deadlock of loading requests. Then install the wrapper,
+        or remove it if blocks are ample and no request waits.
 
         The wrapper runs for every running request and causes most of the adapter's cost. In steps without
         the wrapper, evictions are recorded without the request that caused them.
@@ -263,8 +263,8 @@ class AllocationFallback:
             self._victim = None
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
-        """Return the wrapper. It is a closure for speed, because it runs for every running request in every
-        step."""
+        """Return a wrapper of ``original``. It runs for every running request in every step, so it is a
+        closure, which is fast."""
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
             self.allocating = request
@@ -279,8 +279,8 @@ class AllocationFallback:
 
     def _mark_yielding(self, request: Request) -> bool:
         """Give the lowest priority to a running request that has to yield. Return whether this was done.
-        ``request``: the request that vLLM allocates for. Do nothing and return false if ``request`` does not
-        run, or if the connector is about to free blocks."""
+        ``request`` is the request for which vLLM allocates. If it does not run, or if the connector is about
+        to free blocks, do nothing."""
         if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
             return False
         running = self._scheduler.running
@@ -396,9 +396,9 @@ class AllocationFallback:
     def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
         """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own choice.
 
-        If vLLM would choose ``request`` itself, the victim is the last loading request, if there is one. A
-        running victim gets the lowest priority, so that vLLM's priority branch preempts it next. The caller
-        must make a loading victim give up its load.
+        If vLLM's own choice is ``request`` itself, the last loading request takes its place, if any request
+        loads. A running victim gets the lowest priority, so that vLLM's priority branch preempts it next. The
+        caller must make a loading victim give up its load.
         """
         self.restore_victim()
         candidates = [*self._scheduler.running, *self._loading()]

@@ -102,8 +102,8 @@ class BlockOwners:
             self.common.add(block_id)
 
     def remove_reused(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """Yield (block, owner) for each cached block of ``blocks`` that has an owner. ``blocks``: blocks that
-        the pool is about to reuse for other content. The iteration removes their owners.
+        """Yield (block, owner) for each cached block of ``blocks`` that has an owner. The pool is about to
+        reuse ``blocks`` for other content. The iteration removes the owners.
 
         If only an ended program has used a block, that program counts as the block's owner.
         """

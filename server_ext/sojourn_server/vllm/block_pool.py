@@ -60,17 +60,17 @@ class PinnedBlocks:
         """Return the number of pinned blocks that count for the program; 0 if it pins none. O(1).
 
         Each pinned block counts for only one of the programs that pin it: the program with the lowest rank
-        (the earliest). Its lease usually ends last. So the values of all programs add up to ``blocks()``.
-        If a program and all programs of higher rank are released, at least the sum of their values is
-        unpinned. Running requests may still use some of these blocks."""
+        (the earliest), whose lease usually ends last. So the values of all programs add up to ``blocks()``.
+        Releasing a program and all programs of higher rank unpins at least the sum of their values. Running
+        requests may still use some of these blocks."""
         return self._counted_for.get(program_id, 0)
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Return how many of the blocks, which must be distinct, no program pins. O(1) per block."""
+        """Return how many of the blocks no program pins. The blocks must be distinct. O(1) per block."""
         return sum(1 for block in blocks if block.block_id not in self._holders)
 
     def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock], rank: int = 0) -> None:
-        """Pin these blocks for the program, and unpin the blocks that were pinned for it before. ``blocks``
+        """Pin ``blocks`` for the program. Then unpin the blocks that were pinned for it before. ``blocks``
         must be distinct, cached, and in context order. ``rank``: arrival rank of the program."""
         # Pin first: blocks in both lists must not pass through the free queue.
         self._pool.touch(blocks)
@@ -202,14 +202,14 @@ class EvictionAdapter:
         self._scale_changes = 0
 
     def before_step(self) -> None:
-        """Update the eviction scores of programs whose state has changed, or of all programs if the policy's
-        score scale has changed. Does nothing unless the policy orders by program."""
+        """Update the scores of programs whose state has changed. Update all scores if the scale of scores has
+        changed. Does nothing if the policy does not order by program."""
         if self._by_program:
             self._guarded(self._rescore)
 
     def after_step(self) -> None:
-        """Mark an abandoned branch for each program with a newly admitted turn. The branch is the free blocks
-        of the program's previous turn, because the new turn does not use them."""
+        """Mark an abandoned branch for each program with a newly admitted turn. It consists of the free
+        blocks of the program's previous turn, which the new turn does not use."""
         for program_id, used_s in self._program_scheduler.take_begun_turns().items():
             self.queue.mark_abandoned(program_id, used_s)
 

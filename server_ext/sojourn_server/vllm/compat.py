@@ -105,8 +105,8 @@ for _module, _names in _NAMES.items():
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return a name of vLLM. Raises ``ImportError`` if the installed vLLM does not have the name;
-    for an untested release the error names the tested ones."""
+    """Import and return a name of vLLM. Raises ``ImportError`` if the installed vLLM does not have the name.
+    For an untested release, the error names the tested ones."""
     if name not in UPSTREAM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, upstream_name = UPSTREAM[name]
@@ -145,8 +145,8 @@ class UnsupportedEngine(RuntimeError):
 
 
 def check_vllm_version(version: str) -> None:
-    """Raise ``UnsupportedEngine`` for an untested release, unless ``SOJOURN_UNTESTED_VLLM=1`` allows it. The
-    scheduler overrides methods that vLLM does not promise to keep, so an unknown release is an error."""
+    """Raise ``UnsupportedEngine`` for an untested release. ``SOJOURN_UNTESTED_VLLM=1`` allows any release.
+    The scheduler overrides methods that vLLM does not promise to keep, so an unknown release is an error."""
     if not is_tested(version) and os.environ.get(UNTESTED_VLLM_VARIABLE) != "1":
         raise UnsupportedEngine(version)
 

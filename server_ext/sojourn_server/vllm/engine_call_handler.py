@@ -29,8 +29,8 @@ _TICK = Tick()
 
 
 class EngineCallHandler:
-    """Answers calls of the API server with an ``EngineService``, and saves the learned histories, which such
-    calls may change."""
+    """Answers calls of the API server with an ``EngineService``. Calls may change the learned histories, so
+    this class also saves them."""
 
     def __init__(
         self,

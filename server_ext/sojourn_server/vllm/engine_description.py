@@ -34,8 +34,8 @@ pair, even if its ``kv_role`` is ``kv_both``."""
 def host_s_per_token(
     scheduler: Scheduler, profile: EngineProfile | None, tokens_per_block: float
 ) -> float | None:
-    """Return the seconds to load one token's KV from host memory. Return ``None`` if the time is unknown, the
-    engine has no KV connector, or the connector is ``PathsConnector``."""
+    """Return the seconds to load one token's KV from host memory. ``None`` if the time is unknown, without a
+    KV connector, and with ``PathsConnector``."""
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     size = stored_block_bytes(scheduler.kv_cache_config)
     connector = scheduler.connector
@@ -121,9 +121,9 @@ def pair_status_reporter(scheduler: Scheduler) -> PairStatusReporter | None:
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:
     """Return whether the engine belongs to a prefill/decode pair, judged by its connector.
 
-    True for ``PAIR_CONNECTORS``, subclasses of ``PathsConnector``, and any connector whose ``kv_role`` is
-    ``kv_producer`` or ``kv_consumer``. Connectors inside vLLM's ``MultiConnector`` count too. Always false
-    for ``SojournConnector``.
+    It does with one of ``PAIR_CONNECTORS``, with a subclass of ``PathsConnector``, and if the ``kv_role`` is
+    ``kv_producer`` or ``kv_consumer``. Connectors inside vLLM's ``MultiConnector`` count too. With
+    ``SojournConnector`` it never does.
     """
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):

@@ -44,8 +44,8 @@ class BucketScorer(Protocol):
 
 
 class EvictionHeap:
-    """Heap of buckets by score, lowest first. Adding a bucket takes O(log buckets). If the scale of scores
-    has changed (``rescaled``), the next read computes all scores again, in O(buckets)."""
+    """Heap of buckets by score, lowest first. Adding a bucket takes O(log buckets). After a change of the
+    scale of scores (``rescaled``), the next read computes all scores again, in O(buckets)."""
 
     def __init__(self, scorer: BucketScorer) -> None:
         self._scorer = scorer

@@ -54,7 +54,7 @@ MAX_ABANDONED_BUCKETS = 16
 def _falls_back(
     method: Callable[Concatenate[ProgramFreeBlockQueue, P], None],
 ) -> Callable[Concatenate[ProgramFreeBlockQueue, P], None]:
-    """Wrap a method so that an error in it makes the queue behave like vLLM's own from then on."""
+    """Wrap a method of the queue. After an error in it, the queue behaves like vLLM's own."""
 
     @wraps(method)
     def guarded(self: ProgramFreeBlockQueue, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -72,9 +72,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs come before
     other cached blocks. ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets
-    each cached block that a program owns, or that only an ended program has used. The block still has its
-    hash then. If this queue fails, it calls ``failed`` with the error and keeps vLLM's order from then on.
-    Errors of ``failed`` go to the caller.
+    each cached block that a program owns, or that only an ended program has used. At that time, the block
+    still has its hash. If this queue fails, it calls ``failed`` with the error and keeps vLLM's order from
+    then on. Errors of ``failed`` go to the caller.
     """
 
     def __init__(
@@ -174,8 +174,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def uncache(self, block_ids: Iterable[int]) -> None:
-        """Move blocks that were loaded ahead of need to the front of vLLM's list. They must have lost their
-        hashes. Skips blocks that a request has used, or the pool has reused, since they were loaded."""
+        """Move blocks that were loaded ahead of need to the front of vLLM's list. The blocks must have
+        lost their hashes. Skip a block if a request has used it, or the pool has reused it, since it was
+        loaded."""
         for block_id in block_ids:
             if self.owners.ahead.pop(block_id, None) is None:
                 continue
@@ -271,8 +272,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the free blocks after ``cursor`` in eviction order: all if ``cursor`` is ``None``, none if it
-        is not free. The queue must not change before the iteration ends."""
+        """Yield the free blocks after ``cursor`` in eviction order. Yield all if ``cursor`` is ``None``, and
+        none if ``cursor`` is not free. The queue must not change before the iteration ends."""
         within = self._bucket_of.get(cursor.block_id) if cursor is not None else None
         if within is None:
             if cursor is not None and cursor.next_free_block is None:
@@ -364,7 +365,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return blocks
 
     def _pop_from_lowest_bucket(self, most: int) -> tuple[list[KVCacheBlock], Score]:
-        """Remove and return at most ``most`` blocks of the bucket with the lowest score, and that score."""
+        """Remove at most ``most`` blocks of the bucket with the lowest score. Return (these blocks, that
+        score)."""
         assert self._order is not None
         name, score = self._order.first()
         blocks = self._pop_from_bucket(name, self._buckets[name], most)
@@ -398,8 +400,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._push_bucket(name)
 
     def _list_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the blocks of vLLM's list after ``cursor``, a block of the list (all if it is ``None``). The
-        blocks of ``ENDED_BUCKET`` come after the uncached blocks at the front of the list."""
+        """Yield the blocks of vLLM's list after ``cursor``, a block of the list; all if ``cursor`` is
+        ``None``. Yield the blocks of ``ENDED_BUCKET`` after the uncached blocks at the front of the list."""
         ended = self._buckets.get(ENDED_BUCKET)
         if ended is None or (cursor is not None and not self._among_first(cursor)):
             yield from super().iter_blocks_after(cursor)
@@ -421,8 +423,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return True
 
     def _move_orphaned(self, block: KVCacheBlock) -> None:
-        """Move a block that has just lost its last owner to its new position in the queue, if it is free and
-        its position changes."""
+        """Move a block that has just lost its last owner to its new position in the queue. Do nothing if it
+        is not free or its position does not change."""
         in_list = block.block_id in self.owners.orphans and block.next_free_block is not None
         if in_list or block.block_id in self._bucket_of:
             self._move(block)
@@ -488,8 +490,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.owners.clear()
 
     def _fall_back(self, error: Exception) -> None:
-        """Rebuild vLLM's own queue from all free blocks, uncached ones first, and call ``failed``. After any
-        error ``ref_cnt`` shows which blocks are free: it is 0 before an allocation and after the release."""
+        """Rebuild vLLM's own queue from all free blocks, uncached ones first, and call ``failed``. At any
+        error, the free blocks are those with ``ref_cnt`` 0: vLLM raises it after taking a block, and lowers
+        it before freeing one."""
         self.broken = True
         self._order = None
         self._forget_programs()

@@ -168,9 +168,9 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and the ids of all blocks of ``requests`` that depend on one of them. The
-        dependent blocks of a request are all its blocks, in every group, from the first token of its first
-        block in ``block_ids`` on."""
+        """Return ``block_ids`` and the ids of all blocks of ``requests`` that depend on one of them. In each
+        request, the dependent blocks are those from the first token of its first block in ``block_ids`` on,
+        in every group."""
         dependent = set(block_ids)
         for request in requests:
             groups = self._manager.get_block_ids(request.request_id)
@@ -231,8 +231,9 @@ class KVCacheGroups:
         return not self.is_single and key[-GROUP_BYTES:] in self._windows
 
     def context_keys(self, hashes: Sequence[Any], start_tokens: int, end_tokens: int) -> ContextKeys:
-        """Return the keys, in all groups, of the blocks that a context of ``end_tokens`` tokens needs after
-        its first ``start_tokens`` tokens, which the device has. ``hashes``: the context's block hashes."""
+        """Return the keys, in all groups, of the blocks that a context needs for its tokens from
+        ``start_tokens`` to ``end_tokens``. The device has the tokens before. ``hashes``: the context's block
+        hashes."""
         return ContextKeys(
             self._layouts,
             hashes,
@@ -248,9 +249,9 @@ class KVCacheGroups:
 
     def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
         """Return the keys of the window blocks that the next prompt needs for a prefix cache hit on this
-        prompt of ``prompt_tokens`` tokens. The keys are those for two hits: one that ends at this prompt's
-        end, and one that is a step (``_hit_tokens``) shorter. The next prompt gets the shorter hit if it
-        differs in the last few tokens."""
+        prompt of ``prompt_tokens`` tokens. The keys serve two hits: one that ends at the prompt's end, and
+        one that is a step (``_hit_tokens``) shorter. The shorter hit is for a next prompt that differs in the
+        last few tokens."""
         context = self.context_keys(hashes, 0, prompt_tokens)
         ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
         return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))
@@ -261,9 +262,8 @@ class KVCacheGroups:
         """Return the keys of the blocks that a request needs to continue a context with these block hashes.
 
         With one full-attention group, the keys are ``hashes[start:stop]``. Otherwise a key is a hash followed
-        by the group's number. The keys of window blocks come first. They belong to the end of the context, so
-        they are left out if ``stop`` is before this end. Then come the keys of full-attention blocks that
-        begin within ``hashes[start:stop]``."""
+        by the group's number. The keys of window blocks come first, but only if ``stop`` reaches the end of
+        the context. Then come the keys of full-attention blocks that begin within ``hashes[start:stop]``."""
         if self.is_single:
             return hashes[start:stop] if start or stop is not None else hashes
         first, end = start * self.hash_tokens, (len(hashes) if stop is None else stop) * self.hash_tokens
@@ -313,8 +313,8 @@ class KVCacheGroups:
 
     def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Return whether a prefix cache hit ends with a state that another request computes in this same
-        step. If so, vLLM allocates no blocks in this step for the request with this hit, however many are
-        free. ``hits``: for each group, the hit's blocks."""
+        step. If so, vLLM allocates no blocks for this hit in this step, even if blocks are free. ``hits``:
+        for each group, the hit's blocks."""
         return any(
             blocks
             and isinstance(each, MambaManager)

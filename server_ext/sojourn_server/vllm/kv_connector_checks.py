@@ -57,9 +57,9 @@ def check_groups(kv_cache_config: KVCacheConfig, *, windows: bool = False) -> No
 
 
 def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether the model has full attention in some layers. Only groups with full attention keep the
-    blocks of a request's whole context. Other groups free blocks of a running request, and vLLM replaces
-    these blocks by a placeholder."""
+    """Return whether some layers of the model have full attention. Only their groups keep the blocks of a
+    request's whole context. Other groups free blocks of a running request, and vLLM puts a placeholder in
+    their place."""
     from .compat import FullAttentionSpec
 
     return any(

@@ -332,8 +332,8 @@ def rank_folder(folder: str, identity: KvIdentity) -> str:
 def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int:
     """Return the size in bytes of one block over all workers. Every worker returns the same number.
 
-    Tensor-parallel workers have equal parts. A pipeline stage knows only its own number of layers, and stages
-    differ, so the model's number of layers is used.
+    Tensor-parallel workers have equal parts. Pipeline stages differ, and each knows only its own number of
+    layers. So the model's number of layers is used.
     """
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size == 1:
@@ -343,8 +343,8 @@ def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int
 
 
 def _concurrent_steps(vllm_config: VllmConfig) -> int:
-    """Return the maximum number of planned steps whose results are not known yet. vLLM's own number depends
-    on its model runner and is never larger."""
+    """Return the maximum number of planned steps whose results are not known yet. vLLM's own number is never
+    larger."""
     stages = int(vllm_config.parallel_config.pipeline_parallel_size)
     return stages + bool(vllm_config.scheduler_config.async_scheduling)
 
@@ -384,8 +384,8 @@ def _identity(
 
 
 def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int) -> VllmFsLayout:
-    """Return the layout of the files that vLLM's fs tier would write for this engine with ``per_full`` blocks
-    per file. Raises ``SettingsError`` if that is vLLM's canonical layout."""
+    """Return the layout of the files that vLLM's fs tier would write for this engine. ``per_full``: number of
+    engine blocks per file. Raises ``SettingsError`` if vLLM would use its canonical layout."""
     from .compat import build_offloading_config
 
     config = build_offloading_config(vllm_config, kv_cache_config)

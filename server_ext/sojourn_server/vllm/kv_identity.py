@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LONG_ROPE = ("longrope", "su")
 """Names of LongRoPE in model configurations: the present name, and an older one."""
 _LLAMA4_LONG_TOKENS = 32768
-"""If the maximum model length is above this, vLLM scales the attention of Llama 4 by the position."""
+"""vLLM scales the attention of Llama 4 by the position if the maximum model length is above this."""
 _MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
 """Multi-modal options that change the KV of an image, video or sound, but not vLLM's hash of it."""
 _SPEED_OPTIONS = frozenset(
@@ -57,8 +57,8 @@ def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
 
 
 def _settings_digest(vllm_config: VllmConfig) -> str:
-    """Return a space and a hash of the settings that change the KV although the weights are the same; empty
-    without such settings. They are hashed, because the options of a loader may contain passwords."""
+    """Return a space and a hash of those settings that change the KV of the same weights; empty without such
+    settings. Only a hash is returned, because the options of a loader may contain passwords."""
     model = vllm_config.model_config
     loader: Any = getattr(vllm_config.load_config, "model_loader_extra_config", None) or {}
     if isinstance(loader, dict):

@@ -280,7 +280,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._cancelled.add(request_id)
 
     def cancel_load_ahead(self, name: str) -> None:
-        """Cancel a load ahead of need, whether a step has begun it or not. Its callback is not called."""
+        """Cancel a load ahead of need, even if a step has already begun it. Its callback is not called."""
         if self._ordered.pop(name, None) is not None and self.planner.withdraw_load(name):
             self._waiting.discard(name)
             del self._ahead[name]
@@ -319,13 +319,15 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Return whether there is work for which vLLM must run a step even without requests.
+        """Return whether vLLM must run a step even without requests.
 
-        The work is planned jobs and loads ahead of need. In a pause of the engine, it is also the unfinished
-        copies from and to the device, because vLLM may unmap the device's KV once there is no work
-        (``/sleep``). After ``PAUSE_WAIT_S`` of a pause the result is false. If the connector is off, only
-        loads ahead of need count, because results of other jobs may have been lost. An engine in its caller's
-        process runs no steps in a pause; there, ``reset_cache`` waits instead.
+        It must while jobs are planned or a load ahead of need exists. In a pause of the engine, it must also
+        while copies from and to the device run, because vLLM may unmap the device's KV once there is no work
+        (``/sleep``). A pause waits at most ``PAUSE_WAIT_S``; then the result is false.
+
+        If the connector is off, only loads ahead of need count, because results of other jobs may have been
+        lost. An engine in its caller's process runs no steps in a pause; there, ``reset_cache`` waits
+        instead.
         """
         planner, paused, pending = self.planner, self.is_paused(), bool(self._ahead)
         if not self.off:
@@ -379,12 +381,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the setting ``kv_layout``, or ``None`` for vLLM's choice. vLLM calls this before it makes
-        the connector. Raises ``SettingsError`` if the setting is no text.
+        """Return the setting ``kv_layout``; ``None`` for vLLM's choice. vLLM calls this before it makes the
+        connector. Raises ``SettingsError`` if the setting is no text.
 
-        The result is ``None`` if the setting is not given, if the model's layers may differ
-        (``_layers_may_differ``), and on ROCm, where a kernel needs layers outermost without declaring it. If
-        an attention backend does not support the layout, vLLM warns and uses another one."""
+        The result is also ``None`` if the model's layers may differ (``_layers_may_differ``), and on ROCm,
+        where a kernel needs layers outermost without declaring it. If an attention backend does not support
+        the layout, vLLM warns and uses another one.
+        """
         from .compat import current_platform
 
         given = vllm_config.kv_transfer_config.kv_connector_extra_config

@@ -48,14 +48,14 @@ class _Load(NamedTuple):
 
 
 class _BlockHashes(NamedTuple):
-    """Takes the place of a request in calls to the pool that read only the request's block hashes."""
+    """Stand-in for a request, for calls to the pool that read only the request's block hashes."""
 
     block_hashes: Sequence[BlockKey]
 
 
 class KVPrefetcher:
-    """Makes the loads ahead of need of one engine, and uncaches filled blocks that no request uses in time.
-    It loads nothing without a ``connector``, with several KV cache groups, or with vLLM's KV cache events."""
+    """Runs the loads ahead of need of one engine, and uncaches loaded blocks that no request uses in time. It
+    loads nothing without a ``connector``, with several KV cache groups, or with vLLM's KV cache events."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class KVPrefetcher:
         """Program → (expiry on the engine's clock, ids of the blocks filled for it), last filled last."""
 
     def budget(self, program_id: ProgramId) -> int:
-        """Return the maximum number of blocks that one ``load`` for the program may load now; 0 while a load
-        for it runs. The device must also have that many spare blocks."""
+        """Return the maximum number of blocks that one ``load`` for the program may load now. It is 0 while
+        another load for the program runs. The device must also have that many spare blocks."""
         connector = self._connector
         if connector is None or connector.off:
             return 0
@@ -93,13 +93,13 @@ class KVPrefetcher:
         return self._queue.spare_blocks(most, {block.block_id for block in prefix})
 
     def load(self, program_id: ProgramId, keys: Sequence[BlockKey], count: int, expires_s: float) -> None:
-        """Begin to load the blocks of the last ``count`` of ``keys`` from host memory. ``keys``: the block
-        hashes of a context from its start.
+        """Begin to load the blocks of the last ``count`` of ``keys`` from host memory.
 
-        The caller must make sure that the device has the blocks of all earlier ``keys``, and that ``count``
-        is at least 1 and at most what ``budget`` and ``spare`` return. If host memory has lost some of the
-        ``count`` blocks, only the blocks before the first lost block are loaded, if there are any. Loaded
-        blocks that no request uses are uncached at ``expires_s``, in seconds on the engine's clock."""
+        ``keys`` are the block hashes of a context from its start. The device must have the blocks of all
+        earlier ``keys``. ``count`` must be at least 1, and at most what ``budget`` and ``spare`` return. If
+        host memory has lost one of the ``count`` blocks, only the blocks before it are loaded. At
+        ``expires_s``, in seconds on the engine's clock, loaded blocks that no request has used are uncached.
+        """
         assert self._connector is not None
         blocks = self._pool.get_new_blocks(count)
         try:
@@ -157,8 +157,8 @@ class KVPrefetcher:
             self._pool.free_blocks(reversed(load.blocks))
 
     def _cache(self, load: _Load, arrived: int) -> None:
-        """Cache the first ``arrived`` blocks of a load, but stop at the first block that is already in the
-        prefix cache. Cache none if the device has lost the prefix before them, or if the load has no keys."""
+        """Cache the first ``arrived`` blocks of a load. Stop at the first block that the prefix cache already
+        has. Cache none if the device has lost the blocks before the load, or if the load has no keys."""
         blocks, keys = load.blocks, load.keys
         first = len(keys) - len(blocks)
         find = self._pool.get_cached_block

@@ -99,9 +99,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Hash table of ``_pool`` at the start. A reset of the pool replaces the table by a new one."""
         self.clock = time.monotonic
         self.next_requests: Callable[[int], Iterable[Request]] = lambda most: ()
-        """Returns at most the given number of requests from the front of the queue, in queue order. Sojourn's
-        scheduler sets this function, because its queue is not in order of arrival. The default function
-        returns no requests."""
+        """Returns requests from the front of the queue, in queue order, at most the given number. Sojourn's
+        scheduler sets this function, because its queue is not in order of arrival. The default returns
+        none."""
         self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
@@ -115,7 +115,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return true, because layers are loaded and sent one by one, and a full CUDA graph cannot wait for a
+        """Return true: layers are loaded and sent one by one, and a full CUDA graph cannot wait for a
         layer."""
         return True
 

@@ -88,7 +88,7 @@ class LengthPredictor:
 
 
 def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
-    """Return, for each request of a planned step, id → number of tokens computed at the end of the step."""
+    """Return id → number of tokens computed at the end of the step, for each request of a planned step."""
     before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
     cached = planned.scheduled_cached_reqs
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -113,7 +113,7 @@ def captures_hidden_states(config: VllmConfig) -> bool:
 
 
 def model_name(model: str) -> str:
-    """Return the name by which a network file identifies a model: the folder's basename and a digest of its
-    weights for a local folder, otherwise ``model``."""
+    """Return the name by which a network file identifies a model. For a local folder, it is the folder's
+    basename and a digest of the weights. Otherwise it is ``model``."""
     folder = Path(model)
     return f"{folder.resolve().name} {weights_digest(folder)}" if folder.is_dir() else model

@@ -30,13 +30,13 @@ MAX_REQUESTS = 10_000
 """Maximum number of requests whose program is remembered, in case vLLM does not report the end of some. The
 oldest are forgotten."""
 MAX_ENDED_PROGRAMS = 1000
-"""Maximum number of ended programs whose chunks are evicted first. Above it, the chunks of the program that
-ended first are evicted in vLLM's LRU order."""
+"""Maximum number of ended programs whose chunks are evicted first. If there are more, the chunks of the
+program that ended first return to vLLM's LRU order."""
 
 
 class ProgramCachePolicy(LRUCachePolicy):
-    """Eviction order: first the chunks that a single program has used, if it has ended; then all others in
-    vLLM's LRU order."""
+    """Evicts first the chunks that only one program has used, if this program has ended. All other chunks
+    follow in vLLM's LRU order."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)

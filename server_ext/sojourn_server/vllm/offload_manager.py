@@ -63,7 +63,7 @@ T = TypeVar("T")
 def _turns_off(
     method: Callable[Concatenate[OffloadManager, P], None],
 ) -> Callable[Concatenate[OffloadManager, P], None]:
-    """Wrap a method of ``OffloadManager`` so that an error in it turns host memory and disk off."""
+    """Wrap a method of ``OffloadManager``. An error in it turns host memory and disk off."""
 
     @wraps(method)
     def guarded(self: OffloadManager, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -85,8 +85,8 @@ class OffloadManager:
         pool = program_scheduler.pool
         self._all_blocks = pool.blocks + pool.host_blocks
         self._ends = ContextEnds(self._all_blocks)
-        """Keys of the window blocks from which later requests may continue. Only these window blocks are
-        saved. Only with several KV cache groups."""
+        """Keys of the window blocks from which later requests may continue. No other window blocks are saved.
+        Used only with several KV cache groups."""
         connector.windows_missed = self._remember_missed_windows
         self._leaving: dict[ProgramId, None] = {}
         """Programs that have lost a block on the device since their last turn. Only with several groups."""
@@ -97,8 +97,8 @@ class OffloadManager:
         self._coming: set[ProgramId] = set()
         """Programs that ``place`` has moved to the device and that have no admitted request yet."""
         self._placement_lowers_ranks = program_scheduler.preset.placement.is_used
-        """Whether ``place`` lowers the ranks of host copies. If so, ``save`` lowers none. ``save`` knows only
-        the programs that own the block on the device, but other programs may need the copy."""
+        """Whether ``place`` lowers the ranks of host copies. If so, ``save`` lowers none: it knows only the
+        programs that own the block on the device, but other programs may need the copy."""
         self.link = HostLinkCosts(connector, program_scheduler, groups, self._preempted.wanted)
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
@@ -115,10 +115,10 @@ class OffloadManager:
 
     @_turns_off
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
-        """Copy to host memory those of ``blocks`` that are cached, because the device is about to reuse
-        ``blocks``. Not copied are window blocks from which no request is expected to continue, and blocks
-        that are faster to recompute. Blocks of rank ``COLD`` are also written to disk. ``owners`` must still
-        have the owners of ``blocks``."""
+        """Copy the cached blocks among ``blocks`` to host memory, because the device is about to reuse
+        ``blocks``. Skip blocks that are faster to recompute, and window blocks from which no request is
+        expected to continue. Write blocks of rank ``COLD`` to disk too. ``owners`` must still have the owners
+        of ``blocks``."""
         ranks: dict[ProgramId | None, RetentionRank] = {}
         planner, cold = self._connector.planner, RetentionRank.COLD
         key_of, is_single = self._groups.key_of, self._groups.is_single
@@ -196,9 +196,9 @@ class OffloadManager:
     def remember_prompt_end(
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
     ) -> None:
-        """Remember the window blocks at the end of a prompt. A chat template may drop a turn's reasoning from
-        the next prompt, which then continues from there. ``program_id`` is ``None`` for a request of no
-        program. Does nothing with one KV cache group."""
+        """Remember the window blocks at the end of a prompt. The next prompt continues from this end if a
+        chat template drops the turn's reasoning. ``program_id`` is ``None`` for a request of no program. Does
+        nothing with one KV cache group."""
         if not self._groups.is_single and not self._connector.off:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
@@ -287,8 +287,9 @@ class OffloadManager:
         """Start to read blocks of a context from disk into host memory. ``hashes``: the context's block
         hashes. ``on_device``: number of leading hashes whose blocks the device has.
 
-        Return three numbers of blocks behind these: (blocks being read from disk, blocks missing in all
-        tiers, leading blocks that can be loaded from host memory now)."""
+        Return three numbers of the blocks after these: (blocks being read from disk, blocks missing in all
+        tiers, leading blocks that can be loaded from host memory now).
+        """
         found = self._guarded(self._fetch, hashes, on_device)
         return found if found is not None else (0, len(hashes) - on_device, 0)
 
@@ -420,10 +421,11 @@ class OffloadManager:
     ) -> RetentionRank:
         """Return the rank that a block gets in host memory.
 
-        The rank is ``WANTED`` if a preempted request will load the block, and that of an ended program if
-        only an ended program has used it. Otherwise it is the highest rank of the block's owners, or of the
-        program for which the block was loaded ahead of need. Without owners, and for ``MANY``, it is
-        ``PLAIN``. ``ranks``: cache of the programs' ranks during one call."""
+        If a preempted request will load the block, the rank is ``WANTED``. If only an ended program has used
+        the block, it is the rank of ended programs. Otherwise it is the highest rank of the block's owners,
+        or of the program for which the block was loaded ahead of need. Without owners, and for ``MANY``, it
+        is ``PLAIN``. ``ranks``: cache of the programs' ranks during one call.
+        """
         if key in self._preempted.wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:
@@ -448,8 +450,8 @@ class OffloadManager:
         return any(known is not None and known.admitted for known in live)
 
     def _only_waits(self, program_id: ProgramId) -> bool:
-        """Return whether the engine has requests of the program, but no admitted one. If so, one of them will
-        load the program's KV soon. Without a request, as while a tool runs, that may take hours."""
+        """Return whether the engine has requests of the program, but no admitted one. One of them will load
+        the program's KV soon. Without a request, for example while a tool runs, that may take hours."""
         return bool(self._program_scheduler.live_requests(program_id)) and not self._runs(program_id)
 
     def _store(self, blocks: Iterable[KVCacheBlock], rank: RetentionRank) -> None:
@@ -457,9 +459,9 @@ class OffloadManager:
         self._connector.planner.store(keyed, rank)
 
     def _remember_missed_windows(self, keys: Sequence[BlockKey]) -> None:
-        """Remember window blocks, so that they are saved. A look-up found a shorter prefix than the
-        full-attention groups have, because some of these blocks were missing. The request computes them now.
-        Other requests probably share the longer prefix, for example a system prompt."""
+        """Remember window blocks, so that they are saved. A look-up missed some of them, and so found a
+        shorter prefix than the full-attention groups have. The request computes the blocks now. Other
+        requests probably share the longer prefix, for example a system prompt."""
         self._ends.add(keys)
 
     def _is_behind_window(self, key: BlockKey) -> bool:

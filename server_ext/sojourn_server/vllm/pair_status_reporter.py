@@ -1,10 +1,10 @@
 """What an engine of a prefill/decode pair reports to a gateway: role, address for peers, and link status.
 
 The transfer manager runs in the worker's process, but the engine core's process, which has the scheduler,
-answers the API server. When a client asks for the status, the engine core gets it from the workers, between
-two steps: the first time through vLLM, later from sockets of the workers (``transfer_stats``) if they are
-other processes. The status does not come with each step's results, because an engine that only reads blocks
-for peers runs no steps.
+answers the API server. When a client asks for the status, the engine core asks the workers, between two
+steps. The first time it asks through vLLM. If the workers are other processes, it later asks sockets of
+theirs (``transfer_stats``). The status does not come with each step's results, because an engine that only
+reads blocks for peers runs no steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PairStatusReporter:
     """Reports the status of an engine in a pair to the ``EngineService``. Implements ``KVTransferStatus``."""
 
     def __init__(self, settings: KVTransferSettings, requests: Counter[str]) -> None:
-        """``requests``: the planner's counts, by name, which the planner keeps up to date."""
+        """``requests``: the planner's counts by name. The planner keeps them up to date."""
         self._settings = settings
         self._requests = requests
         self._status: dict[str, Any] | None = None

@@ -67,11 +67,12 @@ class PluginSettings:
     is refused with an error. Only for policies that refuse requests."""
     hold_timeout_s: float = _LIMITS.hold_timeout_s
     """Maximum seconds that a request waits until its program is placed on the device, under policies that
-    refuse no requests. After that, the request waits for placement no longer."""
+    refuse no requests. After that, the request no longer waits for placement."""
     queue_patience_s: float = _LIMITS.queue_patience_s
-    """Seconds after which a waiting request without a program is overdue. It then goes before requests that
-    arrived later, and may end any lease. A request that admission has rejected for this time is no longer
-    overtaken, and while a request without a program waits, it is admitted as soon as it fits."""
+    """Seconds after which a waiting request gets privileges. A request without a program is then overdue: it
+    goes before requests that arrived later, and may end any lease. A request that admission has rejected for
+    this time is no longer overtaken. If a request without a program waits too, the rejected request is
+    admitted as soon as it fits."""
     max_programs: int = _LIMITS.max_programs
     tool_call_parser: str | None = None
     """Name of the vLLM tool parser that reads outputs first; a value of vLLM's ``--tool-call-parser``. If it
@@ -233,8 +234,9 @@ def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
 def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> MissingTiers | None:
     """Return the preset's mechanisms that are off with this ``connector``; ``None`` if none is off.
 
-    ``connector``: the name in vLLM's ``--kv-transfer-config``; ``None`` without a connector. Unless
-    ``allowed``, raises ``SettingsError`` if mechanisms are off and the preset's placement needs host memory.
+    ``connector``: the name in vLLM's ``--kv-transfer-config``; ``None`` without a connector. Raises
+    ``SettingsError`` if mechanisms are off and the preset's placement needs host memory. ``allowed`` prevents
+    this error.
     """
     mechanisms = preset.tier_mechanisms()
     if not mechanisms or connector == OFFLOAD_CONNECTOR:

@@ -1,4 +1,5 @@
-"""Lists the parts of vLLM that sojourn uses (the surface), from a release's source, without importing it.
+"""Reads the surface of a vLLM release: the parts of vLLM that sojourn uses. The source is parsed, not
+imported.
 
 ``release_surfaces.json`` has the surface of each release that sojourn knows. ``sojourn doctor`` compares the
 installed release with the newest known one. ``scripts/vllm_release.py`` checks a wheel and adds a release.
@@ -55,7 +56,7 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "FullAttentionManager": ("cache_blocks",),
     "KVCacheCoordinator": ("cache_blocks", "remove_skipped_blocks"),
 }  # fmt: skip
-"""Class, by its name in ``compat`` → methods that sojourn overrides, or on whose behaviour it relies. Changes
+"""Class, by its name in ``compat`` → methods that sojourn overrides or whose behaviour it relies on. Changes
 of their bodies matter."""
 
 CALLED: Mapping[str, tuple[str, ...]] = {
@@ -137,7 +138,7 @@ def wheel_source(wheel: Path) -> ReadSource:
 
 
 def read_surface(read: ReadSource) -> dict[str, str]:
-    """Return a release's surface, which is the parts that sojourn uses: full name in vLLM → description.
+    """Return a release's surface: full name in vLLM of each part that sojourn uses → its description.
 
     Parts that the release lacks are left out. A method's description is its parameters and, for methods in
     ``OVERRIDDEN``, a digest of its body. Raises ``SyntaxError`` for a source that this Python cannot parse.

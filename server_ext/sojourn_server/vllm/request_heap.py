@@ -62,7 +62,7 @@ class RequestHeap:
 
 
 class RequestsBeforeOverdue:
-    """Finds the requests of a ``RequestHeap`` that are served before an overdue request, by key.
+    """Finds the requests of a ``RequestHeap`` that are served before an overdue request, lowest key first.
 
     An overdue request has waited too long (``PolicyRequestQueue``). The requests for which
     ``passes(overdue, other)`` is false are served before it: preempted requests, and requests that arrived
@@ -98,7 +98,8 @@ class RequestsBeforeOverdue:
 
     def head(self, overdue: Request) -> Entry | None:
         """Return the entry with the lowest key that is served before ``overdue``; ``None`` if there is none.
-        Amortized O(log n), unless ``overdue`` arrived before the overdue request of the previous call."""
+        Takes amortized O(log n). It takes longer if ``overdue`` arrived before the overdue request of the
+        previous call."""
         arrival = self._arrival(overdue)
         if arrival < self._last_arrival:
             earlier, self._earlier = self._earlier, []

@@ -43,7 +43,8 @@ class SojournMixin:
     scheduler class in the list of bases."""
 
     prefill_capacity_bound: bool
-    """vLLM's attribute: whether its last step with prefills left requests in the queue that could run."""
+    """Attribute of vLLM's scheduler: whether the last step with prefills left requests in the queue that
+    could run."""
     sojourn: SchedulerAdapter
     sojourn_quota: PrefillQuota | None
     """The prefill quota; ``None`` if the settings have no compute quota."""

@@ -326,7 +326,7 @@ class SchedulerAdapter:
         return refused
 
     def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
-        """End a refused request with an error, if it is still parked, which means that it waits until its
+        """End a refused request with an error, if it is still parked. A parked request waits until its
         program is placed on the device. ``tell`` sends the client the error."""
         request = self._scheduler.requests.get(request_id)
         if request is None or not self._waiting.is_parked(request):
@@ -577,8 +577,8 @@ class SchedulerAdapter:
     def _release_preempted(
         self, request: Request, program_id: ProgramId | None, below: OffloadManager
     ) -> None:
-        """Release what ``below`` keeps for a preempted request that was admitted or has left the engine. If
-        it left and was its program's last request, release what is kept for the program."""
+        """Release what ``below`` keeps for a preempted request that was admitted or has left the engine. When
+        the last request of a program has left, also release all that is kept for the program."""
         if request.block_hashes:  # otherwise nothing was kept
             below.release_preempted(program_id, request.block_hashes)
         if program_id is None or not request.is_finished():

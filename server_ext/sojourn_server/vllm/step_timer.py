@@ -10,8 +10,8 @@ MAX_STEPS_IN_FLIGHT = 64
 
 
 class StepTimer:
-    """Measures the duration of each step, in seconds. A step begins when it is planned, or when the previous
-    step ends if that is later, because the device runs one step at a time."""
+    """Measures the duration of each step, in seconds. The device runs one step at a time. So a step begins
+    when it is planned or when the previous step ends, whichever is later."""
 
     def __init__(self) -> None:
         self._planned: deque[tuple[object, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)

@@ -110,8 +110,8 @@ class ToolCallReader:
     def read_stopped(
         self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
     ) -> tuple[ParsedToolCall, ...] | None:
-        """Return the tool calls of an output before the end of its first stop string; ``None`` if none of the
-        ``stop`` strings ended it. A stop string counts only if it ends after the first ``min_tokens`` tokens.
+        """Return the tool calls of an output up to the end of its first stop string; ``None`` if no stop
+        string ended the output. A stop string counts only if it ends after the first ``min_tokens`` tokens.
 
         If the tokenizer failed to load, every output that is not empty counts as stopped, without tool calls.
         If the API server has no tokenizer either (``skip_tokenizer_init``), no output counts as stopped.

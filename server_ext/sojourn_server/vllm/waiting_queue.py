@@ -321,11 +321,14 @@ class WaitingQueueAdapter:
             self._queue.rekey(first[2])
 
     def may_end_any_lease(self, request: Request) -> bool:
-        """Return whether a waiting request that needs blocks may end any lease: if it is overdue, or if
-        others wait behind it that have waited too long or that it may stop no longer.
+        """Return whether a waiting request that needs blocks may end any lease. It may in three cases:
 
-        Otherwise the request could wait for a lease of a program whose next request waits behind it. While
-        that request waits, the lease does not expire.
+        - It is overdue.
+        - An overdue request waits behind it.
+        - Admission has rejected it so long that it is no longer overtaken, and an untracked request waits.
+
+        Otherwise it could wait for ever for the lease of a program whose next request waits behind it: a
+        lease does not expire while such a request waits. With user priorities, only the first case counts.
         """
         if self._program_scheduler.is_overdue(request.request_id, self._clock()):
             return True

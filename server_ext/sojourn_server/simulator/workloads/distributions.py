@@ -168,8 +168,8 @@ class TruncatedExponential:
 
     @classmethod
     def with_mean(cls, mean: float, low: float, high: float) -> TruncatedExponential:
-        """Build the distribution from its mean by bisection. Raises ``ValueError`` unless the mean is above
-        ``low`` and below the middle of ``low`` and ``high``."""
+        """Build the distribution from its mean by bisection. The mean must be above ``low`` and below the
+        middle of ``low`` and ``high``; otherwise raises ``ValueError``."""
         if not low < mean < (low + high) / 2:
             raise ValueError(f"mean {mean} is not between {low} and the middle of {low} and {high}")
         span = high - low
