@@ -10,12 +10,12 @@ several. Where paper (arXiv 2602.13692) and code differ, the module follows the 
 - A new program becomes active at once if no program is paused and a backend has capacity for it. Otherwise
   the program is paused. Of several backends with capacity, it gets the one with the fewest tokens.
 - Every 5 s the router first resumes, then pauses programs. It selects programs to resume, up to the capacity
-  of all backends together: those with a waiting request, then new ones, then those in a tool, the smallest
-  first within each group. It places these programs, the largest first, each on the backend with the most
-  capacity left. A program that does not fit stays paused.
-- On each backend the router pauses programs until the rest fits: first programs in a tool, then programs
-  whose request the engine has, the smallest first within each group. Programs of the second group are only
-  marked, and pause at the end of their turn.
+  of all backends together: first those with a waiting request, then new ones, then those in a tool. Within
+  each group, the smallest come first. It places the selected programs, the largest first, each on the backend
+  with the most capacity left. A program that does not fit stays paused.
+- On each backend the router pauses programs until the rest fits. Programs in a tool come first, then programs
+  whose request the engine has; within each group, the smallest come first. Programs of the second group are
+  only marked, and pause at the end of their turn.
 - After half an hour of waiting, a program resumes regardless of capacity. It resumes on its former backend; a
   new program gets the backend with the fewest programs.
 
@@ -64,8 +64,8 @@ class _RoutedProgram:
     request_id: str | None = None
     """Id of the program's newest request."""
     backend: int | None = None
-    """Number, from 0, of the backend where the program is active, or was active last; ``None`` if the program
-    was never active."""
+    """Number, from 0, of the backend where the program is or was last active; ``None`` if it was never
+    active."""
 
     @property
     def needs_tokens(self) -> int:

@@ -41,8 +41,8 @@ previous prompt. Traces round common prefixes down to whole blocks."""
 MIN_CONTINUED = 0.98
 """A prompt shorter than this fraction of the previous one, without a recorded reason, is a reset."""
 _HISTORY_TURNS = 12
-"""Number of earlier turns to search for the prompt that a turn continues, if that is not the previous
-prompt."""
+"""If a turn does not continue the previous prompt, it may continue the prompt of one of this many earlier
+turns."""
 
 
 class TurnPlan(NamedTuple):
@@ -105,9 +105,9 @@ def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int,
     """Return the number of prompt tokens of turn ``index`` that the server recomputed; 0 for a first turn.
 
     A perfect cache would have provided all whole blocks of the reused prefix. The result is the number of
-    tokens in these blocks, minus the ``cached_tokens`` that the server reported. Two tokens never count as
-    reused: the last one of the prompt, which is always computed, and the last generated one, which never has
-    KV.
+    tokens in these blocks, minus the ``cached_tokens`` that the server reported. The last token of the prompt
+    never counts as reused, because it is always computed. The last generated token never does either, because
+    it has no KV.
     """
     plan = plans[index]
     if plan.base is None:

@@ -201,8 +201,8 @@ class AllocationFallback:
         self._victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._starved: Request | None = None
-        """A waiting request that has loaded its KV, but in the last step got no blocks for the rest of its
-        prompt; ``None`` if there is none. Only with several KV cache groups."""
+        """A waiting request with loaded KV that got no blocks for the rest of its prompt in the last step;
+        ``None`` if there is none. Used only with several KV cache groups."""
         self._yielding: list[Request] = []
         """Running requests that the engine has to preempt in the next step, because they yield."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -244,11 +244,12 @@ class AllocationFallback:
         self._yielding.clear()
 
     def preempt_for_yield(self, request_id: str, to_request_id: str) -> None:
-        """Have vLLM preempt the running request ``request_id`` in the next step, as if blocks ran short, so
-        that the request ``to_request_id`` can run.
+        """Have vLLM preempt the running request ``request_id`` in the next step, as if blocks ran short. Then
+        the request ``to_request_id`` can run.
 
-        Does nothing if one of the two has left the engine, if ``to_request_id`` waits for something other
-        than blocks (for example a KV load), or if the engine schedules by user priority."""
+        Does nothing if one of the two has left the engine, or if the engine schedules by user priority. It
+        also does nothing if ``to_request_id`` waits for something other than blocks, for example a KV load.
+        """
         request, urgent = map(self._scheduler.requests.get, (request_id, to_request_id))
         if request is None or urgent is None or self._by_user_priority:
             return

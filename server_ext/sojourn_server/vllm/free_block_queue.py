@@ -4,17 +4,22 @@
 queue replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. If the policy
 orders blocks by program, cached blocks of programs are in buckets, and the bucket with the lowest score is
 evicted first. A program has one bucket for the blocks of its newest turn. It has another bucket for each
-earlier turn with blocks that no later turn used (an abandoned branch, a compacted context). Cost: O(1) per
-block; O(log buckets) for each rescored bucket; O(buckets) once after the scale of scores has changed.
+earlier turn with blocks that no later turn used (an abandoned branch, a compacted context).
+
+Cost: O(1) per block; O(log buckets) for each rescored bucket; O(buckets) once after the scale of scores has
+changed.
 
 Blocks that only an ended program has used stay cached, but are evicted early (``ENDED_BUCKET``). If any other
 request has used such a block, the block is part of a common prefix and counts as a block without a program.
 The other request may be of another program or of no program, or may have come after the program's end.
 
-The order of eviction is: (1) uncached blocks at the front of vLLM's list; (2) ``ENDED_BUCKET``: blocks of
-ended programs and unused blocks that were loaded ahead of need, in the order in which they came there;
-(3) the rest of vLLM's list; (4) the buckets of programs, lowest score first; (5) ``SHARED_BUCKET``: blocks
-with several owners.
+The order of eviction is:
+
+1. uncached blocks at the front of vLLM's list
+2. ``ENDED_BUCKET``: blocks of ended programs and unused blocks loaded ahead of need, in order of insertion
+3. the rest of vLLM's list
+4. the buckets of programs, lowest score first
+5. ``SHARED_BUCKET``: blocks with several owners
 
 vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
 own errors. After an error it forgets all programs and keeps vLLM's order for good.
@@ -349,8 +354,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._evicted(block, owner, score)
 
     def _pop_from_list(self, most: int) -> list[KVCacheBlock]:
-        """Remove and return at most ``most`` blocks of vLLM's list and ``ENDED_BUCKET``: first the uncached
-        blocks at the front of the list, then ``ENDED_BUCKET``, then the rest of the list."""
+        """Remove and return at most ``most`` blocks of vLLM's list and ``ENDED_BUCKET``. The uncached blocks
+        at the front of the list come first, then ``ENDED_BUCKET``, then the rest of the list."""
         blocks: list[KVCacheBlock] = []
         if ended := self._buckets.get(ENDED_BUCKET):
             head, tail = self.fake_free_list_head, self.fake_free_list_tail

@@ -30,8 +30,8 @@ class HostLinkCosts:
         )
 
     def offload_costs(self, blocks: int = 1) -> tuple[float | None, float | None, float]:
-        """Return (seconds per token to host memory, seconds per token back to the device, seconds that the
-        unfinished copies to host memory take).
+        """Return (seconds per token to host memory, seconds per token back to the device, seconds for the
+        unfinished copies to host memory).
 
         A time per token is ``None`` before the first copy in its direction. If host memory has no space for
         ``blocks`` more blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``.
@@ -49,8 +49,8 @@ class HostLinkCosts:
         )
 
     def load_costs(self) -> tuple[float | None, float]:
-        """Return (seconds per token from host memory to the device, seconds that the unfinished copies to the
-        device take); (``None``, 0.0) before the first copy."""
+        """Return (seconds per token from host memory to the device, seconds for the unfinished copies to the
+        device). Before the first copy, return (``None``, 0.0)."""
         connector = self._connector
         settings, loading = connector.settings, connector.planner.loads.block_count()
         byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())

@@ -3,9 +3,10 @@
 Most models have one group. Models with full attention and sliding windows have at least one group for each.
 Hybrid models have groups for layers that keep a state (Mamba, linear attention) instead of keys and values.
 The blocks of all groups have one size in bytes and come from one pool. A prefix cache hit needs blocks of
-every group: with full attention, all blocks of the prefix; with a window, the last blocks; with a state, the
-block that has the state at the end of the prefix. Where this file says window blocks, it means the blocks of
-all groups without full attention: windows, chunks and states.
+every group. With full attention, it needs all blocks of the prefix. With a window, it needs the last blocks.
+With a state, it needs the block that has the state at the end of the prefix.
+
+In this file, *window blocks* are the blocks of all groups without full attention: windows, chunks and states.
 """
 
 from __future__ import annotations

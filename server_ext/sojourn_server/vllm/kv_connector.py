@@ -6,9 +6,9 @@
     after each step is planned: _plan_step  ── StepOrders ─▶ _begin_step, before the forward pass
     planner: take_results                   ◀─ StepReport ── worker: take_results, after the forward pass
 
-A request with an asynchronous load keeps its blocks and waits until the worker's ``get_finished`` returns it,
-in the step that ordered the load or in a later step. The request is computed only after that. A failed load
-is therefore known before anything is computed from it, even if steps are planned ahead.
+A request with an asynchronous load keeps its blocks and waits until the worker's ``get_finished`` returns it.
+This may be in the step that ordered the load, or later. The request is computed only after that. A failed
+load is therefore known before anything is computed from it, even if steps are planned ahead.
 
 ``SojournConnector`` (host memory and disk) and ``PathsConnector`` (storage and other engines) supply the
 methods with an underscore. vLLM's hooks, error handling and the messages between the two sides are here.

@@ -145,7 +145,7 @@ def check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
 
 
 def _partial_retention(spec: KVCacheSpec) -> str:
-    """Return a text that names the tokens whose KV a layer keeps; empty if it keeps the KV of all tokens."""
+    """Return a text that names the tokens whose KV a layer keeps; empty if it keeps all tokens."""
     from .compat import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):

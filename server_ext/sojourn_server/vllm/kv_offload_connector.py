@@ -322,7 +322,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Return whether vLLM must run a step even without requests.
 
         It must while jobs are planned or a load ahead of need exists. In a pause of the engine, it must also
-        while copies from and to the device run, because vLLM may unmap the device's KV once there is no work
+        while copies from and to the device run. Once there is no work, vLLM may unmap the device's KV
         (``/sleep``). A pause waits at most ``PAUSE_WAIT_S``; then the result is false.
 
         If the connector is off, only loads ahead of need count, because results of other jobs may have been
@@ -384,8 +384,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """Return the setting ``kv_layout``; ``None`` for vLLM's choice. vLLM calls this before it makes the
         connector. Raises ``SettingsError`` if the setting is no text.
 
-        The result is also ``None`` if the model's layers may differ (``_layers_may_differ``), and on ROCm,
-        where a kernel needs layers outermost without declaring it. If an attention backend does not support
+        The result is also ``None`` if the model's layers may differ (``_layers_may_differ``), and on ROCm.
+        There a kernel needs layers outermost without declaring it. If an attention backend does not support
         the layout, vLLM warns and uses another one.
         """
         from .compat import current_platform

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from .compat import BlockPool
 
 MAX_DEVICE_SHARE = 0.125
-"""Maximum share of the device's blocks for loads: blocks that running loads hold, and blocks that loads have
-filled but no request has used yet."""
+"""Maximum share of the device's blocks for loads. It covers blocks that running loads hold, and loaded blocks
+that no request has used yet."""
 
 
 class _Load(NamedTuple):

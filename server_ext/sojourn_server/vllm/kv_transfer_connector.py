@@ -211,8 +211,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def _turn_off(self) -> None:
         """Turn the connector off until the engine restarts.
 
-        Steps that are planned already keep their jobs. This is safe: the worker carries these steps out
-        before it loads new weights, so their jobs transfer KV of the old weights under the old keys.
+        Steps that are planned already keep their jobs. This is safe, because the worker carries these steps
+        out before it loads new weights. Their jobs transfer KV of the old weights under the old keys.
         """
         if self._off:
             return
@@ -334,7 +334,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._worker.take_not_filled() if self._worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVTransferStats | None:
-        """Return the seconds that steps spent in KV transfers since the last call, for vLLM's log; ``None``
+        """Return the seconds that steps since the last call spent in KV transfers, for vLLM's log; ``None``
         if there was no such step."""
         times = self._worker.take_times() if self._worker is not None else None
         return KVTransferStats(data=asdict(times)) if times else None

@@ -66,8 +66,8 @@ class PluginSettings:
     """Maximum seconds that a request waits until its program is placed on the device. After that, the request
     is refused with an error. Only for policies that refuse requests."""
     hold_timeout_s: float = _LIMITS.hold_timeout_s
-    """Maximum seconds that a request waits until its program is placed on the device, under policies that
-    refuse no requests. After that, the request no longer waits for placement."""
+    """For policies that refuse no requests: maximum seconds that a request waits until its program is placed
+    on the device. After that, the request no longer waits for placement."""
     queue_patience_s: float = _LIMITS.queue_patience_s
     """Seconds after which a waiting request gets privileges. A request without a program is then overdue: it
     goes before requests that arrived later, and may end any lease. A request that admission has rejected for

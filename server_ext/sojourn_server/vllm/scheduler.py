@@ -148,8 +148,8 @@ class SojournAsyncScheduler(SojournMixin, AsyncScheduler):
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     """Return the engine's scheduler with sojourn mixed in. Raises ``UnsupportedEngine`` for an untested vLLM
-    release, ``UnsupportedModel`` for a model that sojourn cannot serve, such as a diffusion language model,
-    and ``SettingsError`` or ``PresetError`` for a wrong configuration."""
+    release. Raises ``UnsupportedModel`` for a model that sojourn cannot serve, such as a diffusion language
+    model. Raises ``SettingsError`` or ``PresetError`` for a wrong configuration."""
     check_vllm_version(running_vllm())
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise UnsupportedModel(

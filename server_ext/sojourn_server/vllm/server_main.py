@@ -5,8 +5,8 @@ imports of vLLM and torch create hundreds of thousands of objects, which are nev
 the garbage collector would scan them during the imports, and in each full collection that vLLM requests while
 an engine starts.
 
-A process that the server spawns, for the engine core or a worker, first imports the server's main module,
-which is this module. So the objects that this process imports are excluded too.
+The server spawns processes for the engine core and the workers. Each first imports the server's main module,
+which is this module. So the objects that such a process imports are excluded too.
 """
 
 from __future__ import annotations

@@ -245,8 +245,8 @@ class WaitingQueueAdapter:
         self._promotions = RequestHeap(lambda request: (program_scheduler.promoted_s(request.request_id),))
         """Requests by the time at which their long wait changes their key."""
         self._shared: dict[str, tuple[int, int]] = {}
-        """Id of a request that needs admission → (step of the last look-up, number of its prompt's blocks
-        that other requests use or leases pin)."""
+        """Id of a request that needs admission → (step of the last look-up, number of shared blocks). A block
+        of its prompt is shared if other requests use it or leases pin it."""
         self._last_rejected: tuple[str, int] | None = None
         """(Id of the request that admission rejected last, value of ``ProgramScheduler.demand_changes`` at
         that time)."""
@@ -297,9 +297,9 @@ class WaitingQueueAdapter:
     def pause_admission(self) -> None:
         """Admit no further request in this step, as vLLM does after a preemption.
 
-        Call this after a load was cancelled, because other requests must not get the load's blocks before
-        the worker has answered. With asynchronous scheduling the answer comes one step later, so the pause
-        also covers the next step."""
+        Call this after a load was cancelled. Other requests must not get the load's blocks before the worker
+        has answered. With asynchronous scheduling the answer comes one step later, so the pause also covers
+        the next step."""
         self._admission_paused_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
         self._queue.close_step()
 
@@ -327,8 +327,8 @@ class WaitingQueueAdapter:
         - An overdue request waits behind it.
         - Admission has rejected it so long that it is no longer overtaken, and an untracked request waits.
 
-        Otherwise it could wait for ever for the lease of a program whose next request waits behind it: a
-        lease does not expire while such a request waits. With user priorities, only the first case counts.
+        Otherwise it could wait for ever: for the lease of a program whose next request waits behind it. Such
+        a lease does not expire while that request waits. With user priorities, only the first case counts.
         """
         if self._program_scheduler.is_overdue(request.request_id, self._clock()):
             return True

@@ -85,8 +85,8 @@ class ProgramPlan:
     cut: bool
     """Whether the context limit cuts off recorded turns."""
     parent_turn: int | None = None
-    """Index of the parent's turn after which this sub-agent starts, ``delay_s`` seconds after the end of that
-    turn. ``None`` for top-level programs and for an unknown turn."""
+    """Index of the parent's turn that starts this sub-agent, ``delay_s`` seconds after the turn's end.
+    ``None`` for top-level programs and for an unknown turn."""
     delay_s: float = 0.0
     start_offset_s: float | None = None
     """Start of a sub-agent whose parent turn is unknown, in seconds after its parent's start."""
@@ -222,8 +222,8 @@ class ProgramPlanner:
         return [child for child in children if child.parent_turn is None or child.parent_turn < fitting]
 
     def _unstarted_sub_agents(self) -> int:
-        """Number of sub-agents that fit the context limit but never start, because their parents are cut off
-        or left out."""
+        """Number of sub-agents that never start, because their parents are cut off or left out. Only
+        sub-agents that fit the context limit count."""
         if self._options.max_context_tokens is None:
             return 0
         started = 0

@@ -9,8 +9,8 @@
                 no tool and no tool ran
 
 Lengths and times come from the spans. Everything else is inferred. A prompt that grew by less than the length
-of the last output omits part of that output. A prompt that shrank by more than 2 % is a reset; its common
-prefix with the previous prompt is assumed to be the tokens that the provider had cached.
+of the last output omits part of that output. A prompt that shrank by more than 2 % is a reset. Its common
+prefix with the previous prompt is taken to be the tokens that the provider had cached.
 ``with_shared_prefixes`` estimates the prefix that runs of one agent share.
 """
 
