@@ -3,9 +3,9 @@
 The hook waits for a *package*, never for one of its modules. A package often imports its modules before its
 own code has run to the end, which would be too early for the callback.
 
-The finder stays in ``sys.meta_path`` once it is there, and finds nothing while no package is waited for.
-Python walks through the live list, so a removal would make a thread that is in the middle of a search skip
-the next finder and raise ``ModuleNotFoundError``. A new list would be missed by code that holds the old one.
+Once in ``sys.meta_path``, the finder stays there. It finds nothing while no callback waits. Python walks
+through the live list. If a thread is in the middle of a search, a removal would make the search skip the next
+finder and raise ``ModuleNotFoundError``. Replacing the list would not help: other code may hold the old one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _waiting: dict[str, Callable[[], None]] = {}
 
 def when_imported(package: str, then: Callable[[], None]) -> None:
     """Call ``then`` now if ``package`` is loaded, else right after the package is imported. ``then`` must not
-    raise. If ``package`` already has a waiting callback, ``then`` replaces it."""
+    raise. It replaces an earlier callback that still waits for ``package``."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):

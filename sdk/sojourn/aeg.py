@@ -25,12 +25,13 @@ START = "__start__"
 END = "__end__"
 
 _COMPLETE_WEIGHT = 2.0
-"""Weight, as a number of visits, that ``corrected`` gives to all declared edges of one node together, if the
-graph is complete."""
+"""Weight of a node's declared edges together, in ``corrected``, as a number of visits. For a complete
+graph."""
 _INCOMPLETE_WEIGHT = 0.5
 """Like ``_COMPLETE_WEIGHT``, for a graph that is not complete."""
 _FADED = 0.03
-"""Probability below which ``corrected`` removes an unused edge of a graph that is not complete."""
+"""``corrected`` removes an edge that was never taken and whose probability is below this limit. Only for a
+graph that is not complete."""
 _MAX_FOUND_NODES = 256
 """Maximum number of undeclared nodes that ``corrected`` adds."""
 
@@ -46,9 +47,10 @@ class Aeg:
 
     ``nodes`` names each step and the tools it may call. An edge may name ``START`` and ``END``, which need no
     declaration. Cycles are allowed. ``complete=False`` means that edges may be missing. A graph that uses
-    ``START`` and has a node without a path from ``START`` counts as not complete. Raises ``ArgumentError``
-    for an edge from or to an unknown node, for a probability outside 0..1, and for edges from one node whose
-    probabilities sum to more than 1. It is also raised for a graph beyond the wire format's limits.
+    ``START`` and has a node without a path from ``START`` counts as not complete.
+
+    Raises ``ArgumentError`` for an edge from or to an unknown node, for a probability outside 0..1, for edges
+    from one node whose probabilities sum to more than 1, and for a graph beyond the wire format's limits.
     """
 
     __slots__ = ("_next", "complete", "edges", "hash", "nodes")
@@ -118,10 +120,9 @@ class Aeg:
         """Return a new graph: this graph, corrected by observed transitions.
 
         ``seen`` maps each edge (source, target) to the number of times it was taken. ``tools`` maps nodes to
-        further tools, which are added. If ``seen`` has an edge from a node, every declared or seen edge from
-        this node gets the probability p = (count + w · declared probability) / (sum of the node's counts +
-        w). ``w`` is 2 if this graph is complete, else 0.5; it is 0 for a node without declared edges. Edges
-        from all other nodes stay unchanged.
+        further tools, which are added. Probabilities change only at the sources in ``seen``. Each declared or
+        seen edge from such a node gets p = (count + w · declared probability) / (sum of the node's counts +
+        w). ``w`` is 2 if this graph is complete, else 0.5; it is 0 for a node without declared edges.
 
         A graph that is not complete loses the edges that were never taken and whose p is below 0.03. Up to
         256 undeclared nodes are added, the most visited ones. The result is complete if this graph is

@@ -37,8 +37,8 @@ class Environment:
     program_id: str | None = None
     """``SOJOURN_PROGRAM_ID``: the id of this process's own program, for requests outside ``program()``."""
     own_program: bool = False
-    """``SOJOURN_OWN_PROGRAM``: in each process, the requests outside ``program()`` form one program, until
-    the code opens programs of its own or these requests overlap. ``sojourn run`` sets this variable."""
+    """``SOJOURN_OWN_PROGRAM``: all requests of a process outside ``program()`` form one program. This ends
+    once the code opens programs of its own or these requests overlap. ``sojourn run`` sets this variable."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
     history: str | None = None
@@ -75,8 +75,9 @@ class Config:
     event_server: str = ""
     """The entry of ``hosts`` for the server at ``url``, which receives the events."""
     hosts: frozenset[str] = frozenset()
-    """The servers that may receive program ids. Each entry is ``host:port`` and the path of the server's URL,
-    if any, since a gateway may serve several providers at one port. Loopback names count as one host."""
+    """The servers that may receive program ids. Each entry is ``host:port``, followed by the path of the
+    server's URL, if it has one. A gateway may serve several providers at one port. Loopback names count as
+    one host."""
     dialect: str | None = None
     """Dialect that the caller named. If it is ``None``, the server's dialect is detected."""
     tool_events: str | None = None
@@ -118,8 +119,8 @@ class Config:
 
     @property
     def address(self) -> str:
-        """``server`` for log messages and ``Stats``. A path with ``@`` is replaced by ``/...``, since it may
-        be the end of an unencoded password with ``/``."""
+        """``server`` for log messages and ``Stats``. A path that contains ``@`` may be a part of a password,
+        so it is shown as ``/...``."""
         parts = urlsplit(self.server)
         return parts._replace(path="/...").geturl() if "@" in parts.path else self.server
 
@@ -232,9 +233,9 @@ def _checked_id(field: str, value: str | None) -> str | None:
 def claim(program_id: str) -> bool:
     """Return whether this process reports the end of the program that ``SOJOURN_PROGRAM_ID`` names.
 
-    The first process that calls this function claims the program: it writes its pid and the program id to the
-    environment, which forked workers and child processes inherit. An inherited claim on another program is
-    overwritten.
+    The first process that calls this function claims the program. It writes its pid and the program id to the
+    environment. Forked workers and child processes inherit the environment. An inherited claim on another
+    program is overwritten.
     """
     mark = os.environ.get(_CLAIM, "")
     pid, _, claimed = mark.partition(" ")
@@ -274,8 +275,8 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def without_credentials(url: str) -> str:
-    """Return the text ``url``, which may be no URL, without user name and password. Everything between the
-    scheme and the last ``@`` is left out, since an unencoded password may hold ``/``."""
+    """Return ``url`` without user name and password. ``url`` need not be valid. Everything between the scheme
+    and the last ``@`` is left out, since an unencoded password may hold ``/``."""
     credentials, found, rest = url.rpartition("@")
     scheme = _SCHEME.match(credentials)
     return f"{scheme[0] if scheme else ''}{rest}" if found else url
@@ -287,8 +288,9 @@ def _named(url: str) -> str:
 
 
 def _reason(url: str, error: ValueError) -> str:
-    """Return the end of an error message: why ``url`` cannot be read. The text of ``error`` may quote a part
-    of the password, so it is left out for a URL that may have one. Do not chain ``error`` either."""
+    """Return the end of an error message: why ``url`` cannot be read. If ``url`` has an ``@``, the text of
+    ``error`` is left out, since it may quote a part of the password. For the same reason do not chain
+    ``error``."""
     return "; percent-encode the user name and the password" if "@" in url else f": {error}"
 
 

@@ -63,10 +63,12 @@ def probe_dialect(
     address: str = "the server",
     log_level: int = logging.WARNING,
 ) -> str | None:
-    """Probe the server once and return the name of its dialect. Returns ``vllm`` for a server that answers
-    but is not recognised, or that does not speak this SDK's wire version. Returns ``None`` for a server that
-    does not answer, requires a key or fails. ``address`` names the server in the log, with the level
-    ``log_level``. Never raises."""
+    """Probe the server once and return the name of its dialect. Never raises.
+
+    Returns ``vllm`` for a server that answers but is not recognised, and for one that does not speak this
+    SDK's wire version. Returns ``None`` for a server that does not answer, requires a key or fails. Log
+    messages call the server ``address`` and have the level ``log_level``.
+    """
     try:
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:

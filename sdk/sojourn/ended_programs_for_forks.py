@@ -50,7 +50,7 @@ class SharedEndedPrograms:
 _ends_here: list[SharedEndedPrograms] = []
 """Holds the ``SharedEndedPrograms`` of this process; empty until the first call of ``of_process``."""
 _can_share = hasattr(os, "register_at_fork")
-"""Whether the process can fork and has shared memory, as far as known."""
+"""False if the process cannot fork or is known to have no shared memory."""
 
 
 def of_process() -> SharedEndedPrograms | None:

@@ -26,7 +26,7 @@ class ArgumentError(SojournError, ValueError):
 
 
 CANCELLED_BY = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
-"""Names of the exception classes that mean that a run was cancelled. Classes are compared by name, so that
+"""Names of the exception classes that mean that a run was cancelled. These are names, not classes, so that
 asyncio need not be imported."""
 
 
@@ -51,8 +51,8 @@ def tool_status_of(error: BaseException | None) -> str:
 
 
 def install_command(extras: str) -> str:
-    """Return the command that installs ``extras`` (names separated by commas), for error messages. No package
-    index has sojourn, so the command names a checkout."""
+    """Return the command that installs ``extras`` (names separated by commas), for error messages. The
+    command names a checkout, since no package index has sojourn."""
     return f"pip install '.[{extras}]' in a checkout of sojourn"
 
 

@@ -4,13 +4,15 @@ Events that cannot be sent are dropped and counted.
     agent thread(s) ── put ──▶ inbox ──▶ queue per program ──▶ one daemon thread ── transport ──▶ server
                                                └── take ──▶ carried by the program's next request
 
-The dialect's event transport sends a batch (``dialects/event_transport.py``). An event leaves in a batch or
-with a request, and returns to the queue if that request fails. A failed batch is not resent, since old events
-no longer help decisions and leases end by themselves without events. (The only retry, on a connection that
-the server had closed, is in ``http_transport.py``.) The lock is re-entrant, since garbage collection inside
-``take`` may close a generator, which ends a program and so calls ``put`` on the same thread.
+An event leaves in a batch or with an LLM request. The dialect's event transport sends the batches
+(``dialects/event_transport.py``). If a request fails, its events return to the queue. A failed batch is not
+resent: old events no longer help decisions, and leases end by themselves without events. (The only retry is
+in ``http_transport.py``, for a connection that the server had closed.)
 
-While the sender polls, as it does for some seconds after each event, ``put`` takes no lock and wakes no
+The lock is re-entrant. Garbage collection inside ``take`` may close a generator and so end a program, which
+calls ``put`` on the same thread.
+
+The sender polls for some seconds after each event. During this time ``put`` takes no lock and wakes no
 thread. Waking the sender was the largest cost for the agent, since both threads then compete for the
 interpreter.
 """
@@ -74,15 +76,21 @@ class EventSender:
     ) -> None:
         """The numbers are those of ``Config`` with the same names. The callbacks run on the sender's thread.
 
-        ``first()`` runs once, before anything is sent; ``last()`` runs after everything is sent.
-        ``promised()`` returns whether a server expects heartbeats. ``beats(now)`` returns the programs whose
-        heartbeat is due, and the seconds until ``beats`` must be called again (``None``: not before the next
-        event). ``delivered()`` runs after each batch whose answer proves that the server speaks the dialect.
-        ``unsupported()`` runs if the server has no endpoint for batches; it returns another transport, or
-        ``None`` to stop sending. ``recover()`` then runs at growing intervals; it returns a transport if the
-        server accepts events again. ``recognised()`` returns whether the server was ever sojourn's, so that
-        it is asked more often. Until ``set_event_transport`` sets another transport, events are sent in
-        sojourn's own format."""
+        - ``first()`` runs once, before anything is sent.
+        - ``last()`` runs after everything is sent.
+        - ``promised()`` returns whether a server expects heartbeats.
+        - ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until the next call of
+          ``beats``. ``None`` means that no call is needed before the next event.
+        - ``delivered()`` runs after each batch whose answer proves that the server speaks the dialect.
+        - ``unsupported()`` runs if the server has no endpoint for batches. It returns another transport, or
+          ``None`` to stop sending.
+        - ``recover()`` runs at growing intervals once sending has stopped. It returns a transport if the
+          server accepts events again.
+        - ``recognised()`` returns whether the server was ever recognised as sojourn's. If so, ``recover()``
+          runs more often.
+
+        Until ``set_event_transport`` sets another transport, events are sent in sojourn's own format.
+        """
         self.counters = counters
         self._transport = transport
         self._queue_events = queue_events
@@ -248,9 +256,9 @@ class EventSender:
             self.counters.add("internal_error")
 
     def heartbeats_changed(self) -> None:
-        """Make the thread ask ``beats`` again. Called after heartbeats of a program have started without an
-        event, since only events wake a sleeping thread. Takes the lock, so the caller must hold no lock that
-        a finalizer takes. Never raises."""
+        """Make the thread ask ``beats`` again. Call this if a program begins to send heartbeats without an
+        event, since otherwise only events wake a sleeping thread. Takes the lock, so the caller must hold no
+        lock that a finalizer takes. Never raises."""
         try:
             with self._lock:
                 self._beats_changed = True
@@ -387,8 +395,7 @@ class EventSender:
 
     def _back_off(self, longest_s: float) -> None:
         """Wait up to ``longest_s`` before the next batch. ``flush``, ``close`` and ``server_answered`` end
-        the wait early; ``put`` does not, since it only wakes an idle thread. Called with the lock held; the
-        lock is free during the wait."""
+        the wait early; ``put`` does not. Called with the lock held; the lock is free during the wait."""
         started_s = time.monotonic()
         self.backing_off = True
         while self.backing_off and not self._closed and not self._flushes_waiting:

@@ -48,6 +48,6 @@ def _after_fork() -> None:
 
 
 def watch_forks() -> None:
-    """Register the fork hook that makes programs open at a fork end in the child when this process ends them.
-    Call it once, before the first fork."""
+    """Register the fork hook. From then on, a program that is open at a fork ends in the child when it ends
+    in this process. Call this once, before the first fork."""
     process_hooks.register_at_fork(after_in_child=_after_fork)

@@ -44,8 +44,8 @@ class OpenProgram(Protocol):
 
 
 class _LastBeat:
-    """Time at which an open program's last heartbeat was due, in monotonic seconds. Before the first
-    heartbeat, it is the start time."""
+    """When an open program's last heartbeat was due, in monotonic seconds. Before the first heartbeat this is
+    the time at which heartbeats began."""
 
     __slots__ = ("last_s", "left_out")
 
@@ -60,8 +60,8 @@ class Heartbeats:
     sender calls ``take_due``.
 
     Programs are referenced weakly, so that heartbeats stop when a program without an end is
-    garbage-collected. There is no lock, since each access is one atomic dict operation, and one heartbeat
-    more or less at a program's end is harmless.
+    garbage-collected. There is no lock, since each access is one atomic dict operation. A heartbeat too many
+    or too few at a program's end is harmless.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -71,7 +71,7 @@ class Heartbeats:
 
     @property
     def promised(self) -> bool:
-        """True while a program that sends heartbeats is open, so that a server may expect heartbeats."""
+        """True while a program that sends heartbeats is open."""
         return bool(self._open)
 
     def opened(self, program: OpenProgram, now: float) -> None:
@@ -89,15 +89,16 @@ class Heartbeats:
         return [program for program in found if program is not None and program.is_open]
 
     def find(self, program_id: str) -> OpenProgram | None:
-        """Return the open program with this id; ``None`` if there is none that sends heartbeats."""
+        """Return the open program with this id. Only programs that send heartbeats are found; otherwise
+        ``None``."""
         return next((program for program in self.programs() if program.id == program_id), None)
 
     def take_due(self, now: float) -> tuple[list[OpenProgram], float | None]:
         """Return the programs whose heartbeat is due at ``now``, and the seconds until the next heartbeat.
 
-        The caller sends these heartbeats. Each program's next heartbeat is due one interval after ``now``.
-        Every second heartbeat is left out for a program that only waits for LLM requests. The second value is
-        ``None`` if no program is open.
+        The caller sends these heartbeats. Each program's next heartbeat is due one interval after ``now``. If
+        a program only waits for LLM requests, every second heartbeat is left out. The seconds are ``None`` if
+        no program is open.
         """
         beating: list[OpenProgram] = []
         wait_s: float | None = None

@@ -2,7 +2,7 @@
 
 While an agent waits for the model, the CPU's caches are filled with other data, so each turn begins with cold
 caches. The structs and their encoder touch many pages of memory, and then cost more than all other work for a
-request. So this module writes the context of a request that has no hints and no events except those of tool
+request. So this module writes the context of requests without hints, whose only events are those of tool
 calls. Nearly all requests are of this kind. ``hints`` and ``wire_events`` define the format;
 ``tests/sdk/test_sdk_hint_encoder.py`` compares this module's text with the encoder's.
 """
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 # Quotes and escapes a text as JSON. It raises ``TypeError`` for other objects.
 _quoted: Any = encoder.encode_basestring
 _LONGEST_S: Final = 1e9
-"""Limit of ages and durations, in seconds. Below it they are written as whole microseconds, such as
-``1500e-6``, since Python's own rounding and writing of floats takes longer than all other work here. The
-encoder writes longer ages and durations."""
+"""Limit of ages and durations, in seconds. Shorter ones are written as whole microseconds, such as
+``1500e-6``, because Python formats floats slowly. Longer ones are left to the caller's encoder."""
 
 
 def write_context(

@@ -143,7 +143,8 @@ class _Connection(http.client.HTTPConnection):
 
     _end_s = 0.0
     _restart_s = 0.0
-    """Time for the request, which starts with the first send on a new connection. 0: it has started."""
+    """Seconds allowed for the request. The time starts with the first send on a new connection. 0: it has
+    started."""
 
     def end_at(self, end_s: float) -> None:
         """Bound the next request. ``end_s``: monotonic seconds."""
@@ -170,7 +171,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class _TlsConnection(_Connection, http.client.HTTPSConnection):
-    """The same over TLS."""
+    """A ``_Connection`` over TLS."""
 
 
 class _BoundedReader(io.RawIOBase):
@@ -203,8 +204,7 @@ def _response(end_s: float, sock: socket.socket, *rest: Any, **named: Any) -> ht
 
 
 def _left_s(end_s: float) -> float:
-    """Return the seconds until ``end_s``. Raises ``TimeoutError`` if there are none, since a timeout of 0
-    would mean a socket that never waits."""
+    """Return the seconds until ``end_s``. Raises ``TimeoutError`` if that time has passed."""
     left_s = end_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("the server did not answer in time")

@@ -50,7 +50,8 @@ def register(name: str, package: str, module: str, *, related_packages: tuple[st
 
 
 def instrument(*names: str) -> None:
-    """Patch the named frameworks (without names, all known ones), now or when they are imported.
+    """Patch the named frameworks; without names, all known ones. A framework that is not imported yet is
+    patched at its import.
 
     Repeating it is harmless. Raises ``ArgumentError`` for an unknown name. A framework of an unknown version
     stays unchanged; ``stats().instrumented`` lists the patched ones.

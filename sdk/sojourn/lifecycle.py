@@ -44,9 +44,10 @@ def init(
     A second call with the same arguments changes nothing. With other arguments it replaces the session. Open
     programs continue in the new session, which reports their starts again. The start of a program with
     ``heartbeat=False`` is not reported again; the server learns of that program from its next request or
-    event. If the server or the dialect is another one, the previous session ends its open programs at SGLang
-    and ThunderAgent, which would keep them for ever. Raises ``ConfigError`` if the session cannot be set up;
-    the previous session then stays.
+    event. If the server or the dialect changes, SGLang and ThunderAgent would keep the open programs for
+    ever. So the previous session reports their ends there.
+
+    Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
     """
     environment = Environment.read()
     if environment.disabled:
@@ -155,8 +156,8 @@ def _retire() -> None:
 
 
 def _first_use() -> Session:
-    """Create and return the session for ``SOJOURN_URL``, or an offline one. Logs errors instead of raising
-    them, since the caller is a running agent, not ``init()``."""
+    """Create and return the session for ``SOJOURN_URL``, or an offline one. Logs errors and does not raise
+    them, since the caller is a running agent."""
     with runtime.session_lock:
         found = runtime.live
         if found is not None:

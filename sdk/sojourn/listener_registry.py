@@ -21,9 +21,8 @@ class Listener(Protocol):
 
 
 empty_methods: set[object] = set()
-"""Functions that are not called, since they do nothing: the methods of ``listeners.ProgramListener``."""
+"""The methods of ``listeners.ProgramListener``. They do nothing, so they are not called."""
 _listeners: tuple[Listener, ...] = ()
-"""Registered listeners."""
 _methods: dict[str, tuple[Callable[..., object], ...]] = dict.fromkeys(EVENTS, ())
 """Methods to call at each event. A change replaces the whole dict, so that ``notify_listeners`` needs no
 lock."""

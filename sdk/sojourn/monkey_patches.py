@@ -21,8 +21,8 @@ Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 def wrap_like(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call`` as a function with the kind (sync, async, generator), name and signature of
     ``original``. The kind matters, since frameworks use ``inspect`` to decide whether to await a function.
-    For a sync ``original`` the result is ``call`` itself with changed attributes, so do not pass as ``call``
-    a function that is also used elsewhere."""
+    For a sync ``original`` the result is ``call`` itself with changed attributes. So ``call`` must not be
+    used elsewhere."""
     kind = next((kind for asks, kind in _KINDS if asks(original)), _function)
     return functools.wraps(original)(kind(call))
 

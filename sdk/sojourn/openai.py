@@ -29,8 +29,15 @@ _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", d
 _MAX_TARGETS = 256
 _targets: dict[tuple[int, str], tuple[Any, Config, str | None, str, str]] = {}
 """Cache, since parsing URLs is slow. Key: ``id()`` of a client's ``base_url`` object, and URL of a request.
-Value: that ``base_url`` object, kept so that no other object gets its ``id()``; the settings; the server's
-entry of ``Config.hosts``, or ``None`` if the server is not listed; ``host:port``; and path."""
+
+Value:
+
+- the same ``base_url`` object, kept so that no other object gets its ``id()``;
+- the settings;
+- the server's entry of ``Config.hosts``; ``None`` if the server is not listed;
+- ``host:port``;
+- the URL's path.
+"""
 _swapped: dict[type, type] = {}
 _patches = Patches()
 
@@ -58,7 +65,7 @@ def unpatch() -> None:
 
 
 def wrap(client: Any) -> Any | None:
-    """Patch only this client, by changing its class to a patched subclass, and return it. Returns ``None``
+    """Patch only this client and return it. The client's class becomes a patched subclass. Returns ``None``
     for an object that is not an OpenAI client."""
     kind = type(client)
     if kind in _swapped.values():

@@ -27,9 +27,8 @@ _lower = methodcaller("lower")
 class OutgoingRequest(LogicalRequest, RequestContext):
     """A logical request of a patched client, from the client's call to its answer or its last failure.
 
-    ``begin`` and ``parts`` are long on purpose, instead of calling small functions. While the agent waits for
-    the model, the CPU's caches are filled with other data. Then the first call of each function takes
-    microseconds.
+    ``begin`` and ``parts`` are long on purpose. While the agent waits for the model, the CPU's caches are
+    filled with other data. The first call of each small function would then take microseconds.
     """
 
     __slots__ = (
@@ -38,8 +37,8 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     )  # fmt: skip
 
     client: Any
-    """The client object that sends the request; ``None`` once the attempt has ended. Tasks started during the
-    request keep the request in their context and may outlive it. Calls by such tasks are new requests."""
+    """The client object that sends the request; ``None`` once the attempt has ended. A task started during
+    the request may outlive it with the request in its context. Calls by such a task are new requests."""
     prepared: Any
     """The ``options`` object to which our body fields were added last. A new attempt has a new object. Only
     the patch of the ``openai`` client uses it."""
@@ -223,8 +222,8 @@ class RetryScope:
                 self.give_up(error)
 
     def give_up(self, error: BaseException | None = None) -> None:
-        """Take the request out of ``self.open`` and end it, because no further attempt follows: as
-        ``failed``, or as ``cancelled`` if ``error`` is a cancellation. If an attempt is in progress, the
+        """End the open request, because no further attempt follows, and clear ``self.open``. The request ends
+        as ``failed``, or as ``cancelled`` if ``error`` is a cancellation. If an attempt is in progress, the
         request ends when that attempt does."""
         outgoing, self.open = self.open, None
         if outgoing is None or outgoing._busy:

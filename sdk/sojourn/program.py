@@ -71,8 +71,9 @@ class Program:
         """Create the program without reporting it; ``start`` reports it.
 
         ``parent``: the parent program or its id. ``heartbeat``: send heartbeats. ``of_process``: the program
-        stands for the whole process. ``implicit``: the process may hold several runs. ``ends=False``: another
-        process reports the end. ``resume``: the file that the id comes from."""
+        stands for the whole process. ``implicit``: the program may hold several runs. ``ends=False``: another
+        process reports the end. ``resume``: the file that the id comes from.
+        """
         self.id = id
         self.name = name
         self.agent_type = agent_type
@@ -87,9 +88,10 @@ class Program:
         self.hints = hints
         self.heartbeat = heartbeat
         self.implicit = implicit
-        """True for the program of a whole process in which the user opened no program, so its runs cannot be
-        told apart. A sojourn server handles its requests like requests of no program, and gets none of its
-        events. Some other servers get these events (``EventTransport.takes_implicit``)."""
+        """True for the program of a whole process in which the user opened no program. The runs in such a
+        process cannot be told apart. So a sojourn server treats the requests as requests of no program, and
+        gets no events of this program. Some other servers get these events
+        (``EventTransport.takes_implicit``)."""
         self.of_process = of_process
         self.tenant = tenant
         """Tenant that the program runs for; ``program()`` takes the parent's tenant by default."""
@@ -110,7 +112,7 @@ class Program:
         self.has_ended = False
         """Whether the program has ended. An attribute, since each turn reads it."""
         self.is_used = False
-        """Whether a request or a child program of it has begun in this process."""
+        """Whether a request or a child of this program has begun in this process."""
         if isinstance(parent, Program):
             parent.is_used = True
         self._state = "new"
@@ -121,7 +123,7 @@ class Program:
         self._resume = resume
         self._shared: ended_programs_for_forks.SharedEndedPrograms | None = None
         self._number = 0
-        """The program's number in ``_shared``, which tells forked children that the program has ended."""
+        """The program's number in ``_shared``, the record of ended programs that forked children read."""
 
     @property
     def is_open(self) -> bool:
@@ -217,8 +219,8 @@ class Program:
         )
 
     def pause_heartbeats(self) -> None:
-        """Stop the heartbeats, so that the lease can end while the program waits for a person, perhaps for
-        days. For adapters."""
+        """Stop the heartbeats, so that the lease can end while the program waits for a person. For
+        adapters."""
         runtime.session().heartbeats.closed(self)
 
     def resume_heartbeats(self) -> None:
@@ -274,8 +276,8 @@ class Program:
 
     def here(self) -> EnteredProgram:
         """Return a ``with`` block in which this is the current program: ``with p.here(): ...``. The block
-        works in any thread, task or process, and neither starts nor ends the program. For workers that take
-        jobs of several programs from a queue."""
+        works in any thread, task or process. It neither starts nor ends the program. Use it in workers that
+        take jobs of several programs from a queue."""
         return EnteredProgram(self)
 
     def __reduce__(self) -> Any:
@@ -322,15 +324,15 @@ class ExecutionContext(NamedTuple):
 
 NO_CONTEXT = ExecutionContext()
 new_tuple = tuple.__new__
-"""Makes a named tuple faster than its constructor does: ``new_tuple(ExecutionContext, (p, s, t))``."""
+"""Makes a named tuple: ``new_tuple(ExecutionContext, (p, s, t))``. Faster than the constructor."""
 process_programs: list[Program] = []
 """Programs opened for the whole process by ``program().open()``. The last one is the program of all code that
 has no other program."""
 current_context: ContextVar[ExecutionContext] = ContextVar("sojourn_place", default=NO_CONTEXT)
 _entered: ContextVar[tuple[list[Any], ...]] = ContextVar("sojourn_entered", default=())
-"""One list for each ``Program.here()`` and ``step()`` block around the code: a weak reference to the block,
-and the token that restores the context. The list of a block that was left is empty. Threads and tasks may be
-in the same block at the same time."""
+"""One list for each ``Program.here()`` and ``step()`` block around the code. It holds a weak reference to the
+block, and the token that restores the context. After the block is left, its list is empty. Threads and tasks
+may be in the same block at the same time."""
 MAX_ENTERED: Final = 1000
 """Maximum number of blocks in ``_entered``. Beyond it the outermost block is forgotten."""
 
@@ -351,14 +353,14 @@ resolvers: list[Resolver] = []
 
 
 def add_resolver(resolver: Resolver) -> None:
-    """Register ``resolver`` to be called at each look-up of the context. It must be quick and free of side
-    effects. Adding a resolver again is harmless."""
+    """Register ``resolver`` to be called at each look-up of the context. The resolver must be quick and free
+    of side effects. Adding it again is harmless."""
     if resolver not in resolvers:
         resolvers.append(resolver)
 
 
 def remove_resolver(resolver: Resolver) -> None:
-    """Remove ``resolver``; unknown ones are ignored."""
+    """Remove ``resolver``. Does nothing if it is not registered."""
     # Two threads may have added it at the same time. There is no lock, since a fork could find it held.
     while resolver in resolvers:
         with suppress(ValueError):
@@ -366,9 +368,12 @@ def remove_resolver(resolver: Resolver) -> None:
 
 
 def live_context() -> ExecutionContext:
-    """Return the context of the running code. If the context's program has ended, as in a task that outlives
-    a program, return the context around that program instead. But inside ``Program.here()`` an ended program
-    stays the current program, since the code names it."""
+    """Return the context of the running code.
+
+    A task may outlive its program. If the context's program has ended, return the context around that program
+    instead. Exception: inside ``Program.here()`` an ended program stays the current program, since the code
+    names it.
+    """
     here = current_context.get()
     while (program := here.program) is not None and program.has_ended:
         if any(getattr(_block(entry), "_program", None) is program for entry in _entered.get()):
@@ -417,8 +422,8 @@ def opened_program() -> Program | None:
 
 
 def reset_context(token: Token[ExecutionContext]) -> None:
-    """Undo the ``set`` of the context variable that returned ``token``. Python may finalise a generator in
-    another context, where the reset fails. Such a failure is counted and not raised."""
+    """Restore the context variable with ``token``, which its ``set`` returned. This fails if Python finalises
+    a generator in another context. The failure is counted and not raised."""
     try:
         current_context.reset(token)
     except ValueError:

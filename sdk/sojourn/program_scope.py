@@ -71,9 +71,9 @@ class ProgramScope:
         programs belongs to it, in every thread. For consoles and notebooks, where no ``with`` block can span
         several cells.
 
-        ``open`` first ends the programs that earlier calls of ``open`` started, as ``cancelled``, so that a
-        notebook cell can run again. If one of these programs is given as ``parent``, this program and those
-        opened before it stay open. A program still open when the process exits ends as ``cancelled``.
+        ``open`` first ends the programs that earlier calls of ``open`` started, as ``cancelled``. So a
+        notebook cell can run again. If ``parent`` is one of these programs, it stays open, and so do the
+        programs opened before it. A program still open when the process exits ends as ``cancelled``.
         """
         while process_programs and process_programs[-1].id != self._parent_id:
             process_programs.pop().end("cancelled")
@@ -89,8 +89,8 @@ class ProgramScope:
         return program
 
     def _take_entry(self) -> tuple[Program | None, Token[ExecutionContext] | None]:
-        """Remove and return the entry of the task or thread that runs this code. If the code is in no program
-        of this block, as a generator that another context closes, take the newest entry."""
+        """Remove and return the entry of the task or thread that runs this code. Take the newest entry if the
+        code is in no program of this block. This happens if another context closes a generator."""
         program = current_context.get().program
         while program is not None:
             try:
@@ -323,8 +323,9 @@ def _end_process_programs() -> None:
 
 
 def _uncaught_error() -> BaseException | None:
-    """Return the exception that ends the process. Returns ``None`` in an interactive interpreter, where
-    ``sys.last_value`` may come from any earlier line, and for a process that ends by ``sys.exit``."""
+    """Return the exception that ends the process; ``None`` if the process ends by ``sys.exit`` or without an
+    exception. Always ``None`` in an interactive interpreter, where ``sys.last_value`` may come from any
+    earlier line."""
     if hasattr(sys, "ps1"):
         return None
     error = getattr(sys, "last_value", None)

@@ -1,6 +1,6 @@
 """What one LLM request carries about its program: body fields, headers and unsent events.
 
-When a request is sent, earlier events of its program may still wait to be sent, and the request would arrive
+When a request is sent, earlier events of its program may still be queued. The request would then arrive
 before them (measured: 39 times in 40). So the request carries these events, if the server's dialect (the form
 in which this server takes hints) has a place for events.
 """
@@ -54,7 +54,7 @@ def request_parts(program: Program | None = None) -> Parts:
     """Return ``(body fields, headers)`` for one request; both are empty before ``init()``. The program's
     unsent events move into the body fields. Never raises.
 
-    Send the result to the server named by ``init()``, since the moved events are not sent again and no other
+    Send the result to the server named by ``init()``. The moved events are not sent again, and no other
     server reads them. ``program`` is the program of the request, by default the program around the running
     code.
     """
@@ -63,9 +63,9 @@ def request_parts(program: Program | None = None) -> Parts:
 
 def body_additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``ours`` to set in a request body that already has the user's fields ``theirs``.
-    If both have a field, the user's value is kept. If both values are objects, they are merged.
 
-    If the user's value is ``null`` and ours is an object, our object is set.
+    If both have a field, the user's value is kept. If both values are objects, they are merged. If the user's
+    value is ``null`` and ours is an object, our object is set.
     """
     added: dict[str, Any] = {}
     for name, value in ours.items():
@@ -90,9 +90,8 @@ def _parts(*, take: bool, program: Program | None = None) -> Parts:
 
 
 class RequestContext:
-    """What one logical request (an LLM call with its retries) says about its program. The program and its
-    hints are chosen once, at the start, so every retry carries the same program and hints. Subclasses set the
-    attributes."""
+    """What one logical request (an LLM call with its retries) says about its program. Program and hints are
+    chosen once, at the start, so all retries carry the same. Subclasses set the attributes."""
 
     session: runtime.Session
     program: Program
@@ -105,8 +104,8 @@ class RequestContext:
     """Id of the event sender that numbered the carried events; ``None`` before the first take."""
 
     def yields_to(self, theirs: Mapping[str, Any]) -> bool:
-        """Return whether our fields must be left out, because the server would refuse them together with a
-        field of the user's body ``theirs``."""
+        """Return whether our fields must be left out because of a field in the user's body ``theirs``. The
+        server would refuse the two together."""
         server = self.session.server
         if server is None or not server.dialect.yields_to:
             return False
@@ -120,10 +119,13 @@ class RequestContext:
             self.session.event_sender.put_back(self._emitter, taken)
 
     def context_parts(self, *, take: bool) -> Parts:
-        """Return the current body fields and headers. ``take=True`` takes the program's unsent events from
-        the queue and adds them, if the dialect carries events. A retry carries the events of earlier attempts
-        again, as far as they fit; the server recognises events that it has seen. If the events cannot be
-        carried, they return to the queue, and the request still names its program."""
+        """Return the current body fields and headers.
+
+        ``take=True`` takes the program's unsent events from the queue and adds them, if the dialect carries
+        events. A retry carries the events of earlier attempts again, as far as they fit; the server
+        recognises events that it has seen. If the events cannot be carried, they return to the queue. The
+        request still names its program then.
+        """
         session = self.session
         server, sender = session.server, session.event_sender
         if server is None or sender is None:
@@ -172,9 +174,9 @@ class RequestContext:
             return dialect.fields(self._context())
 
     def _measured(self, dialect: Dialect, sender: EventSender) -> Parts:
-        """Return body fields and headers with as many events as fit into ``MAX_CONTEXT_BYTES``. The newest
-        events of earlier attempts return to the queue if they do not fit any more, since ages grow between
-        attempts. Slower than ``context_parts``, since each event is encoded to learn its size."""
+        """Return body fields and headers with as many events as fit into ``MAX_CONTEXT_BYTES``. Events grow
+        between attempts, since they hold their age. If the events no longer fit, the newest ones return to
+        the queue. Slower than ``context_parts``, since each event is encoded to learn its size."""
         room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
         now = runtime.clock()
         events = [pending.encode(now) for pending in self._taken]

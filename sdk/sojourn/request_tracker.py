@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class LogicalRequest:
     """One LLM request with all its attempts. It counts attempts, time to first token and outcome in the SDK's
-    counters. Until the request ends, it is in its program's ``open_requests``. No method raises."""
+    counters. Until it ends, it is in its program's ``open_requests``. No method raises."""
 
     __slots__ = (
         "__dict__", "__weakref__", "_counters", "_open", "attempts", "awaits_answer", "error",
@@ -49,13 +49,14 @@ class LogicalRequest:
         self.path = path
         """Path of the request's URL, e.g. ``/chat/completions``."""
         self.usage: TokenUsage | None = None
-        """Token counts of the answer. ``None`` if no listener has ``wants_usage``, or the answer has none."""
+        """Token counts of the answer. ``None`` if no listener has ``wants_usage``, or if the answer holds no
+        counts."""
         self.error: str | None = None
         """Class name of the exception that ended the request; ``None`` if there was none."""
         self.attempts = 0
         self._counters = counters
         self.started_s = runtime.clock()
-        """Monotonic time of the start, seconds."""
+        """When the request started, in monotonic seconds."""
         self.awaits_answer = True
         """True until the first byte of the answer."""
         self._open = True
@@ -128,8 +129,8 @@ class LogicalRequest:
 
 def _check_overlapping_requests(program: Program, begun: object) -> None:
     """Stop counting the process as one run if another request of ``program`` still waits for its answer.
-    ``begun`` is the request that starts now. ``process_program`` checks this too, but two threads may pass
-    its check at the same moment."""
+    ``begun`` is the request that starts now. ``process_program`` checks for overlaps too, but two threads may
+    pass that check at the same moment."""
     session = runtime.session()
     if not session.counts_as_one_run or program is not session.program:
         return
@@ -142,8 +143,9 @@ def _check_overlapping_streams(program: Program, began_s: float) -> None:
     """Stop counting the process as one run if ``program`` has an open request that began after ``began_s``.
 
     Called when the agent reads further bytes of a stream. ``began_s``: start of the stream's request, in
-    monotonic seconds. A newer open request then belongs to another agent loop, since one loop does not go
-    back to an older stream."""
+    monotonic seconds. One agent loop does not go back to an older stream. So a newer open request belongs to
+    another loop.
+    """
     session = runtime.session()
     if not session.counts_as_one_run or program is not session.program:
         return

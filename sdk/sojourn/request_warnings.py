@@ -30,8 +30,9 @@ _unsaid = {"outside": True, "unlisted": True, "empty": True}
 
 def warn_outside_program(session: runtime.Session) -> None:
     """Count an answered request that belongs to no program. Warns at the third such request
-    (``OUTSIDE_REQUESTS``) if the server is sojourn's. It warns even if a framework's adapter is active, since
-    a loop that calls only the framework's model gets no program. Never raises."""
+    (``OUTSIDE_REQUESTS``) if the server is sojourn's and the process has opened no program. An active adapter
+    of a framework does not prevent the warning, since a loop that calls only the framework's model gets no
+    program. Never raises."""
     session.outside_requests += 1
     if session.outside_requests < OUTSIDE_REQUESTS or "outside" not in _unsaid:
         return
@@ -53,8 +54,8 @@ def warn_outside_program(session: runtime.Session) -> None:
 
 
 def warn_empty_program(session: runtime.Session, label: str, outside: int) -> None:
-    """Warn that the program with the name or id ``label`` ended without a request, while ``outside`` requests
-    of no program were answered. Threads of the program may have sent them. Never raises."""
+    """Warn that a program ended without a request, while ``outside`` requests of no program were answered.
+    Threads of the program may have sent them. ``label``: the program's name or id. Never raises."""
     try:
         if _unsaid.pop("empty", False):
             remedy = 'run each job in "with p.here():", where p is the program'
@@ -71,14 +72,13 @@ def warn_empty_program(session: runtime.Session, label: str, outside: int) -> No
 
 def warn_unlisted_host(session: runtime.Session, program: object | None, host: str, path: str) -> None:
     """Count a request to a ``host`` (``host:port``) and ``path`` that ``init()`` does not name. Warns at the
-    third such request (``UNLISTED_REQUESTS``), unless a request went to a listed host, since agents may use
-    other servers too. Never raises.
+    third such request (``UNLISTED_REQUESTS``). Once a request has gone to a listed host, nothing is counted,
+    since agents may use other servers too. Never raises.
 
-    ``program``: the program around the request, if any. With a program, every such request counts. Without
-    one, a request counts only if it may be meant for a server that ``init()`` names. That is so if both have
-    the same host name and different ports, or if both hosts are local (``_is_local``). So without a program,
-    a request to another path of a listed ``host:port`` does not count. A path in ``init()`` leaves out the
-    rest of the host on purpose.
+    ``program``: the program around the request, if any. With a program, every such request counts. Without a
+    program, a request counts only in two cases: both servers have the same host name and different ports, or
+    both hosts are local (``_is_local``). A request to another path of a listed ``host:port`` then does not
+    count, since a path in ``init()`` leaves out the rest of the host on purpose.
     """
     if session.has_turns or "unlisted" not in _unsaid:
         return
@@ -108,8 +108,7 @@ def warn_unlisted_host(session: runtime.Session, program: object | None, host: s
 
 
 def _may_be_listed(host: str, config: Config) -> bool:
-    """Return whether a request to ``host`` (``host:port``) may be meant for a server in ``config.hosts`` at
-    another address."""
+    """Return whether ``host`` (``host:port``) may be another address of a server in ``config.hosts``."""
     name = host.rpartition(":")[0]
     listed = {place.partition("/")[0] for place in config.hosts}
     names = {place.rpartition(":")[0] for place in listed}
@@ -118,9 +117,9 @@ def _may_be_listed(host: str, config: Config) -> bool:
 
 @lru_cache(maxsize=256)
 def _is_local(name: str) -> bool:
-    """Return whether the host ``name`` is in a private network. That is an address that is not global, such
-    as 127.0.0.1 or 10.0.0.1, a name without a dot, or a name that ends in ``.local`` or ``.internal``. Docker
-    and Kubernetes use such names."""
+    """Return whether the host ``name`` is in a private network. This holds for an address that is not global,
+    such as 127.0.0.1 or 10.0.0.1. It also holds for a name without a dot, and for a name that ends in
+    ``.local`` or ``.internal``. Docker and Kubernetes use such names."""
     try:
         return not ip_address(name).is_global
     except ValueError:

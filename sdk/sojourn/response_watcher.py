@@ -1,5 +1,5 @@
-"""Watches an HTTP response until its answer ends: at the last byte of a stream, or when the client releases
-the response."""
+"""Watches an HTTP response until its answer ends: at the end of a stream, or when the client releases the
+response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ counts only at the start of a line; inside a line it is text of the answer."""
 _TAIL_BYTES = 64
 _READ_TAIL_BYTES = 16 * 1024
 """Number of last bytes kept if a listener wants the token counts. The counts are near the end of the last
-event; in the Responses API that event repeats the whole answer before them."""
+event. In the Responses API that event first repeats the whole answer."""
 
 
 def end_with_response(result: Any, request: LogicalRequest) -> None:
@@ -117,7 +117,8 @@ _made: dict[type, type] = {}
 
 
 def _of_inner(self: Any, name: str) -> Any:
-    """Return the attribute ``name`` of the watched stream. httpx2 reads one for ``Response.elapsed``."""
+    """Return the attribute ``name`` of the watched stream. httpx2 reads an attribute of it for
+    ``Response.elapsed``."""
     if name == "_inner":  # missing in a copy, before ``__init__``
         raise AttributeError(name)
     return getattr(self._inner, name)

@@ -4,9 +4,11 @@
 
 A run uses the id in the file. If there is no file, the run creates one with a fresh id, readable by the owner
 only. A run that ends ``ok`` removes the file. A run that fails, is cancelled or dies leaves the file, so that
-the next attempt is the same program. The running process holds a lock on the file, which the system releases
-when the process ends. A second run meanwhile gets an id of its own and does not touch the file. On systems
-without such a lock (Windows) a second run is not detected.
+the next attempt is the same program.
+
+The running process holds a lock on the file. The system releases the lock when the process ends. A second run
+meanwhile gets an id of its own and does not touch the file. On systems without such a lock (Windows) a second
+run is not detected.
 """
 
 from __future__ import annotations
@@ -105,8 +107,8 @@ _held: WeakSet[ResumeFile] = WeakSet()
 
 
 def check(path: str) -> str:
-    """Check that ``path`` can be a resume file, without creating or locking it. Return the absolute path,
-    since the agent may change its folder before the file is removed. Raises ``ArgumentError``."""
+    """Check that ``path`` can be a resume file, without creating or locking it. Raises ``ArgumentError``.
+    Return the absolute path, since the agent may change its working folder later."""
     try:
         absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     except OSError as error:
@@ -175,8 +177,8 @@ def _opened(path: str) -> int:
 
 
 def _id_in(path: str, content: bytes) -> ProgramId | None:
-    """Return the id in a file's bytes. Returns ``None`` for an empty file, and for zero bytes only, which a
-    crash of the machine may leave. Raises ``ArgumentError`` for bytes that are no id."""
+    """Return the id in a file's bytes; ``None`` for an empty file. A file with only zero bytes, which a crash
+    of the machine may leave, counts as empty. Raises ``ArgumentError`` for bytes that are no id."""
     if len(content) < _MAX_READ and not content.strip(b"\0"):
         return None
     try:

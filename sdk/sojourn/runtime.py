@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 clock = time.monotonic
 """Returns monotonic seconds: the clock for all intervals and ages in this package."""
 pid = os.getpid()
-"""Id of this process, also after a fork. Code that runs in each turn reads it, to save the system call of
-``os.getpid()``."""
+"""Id of this process, also after a fork. Code that runs in each turn reads this variable, because
+``os.getpid()`` is a system call."""
 
 
 class Estimates(Protocol):
@@ -102,8 +102,8 @@ class Session:
         self.outside_requests = 0
         """Number of answered requests of no program."""
         self.unlisted_requests = 0
-        """Number of requests to unlisted hosts, as ``warn_unlisted_host`` counts them. It stops growing at
-        the first request to a listed host."""
+        """Number of requests to unlisted hosts, as ``warn_unlisted_host`` counts them. The number stops
+        growing at the first request to a listed host."""
         self._answered = threading.Event()
 
     @property
@@ -203,9 +203,11 @@ class Session:
             self._answered.wait(self.config.probe_timeout_s)
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Return the event sender's lock, as a ``with`` block for several changes in one atomic step. The
-        session has no lock of its own. Garbage collection may end a program at any moment. With two locks it
-        could take them in the wrong order and deadlock."""
+        """Return the event sender's lock, as a ``with`` block for several changes in one atomic step.
+
+        The session has no lock of its own. Garbage collection may end a program at any moment, which takes
+        the event sender's lock. With two locks, threads could take them in different orders and deadlock.
+        """
         return nullcontext() if self.event_sender is None else self.event_sender.lock
 
     def leave_own_program(self) -> bool:
@@ -229,9 +231,9 @@ class Session:
             self.event_sender.put(program, kind, **fields)
 
     def share_open_programs(self, before: Session) -> None:
-        """Share ``open_programs`` with ``before``, which this session is about to replace, if both use one
-        server and one dialect. Otherwise ``before`` reports the ends of its programs when it closes, since
-        its server would keep them for ever. Called before ``connect``."""
+        """Share ``open_programs`` with ``before``, the session that is about to be replaced. This happens
+        only if both use one server and one dialect. Otherwise ``before`` reports the ends of its programs
+        when it closes, since its server would keep them for ever. Called before ``connect``."""
         ours, theirs = self.config, before.config
         if ours is None or theirs is None or before.server is None or ours.server != theirs.server:
             return
@@ -325,7 +327,7 @@ live: Session | None = None
 first_use: Callable[[], Session] = Session
 """Makes the session if ``init()`` was not called. The module ``lifecycle`` sets this function."""
 session_lock = threading.RLock()
-"""Held while a new session replaces the previous one and while the previous one closes, which takes a bounded
+"""Held while a new session replaces the previous one and while the previous one closes. Both take a bounded
 time. Not held while a thread waits for the server to name its dialect."""
 
 

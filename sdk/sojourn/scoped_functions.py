@@ -51,11 +51,12 @@ def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, 
 
 
 def _with_globals_of(function: Callable[..., Any], wrapper: Any) -> Any:
-    """Return ``wrapper`` with the globals of ``function``, if it has any. Some frameworks, such as AutoGen,
-    look up the names of text annotations in a function's globals.
+    """Return ``wrapper`` with the globals of ``function``. Some frameworks, such as AutoGen, look up the
+    names of text annotations in a function's globals.
 
-    So the code of the wrappers below reads no global, not even a builtin, which the user's module may hide.
-    All that it needs is in its closure."""
+    So the wrappers below read no global, not even a builtin, since the user's module may hide it. Everything
+    that they need is in their closures.
+    """
     theirs = getattr(function, "__globals__", None)
     if type(theirs) is not dict:
         return wrapper
@@ -251,7 +252,8 @@ def without_asyncgen_hooks() -> Iterator[None]:
 
     Put the block around the first call of ``inner.__anext__()``, but not around its ``await``. At the loop's
     end ``shutdown_asyncgens`` closes all listed generators at the same time. The loop and the outer generator
-    would then both close the inner one, and asyncio would log that it is already running."""
+    would then both close the inner one, and asyncio would log an error.
+    """
     hooks = sys.get_asyncgen_hooks()
     # The finalizer stays. It is for an inner generator whose outer one is gone, and needs no list entry.
     sys.set_asyncgen_hooks(firstiter=None)

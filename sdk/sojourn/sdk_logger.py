@@ -1,7 +1,6 @@
 """The logger of the SDK. It puts ``sojourn:`` in front of each message if the process configures no logging.
 
-Python then prints a warning without the name of its logger, and a reader of the agent's output would not know
-the sender.
+Without that configuration, Python prints a warning without the logger's name. The prefix names the sender.
 """
 
 from __future__ import annotations

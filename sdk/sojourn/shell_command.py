@@ -19,7 +19,7 @@ TRIVIAL_HEADS = frozenset(
     {":", ".", "cd", "echo", "export", "exit", "false", "popd", "printf", "pushd", "pwd", "set"}
     | {"shopt", "source", "true", "ulimit", "umask", "unset"}
 )
-"""Commands that return at once, so that they do not determine the duration of a line."""
+"""Commands that return at once. They do not determine the duration of a line."""
 
 _FILTERS = frozenset(
     {"awk", "cat", "column", "cut", "egrep", "fgrep", "grep", "head", "jq", "less", "more", "rg", "sed"}
@@ -88,7 +88,7 @@ def main_head(line: str) -> str | None:
 def command_class(line: str) -> str | None:
     """Return ``main_head(line)``, for use as the class of a tool call. Returns ``None`` if there is no head,
     or if the head does not look like a program's name. Such a head, for example a quoted sentence, may
-    contain arguments, which are never sent."""
+    contain arguments. Arguments are never sent."""
     if len(line) <= MAX_COMMAND_CHARS and (found := _ONE_COMMAND.fullmatch(line)):
         head = found[1]
         if head not in _NOT_HEADS:

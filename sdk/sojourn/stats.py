@@ -26,7 +26,7 @@ from threading import get_ident
 
 
 class Counters:
-    """Counts, kept separately for each thread, so that ``add`` needs no lock.
+    """Counts, kept separately for each thread. So ``add`` needs no lock.
 
     A lock here could deadlock with the event sender's lock. Ending a program would need both locks, and
     garbage collection may end a program at any moment, even while a thread holds one of them.

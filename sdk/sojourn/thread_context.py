@@ -2,18 +2,20 @@
 
 ``asyncio`` tasks and ``asyncio.to_thread`` carry the program without this module. A new thread gets the SDK's
 own context variable and no other context variable. If only a framework's context names the program, that
-program is passed on too. The internal threads of ``concurrent.futures`` and ``multiprocessing`` (workers, the
-manager of a process pool, the feeders of queues) get no program when they start, since they would keep it for
-life. Nor do threads of a class in which ``run`` is a property.
+program is passed on too.
+
+Some threads get no program when they start. The internal threads of ``concurrent.futures`` and
+``multiprocessing`` (workers, the manager of a process pool, the feeders of queues) would keep the program for
+life. A thread whose class has a property ``run`` cannot be wrapped.
 
 A thread gets its program once, when it starts. A long-lived worker that takes jobs from a queue keeps the
-program that started the worker. So pass to each job its program ``p``, and run the job's code in
-``with p.here(): ...``.
+program that started the worker. So pass to each job its program ``p``, and run the job's code in ``with
+p.here(): ...``.
 
 Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. There
 the SDK knows only the program in ``SOJOURN_PROGRAM_ID``. In a forked worker it also knows the program that
-started the worker, until that program ends. Pass ``p`` to these jobs as an argument too, since a ``Program``
-can be pickled. The job's code uses ``p.here()``, or opens a child with ``program(parent=p)``. Do not use
+started the worker, until that program ends. Pass ``p`` to these jobs as an argument too; a ``Program`` can be
+pickled. The job's code uses ``p.here()``, or opens a child with ``program(parent=p)``. Do not use
 ``program(id=p.id)`` in a job, since the end of its block would end the program.
 """
 
@@ -94,9 +96,12 @@ def _run_inside(here: ExecutionContext, function: Callable[..., Any]) -> Callabl
 
 
 def _carry_into(thread: threading.Thread, here: ExecutionContext) -> Callable[[], None] | None:
-    """Make the thread's ``run`` run inside ``here``. Returns a function that undoes this, or ``None`` if the
-    thread's class forbids it. The run itself undoes it at its beginning, since the replaced method refers to
-    the thread, and so would keep the thread until a garbage collection."""
+    """Replace the thread's method ``run`` by one that runs inside ``here``. Returns a function that undoes
+    this, or ``None`` if the thread's class forbids it.
+
+    The new method undoes the replacement as soon as it runs. It refers to the thread, so it would otherwise
+    keep the thread alive until a garbage collection.
+    """
     if hasattr(type(thread).run, "__set__"):
         return None  # a property, which hides the attribute set below
     attributes = vars(thread)  # the class may guard ``__setattr__``
@@ -119,14 +124,14 @@ def _carry_into(thread: threading.Thread, here: ExecutionContext) -> Callable[[]
 
 
 def _pickles_jobs(pool: ThreadPoolExecutor) -> bool:
-    """Return whether the pool's jobs run in other interpreters (Python 3.14). Such a job is pickled, which a
-    function of ours cannot be."""
+    """Return whether the pool's jobs run in other interpreters (Python 3.14). Such a job is pickled; our
+    wrapper cannot be pickled."""
     return any(kind.__name__ == "InterpreterPoolExecutor" for kind in type(pool).__mro__)
 
 
 def _is_pool_thread(thread: threading.Thread) -> bool:
-    """Return whether ``concurrent.futures`` or ``multiprocessing`` defines the thread's target function (or
-    its class, if it has no target). The thread is then an internal one of that package."""
+    """Return whether the thread is an internal one of ``concurrent.futures`` or ``multiprocessing``. Such a
+    thread has its target function in one of these packages. A thread without a target has its class there."""
     target = getattr(thread, "_target", None)
     code = type(thread).run if target is None else target
     module = getattr(code, "__module__", None) or ""

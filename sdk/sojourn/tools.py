@@ -64,12 +64,12 @@ class ToolCall:
         self.program = self._given_program = program
         """The program of the call. If none was given, ``start`` sets the current program."""
         self.status: str | None = None
-        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``. If it is ``None``, the exception that
-        ends the block decides; without an exception it is ``ok``."""
+        """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``. ``None``: the status follows from the
+        exception that ends the block, and is ``ok`` without an exception."""
         self._expected_s = expected_s
         self._started_s: float | None = None
         self._pid = 0
-        """Id of the process that last started the call; 0 before."""
+        """Id of the process that last started the call; 0 before the first start."""
         self._token: Token[ExecutionContext] | None = None
         self._twins: list[ToolCall] = []
         """Calls of tasks that entered this block while it was already entered."""
@@ -130,7 +130,7 @@ class ToolCall:
 
     def stop(self, status: str = "ok", *, duration_s: float | None = None) -> None:
         """Report the end of the tool call. ``status`` is one of ``STATUSES``; another value counts as ``ok``.
-        ``duration_s`` is the duration in seconds, by default the time since ``start()``. Calling it again is
+        ``duration_s`` is the duration in seconds, by default the time since ``start()``. A second call is
         harmless. Never raises."""
         started_s, self._started_s = self._started_s, None
         if started_s is None:

@@ -79,7 +79,7 @@ def checked_hints(
     blocks_parent: bool | None = None,
     final: bool | None = None,
 ) -> UserHints:
-    """Return these hints as ``UserHints``, after checking them. ``deadline_s``: seconds from now. Raises
+    """Check the hints and return them as ``UserHints``. ``deadline_s``: seconds from now. Raises
     ``ValueError``, which names the first invalid hint."""
     for name, whole in (("priority", priority), ("expected_output_length", expected_output_length)):
         if whole is not None and not (type(whole) is int and abs(whole) < 2**63):

@@ -79,9 +79,9 @@ def process_name() -> str | None:
 
 
 def agent_type_of(name: object, default: object) -> str:
-    """Return the name and type of an outermost agent. The result is ``name``. If ``name`` equals ``default``,
-    the name that the framework gives to every unnamed agent, the result is the script's name, if it has
-    one."""
+    """Return ``name`` as the name and type of an outermost agent. ``default`` is the name that the
+    framework gives to unnamed agents. For an unnamed agent, returns the script's name instead, if the
+    script has one."""
     return (process_name() if name == default else None) or name_of(name)
 
 

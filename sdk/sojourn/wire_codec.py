@@ -115,8 +115,8 @@ def decode_batch(data: bytes) -> EventBatch:
     """Decode a batch and check its bounds; ``decode_event`` decodes single events later. Raises
     ``WireError``.
 
-    An event that breaks JSON's rules for text or numbers, or is nested too deeply, does not fail the batch;
-    only ``decode_event`` refuses it.
+    An event may break JSON's rules for text or numbers, or be nested too deeply. The batch is then still
+    accepted; only ``decode_event`` refuses the event.
     """
     if len(data) > MAX_BATCH_BYTES:
         raise WireError(f"batch of {len(data)} bytes; at most {MAX_BATCH_BYTES} are accepted")
@@ -138,15 +138,15 @@ def decode_batch(data: bytes) -> EventBatch:
 
 @functools.lru_cache(maxsize=1)
 def _too_many_events_decoder() -> msgspec.json.Decoder[Any]:
-    """A decoder that accepts only a list of more than ``MAX_BATCH_EVENTS`` values. It skips all further
-    values, so it needs little memory for any list."""
+    """Return a decoder that accepts only a list of more than ``MAX_BATCH_EVENTS`` values. The decoder skips
+    all further values, so it needs little memory for any list."""
     fields = [(f"event_{number}", msgspec.Raw) for number in range(MAX_BATCH_EVENTS + 1)]
     return msgspec.json.Decoder(msgspec.defstruct("_TooManyEvents", fields, array_like=True))
 
 
 def _check_event_count(events: msgspec.Raw) -> None:
-    """Check that a JSON list has at most ``MAX_BATCH_EVENTS`` values, before a list of them is made. A batch
-    may have 100,000, which would take 8 MiB and 20 ms. Raises ``WireError``."""
+    """Raise ``WireError`` if the JSON list ``events`` has more than ``MAX_BATCH_EVENTS`` values. Called
+    before the list is decoded, since a list of 100,000 values would take 8 MiB and 20 ms."""
     if bytes(events).count(b",") < MAX_BATCH_EVENTS:
         return
     try:
@@ -159,12 +159,12 @@ def _check_event_count(events: msgspec.Raw) -> None:
 
 
 _MAX_DEPTH = 32
-"""Maximum number of levels that are kept of a batch that is nested too deeply for Python's parser. Deeper
-values are replaced by ``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
+"""Number of levels kept of a batch that is nested too deeply for Python's parser. Values at deeper levels are
+replaced by ``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
 _MAX_BRACKETS = 32 * 1024
-"""Maximum number of strings and brackets in a batch that is nested too deeply for Python's parser, and of
-commas in any batch that the strict decoder refused. Beyond it the whole batch is refused. Ordinary batches
-have fewer."""
+"""Limit for a batch that the strict decoder refused. With more commas, the whole batch is refused. If the
+batch is also nested too deeply for Python's parser, the same limit holds for its strings and brackets.
+Ordinary batches have fewer."""
 _BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
@@ -189,8 +189,8 @@ def _decode_around_bad_events(data: bytes) -> EventBatch:
 
 
 def _without_deep_values(text: str) -> str:
-    """Return the batch ``text`` with ``NaN`` in place of each value that is nested too deeply. This makes the
-    value's event invalid. Raises ``ValueError``."""
+    """Return the batch ``text`` with ``NaN`` in place of each value that is nested too deeply. An event with
+    such a value becomes invalid. Raises ``ValueError``."""
     kept: list[str] = []
     depth = start = end = 0
     for count, token in enumerate(_BRACKETS.finditer(text)):
@@ -245,7 +245,7 @@ def decode_context(text: str | bytes) -> AgenticContext:
 
 
 def read_context(text: str | bytes) -> tuple[AgenticContext, list[str]]:
-    """Return the result of ``decode_context``, and what is wrong with each field that is left out. Raises
+    """Return the result of ``decode_context``, and a problem text for each field that is left out. Raises
     ``WireError``."""
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
     if len(data) > MAX_CONTEXT_BYTES:

@@ -4,9 +4,10 @@ tool events over ZeroMQ if the user names an endpoint.
 Dynamo answers 400 to an unknown body field and to a number out of range, both inside and outside of ``nvext``
 (tried with ai-dynamo 1.6.1).
 
-Tool events are records of Dynamo's request trace, one ZeroMQ message each: ``[topic, sequence number (u64,
-big-endian), msgpack record]``, schema ``dynamo.request.trace.v1`` (``lib/llm/src/request_trace``). Dynamo
-records the events for tracing and replay; they do not influence its cache.
+Tool events are records of Dynamo's request trace. Each record is one ZeroMQ message: ``[topic, sequence
+number (u64, big-endian), msgpack record]``. The schema is ``dynamo.request.trace.v1``
+(``lib/llm/src/request_trace``). Dynamo records the events for tracing and replay; they do not influence its
+cache.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class DynamoDialect(VllmDialect):
 
 
 def load_zmq() -> Any:
-    """Return the ZeroMQ library. If the library is missing, raises ``ConfigError``, whose text names the
-    extra to install."""
+    """Return the ZeroMQ library. If it is missing, raises ``ConfigError`` with the name of the extra to
+    install."""
     try:
         import zmq
     except ImportError as error:
@@ -98,8 +99,8 @@ def load_zmq() -> Any:
 
 
 class TraceRecordEncoder:
-    """Translates events into trace records. It remembers the class of each running call and the parent of
-    each program, since the later events lack them."""
+    """Translates events into trace records. Remembers the class of each running tool call and the parent of
+    each program, since later events do not repeat them."""
 
     def __init__(self, unix_s: Callable[[], float] = time.time) -> None:
         self._unix_s = unix_s

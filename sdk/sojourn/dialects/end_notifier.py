@@ -15,12 +15,12 @@ _REFUSED = frozenset({400, 409, 410, 422})
 
 
 class EndNotifier:
-    """Sends ``POST path {field: program id}`` when a program ends, and in ``close`` for all open programs
-    that no other session has taken over.
+    """Reports the end of each program by ``POST path {field: program id}``. ``close`` reports the ends of all
+    open programs that no other session has taken over.
 
     A server of this kind has no leases and keeps a program until its end is reported. So an end that could
-    not be sent is sent again together with the next end, unless the server refused it. A killed process
-    cannot report the ends of its programs.
+    not be sent is sent again together with the next end. An end that the server refused is not sent again. A
+    killed process cannot report the ends of its programs.
     """
 
     kinds: frozenset[type[Event]] = frozenset({ProgramStart, ProgramEnd})

@@ -34,7 +34,8 @@ class TransportContext(NamedTuple):
     """Ids of the programs whose end the server still expects. A session that replaces another one at the same
     server shares its dict. ``None``: each event transport has its own."""
     replaced: Callable[[], bool] = lambda: False
-    """Returns whether another session has taken over ``open_programs``, and reports their ends."""
+    """Returns True if another session has taken over ``open_programs``. That session then reports the
+    ends."""
 
 
 class PendingBatch(NamedTuple):

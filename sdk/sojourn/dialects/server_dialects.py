@@ -32,8 +32,7 @@ Fields = tuple[dict[str, Any], dict[str, str]]
 
 
 def clip(value: int, most: int) -> int:
-    """Return ``value`` clipped to ±``most``. The range is symmetric, so that the negated value is valid
-    too."""
+    """Return ``value`` clipped to the range from ``-most`` to ``most``."""
     return max(-most, min(most, value))
 
 
@@ -79,8 +78,8 @@ class VllmPriorityDialect(VllmDialect):
     priority``.
 
     In vLLM the *lower* number goes first, so the priority is negated. The user chooses this dialect; it is
-    never detected. vLLM documents that a server without that flag rejects a priority other than zero, but
-    vLLM 0.32 ignores the priority.
+    never detected. According to vLLM's documentation, a server without that flag rejects a priority other
+    than zero. vLLM 0.32 ignores the priority instead.
     """
 
     name = "vllm_priority"
@@ -129,10 +128,11 @@ class SglangDialect(VllmDialect):
     """SGLang (github.com/sgl-project/sglang): sends the session header, and ``session_id`` and ``priority``
     in the body. Closes the session at the program's end. An implicit program sends no ``session_id``.
 
-    ``session_id`` keeps KV only with ``--enable-session-radix-cache``. ``priority`` has an effect only with
-    ``--enable-priority-scheduling``. Without its flag, a server ignores the field. But a server started with
-    ``--abort-on-priority-when-disabled`` aborts requests that have a priority. The *higher* number goes
-    first, as in sojourn, unless the server was started with ``--schedule-low-priority-values-first``.
+    ``session_id`` keeps KV only with the server's flag ``--enable-session-radix-cache``. ``priority`` has an
+    effect only with ``--enable-priority-scheduling``. Without these flags, a server ignores the fields. One
+    exception: with ``--abort-on-priority-when-disabled`` a server aborts requests that have a priority. The
+    *higher* number goes first, as in sojourn. With ``--schedule-low-priority-values-first`` the lower one
+    does.
     """
 
     name = "sglang"

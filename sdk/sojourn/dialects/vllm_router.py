@@ -27,7 +27,8 @@ programs wait."""
 
 
 class VllmRouterDialect(VllmDialect):
-    """Sends ``vllm_xargs.agentic_context`` with the router's field names; *larger* priorities resume first.
+    """Sends ``vllm_xargs.agentic_context`` with the router's field names. The router resumes programs with
+    *larger* priorities first.
 
     The value is a JSON string. The router would also read an object, but it passes the field on to vLLM,
     which refuses an object there. sojourn's own fields are left out.

@@ -6,9 +6,9 @@
                                                 └──▶ history file (SQLite), read once at the start
 
 The agent's threads take no lock here. Garbage collection may end a program at any moment, even in a thread
-that holds a lock. The end of a program goes to the event sender, which has a lock, and to this queue. If the
-queue had a lock too, two threads could each hold one lock and wait for the other lock. ``deque.append`` and
-``SimpleQueue.put`` may be called during garbage collection.
+that holds a lock. The end of a program goes to two places: to the event sender, which has a lock, and to this
+queue. With a lock here too, two threads could each hold one lock and wait for the other lock.
+``deque.append`` and ``SimpleQueue.put`` may be called during garbage collection.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ FOLD_EVERY_S: Final = 1.0
 """Interval at which the advisor's thread learns the queued facts."""
 SAVE_EVERY_S: Final = 5.0
 MAX_FACTS: Final = 20_000
-"""Maximum number of queued facts (observed events). Further ones are dropped and counted
+"""Maximum number of queued facts (observed events). Further facts are dropped and counted
 (``history_dropped``)."""
 MAX_UNSAVED: Final = 5_000
 MAX_TURNS_LEFT: Final = 1e9
 """Estimates of this or more turns are discarded, since only a damaged history file causes them."""
 CLOSE_GRACE_S: Final = 0.05
-"""Minimum seconds that ``close`` waits for saving, even if sending has used up the whole time limit."""
+"""Minimum seconds that ``close`` waits for saving, even if its ``timeout_s`` is less."""
 REPORT_AT_RUNS: Final = (1, 2, 4, 8, 16)
 REPORT_EVERY_RUNS: Final = 30
 """Number of an agent type's runs between two checks of its graph. A check reports the graph again if it has
 changed. The first checks come earlier (``REPORT_AT_RUNS``). Reports are rare, because each version of a graph
 is sent in full."""
 REPORT_NEW_EDGE_AFTER_RUNS: Final = 4
-"""Minimum number of runs between a graph's last change and the report of a new edge. After that a new edge is
-reported at once, not at the next check."""
+"""Minimum number of runs between a graph's last change and the report of a new edge. After that many runs, a
+new edge is reported at once, not at the next check."""
 MOVED: Final = 0.05
 """Smallest change of an edge's probability for which a graph is reported again."""
 LIKELY: Final = 0.03
@@ -64,7 +64,7 @@ _Declared = tuple[str, "Aeg | None"]
 """Agent type, and the graph declared for it, if any."""
 Fact = tuple[Callable[[Any, Any], None] | None, Any, Any]
 """An observed event in the queue, as (function, ``RunTrace`` or ``None``, value). The advisor's thread calls
-the function with the second and third value. If the function is ``None``, the value is a ``threading.Event``,
+the function with the trace and the value. If the function is ``None``, the value is a ``threading.Event``,
 which is set once all earlier facts are learned."""
 
 
@@ -93,18 +93,18 @@ class Advisor(ProgramListener):
         self._graphs: dict[_Declared, Aeg] = {}
         """Graphs corrected by observed runs."""
         self._renewed: dict[_Declared, tuple[int, int]] = {}
-        """Graph → two numbers of runs of its agent type: at the last check and at the last change of the
-        graph."""
+        """(Agent type, declared graph) → two numbers of learned runs of the agent type: at the last check of
+        the graph, and at its last change."""
         self._moved: dict[_Declared, None] = {}
         """Graphs to check again: new graphs, and graphs whose agent type had new runs since the last
-        check."""
+        update."""
         self._fresh()
 
     def _fresh(self) -> None:
         self._facts: deque[Fact] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
-        """Wakes the thread. The facts themselves are in a ``deque``, since a ``put`` into this queue takes
-        longer and may wake the thread, which then competes with the agent for the interpreter."""
+        """Wakes the thread. The facts are in a ``deque`` instead, because ``put`` into this queue is slower
+        and may wake the thread, which then competes with the agent for the interpreter."""
         self._asleep = True
         """True while the thread waits for a fact, or is absent."""
         self._hurry = threading.Event()
@@ -174,8 +174,8 @@ class Advisor(ProgramListener):
                 self._wake_thread()
 
     def request_over(self, run_trace: RunTrace, node: str | None) -> None:
-        """Record the end of a request of a program with nodes. ``node``: the node that the request named, if
-        any."""
+        """Record the end of a request of a program with nodes. ``node``: the node that the request named;
+        ``None`` if it named none."""
         self._put(self._answered, run_trace, node)
 
     def tool_begins(self, run_trace: RunTrace, tool: str) -> None:
@@ -443,7 +443,7 @@ def _kind(program: Program) -> str | None:
 
 
 def _differ(before: Aeg, after: Aeg) -> bool:
-    """Return whether ``after`` differs from ``before`` so much that the graph is to be reported again."""
+    """Return whether ``after`` differs enough from ``before`` to be reported again."""
     if before.nodes != after.nodes or before.complete != after.complete:
         return True
     for edge in before.edges.keys() | after.edges.keys():

@@ -9,8 +9,8 @@ rows are inserted, and the oldest are deleted. So any number of processes can sh
 unchanged if it is corrupt, of another version, not writable or not ours. The process then logs and counts the
 error once, and continues without a file.
 
-The store uses SQLite's default journal. The write-ahead log would need memory shared by all processes, but
-home directories are often on a network and used from several hosts.
+The store uses SQLite's default journal. The write-ahead log would need memory shared by all processes. Hosts
+that share a home directory over a network have no such memory.
 
 Each load or save opens a connection of its own. A fork waits up to a second until an open connection is
 closed, since SQLite forbids two processes to share a connection.
@@ -108,14 +108,14 @@ class HistoryStore:
         self._counters = counters
 
     def load(self, stopped: Callable[[], bool] = lambda: False) -> StoredHistory | None:
-        """Return the content of the file; empty if there is no file yet. Once ``stopped()`` is True, returns
-        what was read until then. Returns ``None`` if the file could not be read; while ``usable`` is True, a
-        retry may succeed."""
+        """Return the content of the file; empty if there is no file yet. Reading ends early once
+        ``stopped()`` is True; the rows read so far are returned. Returns ``None`` if the file could not be
+        read. Then, if ``usable`` is still True, a retry may succeed."""
         return self._attempt(lambda: self._load(stopped))
 
     def save(self, durations: Sequence[DurationSample], runs: Sequence[tuple[str, ProgramRun]]) -> bool:
         """Add rows, and delete the oldest beyond the limits. ``runs``: pairs (agent type, run). Returns False
-        if nothing was saved; while ``usable`` is True, a retry may succeed."""
+        if nothing was saved. Then, if ``usable`` is still True, a retry may succeed."""
         return self._attempt(lambda: self._save(durations, runs)) is not None
 
     def _attempt(self, work: Callable[[], T]) -> T | None:

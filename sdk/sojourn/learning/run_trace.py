@@ -25,8 +25,8 @@ class ProgramRun(NamedTuple):
     path: tuple[tuple[str, ...], ...] = ()
     """The nodes visited, in order. Nodes that ran in parallel form one sorted group."""
     turn_nodes: tuple[str | None, ...] = ()
-    """The node of each LLM request, in order; ``None`` for a request without one. Has at most ``MAX_TURNS``
-    entries, and none if ``ends`` is False."""
+    """The node of each LLM request, in order; ``None`` for a request without a node. Has at most
+    ``MAX_TURNS`` entries. Empty if ``ends`` is False."""
     turns: int = 0
     """Number of LLM requests of the whole program, which may exceed ``MAX_TURNS``; 0 if ``ends`` is False."""
     tools: tuple[tuple[str, str], ...] = ()
@@ -42,16 +42,16 @@ class RunTrace:
     """Builds a ``ProgramRun`` from the events of one program. Not thread-safe.
 
     A *visit* begins when the program enters a node, or when a request names a node that is not current. A
-    request that names the current node after an earlier request there has ended also begins a visit, from the
-    node to itself. The server needs these visits to know the node of the next turn.
+    request may also name the current node after an earlier request there has ended. This begins a visit from
+    the node to itself. The server needs these visits to know the node of the next turn.
 
     A new node either follows the current node or runs in parallel to it. The first rule that applies decides:
 
-    1. The graph has an edge from the current to the new node: it follows.
-    2. The current node has a request in progress: it is parallel.
-    3. The current node has made no request, and the graph has an edge from the previous to the new node: it
-       is parallel.
-    4. In all other cases it follows.
+    1. The graph has an edge from the current to the new node: the new node follows.
+    2. The current node has a request in progress: the new node is parallel.
+    3. The current node has made no request, and the graph has an edge from the previous to the new node: the
+       new node is parallel.
+    4. In all other cases the new node follows.
     """
 
     __slots__ = (
@@ -130,7 +130,7 @@ class RunTrace:
             self._tools[self._group[0], tool] = None
 
     def ended(self, *, broken_off: bool) -> ProgramRun:
-        """Return the finished run. ``broken_off``: True for a cancelled program. Its last node is then not
+        """Return the finished run. ``broken_off``: True for a cancelled program, whose last node is not
         learned as an end node."""
         return self._run(ends=not broken_off)
 

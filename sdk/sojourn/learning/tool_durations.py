@@ -42,7 +42,7 @@ class Durations:
         self._stale: dict[Key, None] = {}
 
     def add(self, tool: str, tool_class: str | None, duration_s: float, status: str) -> bool:
-        """Add a sample. Returns False if its status is not in ``COUNTED`` or its duration is invalid. The
+        """Add a sample. Returns False if ``status`` is not in ``COUNTED`` or the duration is invalid. The
         estimates change only at the next call of ``update_estimates``."""
         if status not in COUNTED or not (math.isfinite(duration_s) and duration_s >= 0):
             return False

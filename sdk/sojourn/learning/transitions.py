@@ -23,7 +23,7 @@ from sojourn.aeg import END, START
 from .run_trace import ProgramRun
 
 ORDER: Final = 3
-"""Longest history of a prediction, in nodes."""
+"""Number of latest nodes that a prediction uses."""
 HALF_LIFE_RUNS: Final = 20
 """Number of later runs that halve the weight of a run."""
 ENOUGH_RUNS: Final = 5
@@ -35,10 +35,10 @@ first."""
 MAX_SUCCESSORS: Final = 128
 """Maximum number of successors per context. The rarest is dropped first."""
 MAX_LEFT: Final = 1024
-"""Maximum number of (node, turn) keys per agent type that have statistics of remaining turns. The same limit
+"""Maximum number of (node, turn) keys with statistics of remaining turns, per agent type. The same limit
 holds for nodes with known tools. The least recently updated are dropped first."""
 MAX_TURN: Final = 64
-"""Highest turn number that has statistics of its own. Later turns are counted as this turn."""
+"""Highest turn number that has statistics of its own. Later turns count as this turn."""
 MAX_NODE_TOOLS: Final = 16
 SNAPSHOT_VERSION: Final = 1
 _GROWTH = 2.0 ** (1 / HALF_LIFE_RUNS)
@@ -174,8 +174,8 @@ class Transitions:
         requests so far, including the current one. ``node`` is the current request's node, if any. Returns
         ``None`` if too little is known.
 
-        Uses the statistics of the pair (node, turn) if the pair was seen often enough. Otherwise uses those
-        of the node or those of the turn, whichever have the smaller variance.
+        Uses the statistics of the pair (node, turn) if the pair was seen often enough. Otherwise takes the
+        node's or the turn's statistics, whichever has the smaller variance.
         """
         known = self._kinds.get(kind)
         if known is None or known.finished < ENOUGH_RUNS:
