@@ -1,8 +1,8 @@
 """Wraps methods of one object by giving it a subclass of its own class.
 
-A wrapper stored as an attribute would stay bound to its object, so a copy of the object would call the method
-of the original. A subclass, called overlay here, works for copies too. A pickle names the original class, so
-loading it needs neither the overlay nor this package.
+A wrapper stored as an attribute would stay bound to its object. A copy of the object would then call the
+method of the original. A subclass, called overlay here, works for copies too. A pickle names the original
+class, so loading it needs neither the overlay nor this package.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def overlay_method(owner: Any, name: str, around: Around) -> None:
 
 
 def remove_overlay(owner: Any) -> None:
-    """Restore the class of ``owner``, unless another class was set after ours."""
+    """Restore the class of ``owner``. Does nothing if another class was set after ours."""
     base = vars(type(owner)).get(_BASE)
     if base is not None:
         object.__setattr__(owner, "__class__", base)

@@ -2,12 +2,12 @@
 ``openai`` package (``hosted_vllm/``, litellm's Responses API and others).
 
 At this level the URL names the server that is really used, and streams are followed to their last byte.
-Models of ``openai/`` use the openai client, which has a patch of its own; no request passes both patches.
+Models of ``openai/`` use the openai client, which has a patch of its own. No request passes both patches.
 
-``completion`` and similar functions are wrapped as well, so that retries belong to the same logical request:
-retries by ``num_retries``, and retries by a ``Router`` to another deployment. A function that was imported by
-name before the patch (``from litellm import completion``) is not wrapped. Its requests are still reported,
-but each of its attempts counts as a request.
+``completion`` and similar functions are wrapped as well. So retries belong to the same logical request, both
+those of ``num_retries`` and those of a ``Router`` at another deployment. A function that was imported by name
+before the patch (``from litellm import completion``) is not wrapped. Its requests are still reported, but
+each of its attempts counts as a request.
 
 Not covered: providers that bring their own HTTP client (``aiohttp_openai/``, ``petals/`` and others), and
 litellm's proxy as a server of its own. Checked with 1.83.0, 1.106.12 and 1.110.2.
@@ -41,8 +41,8 @@ _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
 """Methods of a ``Router`` in Python through which all its requests pass. A router with a core in Rust (from
 litellm 1.109 at the latest) has neither method. Its methods that send requests are patched instead."""
 _SMALL_BYTES = 4096
-"""Longest field of the user's body, in bytes of JSON, that is decoded. Our fields are never merged into a
-longer field."""
+"""Longest field of the user's body, in bytes of JSON, that is decoded. Longer fields stay as the user wrote
+them; our fields are never merged into them."""
 
 _MAX_TARGETS = 256
 
@@ -50,9 +50,16 @@ _patches = Patches()
 _as_written = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoder = msgspec.json.Decoder()
 _targets: dict[str, tuple[Config, str | None, str, str, str] | None] = {}
-"""Cache, since parsing URLs is slow. Key: URL. Value for an LLM request: the settings; the server's entry of
-``Config.hosts``, or ``None`` if the server is not listed; ``host:port``; path; and suffix of the path (one of
-``LLM_PATHS``). Value for any other URL: ``None``."""
+"""Cache, since parsing URLs is slow. Key: URL. Value for a URL of another kind than an LLM request: ``None``.
+
+Value for an LLM request:
+
+- the settings;
+- the server's entry of ``Config.hosts``; ``None`` if the server is not listed;
+- ``host:port``;
+- path;
+- suffix of the path (one of ``LLM_PATHS``).
+"""
 _posting: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_litellm_posting", default=None)
 
 
@@ -153,8 +160,8 @@ def _begin(
     handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[OutgoingRequest | None, tuple[Any, ...], dict[str, Any]]:
     """Return the LLM request that this call of ``post`` sends, and the arguments of ``post`` with our fields
-    added. If the call is no LLM request to a listed server, or is part of a request under way, returns
-    ``None`` and the unchanged arguments."""
+    added. Returns ``None`` and the unchanged arguments if the call is no LLM request to a listed server. The
+    same holds for a call that is part of a request under way."""
     outgoing: OutgoingRequest | None = None
     try:
         live = session()
@@ -198,8 +205,8 @@ def _begin(
 def _named(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the keyword arguments of a call of ``original``, with its positional arguments after the first
-    among them. Returns ``None`` if these have no names, or if an argument is given twice."""
+    """Return all arguments of a call of ``original`` as keyword arguments, except the first positional one.
+    Returns ``None`` if a positional argument has no name, or if an argument is given twice."""
     parameters = inspect.signature(original).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names) or not kwargs.keys().isdisjoint(names[: len(args)]):
@@ -208,8 +215,11 @@ def _named(
 
 
 def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callable[[dict[str, Any]], Any]]:
-    """Return three values: the name of the argument that holds the body; the body's fields, ``None`` if the
-    body is not a JSON object; and the function that encodes the fields.
+    """Return three values:
+
+    - the name of the argument that holds the body;
+    - the body's fields, or ``None`` if the body is not a JSON object;
+    - the function that encodes the fields.
 
     If the body is text, its fields stay encoded, since decoding and encoding a long conversation takes time.
     """

@@ -140,8 +140,8 @@ def _attached_run(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``run`` inside a new program. If the agent is already inside its ``run``, call ``run`` without a
-    new program."""
+    """Call ``run`` inside a new program. If the agent is already inside its ``run``, there is no new
+    program."""
     running = _running.get()
     if id(agent) in running:
         return run(*args, **kwargs)
@@ -170,8 +170,8 @@ def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
 def _in_tool_call(
     environment: Any, execute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``execute`` inside a new tool call. Inside another ``execute`` of this environment, call it
-    without a new tool call."""
+    """Call ``execute`` inside a new tool call. If this environment is already inside an ``execute``, there is
+    no new tool call."""
     executing = _executing.get()
     if id(environment) in executing:
         return execute(*args, **kwargs)

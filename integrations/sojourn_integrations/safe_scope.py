@@ -48,9 +48,10 @@ def enter(make: Callable[[], Any]) -> Scope | None:
 def leave(
     scope: Scope | None, error: BaseException | None = None, *, status: str | Callable[[], str] | None = None
 ) -> None:
-    """Leave the scope. ``error``: the exception of the code inside, if any, which the caller then re-raises.
+    """Leave the scope. ``error``: the exception of the code inside, if any. The caller re-raises it.
 
-    ``status`` is the tool call's status, or a function that returns it; without it, ``error`` decides.
+    ``status`` is the tool call's status, or a function that returns it. Without ``status``, ``error``
+    decides.
     """
     if scope is None:
         return

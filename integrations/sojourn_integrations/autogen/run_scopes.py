@@ -55,8 +55,9 @@ class TeamRun:
         """Tool calls in progress."""
 
     def close(self, status: str) -> None:
-        """End the run, and its program if the run opened it. Tool calls in progress are reported as
-        cancelled: after a cancellation AutoGen lets the tools run on, but does not use their results."""
+        """End the run. If the run opened its program, end the program too. Tool calls in progress are
+        reported as cancelled: after a cancellation AutoGen lets the tools run on, but does not use their
+        results."""
         for call in tuple(self.calls):
             call.stop("cancelled")
         self.calls.clear()
@@ -119,8 +120,12 @@ def _handled_frame() -> RunFrame | None:
 
 
 def _enclosing_context() -> tuple[ExecutionContext, RunFrame | None, bool]:
-    """Return three values: the current context; the frame of the run around the code, ``None`` outside of a
-    run and inside a tool call; and whether the code is inside a tool call."""
+    """Return three values:
+
+    - the current context;
+    - the frame of the run around the code; ``None`` outside of a run, and inside a tool call;
+    - whether the code is inside a tool call.
+    """
     here = live_context()
     if here.program is None or resolvers:
         here, _ = find_context(session().counters)
@@ -239,9 +244,14 @@ def _run(
     inside_tool: bool,
     graph: Callable[[Any], Aeg | None],
 ) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
-    """Return three values: the run that ``runner`` (a team or agent) belongs to; the same run if it begins
-    here, else ``None``; and the context inside the run. A run begins here if ``frame`` is ``None``. ``here``,
-    ``frame`` and ``inside_tool`` are the result of ``_enclosing_context``."""
+    """Return three values:
+
+    - the run that ``runner`` (a team or agent) belongs to;
+    - the same run if it begins here, else ``None``; a run begins here if ``frame`` is ``None``;
+    - the context inside the run.
+
+    ``here``, ``frame`` and ``inside_tool`` are the result of ``_enclosing_context``.
+    """
     if frame is not None:
         return frame.run, None, here
     program = here.program
@@ -258,8 +268,8 @@ def _run(
 
 
 def _report_graph(program: Program, aeg: Aeg | None) -> None:
-    """Report ``aeg`` as the graph of a program that the user opened, unless the user gave the program a
-    graph. The graph is reported as not complete, since the program may do more than this run."""
+    """Report ``aeg`` as the graph of a program that the user opened. Does nothing if the user gave the
+    program a graph. The graph is reported as not complete, since the program may do more than this run."""
     if aeg is None or (program.aeg is not None and _graphs.get(program) != program.aeg.hash):
         return
     aeg = Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False)

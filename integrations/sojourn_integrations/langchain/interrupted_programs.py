@@ -32,8 +32,8 @@ class _InterruptedProgram(NamedTuple):
 
 class InterruptedPrograms:
     """The programs that wait for a person, by id. A wait is reported as a tool call of class ``human``, so
-    that the server learns how long people take. A waiting program sends no heartbeats, since the wait may
-    last for days; so the server ends its lease. The program's next request continues the program."""
+    that the server learns how long people take. A wait may last for days. So a waiting program sends no
+    heartbeats, and the server ends its lease. The program's next request continues the program."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _InterruptedProgram] = OrderedDict()

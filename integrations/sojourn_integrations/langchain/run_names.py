@@ -8,7 +8,7 @@ from sojourn.valid_ids_and_names import SHORT, agent_type_of, name_of
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
 _DEFAULT_GRAPH_NAME = "LangGraph"
-"""Name that LangGraph gives to each graph compiled without ``name``, and LangChain to agents without one."""
+"""LangGraph's name for a graph compiled without ``name``. LangChain uses it for an agent without a name."""
 
 
 def node_path(ns: str, prefix: str = "") -> str | None:

@@ -21,9 +21,9 @@ def tool_status(error: BaseException) -> str:
 
 
 def result_status(output: Any) -> str:
-    """Return the status of a tool call that raised nothing. The status is ``error`` if the result has the
-    status ``error``, for example because ``handle_tool_error`` turned an exception into a message; otherwise
-    ``ok``."""
+    """Return the status of a tool call that raised nothing: ``error`` if the result has the status ``error``,
+    else ``ok``. For example, ``handle_tool_error`` turns an exception into a message with the status
+    ``error``."""
     return "error" if getattr(output, "status", None) == "error" else "ok"
 
 

@@ -88,8 +88,8 @@ class GraphStart:
 
 starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)
 batch_context: ContextVar[tuple[Hashable] | None] = ContextVar("sojourn_langgraph_batch", default=None)
-"""Set inside a ``batch()`` of graphs, to a tuple of one element: the id of the run around the batch, or
-``None`` if there is no such run. Outside of a batch the variable is ``None``."""
+"""Inside a ``batch()`` of graphs: a tuple with one element, the id of the run around the batch. That element
+is ``None`` if there is no such run. Outside of a batch the variable is ``None``."""
 
 
 class RunNode:
@@ -147,7 +147,7 @@ class RunTree:
         """Returns the open run with an id; ``None`` if there is none."""
         self._roots: dict[Hashable, RunNode] = {}
         self._root_tools: dict[Hashable, RunNode] = {}
-        """The tool calls among ``_roots``. No chain's end tells that they are over."""
+        """The tool calls among ``_roots``. They have no chain around them whose end would end them."""
         self._adopted_runs: dict[int, RunNode] = {}
         """``id()`` of a program that the user opened → the graph run that is reported as this program."""
         self._open_ids: dict[str, RunNode] = {}
@@ -214,8 +214,8 @@ class RunTree:
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
         """Record the end of a chain. If the chain has a program of its own or no parent, unfinished runs
-        inside the chain end too. Otherwise the unfinished runs move to the chain's parent. But if the chain
-        failed, its unfinished tool calls end."""
+        inside it end too. Otherwise the unfinished runs move to the chain's parent. One exception: if the
+        chain failed, its unfinished tool calls end."""
         run = self._runs.pop(id, None)
         if run is None:
             return
@@ -282,8 +282,8 @@ class RunTree:
             task.remove_done_callback(callback)
 
     def _close(self, run: RunNode) -> None:
-        """Drop a run whose end will not be reported, and all runs inside it. Its tool call ends as cancelled,
-        and so does its program if the run owns one."""
+        """Drop a run whose end will not be reported, and all runs inside it. Its tool call ends as cancelled.
+        If the run has a program of its own, the program ends as cancelled too."""
         self._leave(run)
         self._close_children(run)
         if run.call is not None:
@@ -416,10 +416,13 @@ class RunTree:
         call_id: str | None,
         task: Task[Any] | None = None,
     ) -> None:
-        """Record the start of a tool call, unless our middleware or the user already reports that call.
-        ``call_id`` is the model's id of the call. If it is ``None``, the run's id is used. ``task``: the task
-        of an asynchronous call outside of any chain. The call ends with the task at the latest, since
-        langchain-core 1.0.0 reports no end of a cancelled tool."""
+        """Record the start of a tool call. If our middleware or the user already reports the call, it is not
+        reported again.
+
+        ``call_id`` is the model's id of the call; if it is ``None``, the run's id is used. ``task`` is the
+        task of an asynchronous call outside of any chain. The call ends with the task at the latest, since
+        langchain-core 1.0.0 reports no end of a cancelled tool.
+        """
         if id in self._runs:
             return
         here = live_context()
@@ -461,8 +464,8 @@ class RunTree:
             count_error("internal_error")
 
     def program_ended(self, program: Program) -> None:
-        """Drop the program's tool calls outside of any chain, since their ends may never be reported. Runs
-        inside these calls stay."""
+        """Drop the program's tool calls outside of any chain, since their ends may never be reported. The
+        program's tool calls directly inside them are dropped too; other runs inside them stay."""
         if not self._root_tools:
             return
         owned = [run for run in list(self._root_tools.values()) if _belongs(run, program)]
@@ -477,8 +480,8 @@ class RunTree:
 
 
 def _with_process_program(here: ExecutionContext) -> ExecutionContext:
-    """Return ``here``. If it has no program, add the program that the user's code opened for the whole
-    process, if there is one. Calls no resolvers."""
+    """Return ``here``, completed by the program that the user's code opened for the whole process. The
+    program is added only if ``here`` has none. Calls no resolvers."""
     return here._replace(program=opened_program()) if here.program is None else here
 
 

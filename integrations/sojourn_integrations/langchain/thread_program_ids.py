@@ -25,10 +25,12 @@ _of_process = (os.getpid(), os.urandom(16))
 
 
 def thread_program_id(graph: str, saver: object | None, thread: str, ns: str) -> str:
-    """Return the program id of a thread. The same arguments give the same id in one process. ``graph`` is the
-    graph's name, ``thread`` its ``thread_id``. ``saver`` is the checkpointer; ``None`` if it is unknown,
-    because only callbacks report the run. ``ns`` is the checkpoint namespace if the graph runs inside another
-    graph of the thread, else empty."""
+    """Return the program id of a thread. The same arguments give the same id in one process.
+
+    ``graph`` is the graph's name, ``thread`` its ``thread_id``. ``saver`` is the checkpointer; ``None`` if
+    only callbacks report the run, so that the checkpointer is unknown. ``ns`` is the checkpoint namespace if
+    the graph runs inside another graph of the thread, else empty.
+    """
     config = session().config
     named = config.program_id if config is not None else None
     parts = (_bytes(named) if named else _secret(saver), _bytes(graph), _bytes(thread), _bytes(ns))

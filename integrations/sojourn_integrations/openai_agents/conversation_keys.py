@@ -1,17 +1,17 @@
 """Keys of conversations: which session objects of the OpenAI Agents SDK stand for the same conversation.
 
-A session id such as ``"1"`` is unique in one store only. So a key has the store too:
+A session id such as ``"1"`` is unique in one store only. So a key identifies the store too:
 
-- a file by its path;
-- a database server by its address, with the tables, prefix or collections in it;
-- a database in memory by its engine;
-- a store whose address is unknown by the client object that the session uses;
-- the store of a session class that is not the framework's by the texts, whole numbers and paths among the
-  session's attributes, as they were at its first run, and by the objects among them.
+- file: its path;
+- database server: its address, with the tables, prefix or collections;
+- database in memory: its engine;
+- store with an unknown address: the client object that the session uses;
+- session class that is not the framework's: the session's attributes. Texts, whole numbers and paths count
+  with their values at the first run. Other attributes count as objects.
 
-Two clients or other objects are two stores only while both are alive. A session object for each request may
-make a client of its own each time, so the next one continues the conversation of a client that is gone. If
-nothing identifies the store, class and id are the key: two conversations that share a program cost less than
+Two client objects are two stores only while both are alive. An application may make a session object, and so
+a client, for each request. A new client then continues the conversation of a client that is gone. If nothing
+identifies the store, the key is class and id, and two conversations may share a program. That costs less than
 a new program, without its KV, for each run.
 
 A wrapper such as ``EncryptedSession`` has the store of the session inside. A session in memory or without an
@@ -53,8 +53,8 @@ class ConversationKey(NamedTuple):
     """Program id, the same in every process of this machine. ``None`` for a conversation that is not in a
     file; its program gets a random id."""
     ends: bool
-    """True for a conversation that is in memory or has no id yet, since no other session object could
-    continue it. It ends once its session object is garbage-collected."""
+    """True if the conversation ends once its session object is garbage-collected. That is so for a
+    conversation that is in memory or has no id yet, since no other session object could continue it."""
     by_object: bool
     """True if ``key`` stands for the session object, since the conversation is in memory or has no id yet."""
 
@@ -109,14 +109,14 @@ def machine_id() -> bytes:
 
 
 class _ValuesByObject:
-    """Values of live objects, which need not be hashable. A value goes with its object."""
+    """Values of live objects, which need not be hashable. A value is dropped with its object."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[ReferenceType[Any], Any]] = {}
 
     def find(self, owner: object, make: Callable[[], Any]) -> Any:
-        """Return the value of ``owner``; at the first call, ``make()``. Raises ``TypeError`` for an object
-        that is not weakly referable."""
+        """Return the value of ``owner``. At the first call this is the result of ``make()``, which is then
+        kept. Raises ``TypeError`` for an object that is not weakly referable."""
         key = id(owner)
         known = self._known.get(key)
         if known is None or known[0]() is not owner:
@@ -147,7 +147,7 @@ class _Store(NamedTuple):
 
 
 def _store(inner: Any) -> _Store:
-    """Return what identifies the store of a session that has no file. It is empty if nothing does."""
+    """Return what identifies the store of a session that has no file; empty if nothing does."""
     with suppress(Exception):  # another release of the framework may lack an attribute
         for kind in type(inner).__mro__:
             if kind.__module__.startswith(_FRAMEWORK) and kind.__name__ in _STORES:
@@ -159,9 +159,9 @@ def _store(inner: Any) -> _Store:
 
 
 def _attribute_store(inner: Any) -> _Store:
-    """Return the session's attributes without its id: texts, whole numbers and paths by value, other objects
-    by identity. Flags, fractions, times and locks say nothing about a store. The values of containers do not
-    count, since they may be the conversation itself."""
+    """Return the session's attributes as a store. Texts, whole numbers and paths count by value, other
+    objects by identity. The session's id, flags, fractions, times and locks say nothing about a store. The
+    values of containers do not count, since they may be the conversation itself."""
     values, objects = [], {}
     for name, value in sorted(vars(inner).items()):
         if value is None or isinstance(value, (bool, float)) or name in _NOT_OF_STORE:

@@ -51,14 +51,13 @@ class ProgramCache:
         # Re-entrant, since a finalizer may call one of these methods inside another.
         self._lock = threading.RLock()
         self._status = status
-        """Status with which dropped programs end. If it is ``None``, they end with the status of their last
-        run."""
+        """Status with which dropped programs end. ``None``: they end with the status of their last run."""
         self._hooked = False
         register_at_fork(after_in_child=self._after_fork)
 
     def find(self, key: Hashable) -> Program | None:
-        """Return the program under ``key``. Returns ``None`` if there is no program, or if it has ended or
-        belongs to an earlier session of the SDK."""
+        """Return the program under ``key``. Returns ``None`` unless the program is open and belongs to the
+        current session of the SDK."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None:
@@ -70,8 +69,7 @@ class ProgramCache:
             return kept.program
 
     def take(self, key: Hashable) -> Program | None:
-        """Remove the program under ``key`` and return it. Returns ``None`` if there is no program, or if it
-        has ended or belongs to an earlier session of the SDK."""
+        """Remove the program under ``key`` and return it. Returns ``None`` in the same cases as ``find``."""
         program = self.find(key)
         with self._lock:
             self._kept.pop(key, None)
@@ -84,7 +82,7 @@ class ProgramCache:
         return keys[0] if len(keys) == 1 else None
 
     def keep(self, key: Hashable, program: Program) -> None:
-        """Store a program under ``key``. If ``key`` has another program, that program ends. Beyond
+        """Store a program under ``key``. A different program that was under ``key`` ends. Beyond
         ``MAX_CACHED_PROGRAMS`` the least recently used program ends."""
         given_up: list[_CachedProgram] = []
         with self._lock:
@@ -102,10 +100,12 @@ class ProgramCache:
             self._end(kept)
 
     def add_holder(self, key: Hashable, holder: object, *, ends: bool) -> None:
-        """Tie the program under ``key``, if any, to the object ``holder``, e.g. a session. If the program has
-        no other holder, its heartbeats start again. When the last holder is garbage-collected, the program
-        ends if ``ends`` is true, else it only stops its heartbeats. Raises ``TypeError`` for an object that
-        is not weakly referable."""
+        """Tie the program under ``key``, if any, to the object ``holder``, such as a session.
+
+        If the program has no other holder, its heartbeats start again. When the last holder is
+        garbage-collected, the heartbeats stop; with ``ends``, the program ends. Raises ``TypeError`` for an
+        object that is not weakly referable.
+        """
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or id(holder) in kept.holders:

@@ -130,9 +130,9 @@ _calling: ContextVar[Call | None] = ContextVar("sojourn_agents_call", default=No
 
 
 def resolve() -> ResolvedContext | None:
-    """Return the current run's program and node, for ``sojourn.program.add_resolver``; ``None`` outside of a
-    run, or if the user's code opened another program inside the run. ``Program.node`` alone is not enough,
-    since two concurrent runs may share a program but have different nodes."""
+    """Return the current run's program and node, for ``sojourn.program.add_resolver``. Returns ``None``
+    outside of a run, or if the user's code opened another program inside the run. The node comes from the
+    run, not from ``Program.node``, since two concurrent runs may share a program but have different nodes."""
     run = running.get()
     if run is None:
         return None
@@ -143,9 +143,9 @@ def resolve() -> ResolvedContext | None:
 
 
 def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the framework's function ``attach_error``, to mark the current tool call as failed too. The
-    framework calls ``attach_error``, even with tracing off, when a tool's exception becomes text for the
-    model. No other function sees that exception."""
+    """Return a wrapper of the framework's function ``attach_error`` that also marks the current tool call as
+    failed. The framework calls ``attach_error``, even with tracing off, when a tool's exception becomes text
+    for the model. No other function sees that exception."""
 
     @functools.wraps(attach_error)
     def attach_error_to_current_span(*args: Any, **kwargs: Any) -> Any:
@@ -158,8 +158,8 @@ def record_tool_errors(attach_error: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BaseHooks:
-    """Reports nodes and tool calls, then calls the user's hooks ``inner``, by default none. ``by_runner``:
-    True if ``SojournRunner`` made the object, False if the user did."""
+    """Reports nodes and tool calls, then calls the user's hooks ``inner``. Without ``inner`` there are none.
+    ``by_runner``: True if ``SojournRunner`` made the object, False if the user did."""
 
     # ``_kinds`` makes the class ``Hooks``: this base class and docstring, and a ``chain_hook`` for each hook.
 

@@ -105,7 +105,8 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
 
 
 def _with_graph(run: Run, graph: Aeg | None) -> Run:
-    """Report ``graph`` as the graph of the run's program, unless the user gave it one. Returns ``run``."""
+    """Report ``graph`` as the graph of the run's program and return ``run``. A graph that the user gave the
+    program stays."""
     known = run.program.aeg
     if graph is not None and (known is None or is_from_agent(known)):
         run.program.set_graph(graph)

@@ -1,7 +1,7 @@
 """Stores of sessions that no address identifies, told apart by the objects that their sessions use.
 
-Two objects are two stores only while both are alive. A session object for each request may make a client of
-its own each time, so the store of a client that is gone is continued by the next one.
+Two objects are two stores only while both are alive. An application may make a session object, and so a
+client, for each request. A new client then continues the store of a client that is gone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sojourn.process_hooks import register_at_fork
 from .program_cache import MAX_CACHED_PROGRAMS
 
 MAX_STORES_OF_A_CONVERSATION = 64
-"""Maximum number of stores that are told apart for one conversation id. A run compares its session with each.
-Beyond it the oldest one is forgotten, and its next session object starts a new program."""
+"""Maximum number of stores that are told apart for one conversation id. Each run compares its session with
+all of them. Beyond the limit the oldest store is forgotten; its next session object starts a new program."""
 
 
 class SeenObject(NamedTuple):
@@ -30,8 +30,8 @@ class SeenObject(NamedTuple):
 
 
 def seen(owner: object, session: object) -> SeenObject:
-    """Return ``owner``, an object that ``session`` uses. Raises ``TypeError`` if neither is weakly
-    referable."""
+    """Return ``owner``, an object that ``session`` uses, as a ``SeenObject``. Raises ``TypeError`` if neither
+    is weakly referable."""
     try:
         return SeenObject(id(owner), ref(owner))
     except TypeError:  # a list, a dict, a connection of sqlite3
@@ -48,8 +48,8 @@ class _KnownStore:
         self.objects = dict(objects)
 
     def count_shared(self, objects: Mapping[str, SeenObject]) -> int:
-        """Return how many of ``objects`` this store has. Returns -1 if it has a live object in the place of
-        one of them, so that it is another store."""
+        """Return how many of ``objects`` this store has. Returns -1 if ``objects`` belong to another store:
+        in the place of one of them, this store has a different object that is alive."""
         shared = 0
         for name, new in objects.items():
             known = self.objects.get(name)
@@ -62,7 +62,8 @@ class _KnownStore:
         return shared
 
     def add(self, objects: Mapping[str, SeenObject]) -> None:
-        """Add ``objects``; each replaces one that is gone."""
+        """Add each of ``objects`` whose place is free. A place is free if its object is gone or if it never
+        had one."""
         for name, new in objects.items():
             if name not in self.objects or self.objects[name].lives() is None:
                 self.objects[name] = new
@@ -77,8 +78,8 @@ class StoresByObjects:
         register_at_fork(after_in_child=self._after_fork)
 
     def find(self, conversation: Hashable, objects: Mapping[str, SeenObject]) -> Hashable:
-        """Return what stands for the store of ``conversation`` that uses ``objects``, by the names of their
-        attributes. An attribute that one of two sessions lacks does not tell their stores apart."""
+        """Return a value that stands for the store of ``conversation``. ``objects`` are the objects that the
+        session uses, by attribute name. Stores are told apart only by attributes that both sessions have."""
         with self._lock:
             stores = self._known.setdefault(conversation, [])
             self._known.move_to_end(conversation)

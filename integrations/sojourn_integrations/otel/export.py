@@ -76,9 +76,8 @@ class SpanExport(ProgramListener):
         self._requests: weakref.WeakKeyDictionary[LogicalRequest, _OpenRequest] = weakref.WeakKeyDictionary()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Have all outcomes fetched now, and wait for that at most ``timeout_s``. This ends the spans of the
-        finished requests. Returns False if ``timeout_s`` passed first. With ``outcomes=False``, returns True
-        at once."""
+        """Fetch all outcomes now, which ends the spans of the finished requests. Waits at most ``timeout_s``,
+        and returns False if that time passed first. With ``outcomes=False``, returns True at once."""
         return self._outcomes is None or self._outcomes.flush(timeout_s)
 
     def close(self) -> None:
@@ -95,13 +94,13 @@ class SpanExport(ProgramListener):
     # ---- programs
 
     def program_started(self, program: Program) -> None:
-        """Start the program's ``invoke_agent`` span. No span is made for an implicit program, or for a
-        program that ``source`` made from a span."""
+        """Start the program's ``invoke_agent`` span. An implicit program gets no span. A program that
+        ``source`` made from a span gets no second one."""
         if not program.implicit:
             self._open(program)
 
     def program_ended(self, program: Program, status: str) -> None:
-        """End the program's span, and have the outcomes of its requests fetched now."""
+        """End the program's span. Make the fetcher fetch the outcomes of the program's requests now."""
         opened = self._programs.pop(program, None)
         if opened is not None and opened.ours:
             for span, ours in opened.tools.values():
@@ -311,9 +310,11 @@ MAX_DECISIONS = 16
 
 
 def _add_decisions(span: Any, turn: Turn, ended_ns: int) -> None:
-    """Add the server's decisions about the turn and about the gap after it to the span, as span events. The
-    times of the decisions are on the engine's clock. They are converted by the assumption that the turn ended
-    on that clock when the span ended."""
+    """Add the server's decisions about the turn and about the gap after it to the span, as span events.
+
+    The times of the decisions are on the engine's clock. To convert them, the end of the turn on that clock
+    is taken as the end of the span.
+    """
     wall_s, arrived_s = _mapping(turn.get("seconds")).get("wall"), turn.get("arrived_s")
     decisions = turn.get("decisions")
     if not (isinstance(wall_s, _NUMBERS) and isinstance(arrived_s, _NUMBERS) and isinstance(decisions, list)):

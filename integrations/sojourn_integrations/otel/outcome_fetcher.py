@@ -1,9 +1,13 @@
 """Fetches the outcome of each request on a separate thread. The outcome is the request's entry in the
 server's ledger of turns.
 
-One call to the server fetches the outcomes of one program. The call is made at the program's end, when
-``EVERY_REQUESTS`` of its requests wait, or when one has waited for ``IDLE_S``. After an error the requests
-are finished without outcomes.
+One call to the server fetches the outcomes of one program. The call is made at the first of these times:
+
+- the program ends;
+- ``EVERY_REQUESTS`` of the program's requests wait for their outcomes;
+- one request has waited for ``IDLE_S``.
+
+After an error the requests are finished without outcomes.
 """
 
 from __future__ import annotations
@@ -70,8 +74,8 @@ class _Group:
 
 
 class _Flush(NamedTuple):
-    """Message that makes the fetching thread fetch all outcomes now and then set ``done``. If ``last`` is
-    true, the thread then stops."""
+    """Message to the fetching thread: fetch all outcomes now, then set ``done``. If ``last`` is true, the
+    thread then stops."""
 
     done: threading.Event
     last: bool
@@ -81,9 +85,8 @@ class OutcomeFetcher:
     """The fetching thread and its queue. No method raises.
 
     There is no lock, since garbage collection may end a request on a thread that holds the lock.
-    ``SimpleQueue.put`` is reentrant, so a finalizer that calls ``put`` cannot deadlock. The flags and the
-    counters are shared by all threads without a lock and may be read too late. So ``MAX_PENDING`` is
-    approximate.
+    ``SimpleQueue.put`` is reentrant, so a finalizer that calls ``put`` cannot deadlock. Without a lock, a
+    thread may read an old value of the flags and counters. So ``MAX_PENDING`` is approximate.
     """
 
     def __init__(self, *, idle_s: float = IDLE_S, retry_s: float = RETRY_S) -> None:
@@ -134,13 +137,13 @@ class OutcomeFetcher:
             self._inbox.put(program_id)
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Make the thread fetch all outcomes now, and wait at most ``timeout_s`` for them. Returns whether
-        all requests were finished in time."""
+        """Make the thread fetch all outcomes now. Waits at most ``timeout_s``. Returns whether all requests
+        were finished in time."""
         return self._send_flush(timeout_s, last=False)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Make the thread fetch all outcomes and then end; wait at most ``timeout_s`` for it. From now on,
-        ``put`` calls ``finish(None)`` at once."""
+        """Make the thread fetch all outcomes and then end. Waits for the thread at most ``timeout_s``. Later
+        calls of ``put`` call ``finish(None)`` at once."""
         self._closed = True
         self._send_flush(timeout_s, last=True)
 
@@ -283,8 +286,8 @@ class OutcomeFetcher:
 
 
 def _add_decisions(turns: list[dict[str, Any]], decisions: Any) -> None:
-    """Add a list ``decisions`` to each turn: the server's decisions between this turn's arrival and the next
-    turn's. A turn without decisions gets no list."""
+    """Add to each turn the list ``decisions``. It holds the server's decisions from the turn's arrival to the
+    next turn's arrival. A turn without decisions gets no list."""
     starts = sorted(
         (turn["arrived_s"], place)
         for place, turn in enumerate(turns)

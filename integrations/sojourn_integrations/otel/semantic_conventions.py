@@ -1,5 +1,5 @@
 """Attribute names of OpenTelemetry's GenAI conventions, and other spellings that are in use. The conventions
-may still change, so no other file has such names.
+may still change. So all such names are in this file.
 
 Sources: the GenAI semantic conventions (``gen_ai.*``), OpenInference (``openinference.span.kind``,
 ``tool.name``, ``agent.name``, ``graph.node.id``) and OpenLLMetry (``traceloop.*``).

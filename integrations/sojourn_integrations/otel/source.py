@@ -80,7 +80,8 @@ class _Entry:
         program other than ``outer_program`` and ``program``, code opened that program inside the span."""
         self.node: str | None = above.node if above is not None else None
         self.under: CallInProgress | None = above.under if above is not None else None
-        """The tool call around the span in the same program; for a tool's span, its own call."""
+        """The innermost tool call around the span in the same program. For a tool's span, the tool's own
+        call."""
         self.owns = False
         """True if the program stays open until this span ends."""
         self.call: ToolCall | None = None
@@ -95,10 +96,12 @@ class _Entry:
 class SojournSpanProcessor(SpanProcessor):
     """Reports programs, nodes and tool calls as spans start and end.
 
-    ``workflows``: names of spans that mark a run although no attribute says so, such as your own
-    ``run_team``. ``adopt``: whether spans also report tools and nodes inside a program that your code opened
-    (``with sojourn.program():``); by default only your code reports in such a program. ``max_spans``:
-    maximum number of open spans. Beyond it the least recently used spans are dropped, and their programs end.
+    - ``workflows``: names of spans that mark a run although no attribute says so, such as your own
+      ``run_team``.
+    - ``adopt``: whether spans also report tools and nodes inside a program that your code opened with
+      ``sojourn.program()``. By default only your code reports in such a program.
+    - ``max_spans``: maximum number of open spans. Beyond it the least recently used spans are dropped, and
+      their programs end.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class SojournSpanProcessor(SpanProcessor):
         self._programs: dict[str, tuple[Program, set[Key]]] = {}
         """Programs opened here, by id, and the spans that keep each program open."""
         self._late: dict[Key, object] = {}
-        """Open spans whose attributes came after their start. The first thread to add a span here handles
+        """Open spans whose attributes came after their start. The thread that adds a span here first reports
         the span."""
         self._scopes: dict[str, frozenset[str]] = {}
         self._listening = False
@@ -196,8 +199,8 @@ class SojournSpanProcessor(SpanProcessor):
             self._enter(span, meaning, above)
 
     def _catch_up(self, span: Any, entry: _Entry | None) -> _Entry | None:
-        """Report a span by attributes that were set after its start. ``entry`` is the span's entry before, if
-        any. Returns the span's entry afterwards, or ``None`` if it still has none."""
+        """Report a span whose attributes were set after its start. ``entry`` is the span's entry so far, if
+        any. Returns the span's entry afterwards; ``None`` if it still has none."""
         if self.closed or _scope(span) == semantic_conventions.SCOPE or not runtime.session().online:
             return entry
         meaning = self._meaning(span)
@@ -366,8 +369,8 @@ class SojournSpanProcessor(SpanProcessor):
             self._release(key, entry.program, "cancelled")
 
     def _enclosing_program(self) -> Program | None:
-        """Return the program around the running code. Returns ``None`` for an implicit program, for a program
-        that this processor opened, and without a program."""
+        """Return the program around the running code; ``None`` if there is none. Implicit programs and
+        programs that this processor opened do not count."""
         self._thread.quiet = True
         try:
             program = find_context(runtime.session().counters)[0].program
@@ -379,7 +382,8 @@ class SojournSpanProcessor(SpanProcessor):
         return None if held is not None and held[0] is program else program
 
     def _has_adapter(self, scope: str) -> bool:
-        """Return whether ``scope`` belongs to a framework that an active adapter already reports."""
+        """Return whether the instrumentation scope ``scope`` belongs to a framework that an active adapter
+        already reports."""
         parts = self._scopes.get(scope)
         if parts is None:
             parts = frozenset(_word(part) for part in scope.split("."))
