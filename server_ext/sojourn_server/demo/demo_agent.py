@@ -1,7 +1,8 @@
 """One agent of the demo: mini-swe-agent's own loop and shell, with a model whose output tokens are forced.
 
 Every request carries the forced tokens in ``vllm_xargs.replay_ids``. The run ends with an error if an answer
-differs from the script, or if the agent needs more turns than the script has.
+differs from the script, or if the agent needs more turns than the script has. The demo runs its programs once
+in each arm: ``stock`` is plain vLLM, ``sojourn`` adds the SDK and the plugin.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ def make_agent(
 
 
 def silence_litellm() -> None:
-    """Turn off litellm's prints about errors. They would break the live view and a JSON on stdout, and the
-    demo reports errors itself."""
+    """Turn off litellm's prints about errors. They would spoil the live view and JSON on stdout. The demo
+    reports errors itself."""
     import litellm
 
     litellm.suppress_debug_info = True
@@ -235,8 +236,9 @@ def run_program(
 ) -> DemoProgramRecord:
     """Run one agent in ``repository`` and return the record of the run. Times are seconds after ``origin_s``.
 
-    An exception during the run becomes the record's ``error``. ``prepare`` is called with the agent before
-    the run and returns the agent to run; except in the stock arm, it attaches the sojourn integration.
+    ``prepare`` gets the agent before the run and returns the agent to run. In the sojourn arm it attaches the
+    sojourn integration; in the stock arm it does nothing. An exception during the run becomes the record's
+    ``error``.
     """
     agent = prepare(make_agent(task, repository, base_url, model, tokenizer, watch=watch))
     arrived_s = time.monotonic() - origin_s
@@ -264,7 +266,7 @@ def run_program(
 
 
 def _turns(notes: list[dict[str, Any]], origin_s: float, ended_s: float) -> tuple[DemoTurnRecord, ...]:
-    """Return the turns of one program. A turn's command ends when the next request begins; the last command
+    """Return the turns of one program. A turn's command ends when the next request begins. The last command
     ends at ``ended_s``."""
     starts = [note["start_s"] - origin_s for note in notes]
     ends = [*starts[1:], ended_s]

@@ -37,7 +37,7 @@ SMOKE = "a smoke run, not a measurement: sojourn demo without --quick measures"
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:
-    """Return the notes below the table and in the plot: on a smoke run, and on failed programs."""
+    """Return the notes below the table and in the plot. They mark a smoke run and name failed programs."""
     failed = [
         f"{figures['programs_failed']} of {figures['programs']} programs of {name}"
         for name, figures in result["arms"].items()
@@ -58,7 +58,8 @@ def recomputed_prompt_tokens(turns: Sequence[DemoTurnRecord]) -> int:
 
 
 def arm_figures(arm: ArmRecord) -> dict[str, Any]:
-    """Return one arm's figures for the JSON, in seconds and tokens. ``hit_rate``: cached ÷ prompt tokens."""
+    """Return one arm's figures for the JSON, in seconds and tokens. ``hit_rate`` is cached tokens ÷ prompt
+    tokens."""
     turns = [turn for program in arm.programs for turn in program.turns]
     completions = [program.completion_s for program in arm.programs]
     completion = summarise(completions)
@@ -90,9 +91,11 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
 
 
 def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return a ratio for each name in ``RATIOS``: the stock arm's figure ÷ the other arm's figure. A ratio is
-    ``None`` if a figure is missing or the divisor is 0. All are ``None`` if a program of any arm failed: it
-    ended early, so its arm would look faster."""
+    """Return a ratio for each name in ``RATIOS``: the stock arm's figure ÷ the other arm's figure.
+
+    A ratio is ``None`` if a figure is missing or the divisor is 0. All ratios are ``None`` if any program
+    failed. A failed program ends early, so its arm would look faster.
+    """
     if _any_failed(arms):
         arms = {}
     others = [figures for name, figures in arms.items() if name != STOCK]

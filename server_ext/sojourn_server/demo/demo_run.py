@@ -32,8 +32,8 @@ MAX_SEQS = 8
 BATCHED_TOKENS = 512
 BLOCK_TOKENS = 32
 KV_BYTES = 1 << 30
-"""KV memory of the server in bytes. It is more than the pool needs, so only the number of blocks limits the
-pool."""
+"""KV memory of the server in bytes. It is larger than any pool of the demo, so the number of blocks alone
+limits the pool."""
 STOCK = "stock"
 """Name of the arm with plain vLLM; the other arm is ``sojourn``."""
 
@@ -116,10 +116,13 @@ def run_arm(
     """Run all ``tasks`` against the server at ``url`` and return the arm's record.
 
     The repositories are copied below ``directory``. ``announce`` gets each phase as it begins. The SDK is
-    attached unless the arm is ``stock``. Failures of single programs are in their records. If
-    ``DemoInterrupted`` is raised while programs run, the record holds the exception and the programs that
-    have ended. Raises ``RuntimeError`` if a repository's tests pass at the start or the agents' client fails,
-    and ``httpx.HTTPError`` if the server does not answer the first request.
+    attached unless the arm is ``stock``.
+
+    If a single program fails, its own record says so. If ``DemoInterrupted`` is raised while programs run,
+    the arm's record holds the exception and the programs that have ended.
+
+    Raises ``RuntimeError`` if a repository's tests pass at the start or the agents' client fails. Raises
+    ``httpx.HTTPError`` if the server does not answer the first request.
     """
     places = [Path(tempfile.mkdtemp(prefix="p", dir=directory)) for _ in tasks]
     repositories = [task.copy_to(place) for task, place in zip(tasks, places, strict=True)]
@@ -224,7 +227,8 @@ def _get_json(url: str, what: str, headers: dict[str, str] | None, **params: int
 
 
 def _run_tests(tasks: Sequence[DemoTask], repositories: Sequence[Path]) -> list[bool]:
-    """Return for each repository whether its tests pass. Tests mostly sleep, so they run in parallel."""
+    """Return for each repository whether its tests pass. The tests run in parallel, because they mostly
+    sleep."""
     with ThreadPoolExecutor(max_workers=8) as pool:
         return list(pool.map(lambda pair: pair[0].is_fixed(pair[1]), zip(tasks, repositories, strict=True)))
 

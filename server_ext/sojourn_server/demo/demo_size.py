@@ -17,8 +17,8 @@ FULL_TURNS = 10
 MIN_PROGRAMS = 3
 MIN_TURNS = FINAL_TURNS + 2
 MIN_RESIDENT = 1.5
-"""Smallest size of the KV pool, as a multiple of a program's context at its end. It has room for a running
-program and half of an evicted one."""
+"""Smallest size of the KV pool, as a multiple of a program's final context. It holds a running program and
+half of an evicted one."""
 DEFAULT_BUDGET_S = 600.0
 
 PROMPT_TOKENS = 1024
@@ -67,10 +67,10 @@ class DemoSize:
         return (self.programs, self.turns) == (FULL_PROGRAMS, FULL_TURNS)
 
     def resident(self, full_resident: float) -> float:
-        """Return the size of the KV pool, as a multiple of a program's context at its end.
+        """Return the size of the KV pool, as a multiple of a program's final context.
 
         The full number of programs gets ``full_resident``. With fewer programs the pool shrinks in
-        proportion, but not below ``MIN_RESIDENT``.
+        proportion, down to ``MIN_RESIDENT``.
         """
         if self.programs >= FULL_PROGRAMS:
             return full_resident
@@ -87,13 +87,13 @@ QUICK = DemoSize(
     expected_s=120.0,
     reason=f"a smoke run: 4 programs of {MIN_TURNS} turns; about two minutes, most of them for server starts",
 )
-"""Size of ``sojourn demo --quick``. It shows that everything works, and measures nothing, because on the
-model *tiny* computing a context again costs next to nothing."""
+"""Size of ``sojourn demo --quick``. It shows that everything works. It measures nothing, because its model
+*tiny* recomputes a context in almost no time."""
 
 
 def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAULT_BUDGET_S) -> DemoSize:
-    """Return the largest demo that is expected to end within ``budget_s`` seconds. If no demo is, return the
-    smallest.
+    """Return the largest demo that is expected to end within ``budget_s`` seconds. If even the smallest demo
+    takes longer, return the smallest.
 
     Turns are reduced before programs, because the demo is about programs that run at the same time.
     """
@@ -117,9 +117,11 @@ def choose_size(speed: EngineSpeed, arms: Sequence[str], budget_s: float = DEFAU
 
 
 def expected_s(speed: EngineSpeed, arms: Sequence[str], programs: int, turns: int) -> float:
-    """Return the expected seconds for all server starts, the speed measurement and all arms. A smaller demo
-    takes one more server start, because the speed is measured on a server with the KV pool of the full
-    demo."""
+    """Return the expected seconds for all server starts, the speed measurement and all arms.
+
+    The speed is measured on a server with the KV pool of the full demo. A smaller demo needs another pool, so
+    it starts one more server.
+    """
     prompt = programs * sum(OPENING_TOKENS + _TOKENS_PER_TURN * turn for turn in range(turns))
     output = programs * turns * _OUTPUT_TOKENS_PER_TURN
     starts = len(arms) + ((programs, turns) != (FULL_PROGRAMS, FULL_TURNS))

@@ -48,8 +48,8 @@ class DemoTask:
         return Path(shutil.copytree(TASKS_FOLDER / self.name / "repo", directory / self.name))
 
     def shortened(self, turns: int) -> DemoTask:
-        """Return the same task with only ``turns`` turns. Drops turns that only read files, the last ones
-        first; keeps the final turns (edit, test, check, submit).
+        """Return the same task with only ``turns`` turns. The final turns (edit, test, check, submit) stay.
+        Turns that only read files are dropped, the latest first.
 
         ``context_tokens`` becomes an estimate, which tends to be too large. Raises ``ValueError`` if
         ``turns`` is less than ``FINAL_TURNS`` or more than the task has.
@@ -82,8 +82,8 @@ class DemoTask:
 
 
 def load_tasks(count: int | None = None) -> list[DemoTask]:
-    """Return all tasks in a fixed order or, if ``count`` is given, the first ``count`` tasks. If there are
-    fewer tasks, they repeat. Raises ``ValueError`` for a count below 1."""
+    """Return the first ``count`` tasks in a fixed order; ``None``: all tasks. If ``count`` exceeds the number
+    of tasks, they repeat. Raises ``ValueError`` for a count below 1."""
     if count is not None and count < 1:
         raise ValueError(f"{count} programs; expected at least 1")
     tasks = [_load(folder) for folder in sorted(TASKS_FOLDER.iterdir()) if (folder / "task.toml").is_file()]

@@ -107,9 +107,11 @@ class LiveView:
         return Group(Text(f"arm {self._arm}: {self._totals()}", style="bold"), made)
 
     def _totals(self) -> str:
-        """Return the elapsed seconds and the numbers of turns and programs by state, as text. As in the
-        report, the time runs from the first program's start to the last program's end. Copying and testing
-        the repositories are not included."""
+        """Return the elapsed seconds and the numbers of turns and programs by state, as text.
+
+        The seconds run from the first program's start to the last program's end, as in the report. They leave
+        out the copying and testing of repositories.
+        """
         states = [row.state for row in self._rows]
         done = sum(row.turn - (row.state == "thinking") for row in self._rows)
         ended = states.count("done") + states.count("failed")

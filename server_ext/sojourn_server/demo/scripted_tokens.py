@@ -1,7 +1,7 @@
 """Forced tokens of scripted turns, and the size of the KV pool for them.
 
-The tokens of a turn are its assistant message as the chat template writes it, and the end-of-message token.
-So the engine stops by itself, and on the next turn finds the message in its prefix cache.
+The forced tokens of a turn are its assistant message, as the chat template writes it, and the end-of-message
+token. So the engine stops by itself. On the next turn it finds the message in its prefix cache.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..models.chat_format import CHAT_TEMPLATE, END_OF_MESSAGE, assistant_text
 from .demo_tasks import ScriptedTurn
 
 RESIDENT_PROGRAMS = 3.0
-"""Default size of the KV pool, as a multiple of a program's context at its end. It is small enough for
-evictions, and large enough for progress."""
+"""Default size of the KV pool, as a multiple of a program's final context. It is small enough for evictions,
+and large enough for progress."""
 MARGIN_BLOCKS = 8
 """Additional blocks of the KV pool: the engine's null block, and each program's partly filled last block."""
 
@@ -66,8 +66,8 @@ def tool_call(turn: ScriptedTurn) -> dict[str, Any]:
 def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float = RESIDENT_PROGRAMS) -> int:
     """Return the number of blocks of a KV pool that holds about ``resident`` contexts.
 
-    ``context_tokens``: the length of each program's context at its end. The pool holds ``resident`` times the
-    mean context, and ``MARGIN_BLOCKS`` blocks more. Its minimum is one request of ``model_length`` tokens,
+    ``context_tokens``: the length of each program's final context. The pool holds ``resident`` times the mean
+    context, and ``MARGIN_BLOCKS`` blocks more. It holds at least one request of ``model_length`` tokens,
     because vLLM does not start with less. Raises ``ValueError`` if there are no contexts or ``resident`` is
     not positive.
     """
