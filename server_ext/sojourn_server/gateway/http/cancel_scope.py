@@ -10,10 +10,12 @@ from types import TracebackType
 class CancelScope:
     """Context manager whose block other code can end early, by ``end_now()`` or ``end_after(seconds)``.
 
-    The block then ends without an exception, and ``ended_early`` is True. Unlike ``asyncio.wait`` and
-    ``asyncio.wait_for`` (before Python 3.12), the scope starts no task, because one task per request would
-    cost as much as all routing decisions. On Python 3.10, a cancellation from outside is lost if it comes in
-    the same iteration of the event loop as the cancellation by the scope.
+    The block then ends without an exception, and ``ended_early`` is True. The scope starts no task: one task
+    per request would cost as much as all routing decisions. ``asyncio.wait`` starts tasks, and so does
+    ``asyncio.wait_for`` before Python 3.12.
+
+    On Python 3.10, one iteration of the event loop may bring two cancellations: the scope's own, and one from
+    outside. Then the one from outside is lost.
     """
 
     def __init__(self) -> None:
@@ -54,8 +56,8 @@ class CancelScope:
         return kind is asyncio.CancelledError
 
     def _set(self, handle: asyncio.Handle | None) -> None:
-        """Cancel the scheduled call of ``_cancel``, if any. Remember ``handle`` as the new scheduled call;
-        ``None``: there is no new call."""
+        """Cancel the scheduled call of ``_cancel``, if any. ``handle``: the new scheduled call; ``None``:
+        there is none."""
         if self._soon is not None:
             self._soon.cancel()
         self._soon = handle

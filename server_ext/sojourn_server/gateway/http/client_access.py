@@ -61,7 +61,6 @@ class ClientAccess:
         return guarded
 
     def _is_admin(self, request: Request) -> bool:
-        """Whether the request has the admin key."""
         key = self.admin_key
         scheme, _, shown = (request.headers.get("authorization") or "").partition(" ")
         return (
@@ -71,13 +70,14 @@ class ClientAccess:
         )
 
     def only_admin(self, request: Request) -> None:
-        """Raise ``ApiError`` unless the request has the admin key. If the gateway neither checks keys nor has
-        an admin key, every client passes."""
+        """Raise ``ApiError`` unless the request has the admin key. Every client passes if the gateway has no
+        keys at all."""
         if not self.sees_all(request):
             raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
 
     def sees_all(self, request: Request) -> bool:
-        """Whether the request may see all tenants' data: it has the admin key, or the gateway has no keys."""
+        """Whether the request may see all tenants' data. True with the admin key, or if the gateway has no
+        keys at all."""
         return request.state.tenant is None or not (self._tenants.checks or self.admin_key is not None)
 
 
@@ -89,5 +89,5 @@ def tenant_name(request: Request) -> str:
 
 def engine_authorization(request: Request) -> str | None:
     """Return the client's ``Authorization`` header, to be sent to engines. ``None``: the client sent no such
-    header, or sent the admin key, which engines never receive."""
+    header, or its header holds the admin key. Engines never receive the admin key."""
     return request.headers.get("authorization") if request.state.tenant is not None else None

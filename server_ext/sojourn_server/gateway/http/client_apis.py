@@ -40,7 +40,7 @@ _TYPES = {
 
 
 def error_body(api: ClientApi | None, status: int, code: str, message: str) -> bytes:
-    """The JSON body of an error answer, in the format of ``api`` (``None``: OpenAI's format)."""
+    """Return the JSON body of an error answer in the format of ``api``; ``None``: OpenAI's format."""
     kind = _TYPES.get(status, "api_error")
     if api is ClientApi.MESSAGES:
         return _json({"type": "error", "error": {"type": kind, "message": message}})
@@ -49,7 +49,7 @@ def error_body(api: ClientApi | None, status: int, code: str, message: str) -> b
 
 def error_event(api: ClientApi, code: str, message: str) -> bytes:
     """Return the server-sent events that end a broken stream with an error, in the format of ``api``. The
-    bytes sent before must end with a complete event."""
+    stream's earlier bytes must end with a complete event."""
     if api is ClientApi.RESPONSES:
         error = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
         return b"event: error\ndata: " + _json(error) + b"\n\n"
@@ -66,7 +66,7 @@ def _json(document: object) -> bytes:
 
 INVALID_KEY = "invalid_api_key"
 GATEWAY_FULL = "gateway_full"
-"""Error code: the gateway holds too many bodies, or cannot open a connection."""
+"""Error code: the gateway holds too many request bodies, or cannot open a connection to an engine."""
 GATEWAY_ERROR_CODES = (
     INVALID_KEY,
     "bad_request",
@@ -87,7 +87,7 @@ AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class RequestRejected(Exception):
-    """The gateway answers the request with an error: HTTP status, error code, message and ``Retry-After``."""
+    """Raised to answer the request with an error: HTTP status, error code, message and ``Retry-After``."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class RequestRejected(Exception):
         is_counted: bool = False,
     ) -> None:
         """``retry_after_s``: ``Retry-After`` in seconds; ``None``: no such header. ``is_counted``: whether
-        the metrics count this rejection already."""
+        the metrics already count this rejection."""
         super().__init__(message)
         self.is_counted = is_counted
         self.status = status
@@ -109,7 +109,7 @@ class RequestRejected(Exception):
 
 
 async def send_rejection(send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
-    """Answer a request with the error ``refused``. A client that has disconnected is ignored."""
+    """Answer a request with the error ``refused``. Does nothing if the client has disconnected."""
     body = error_body(api, refused.status, refused.code, refused.message)
     headers = [
         (b"content-type", b"application/json"),
@@ -126,7 +126,7 @@ async def send_rejection(send: AsgiSend, api: ClientApi, refused: RequestRejecte
 
 
 def unavailable_error(message: str) -> ApiError:
-    """The error 503 of a route whose engine does not answer at present."""
+    """Return the error 503 for a route whose engine does not answer at present."""
     return ApiError(503, message, "try again soon", {"Retry-After": str(RETRY_AFTER_S)})
 
 

@@ -1,10 +1,11 @@
 """A client's connection: uvicorn's HTTP protocol with deadlines, and with limits on pipelined requests and on
 the size of headers.
 
-Without a deadline for headers, a client that sends half a request keeps its connection for ever, and some
-hundreds of such clients use up the gateway's file descriptors. Without a deadline for reading answers, a
-client that reads nothing occupies an engine, because uvicorn waits for such a client without limit. Without
-the limits, a client without a key can fill the memory over a single connection.
+- Without a deadline for headers, a client that sends half a request keeps its connection for ever. Some
+  hundreds of such clients use up the gateway's file descriptors.
+- Without a deadline for reading answers, a client that reads nothing occupies an engine. uvicorn waits for
+  such a client without limit.
+- Without the limits, a client without a key can fill the memory over a single connection.
 
 The deadlines for request bodies are in ``request_bodies``.
 """
@@ -27,15 +28,17 @@ from ...metrics.rate_limited_log import LOG_INTERVAL_S
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
-"""A gateway sets its soft limit of open files to the larger of this number and twice the number of requests
-that may wait. The soft limit of a process is usually 1024."""
+"""Minimum for a gateway's soft limit of open files. The usual soft limit of a process is 1024.
+``raise_open_file_limit`` sets a higher limit if more requests may wait."""
 
 
 def raise_open_file_limit(most_waiting: int) -> None:
-    """Raise this process's soft limit of open files to the larger of ``MAX_OPEN_FILES`` and twice
-    ``most_waiting``, at most to the hard limit. ``most_waiting``: number of requests that may wait. A waiting
-    request has a connection to its client; a sent request has a second one, to its engine. Logs a warning if
-    the limit stays below ``most_waiting``."""
+    """Raise this process's soft limit of open files to ``MAX_OPEN_FILES`` or twice ``most_waiting``,
+    whichever is larger. The hard limit caps it. Logs a warning if the limit stays below ``most_waiting``.
+
+    ``most_waiting``: number of requests that may wait. A waiting request has one connection, to its client. A
+    sent request has a second one, to its engine.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -60,10 +63,9 @@ def raise_open_file_limit(most_waiting: int) -> None:
 
 
 UNREAD_TIMEOUT_S = 60.0
-"""Seconds within which a client must read at least ``MIN_READ_BYTES``, while its connection's write buffer is
-full."""
+"""Seconds that a client has to read ``MIN_READ_BYTES`` while its connection's write buffer is full."""
 MIN_READ_BYTES = 64 << 10
-"""Minimum number of bytes that a client reads in ``UNREAD_TIMEOUT_S``."""
+"""Minimum number of bytes that a client must read in ``UNREAD_TIMEOUT_S``."""
 
 
 class _AcceptErrorFilter(logging.Filter):
@@ -95,11 +97,12 @@ def log_accept_errors_rarely(clock: Callable[[], float] = time.monotonic) -> Non
 
 class AnswerDeadline(asyncio.Protocol):
     """A mix-in for uvicorn's protocols that aborts a connection whose client does not read the answer. The
-    request's handler sees a disconnect of the client.
+    request's handler then sees that the client has disconnected.
 
-    While the connection's write buffer is full, ``_check`` applies. The end of an answer may also stay in a
-    buffer that is not full, and a closed transport waits without limit until the client has read its buffer.
-    So ``_check_end`` checks connections with complete answers every ``UNREAD_TIMEOUT_S``."""
+    ``_check`` runs ``UNREAD_TIMEOUT_S`` after the connection's write buffer has become full. But the end of
+    an answer may stay in a buffer that is not full, and even a closed transport waits for the client to read
+    it. So ``_check_end`` checks connections with complete answers every ``UNREAD_TIMEOUT_S``.
+    """
 
     loop: asyncio.AbstractEventLoop
     transport: Any
@@ -152,8 +155,8 @@ class AnswerDeadline(asyncio.Protocol):
             self.transport.abort()  # ``close`` would wait for the client too
 
     def _check_end(self) -> None:
-        """Abort the connection if its client has read less than ``MIN_READ_BYTES`` of a complete answer's end
-        since the last call."""
+        """Abort the connection if a complete answer waits for the client, and the client has read less than
+        ``MIN_READ_BYTES`` of it since the last call."""
         self._end_deadline = self.loop.call_later(UNREAD_TIMEOUT_S, self._check_end)
         cycle, unread_bytes = self.cycle, self.transport.get_write_buffer_size()
         is_complete = self.transport.is_closing() or cycle is None or cycle.response_complete
@@ -224,13 +227,13 @@ class HeaderDeadline(asyncio.Protocol):
 MAX_PIPELINED_REQUESTS = 100
 """Maximum number of requests that a client may send before the answer to an earlier one is complete."""
 MAX_PIPELINED_BYTES = 64 << 10
-"""Number of bytes of further requests that are read while a request is being answered, as many as uvicorn
-keeps of a body. The limit is checked after each read, so it may be exceeded by the size of one read."""
+"""Maximum bytes of further requests that are read while a request is being answered. uvicorn keeps as many
+bytes of a body. The limit is checked after each read, so one read may exceed it."""
 _HEADER_SEPARATOR_BYTES = 4
 """Bytes of a header besides its name and value: a colon, a space and the end of the line."""
 PIPELINE_TIMEOUT_S = 10.0
 """Maximum seconds without a complete answer while a client has sent more than ``MAX_PIPELINED_BYTES`` ahead.
-In this time a disconnect may stay unnoticed."""
+Meanwhile the gateway may not notice that the client disconnects."""
 
 
 class PipelineLimit(asyncio.Protocol):
@@ -238,10 +241,12 @@ class PipelineLimit(asyncio.Protocol):
     It also reports a disconnect to the request that is being answered.
 
     uvicorn keeps all requests that have arrived, and reports a disconnect only to the newest of them. It also
-    stops reading when a request has to wait, and a transport that does not read notices no disconnect. So
-    this class goes on reading up to ``MAX_PIPELINED_BYTES``. Beyond them it pauses, and aborts the connection
-    if no answer becomes complete within ``PIPELINE_TIMEOUT_S``. Until then it only pauses, because an honest
-    client may send its next request when it has the last byte of an answer that uvicorn is about to end."""
+    stops reading when a request has to wait. A transport that does not read notices no disconnect.
+
+    So this class goes on reading up to ``MAX_PIPELINED_BYTES``, then pauses. It aborts the connection if no
+    answer becomes complete within ``PIPELINE_TIMEOUT_S``. It does not abort at once, because an honest client
+    may send its next request a moment before uvicorn has ended the answer.
+    """
 
     loop: asyncio.AbstractEventLoop
     transport: Any
@@ -258,7 +263,7 @@ class PipelineLimit(asyncio.Protocol):
     _head_bytes: int
     """Bytes of the newest request's URL, header names and header values."""
     _pipelined_bytes: deque[int]
-    """Size of each request in ``pipeline``, in the same order: the newest is the first."""
+    """Size in bytes of each request in ``pipeline``, newest first, as in ``pipeline``."""
     _pause_deadline: asyncio.TimerHandle | None = None
     """The abort of this connection; ``None``: reading is not paused."""
 
@@ -268,7 +273,7 @@ class PipelineLimit(asyncio.Protocol):
 
     @property
     def _bytes_ahead(self) -> int:
-        """Bytes of the requests in ``pipeline``, as far as they have arrived."""
+        """Bytes that have arrived of the requests in ``pipeline``."""
         return sum(self._pipelined_bytes)
 
     def data_received(self, data: bytes) -> None:
@@ -328,9 +333,9 @@ class PipelineLimit(asyncio.Protocol):
 
 
 MAX_HEAD_BYTES = 64 << 10
-"""Maximum size of a request's URL and headers, and of the bytes between two parts of its body or after the
-last part, such as trailers. Incomplete data is checked only after each read, so it may exceed the limit by
-the size of one read."""
+"""Maximum bytes of a request's URL and headers. Also the maximum bytes between two parts of a body or after
+its last part, such as trailers. Incomplete data is checked after each read, so one read may exceed the
+limit."""
 _HEAD_TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 )
@@ -398,9 +403,9 @@ class UpgradeIgnored(asyncio.Protocol):
     """A mix-in for uvicorn's protocol on httptools that ignores a client's offer to change to another
     protocol. Java's HTTP client offers HTTP/2 with its first request.
 
-    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But after the headers of such a request,
-    httptools treats all bytes as bytes of the other protocol. The request would lose its body, and uvicorn
-    would parse the body as the next request.
+    A server may ignore the header ``Upgrade`` (RFC 9110 §7.8). But httptools treats all bytes after such
+    headers as bytes of the other protocol. The request would lose its body, and uvicorn would parse the body
+    as the next request.
     """
 
     transport: Any
@@ -423,13 +428,12 @@ class UpgradeIgnored(asyncio.Protocol):
 
     @property
     def offers_upgrade(self) -> bool:
-        """Whether the request whose headers have just been parsed offers another protocol. False for
+        """Whether the newest request offers another protocol. Its headers have just been parsed. False for
         ``CONNECT``, which uvicorn handles."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def head_without_upgrade(self) -> bytes:
-        """Return the request line and headers that have just been parsed, without the offer of another
-        protocol."""
+        """Return the newest request's line and headers, without the offer of another protocol."""
         lines = [
             b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         ]
@@ -446,7 +450,7 @@ _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
 class _UpgradeIgnoringParser:
-    """httptools' parser. If a request offers another protocol, its headers are parsed again without the
+    """httptools' parser. If a request offers another protocol, the parser reads its headers again without the
     offer."""
 
     def __init__(self, parser: Any, protocol: UpgradeIgnored) -> None:

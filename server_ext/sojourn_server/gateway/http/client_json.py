@@ -1,8 +1,8 @@
-"""Reads values and members of a client's JSON, at a cost that does not grow with hostile content.
+"""Reads values and fields of a client's JSON, at a cost that does not grow with hostile content.
 
 A body of 64 MiB may have tens of millions of values. As Python objects they would take 25 times the body's
-memory, and their decoding, one call that holds Python's global lock, would stop all other requests. So the
-gateway builds objects only of short values, and a dictionary only of an object with few members.
+memory. Decoding them is one call that holds Python's global lock, so all other requests would stop. So the
+gateway builds objects only of short values, and dictionaries only of objects with few fields.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from sojourn.errors import InputError
 from sojourn.wire_codec import MAX_CONTEXT_BYTES
 
 MAX_VALUE_BYTES = 4096
-"""Maximum length, as JSON, of a flag, count or name that is decoded. A program id has at most 256 bytes, as
-JSON at most 1,538."""
+"""Maximum JSON length in bytes of a flag, count or name that is decoded. A program id has at most 256 bytes,
+and at most 1,538 as JSON."""
 MAX_HINT_JSON_BYTES = 6 * MAX_CONTEXT_BYTES + 2
-"""Maximum length, as JSON, of a hint that is decoded. JSON may write each byte of a text as six."""
+"""Maximum JSON length in bytes of a hint that is decoded. JSON may write one byte of text as six bytes."""
 NOT_SCALAR: Final = ()
 """Stands for an array or an object in the result of ``short_value``."""
 LONG_VALUE: Final = "?" * (MAX_CONTEXT_BYTES + 1)
-"""Stands for a longer value in the result of ``short_value``. It is too long for a program id and for a hint,
-and is neither a flag nor a count, just as the value itself."""
+"""Stands for a value that is too long, in the result of ``short_value``. It is rejected like the value
+itself: it is too long for a program id or a hint, and is neither a flag nor a count."""
 
 MAX_FIELD_NAMES = 16_384
-"""Maximum number of field names of a JSON object, if the gateway has to change the object. Names within its
-values do not count. A dictionary of so many names takes a few MiB and milliseconds. Requests have fewer than
-100."""
+"""Maximum number of field names of a JSON object that the gateway has to change. Names within its values do
+not count. A dictionary of this size takes a few MiB and milliseconds. Honest requests have fewer than 100
+names."""
 _MIN_FIELD_BYTES = 5
-"""Length of the shortest field with its comma: ``"":0,``."""
+"""Bytes of the shortest field with its comma: ``"":0,``."""
 
 
 class InvalidGenerationRequest(InputError):
-    """The body is not a request of its API. The text says what was wrong and what was expected."""
+    """The body is not a valid request of its API. The text says what was wrong and what was expected."""
 
 
 class _TooManyNamesError(Exception):
-    """An object has more than ``MAX_FIELD_NAMES`` field names. It is no ``ValueError``, because msgspec turns
-    those into its own errors."""
+    """An object has more than ``MAX_FIELD_NAMES`` field names. Not a ``ValueError``, because msgspec would
+    turn that into an error of its own."""
 
 
 class _Name(ABC):  # noqa: B024  (an ABC, so that ``str`` can be registered)
-    """The type of a field name: any ``str``. msgspec passes each value of a type that it does not know to
+    """The type of a field name: any ``str``. msgspec does not know this type, so it passes each name to
     ``dec_hook``."""
 
 
@@ -53,9 +53,11 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def short_value(raw: msgspec.Raw, most_bytes: int = MAX_VALUE_BYTES) -> str | int | float | tuple[()] | None:
-    """Decode a JSON value of at most ``most_bytes``. A longer text or number becomes ``LONG_VALUE``, any
-    array or object ``NOT_SCALAR``, and a missing field (no bytes) ``None``. Raises
-    ``msgspec.DecodeError``."""
+    """Decode a JSON value of at most ``most_bytes``. Raises ``msgspec.DecodeError``.
+
+    Any array or object becomes ``NOT_SCALAR``. A text or number that is too long becomes ``LONG_VALUE``. A
+    missing field (no bytes) becomes ``None``.
+    """
     text = bytes(memoryview(raw)[: most_bytes + 1])
     if not text:
         return None
@@ -71,8 +73,8 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     """Return the fields of a JSON object by name, as raw JSON. Raises ``InvalidGenerationRequest`` if a field
     is not valid JSON, or if there are more than ``MAX_FIELD_NAMES`` names. A repeated name counts each time.
 
-    Even a body that ``parse_generation_request`` accepted may have an invalid field, because that function
-    skips unknown fields.
+    ``parse_generation_request`` skips unknown fields, so a field may be invalid even in a body that it
+    accepted.
     """
     may_have_too_many = memoryview(body).nbytes > MAX_FIELD_NAMES * _MIN_FIELD_BYTES
     try:
@@ -88,7 +90,7 @@ def members_of(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
 
 
 def _counted_members(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
-    """Return the fields of a JSON object by name, as raw JSON. Each name is counted when it is decoded, so at
+    """Return the fields of a JSON object by name, as raw JSON. Names are counted as they are decoded, so at
     most ``MAX_FIELD_NAMES`` are kept. Raises ``_TooManyNamesError`` or ``msgspec.DecodeError``."""
     count = 0
 

@@ -27,7 +27,7 @@ class _DroppedPrograms(msgspec.Struct):
     engines: list[list[str]] = []
     """Ids of programs whose KV is in no tier, for each data-parallel rank."""
     next: int | None = None
-    """Value of ``skip`` with which to request the next page; ``None``: there is no further page."""
+    """``skip`` of the next page; ``None``: this is the last page."""
 
 
 class DroppedKVPoller:
@@ -42,7 +42,7 @@ class DroppedKVPoller:
         queries: EngineQueries,
         speaks: Callable[[ReplicaAddress], bool],
     ) -> None:
-        """``speaks``: function that returns whether an engine runs sojourn, and so has the route that is
+        """``speaks`` returns whether an engine runs sojourn. Only such engines have the route that is
         polled."""
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -67,9 +67,11 @@ class DroppedKVPoller:
                 break
 
     async def _poll_page(self, url: str | None, skip: int) -> dict[str, int | None]:
-        """Poll one page of the engine at ``url``, or of each engine if ``url`` is ``None``. Report to the
-        core each listed program whose home is the replica that has dropped its KV. Returns, by engine URL,
-        the ``skip`` of the next page; ``None``: the engine has no further page."""
+        """Poll one page of the engine at ``url``; ``None``: of each engine. Report each listed program to the
+        core if its home is the replica that has dropped its KV.
+
+        Return the ``skip`` of the next page for each engine's URL; ``None``: the engine has no further page.
+        """
 
         def is_asked(one: ReplicaAddress) -> bool:
             return url in (None, one.url) and self._speaks(one)
@@ -92,8 +94,7 @@ class DroppedKVPoller:
 
 
 def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
-    """Return the programs without KV in any tier that an engine's answer lists. Empty if the answer cannot be
-    read."""
+    """Return the page of dropped programs in an engine's answer. It is empty if the answer cannot be read."""
     try:
         return msgspec.convert(document, _DroppedPrograms)
     except msgspec.ValidationError:

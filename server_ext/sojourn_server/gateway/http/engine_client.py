@@ -21,15 +21,15 @@ from .proxy_headers import RawHeaders
 from .replica_addresses import ReplicaAddress
 
 STALE_CONNECTION_S = 1.0
-"""Idle seconds that decide what a lost connection means. If a reused connection was idle for at least this
-time and is lost during the next request, the engine has probably closed it without reading the request. After
-a shorter idle time, the engine counts as having read the request, which then may have caused the loss."""
+"""Idle seconds that decide what the loss of a reused connection means. If the connection was idle for at
+least this time before the request, the engine has probably closed it without reading the request. After a
+shorter idle time, the engine counts as having read the request. The request may then have caused the loss."""
 MAX_WHOLE_ANSWER_BYTES = 1 << 20
-"""Size of the longest answer that the gateway holds as a whole. A longer answer is passed on in parts, as the
+"""Maximum bytes of an answer that the gateway holds as a whole. A longer answer is passed on in parts, as the
 client reads them."""
 ENGINE_DEAD_MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-"""The whole message of vLLM's ``EngineDeadError``. An API server whose engine core is dead keeps running for
-a moment, and answers with it. A part of a message proves nothing, because vLLM quotes requests in its
+"""The whole message of vLLM's ``EngineDeadError``. After an engine core has died, its API server runs on for
+a moment and answers with this message. Only the whole message counts, because vLLM quotes requests in its
 errors."""
 
 
@@ -44,7 +44,8 @@ class ReplicaRequestError(Exception):
         super().__init__(how)
         self.computing = computing
         self.replica_id: str | None = None
-        """Id of the replica that failed; ``None``: the replica of the ``SendRequest``."""
+        """Id of the replica that failed; ``None``: the one to which the core's ``SendRequest`` sent the
+        request."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class EngineAnswer:
 
     response: EngineResponse
     first: bytes
-    """The complete answer, or the first part of a stream or long answer; ``b""``: the answer is empty."""
+    """The complete answer, or the first part of a stream or long answer. ``b""`` if the answer is empty."""
     is_stream: bool
     """Whether the answer is a stream of server-sent events."""
 
@@ -77,7 +78,7 @@ class EngineReply(NamedTuple):
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any] | None:
-    """Return the JSON object that ``text`` encodes; ``None``: ``text`` is not valid JSON, or not an
+    """Return the JSON object that ``text`` encodes. ``None`` if ``text`` is not valid JSON, or not an
     object."""
     try:
         document = msgspec.json.decode(text)
@@ -96,8 +97,8 @@ async def ask_engine(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> EngineReply | None:
-    """Send one of the gateway's own queries to an engine. Returns the answer, whatever its status; ``None``
-    if no complete answer came within ``timeout_s`` seconds."""
+    """Send one of the gateway's own queries to an engine. Return the answer, whatever its status. ``None`` if
+    no complete answer came within ``timeout_s`` seconds."""
     sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
@@ -108,9 +109,8 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """Return the value of the ``Authorization`` header for an engine: ``Bearer KEY`` if the gateway has its
-    own ``key``, otherwise the client's header ``authorization``. ``None``: both are ``None``, and no header
-    is sent."""
+    """Return the value of the ``Authorization`` header for an engine. It is ``Bearer KEY`` if the gateway has
+    its own ``key``, otherwise the client's header ``authorization``. ``None``: no header is sent."""
     return f"Bearer {key}" if key else authorization
 
 
@@ -134,13 +134,14 @@ async def send_to_engine(
     headers: RawHeaders,
     body: bytes,
 ) -> EngineAnswer:
-    """POST a request, and wait for the first part of the answer. ``target``: path and query. Raises
-    ``ReplicaRequestError``, or ``GatewayConnectError`` if the engine is not at fault.
+    """POST a request, and wait for the first part of the answer. ``target``: path and query.
 
-    In two cases the request is sent a second time, over a new connection, because the engine has probably not
-    read it. Either the request could not be written completely, or the connection had been idle for
-    ``STALE_CONNECTION_S`` and was closed before an answer. In the second case the engine may have read the
-    request after all, so any failure of the second attempt counts as ``computing``.
+    The request is sent a second time, over a new connection, if the engine has probably not read it. That is
+    so if the request could not be written completely. It is also so if the connection had been idle for
+    ``STALE_CONNECTION_S`` and was closed before an answer. In this second case the engine may have read the
+    request after all. So any failure of the second attempt counts as ``computing``.
+
+    Raises ``ReplicaRequestError``, or ``GatewayConnectError`` if the engine is not at fault.
     """
     is_written = False
     for reuse in (True, False):
@@ -163,8 +164,8 @@ async def send_to_engine(
 
 async def _begin_answer(response: EngineResponse) -> EngineAnswer:
     """Wait for the first part of a response: the first bytes of a stream, or up to about
-    ``MAX_WHOLE_ANSWER_BYTES`` of any other answer. Raises ``ReplicaRequestError``, also if the response says
-    that the engine core is dead."""
+    ``MAX_WHOLE_ANSWER_BYTES`` of any other answer. Raises ``ReplicaRequestError`` if that fails, or if the
+    response says that the engine core is dead."""
     is_stream = response.media_type == b"text/event-stream"
     try:
         first = await (response.read_some() if is_stream else response.read(MAX_WHOLE_ANSWER_BYTES))
@@ -181,8 +182,9 @@ async def _begin_answer(response: EngineResponse) -> EngineAnswer:
 
 
 def is_engine_failure(answer: EngineAnswer) -> bool:
-    """Whether an answer shows that the engine failed: a status from 500 on except 501 (not implemented), or a
-    stream that begins with an error. Errors with a code from 400 to 499 are the request's own fault."""
+    """Whether an answer shows that the engine failed. True for a status of 500 or more, except 501 (not
+    implemented). Also True for a stream that begins with an error, unless its code is from 400 to 499. Such
+    an error is the request's own fault."""
     status = answer.response.status
     if status != 200:
         return status >= 500 and status != 501
@@ -193,8 +195,8 @@ def is_engine_failure(answer: EngineAnswer) -> bool:
 
 
 def _error_event(first: bytes) -> bytes | None:
-    """Return the data of the first event in ``first`` if it is an error event, else ``None``. ``first``: the
-    first bytes of a stream. Generated text cannot look like an error event."""
+    """Return the data of the first event of a stream if it is an error event, else ``None``. ``first``: the
+    stream's first bytes. Generated text cannot look like an error event."""
     if not first.startswith((b'data: {"error"', b"event: error")):
         return None
     for line in first.splitlines():
@@ -204,7 +206,7 @@ def _error_event(first: bytes) -> bytes | None:
 
 
 def _error_fields(text: bytes) -> dict[str, Any]:
-    """The fields of a JSON error, such as ``code`` and ``message``; empty if ``text`` is not such an
+    """Return the fields of a JSON error, such as ``code`` and ``message``. Empty if ``text`` is not such an
     error."""
     document = parse_json_object(text) or {}
     error = document.get("error", document)
@@ -212,13 +214,13 @@ def _error_fields(text: bytes) -> dict[str, Any]:
 
 
 def _is_request_at_fault(error: dict[str, Any]) -> bool:
-    """Whether an error's code is from 400 to 499. ``error``: the error's fields."""
+    """Whether an error's ``code`` is from 400 to 499. ``error``: fields as ``_error_fields`` returns them."""
     code = error.get("code")
     return isinstance(code, int) and 400 <= code < 500
 
 
 def _is_engine_dead_error(text: bytes) -> bool:
-    """Whether a JSON error says that the engine core is dead: its message is ``ENGINE_DEAD_MESSAGE`` and
-    nothing else, and the request is not at fault."""
+    """Whether a JSON error says that the engine core is dead. Its whole message must be
+    ``ENGINE_DEAD_MESSAGE``, and its code must not blame the request."""
     error = _error_fields(text)
     return error.get("message") == ENGINE_DEAD_MESSAGE and not _is_request_at_fault(error)

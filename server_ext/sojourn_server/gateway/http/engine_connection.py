@@ -21,7 +21,7 @@ MAX_UNREAD_BYTES = 256 << 10
 """Maximum bytes of an answer that wait for ``EngineResponse.read_some``. While more bytes wait, the gateway
 reads nothing from the engine."""
 _JOINED_BODY_BYTES = 64 << 10
-"""Maximum size of a body that is copied behind its headers, so that one write sends both."""
+"""Maximum bytes of a body that is sent in one write with its headers. That costs a copy of the body."""
 
 
 class EngineConnectionError(Exception):
@@ -45,9 +45,9 @@ class EngineConnectionLost(EngineConnectionError):
     """The connection ended before the response was complete."""
 
     def __init__(self, text: str, *, is_written: bool, idle_s: float) -> None:
-        """``is_written``: whether the operating system (over TLS: the TLS layer) had accepted the whole
-        request. ``idle_s``: seconds for which the connection was idle before the request; 0 if the connection
-        was new or the response had begun."""
+        """``is_written``: whether the operating system had accepted the whole request. Over TLS, whether the
+        TLS layer had. ``idle_s``: seconds for which the connection was idle before the request; 0 if it was
+        new or the response had begun."""
         super().__init__(text)
         self.is_written = is_written
         self.idle_s = idle_s
@@ -73,14 +73,14 @@ class EngineResponse:
         self._unread_bytes = 0
         self._max_unread_bytes: float = MAX_UNREAD_BYTES
         self._error: Callable[[], EngineConnectionError] | None = None
-        """Function that makes the exception for the reader. A stored exception would keep the reader's frames
-        in memory through its traceback."""
+        """Function that makes the exception for the reader. A stored exception would refer to the reader's
+        frames and keep them in memory."""
         self._waiter: asyncio.Future[None] | None = None
         self._wants_all = False
 
     @property
     def media_type(self) -> bytes:
-        """``Content-Type`` in lower case, without parameters; empty: there is none."""
+        """``Content-Type`` in lower case, without parameters. Empty if there is no such header."""
         for name, value in self.raw_headers:
             if name.lower() == b"content-type":
                 return value.partition(b";")[0].strip().lower()
@@ -92,8 +92,8 @@ class EngineResponse:
             await self._next()
 
     async def read(self, most_bytes: float = math.inf) -> bytes:
-        """Wait for the rest of the body and return it. If ``is_complete`` is still False afterwards, the
-        result is only a first part, a little longer than ``most_bytes``. Raises ``EngineConnectionError``."""
+        """Wait for the rest of the body and return it. Once more than ``most_bytes`` have arrived, return
+        those, and ``is_complete`` is False. Raises ``EngineConnectionError``."""
         self._wants_all, self._max_unread_bytes = True, most_bytes
         if self._connection is not None:
             self._connection.resume()
@@ -103,8 +103,8 @@ class EngineResponse:
         return self._take()
 
     async def read_some(self) -> bytes:
-        """Wait for further bytes of the body, and return all that have arrived since the last call. Returns
-        ``b""`` once the whole body was returned. Raises ``EngineConnectionError``."""
+        """Wait for further bytes of the body, and return all that have arrived since the last call. Return
+        ``b""`` after the end of the body. Raises ``EngineConnectionError``."""
         while not self._parts:
             if self.is_complete:
                 return b""
@@ -114,8 +114,8 @@ class EngineResponse:
         return self._take()
 
     def close(self) -> None:
-        """Give up the rest of the response. If the response is incomplete, the connection is closed so that
-        the engine stops computing, and a task that reads the response gets an ``EngineConnectionError``."""
+        """Give up the rest of the response. If the response is incomplete, this closes the connection, so the
+        engine stops computing. A task that reads the response gets an ``EngineConnectionError``."""
         self.break_off(lambda: EngineConnectionError("the response was broken off"))
 
     # -- for the connection -----------------------------------------------------------
@@ -151,8 +151,8 @@ class EngineResponse:
     # -- internals --------------------------------------------------------------------
 
     async def _next(self) -> None:
-        """Wait until ``wake`` is called. Raises ``EngineConnectionError`` if the response was broken off
-        before."""
+        """Wait until ``wake`` is called. Raises ``EngineConnectionError`` if the response has been broken
+        off."""
         if self._error is not None:
             raise self._error()
         self._waiter = asyncio.get_running_loop().create_future()
@@ -184,7 +184,7 @@ class EngineConnection(asyncio.Protocol):
     def __init__(self, owner: ConnectionOwner) -> None:
         self._owner = owner
         self._transport: Any = None
-        """An ``asyncio.Transport``, or uvloop's equivalent, which does not inherit from that class."""
+        """An ``asyncio.Transport``, or uvloop's transport, which is not a subclass of it."""
         self._parser: Any = httptools.HttpResponseParser(self)
         self._response: EngineResponse | None = None
         """The response that is awaited or being read."""
@@ -196,9 +196,9 @@ class EngineConnection(asyncio.Protocol):
         self._is_writing = False
         """Whether bytes of the request wait for the operating system."""
         self._is_interim = False
-        """Whether the present status is below 200, so that another status follows."""
+        """Whether the status received last is below 200. Then another status follows."""
         self._is_answered = False
-        """Whether the response is complete, so that further bytes belong to no request."""
+        """Whether the response is complete. Further bytes then belong to no request."""
         self._keeps_alive = False
 
     @property
@@ -207,8 +207,8 @@ class EngineConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, idle_s: float) -> EngineResponse:
-        """Send a request; return its response, whose headers have not arrived. ``idle_s``: seconds for which
-        the connection was idle; 0: it is new."""
+        """Send a request. Return its response, whose headers have not arrived yet. ``idle_s``: seconds for
+        which the connection was idle; 0 for a new connection."""
         response = self._response = EngineResponse(self)
         self._idle_s, self._headers, self._bytes_beside_body, self._is_answered = idle_s, [], 0, False
         if len(body) <= _JOINED_BODY_BYTES:
@@ -322,7 +322,8 @@ class EngineConnection(asyncio.Protocol):
             self._is_answered = True
 
     def _finish(self, response: EngineResponse) -> None:
-        """End a complete response, and give the connection back, or close it."""
+        """End a complete response. Give the connection back to the pool, or close it if it cannot be
+        reused."""
         self._response = None
         if self._keeps_alive and not self._is_writing and self.is_open:
             self.resume()

@@ -1,8 +1,7 @@
 """The gateway's connections to engines for clients' requests: opens them, and keeps idle ones.
 
-The gateway uses no HTTP client library for these requests, because each library that was tried costs more
-than the rest of the gateway together (``docs/decisions/0005-own-engine-connections.md``). The gateway's own
-queries use aiohttp.
+These requests use no HTTP client library. Each library that was tried costs more than the rest of the gateway
+together (``docs/decisions/0005-own-engine-connections.md``). The gateway's own queries use aiohttp.
 """
 
 from __future__ import annotations
@@ -29,14 +28,13 @@ from .proxy_headers import RawHeaders
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-"""Maximum time, in seconds, until a new connection is open, including name lookup and TLS."""
+"""Maximum seconds until a new connection is open, including name lookup and TLS."""
 NEXT_ADDRESS_S = 0.25
-"""Seconds without a connection after which the next address of an engine's host name is tried too (RFC 8305).
-Otherwise a first address that drops packets, for example an IPv6 address, would use up
-``CONNECT_TIMEOUT_S``."""
+"""Seconds to wait for one address of an engine's host name before the next address is tried too (RFC 8305).
+Otherwise a first address that drops packets, often an IPv6 address, would use up ``CONNECT_TIMEOUT_S``."""
 IDLE_CONNECTION_S = 3.0
-"""Longest idle time, in seconds, of a connection that is used again. vLLM closes connections after five idle
-seconds, and a write to a closing connection costs a retry."""
+"""Maximum idle seconds of a connection that is used again. vLLM closes connections after five idle seconds,
+and a write to a closing connection costs a retry."""
 OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
 """``errno`` values that mean a shortage in the gateway's process or machine, not a fault of the engine."""
 _NOT_IN_TARGET = re.compile(rb"[\x00-\x20\x7f]")
@@ -58,7 +56,6 @@ class _Endpoint:
 
 @lru_cache(maxsize=1024)
 def _endpoint(url: str) -> _Endpoint:
-    """The endpoint of an engine's URL."""
     parts = urlsplit(url)
     host, is_tls = parts.hostname or "", parts.scheme == "https"
     name = f"[{host}]" if ":" in host else host.encode("idna").decode()
@@ -79,8 +76,8 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def request_head(method: bytes, target: bytes, host: bytes, headers: RawHeaders, body_bytes: int) -> bytes:
-    """Return the request line and headers of a request, up to and including the empty line. ``target``: path
-    and query. Raises ``ValueError`` if a part has a character that would end its line."""
+    """Return the request line and headers, and the empty line after them. ``target``: path and query. Raises
+    ``ValueError`` if a part has a character that would end its line."""
     lines = [b"%b %b HTTP/1.1\r\nhost: %b" % (method, target, host)]
     lines += [b"%b: %b" % pair for pair in headers]
     lines.append(b"content-length: %d" % body_bytes)
@@ -93,26 +90,29 @@ def request_head(method: bytes, target: bytes, host: bytes, headers: RawHeaders,
 
 
 class EngineConnectionPool:
-    """All connections of a gateway for clients' requests. The number of connections is not limited, because
-    the routing core bounds the number of requests. Used in one event loop."""
+    """All connections of a gateway for clients' requests. For use in one event loop.
+
+    The pool does not limit the number of connections, because the routing core bounds the number of requests.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rate_limited_log = RateLimitedLog(logger, clock)
         self._open: dict[EngineConnection, _Endpoint] = {}
         self._idle: dict[_Endpoint, dict[EngineConnection, float]] = {}
-        """Idle connections of each engine, oldest first, with the time at which each became idle."""
+        """Idle connections of each engine, with the time at which each became idle. Oldest first."""
         self._closing: asyncio.TimerHandle | None = None
         """Next call of ``_close_idle``."""
 
     async def request(
         self, url: str, method: bytes, target: bytes, headers: RawHeaders, body: bytes, *, reuse: bool = True
     ) -> EngineResponse:
-        """Send a request to the engine at ``url``; return the response once its headers have arrived.
+        """Send a request to the engine at ``url``. Return the response once its headers have arrived.
 
-        ``target``: path and query. ``reuse``: whether an idle connection may be used. If not, the request is
-        sent over a new connection, which is closed after the response. Raises ``EngineConnectionError`` or
-        ``GatewayConnectError``, and ``ValueError`` for invalid headers."""
+        ``target``: path and query. ``reuse``: whether an idle connection may be used. If not, the request
+        gets a new connection, which is closed after the response. Raises ``EngineConnectionError`` or
+        ``GatewayConnectError``, and ``ValueError`` for invalid headers.
+        """
         endpoint = _endpoint(url)
         if not reuse:
             headers = [*headers, (b"connection", b"close")]
@@ -159,8 +159,8 @@ class EngineConnectionPool:
     # -- internals --------------------------------------------------------------------
 
     def _take(self, endpoint: _Endpoint) -> tuple[EngineConnection | None, float]:
-        """Take the engine's connection that became idle last. Returns (connection or ``None``, its idle
-        seconds)."""
+        """Take the engine's connection that became idle last. Return it (or ``None``) and its idle
+        seconds."""
         idle = self._idle.get(endpoint)
         while idle:
             connection, since_s = idle.popitem()
@@ -227,8 +227,11 @@ class EngineConnectionPool:
 
 
 async def _connect_to_any(addresses: Sequence[_AddressInfo]) -> socket.socket:
-    """Connect to the first address that answers. After a failure, or after ``NEXT_ADDRESS_S`` without an
-    answer, the next address is tried, while earlier attempts go on. Raises ``OSError`` if all fail."""
+    """Connect to the first address that answers. Raises ``OSError`` if all addresses fail.
+
+    The next address is tried after a failure, or after ``NEXT_ADDRESS_S`` without an answer. Earlier attempts
+    go on meanwhile.
+    """
     left, errors = list(addresses), []
     tried: list[asyncio.Task[socket.socket]] = []
     chosen = None

@@ -1,8 +1,9 @@
-"""Parses what engines report about themselves: sizes, role, links, and which of them can form pairs.
+"""Parses what engines report about themselves: sizes, role and links. Finds out which engines can form pairs.
 
-For a prefill or decode engine, ``/sojourn/v1/capabilities`` reports its role, peer address, node, epoch and
-the size of a Full Block, the unit of KV storage. ``/sojourn/v1/stats`` reports the queues of its links to
-storage and to other engines. Reports are untrusted, so they are checked.
+A pair is a prefill engine and a decode engine. For each of them, ``/sojourn/v1/capabilities`` reports its
+role, peer address, node, epoch (id of its KV transfer manager) and the size of a Full Block, the unit of KV
+storage. ``/sojourn/v1/stats`` reports the queues of its links to storage and to other engines. Reports are
+untrusted, so they are checked.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ...routing.routing_events import NicQueueReported, PairEngineRegistered, Pa
 from ...routing.routing_status import LinkStats
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""Assumed KV capacity, in tokens, of an engine that reports none. All such engines count as equally large, so
-routing compares them only by their requests."""
+"""Assumed KV capacity, in tokens, of an engine that reports none. All such engines count as equally large. So
+routing compares them only by their numbers of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +30,18 @@ class EngineDescription:
     ranks: int
     """Number of data-parallel ranks."""
     instance: str
-    """Id that changes with each restart of the engine: the start time of its process or, if this time is
-    unknown, the number of engines lost at the address before. On Ray, the id is ``EngineProcess.instance``.
-    The id of a prefill or decode engine also has the epoch of its KV transfer manager."""
+    """Id that changes with each restart of the engine. It is the start time of the engine's process. If this
+    time is unknown, it is the number of engines lost at the address before. On Ray, it is
+    ``EngineProcess.instance``. For a prefill or decode engine, the epoch of its KV transfer manager is
+    appended."""
     capacity_tokens: int
-    """KV capacity of the device."""
+    """KV capacity of the device in tokens."""
     host_tokens: int
-    """KV capacity of host memory; 0: none or unknown."""
+    """KV capacity of host memory in tokens; 0: none or unknown."""
     max_running: int
-    """Number of requests that run at once; 0: unknown."""
+    """Maximum number of requests that run at once; 0: unknown."""
     max_context_tokens: int
-    """Longest context; 0: unknown."""
+    """Maximum length of a context in tokens; 0: unknown."""
     shares_disk: bool
     """Whether the engine keeps KV on a disk that other engines use too."""
     speaks_sojourn: bool
@@ -55,9 +57,10 @@ def describe_engine(
 ) -> EngineDescription:
     """Build a description from an engine's answers to ``/capabilities``, ``/metrics`` and ``/v1/models``.
 
-    An engine with sojourn reports all values of a description. Plain vLLM reports only some values, such as
-    its KV capacity. ``life``: number of engines lost at this address before; it identifies an engine without
-    a start time."""
+    An engine with sojourn reports all values of a description. Plain vLLM reports only some, such as its KV
+    capacity. ``life``: number of engines lost at this address before. It identifies an engine whose start
+    time is unknown.
+    """
     engine = capabilities.get("engine")
     engine = engine if isinstance(engine, dict) else {}
     pools = cache_pools(metrics)
@@ -96,9 +99,9 @@ STORAGE_READ = "storage read"
 DEFAULT_BLOCK_S = 0.001
 """Assumed seconds to read one Full Block, for an engine that has not measured its link."""
 MAX_LINKS = 16
-"""Maximum number of links in a report; a longer report is ignored."""
+"""Maximum number of links in a report. A report with more links is ignored."""
 MAX_TEXT_BYTES = 4096
-"""Maximum length of a text in a report."""
+"""Maximum bytes of a text in a report."""
 
 
 class InvalidPairEngine(ValueError):
@@ -129,7 +132,7 @@ class PairCapabilities:
 
 
 def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities:
-    """Parse the field ``paths`` in the answer of a prefill or decode engine to ``/capabilities``. Raises
+    """Parse the field ``paths`` of a prefill or decode engine's answer to ``/capabilities``. Raises
     ``InvalidPairEngine``."""
     reported = capabilities.get("paths")
     if not isinstance(reported, Mapping):
@@ -157,7 +160,7 @@ def parse_pair_capabilities(capabilities: Mapping[str, Any]) -> PairCapabilities
 
 
 def parse_link_stats(stats: Mapping[str, Any]) -> dict[str, LinkStats] | None:
-    """Parse the links in an answer to ``/stats``; return them by name. ``None``: missing or invalid."""
+    """Parse the links in an answer to ``/stats``. Return them by name; ``None``: missing or invalid."""
     reported = stats.get("paths")
     links = reported.get("links") if isinstance(reported, Mapping) else None
     if not isinstance(links, Mapping) or len(links) > MAX_LINKS:
@@ -222,7 +225,7 @@ class PairEngineDescription(EngineDescription):
     """Description of a prefill or decode engine."""
 
     paths: PairCapabilities | None = None
-    """The engine's report as a prefill or decode engine; ``None``: missing or invalid."""
+    """Role, addresses and KV format that the engine reported; ``None``: missing or invalid."""
     unfit: str = ""
     """Why the engine cannot be part of any pair; empty if it can."""
 
@@ -231,8 +234,8 @@ def describe_pair(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> PairEngineDescription:
     """Build the description of a prefill or decode engine from its answers to ``/capabilities``, ``/metrics``
-    and ``/v1/models``. ``life``: number of engines lost at this address before. If the engine cannot be part
-    of a pair, ``unfit`` of the result says why."""
+    and ``/v1/models``. If the engine cannot be part of a pair, the result's ``unfit`` says why. ``life``:
+    number of engines lost at this address before."""
     reported = describe_engine(capabilities, metrics, models, life)
     values = {field.name: getattr(reported, field.name) for field in dataclasses.fields(reported)}
     try:
@@ -247,13 +250,13 @@ def describe_pair(
 
 def engine_compatibility(reported: EngineDescription, paths: PairCapabilities) -> EngineCompatibility:
     """Return the values of an engine that must equal those of its partner in a pair. ``reported``: the
-    engine's description. ``paths``: its capabilities as a prefill or decode engine."""
+    engine's description. ``paths``: its role, addresses and KV format."""
     return EngineCompatibility(reported.model, paths.block_bytes, paths.block_tokens, paths.kv, paths.shape)
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Return why an engine of the kind ``kind`` cannot form a pair with engines of the served kind ``ours``;
-    empty if it can. An empty ``kv`` or ``shape`` matches any value."""
+    """Return why engines with the values ``kind`` cannot form a pair with the served engines, which have the
+    values ``ours``. Empty if they can. An empty ``kv`` or ``shape`` matches any value."""
     if kind.model != ours.model:
         return f"it serves {kind.model!r}; expected {ours.model!r}, as the others do"
     if kind.shape and ours.shape and kind.shape != ours.shape:
@@ -279,12 +282,11 @@ def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str
 def dominant_compatibility(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """Choose the kind of engines to serve. A kind is the set of values that all served engines must have in
-    common. ``None``: there are no engines.
+    """Choose the kind of engines to serve; ``None``: there are no engines. Engines of one kind have equal
+    ``EngineCompatibility``. ``ours`` is the kind that is served now.
 
-    Among the kinds with engines of both roles, the kind with the most engines is chosen. ``ours``, the kind
-    that is served now, wins a tie. If no kind has both roles, ``ours`` is chosen if it still has an engine,
-    otherwise the kind with the most engines.
+    Among the kinds with both roles, choose the one with the most engines. ``ours`` wins a tie. If no kind has
+    both roles, choose ``ours`` if it still has an engine, otherwise the kind with the most engines.
     """
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
@@ -301,8 +303,8 @@ def dominant_compatibility(
 def registration_event(
     replica_id: str, described: EngineDescription, paths: PairCapabilities | None = None
 ) -> ReplicaRegistered | PairEngineRegistered:
-    """The event that registers a replica with the routing core. ``paths``: capabilities of a prefill or
-    decode engine; ``None`` for other engines."""
+    """Return the event that registers a replica with the routing core. ``paths``: role, addresses and KV
+    format of a prefill or decode engine; ``None`` for other engines."""
     if paths is None:
         return ReplicaRegistered(
             replica_id,
@@ -327,10 +329,10 @@ def registration_event(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """Return the event that reports the queue of a node's storage NIC. The node's engines share the NIC, so
-    their queues are added up. ``engines``: the links of each of these engines.
+    """Return the event that reports the queue of a node's storage NIC. ``engines``: the links of each engine
+    on the node. They share the NIC, so their queues are added up.
 
-    Returns ``None`` if no engine reports a queue, or if a reported queue has an unknown length. Then the core
+    Return ``None`` if no engine reports a queue, or if a reported queue has an unknown length. Then the core
     keeps its own estimate.
     """
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]

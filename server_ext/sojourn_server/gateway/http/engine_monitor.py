@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 """Default seconds between two polls of an engine."""
 MAX_LOST_PROBES = 3
-"""Number of consecutive lost probes after which an engine counts as dead. A probe without an answer is lost,
-with two exceptions: it failed in the gateway itself, or it was requested less than ``LOST_PROBE_INTERVAL_S``
-after the previous lost probe."""
+"""Number of consecutive lost probes after which an engine counts as dead. A lost probe is one without an
+answer. Two kinds do not count: probes that failed in the gateway itself, and probes that the core requested
+less than ``LOST_PROBE_INTERVAL_S`` after the previous lost probe."""
 LOST_PROBE_INTERVAL_S = 0.9 * PROBE_TIMEOUT_S
-"""Minimum seconds between two lost probes. Without this limit, connections that are reset at once could make
-an engine count as dead within a moment. The core requests a probe every 10 s, so the limit is a little
-shorter."""
+"""Minimum seconds between two lost probes. The core requests a probe every 10 s, so the limit is a little
+shorter. Without the limit, connections that are reset at once could make an engine count as dead within a
+moment."""
 DESCRIBE_EVERY_POLLS = 15
 """Number of polls between two requests for an engine's description."""
 _LOSS_TEXTS = {
@@ -47,24 +47,25 @@ class MonitoredEngine:
     polls: int = 0
     """Number of successful polls since the engine was last lost."""
     is_warned: bool = False
-    """Whether the log has a warning that no engine answers at the address, or that the engine asks for a
+    """Whether the log already warns that no engine answers at the address, or that the engine asks for a
     key."""
     probes_lost: int = 0
     """Number of consecutive lost probes."""
     probe_lost_s: float = -math.inf
-    """Time at which the core requested the last lost probe, on the monitor's clock."""
+    """Time, on the monitor's clock, at which the core requested the last probe that was lost."""
     probe_asked_s: float = -math.inf
-    """Time at which the core requested the last probe that was begun, on the monitor's clock."""
+    """Time, on the monitor's clock, at which the core requested the last probe that was begun."""
     next_asked_s: float | None = None
-    """Time at which the core last requested a probe while another was in progress; ``None``: no further probe
+    """Time at which the core last requested a probe while another was in progress. ``None``: no further probe
     is due."""
     probing: asyncio.Task[None] | None = None
     """The last probe; ``None``: there was none."""
     places: list[ReplicaAddress] = field(default_factory=list)
-    """Addresses of the engine's replicas, one per data-parallel rank; empty: the engine is not registered."""
+    """Addresses of the engine's replicas, one per data-parallel rank. Empty if the engine is not
+    registered."""
     expected: dict[ReplicaAddress, str] = field(default_factory=dict)
-    """Replicas of this engine in a saved state, with their instances. Empty once the engine was found alive
-    or dead."""
+    """Replicas of this engine that the saved state of an earlier gateway lists, with their instances. Empty
+    once the engine was found alive or dead."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a poll or probe of the engine."""
 
@@ -75,20 +76,20 @@ class MonitoredEngine:
 
     @property
     def description(self) -> EngineDescription | None:
-        """The engine's last complete description; ``None``: no engine answers at the address."""
+        """The last accepted description of the engine; ``None``: no engine answers at the address."""
         return self.probe.described
 
     def count_unanswered_probe(self) -> None:
-        """Count the last probe, which got no answer, as lost. No effect within ``LOST_PROBE_INTERVAL_S`` of
-        the last lost probe."""
+        """Count the last probe as lost, because it got no answer. No effect within ``LOST_PROBE_INTERVAL_S``
+        of the previous lost probe."""
         if self.probe_asked_s - self.probe_lost_s >= LOST_PROBE_INTERVAL_S:
             self.probes_lost += 1
             self.probe_lost_s = self.probe_asked_s
 
 
 class EngineMonitorProtocol(Protocol):
-    """Interface of an engine monitor to its gateway. By default, the results of ``missing`` and ``refused``
-    are empty."""
+    """Interface between an engine monitor and its gateway. By default, ``missing`` and ``refused`` return
+    nothing."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Start to check whether a replica is alive, and report the result to the routing core or the
@@ -96,11 +97,11 @@ class EngineMonitorProtocol(Protocol):
         ...
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
-        """The last description of a replica's engine; ``None``: unknown."""
+        """Return the last description of a replica's engine; ``None``: unknown."""
         ...
 
     def missing(self) -> list[str]:
-        """Return the addresses at which no engine answers. On Ray: names of deployments, each name once per
+        """Return the addresses at which no engine answers. On Ray, return names of deployments, each once per
         missing engine."""
         return []
 
@@ -124,7 +125,7 @@ class EngineMonitor(EngineMonitorProtocol):
         read: Callable[..., EngineDescription] = describe_engine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine_key``: key sent to engines (``None``: no key). ``poll_s``: seconds between two polls.
+        """``engine_key``: key sent to engines; ``None``: no key. ``poll_s``: seconds between two polls.
         ``read``: function that builds an engine's description from its answers. ``clock``: time in
         seconds."""
         self._watched = {
@@ -145,10 +146,12 @@ class EngineMonitor(EngineMonitorProtocol):
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
     def expect(self, replica_id: str, instance: str) -> None:
-        """Expect a replica of a saved state before its engine is seen. Requests can be sent to the replica
-        from now on. If the replica's address is not monitored, the replica is reported to the core as gone at
-        once. Otherwise the replica is reported as gone once its engine is found to be dead, or to lack the
-        replica's data-parallel rank."""
+        """Expect a replica that a saved state lists, before its engine is seen. Requests can be sent to it
+        from now on.
+
+        The replica is reported to the core as gone once its engine is found to be dead, or to lack the
+        replica's data-parallel rank. It is reported at once if its address is not monitored.
+        """
         for watched in self._watched.values():
             address = parse_replica_id(watched.url, replica_id)
             if address is not None:
@@ -158,9 +161,13 @@ class EngineMonitor(EngineMonitorProtocol):
         self._routing_backend.tell(routing_events.ReplicaGone(replica_id, instance, "not seen"))
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Start a task that checks whether a replica's engine is alive. If a probe of the engine is in
-        progress and gets no answer, another probe follows. If the engine is dead, all its replicas are
-        reported to the core as gone. A replica whose engine is not monitored is reported as gone at once."""
+        """Start a task that checks whether a replica's engine is alive. If the engine is dead, all its
+        replicas are reported to the core as gone. A replica whose engine is not monitored is reported at
+        once.
+
+        If a probe of the engine is already in progress, no second one starts. A further probe may follow if
+        that one gets no answer.
+        """
         address = self._replicas.get(action.replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         if watched is None:
@@ -178,7 +185,7 @@ class EngineMonitor(EngineMonitorProtocol):
             watched.next_asked_s = self._clock()
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
-        """The last description of a replica's engine; ``None``: unknown."""
+        """Return the last description of a replica's engine; ``None``: unknown."""
         address = self._replicas.get(replica_id)
         watched = self._watched.get(address.url) if address is not None else None
         return watched.description if watched is not None else None
@@ -193,7 +200,7 @@ class EngineMonitor(EngineMonitorProtocol):
         ]
 
     async def _poll_regularly(self, watched: MonitoredEngine) -> None:
-        """Poll one engine every ``poll_s`` seconds, until cancelled. An error of a poll is logged."""
+        """Poll one engine every ``poll_s`` seconds, until cancelled. Errors of a poll are logged."""
         if watched.polls:  # ``poll_all`` has polled it already
             await asyncio.sleep(self._poll_s)
         while True:
@@ -204,8 +211,8 @@ class EngineMonitor(EngineMonitorProtocol):
             await asyncio.sleep(self._poll_s)
 
     async def _check(self, watched: MonitoredEngine) -> None:
-        """Poll an engine: register it if it is alive, report it as gone if it is dead. An engine that gives
-        no answer keeps its state."""
+        """Poll an engine. Register it if it is alive, report it as gone if it is dead. Without an answer its
+        state stays."""
         async with watched.checking:
             alive = await watched.probe.check_health()
             if alive is None:
@@ -224,9 +231,9 @@ class EngineMonitor(EngineMonitorProtocol):
             self._register_replicas(watched)
 
     async def _probe(self, watched: MonitoredEngine) -> None:
-        """Probe an engine: register it if it is alive, report it as gone if it is dead. An engine also counts
-        as dead after ``MAX_LOST_PROBES`` lost probes. The probe is repeated if the core has requested another
-        probe meanwhile."""
+        """Probe an engine. Register it if it is alive, report it as gone if it is dead or ``MAX_LOST_PROBES``
+        probes were lost. Without an answer, the probe is repeated if the core has requested another one
+        meanwhile."""
         async with watched.checking:
             while True:
                 alive = await watched.probe.check_health(PROBE_TIMEOUT_S)
@@ -246,7 +253,7 @@ class EngineMonitor(EngineMonitorProtocol):
                 watched.probe_asked_s, watched.next_asked_s = watched.next_asked_s, None
 
     async def _ask_more(self, watched: MonitoredEngine) -> None:
-        """Hook for subclasses: further queries to a living engine, at each poll."""
+        """Hook for subclasses: send further queries to a living engine, at each poll."""
 
     async def _describe(self, watched: MonitoredEngine) -> None:
         """Update an engine's description. If the number of ranks has changed, the engine's former replicas
@@ -270,7 +277,6 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.is_warned = False
 
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
-        """Log that an engine was found at an address."""
         logger.info(
             "%s is up: KV for %d tokens on the device, %d in host memory",
             url,
@@ -308,7 +314,7 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.polls = watched.probes_lost = 0
 
     def _describe_loss(self, watched: MonitoredEngine) -> str:
-        """Return a text for the log about what the loss of this engine means for requests and programs."""
+        """Return a log text that says what the loss of this engine means for requests and programs."""
         unused = all(other is watched or other.description is None for other in self._watched.values())
         return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"
 
@@ -324,8 +330,8 @@ class EngineMonitor(EngineMonitorProtocol):
         watched.places = []
 
     def _forget_expected(self, watched: MonitoredEngine, reason: str) -> None:
-        """Report the expected replicas to the core as gone, except those that the engine has. Afterwards, no
-        replica of the engine is expected."""
+        """Report the expected replicas that the engine lacks to the core as gone. Then expect no replica of
+        the engine."""
         expected, watched.expected = watched.expected, {}
         for address, instance in expected.items():
             if address not in watched.places:

@@ -1,4 +1,4 @@
-"""Queries one engine: whether it is alive, its description, and the state of its links to storage and
+"""Queries one engine: its health, its description, and the state of its links to storage and other
 engines."""
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from .engine_descriptions import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
-"""Seconds that all queries except probes wait for an answer."""
+"""Maximum seconds that all queries except probes wait for an answer."""
 PROBE_TIMEOUT_S = 10.0
-"""Seconds that a probe waits for an answer, long enough for a slow but living engine."""
+"""Maximum seconds that a probe waits for an answer, long enough for a slow but living engine."""
 MAX_ERROR_POLLS = 2
-"""Default number of consecutive health checks with an error after which an engine counts as dead."""
+"""Default number of consecutive failed health checks (status 500 or 503) after which an engine counts as
+dead."""
 MAX_PARTIAL_DESCRIPTIONS = 3
-"""Number of consecutive incomplete descriptions of a new engine after which the gateway accepts the last one
-as it is."""
+"""Number of consecutive incomplete descriptions of a new engine after which the gateway accepts an incomplete
+one."""
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 
 
@@ -44,16 +45,15 @@ class EngineProbe:
         accepts: Callable[[Collection[str]], bool] = lambda answered: True,
         max_error_polls: int = MAX_ERROR_POLLS,
     ) -> None:
-        """``read``: function that builds a description from the engine's answers. ``accepts``: function that
-        gets the paths that the engine has answered, and returns whether they suffice for a first description.
-        ``max_error_polls``: number of consecutive health checks with status 500 or 503 after which the engine
-        counts as dead."""
+        """``read`` builds a description from the engine's answers. ``accepts`` gets the paths that the engine
+        has answered, and returns whether they suffice for a first description. ``max_error_polls``: number of
+        consecutive health checks with status 500 or 503 after which the engine counts as dead."""
         self.url = url
         self.described: EngineDescription | None = None
-        """The engine's last accepted description. The object that uses the probe sets it."""
+        """The last description that the user of the probe accepted. The probe itself does not set it."""
         self.lost_engines = 0
-        """Number of engines lost at this address so far. For an engine that reports no start time, this
-        number is its ``instance``."""
+        """Number of engines lost at this address so far. It is the ``instance`` of an engine that reports no
+        start time."""
         self.failed_here = False
         """Whether the last health check failed because the gateway could not open a connection."""
         self.asks_for_key = False
@@ -78,7 +78,7 @@ class EngineProbe:
         self.lost_engines += 1
 
     async def check_health(self, timeout_s: float = ANSWER_TIMEOUT_S) -> bool | None:
-        """Check the engine's health. True: the engine is alive. False: it refuses the connection, or it
+        """Check the engine's health. True: the engine is alive. False: it refuses the connection, or has
         returned ``max_error_polls`` errors in a row. ``None``: unknown, for instance because no answer came
         within ``timeout_s`` seconds."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -106,7 +106,7 @@ class EngineProbe:
     async def describe(self) -> EngineDescription | None:
         """Request the engine's description; ``None``: no usable description now.
 
-        Once ``described`` is set, an incomplete description is not usable: with values missing, the engine
+        Once ``described`` is set, an incomplete description is not usable. With values missing, the engine
         would look like another engine.
         """
         found = await asyncio.gather(*(self.get(path) for path in _DESCRIPTION_PATHS))
@@ -130,13 +130,15 @@ class EngineProbe:
         return self._read(objects[0], metrics, objects[1], self.lost_engines)
 
     async def links(self) -> dict[str, LinkStats] | None:
-        """Query the state of a prefill or decode engine's links, by link name; ``None``: not reported."""
+        """Return the state of a prefill or decode engine's links, by link name; ``None``: not reported."""
         _, text = await self.get(STATS_PATH)
         return parse_link_stats(parse_json_object(text) or {})
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Send a GET; return (status, text). The text is empty unless the status is 200. Status 0: no answer,
-        a server error (5xx), or a text that is not UTF-8."""
+        """Send a GET. Return (status, text). The text is empty unless the status is 200.
+
+        Status 0 means no answer, a server error (5xx), or a text that is not UTF-8.
+        """
         answer = await ask_engine(
             self._session(), self.url + path, headers=self._headers, timeout_s=ANSWER_TIMEOUT_S
         )

@@ -1,4 +1,4 @@
-"""Routes that engines answer. For generation, the routing core chooses the replica; any engine can answer the
+"""Routes that engines answer. For generation, the routing core chooses the replica. Any engine can answer the
 other routes."""
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .tenant_keys import TenantKeys
 logger = logging.getLogger(__name__)
 
 WATCH_DELAY_S = 0.02
-"""Seconds from the start of a request until the gateway begins to watch for a disconnect of the client. An
-earlier disconnect is noticed when the watch begins."""
+"""Seconds after a request's start at which the gateway begins to watch for a disconnect of the client. An
+earlier disconnect is noticed then."""
 
 
 class DisconnectWatcher:
@@ -71,7 +71,7 @@ class DisconnectWatcher:
 
 
 class GenerationRoutes:
-    """All generation routes of a gateway. Used in one event loop.
+    """All generation routes of a gateway. For use in one event loop.
 
     ``reads_prefixes``: whether the routing policy needs prefix hashes of prompts
     (``GenerationRequest.prefix``).
@@ -92,8 +92,7 @@ class GenerationRoutes:
         self.bodies = bodies or BodyBudget()
 
     async def serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
-        """Handle one generation request: check its key and encoding, then read and proxy it
-        (``_exchange``)."""
+        """Handle one generation request: check its key and encoding, then read its body and proxy it."""
         raw: RawHeaders = scope["headers"]
         try:
             tenant = self._tenants.tenant_of(
@@ -155,7 +154,7 @@ class GenerationRoutes:
             watch.stop()
 
     async def _read(self, api: ClientApi, body: bytes, session: str | None, tenant: str) -> ParsedRequest:
-        """Parse a body, and replace its program ids by those that engines use (``ProgramIdMapper``).
+        """Parse a body, and replace its program ids by the ids that engines use (``ProgramIdMapper``).
         ``session``: value of the header ``X-Session-ID``; ``None``: no such header. Raises
         ``InvalidGenerationRequest``."""
 
@@ -169,24 +168,26 @@ class GenerationRoutes:
 
 
 MAX_REQUEST_BYTES = 16 << 20
-"""Maximum size of the body of a request to ``AnyEngineRoutes``."""
+"""Maximum bytes of the body of a request to ``AnyEngineRoutes``."""
 ANY_ENGINE_TIMEOUT_S = 15.0
 """Seconds that ``AnyEngineRoutes`` waits for an engine before it asks the next one."""
 
 
 class AnyEngineRoutes:
-    """Routes that any engine can answer."""
+    """Answers the routes that any engine can answer."""
 
     def __init__(self, shared: ProxyContext, bodies: BodyBudget) -> None:
         self._shared = shared
         self._bodies = bodies
 
     async def answer(self, path: str, request: Request, tenant: str, *, keeps_key: bool) -> Response:
-        """Forward a request to the least loaded engine that answers, and return the answer.
+        """Forward a request to the least loaded engine that answers, and return the answer. Raises
+        ``ApiError`` if the body is rejected or no engine answers.
 
-        ``path``: the engine's route. It is not read from ``request.url``, which older releases of Starlette
-        build from the client's ``Host``. ``keeps_key``: whether engines get the client's key; False for the
-        admin key. Raises ``ApiError`` if the body is rejected or no engine answers."""
+        ``path``: the engine's route. Do not take it from ``request.url``, because older releases of Starlette
+        build that from the client's ``Host``. ``keeps_key``: whether engines get the client's key. Pass False
+        for the admin key.
+        """
         held = self._bodies.begin(tenant, MAX_REQUEST_BYTES)
         try:
             body = await held.read(request.headers.get("content-length"), request.receive)
@@ -226,7 +227,7 @@ class AnyEngineRoutes:
         raise unavailable_error("no engine answers")
 
     async def _by_load(self) -> list[ReplicaAddress]:
-        """Return the addresses of the engines that are not suspect, the least loaded first."""
+        """Return the addresses of the engines, the least loaded first. Suspect engines are left out."""
         states = await self._shared.routing_backend.replicas()
         loads = {state.replica: state.load for state in states if state.health != "suspect"}
         usable = [address for address in self._shared.replicas.engines() if address.replica_id in loads]
@@ -252,8 +253,8 @@ async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
 
 
 class GenerationEndpoint:
-    """The ASGI application of one API's generation route. It is a class because Starlette's router calls a
-    plain function with a ``Request`` instead of (scope, receive, send)."""
+    """The ASGI application of one API's generation route. It is a class, because Starlette's router would
+    call a plain function with a ``Request``, not with (scope, receive, send)."""
 
     def __init__(self, routes: GenerationRoutes, api: ClientApi) -> None:
         self._routes = routes
@@ -264,8 +265,8 @@ class GenerationEndpoint:
 
 
 class GatewayApplication(Starlette):
-    """ASGI application that passes generation requests directly to their endpoints, past the router and its
-    middlewares. ``generating``: the endpoints by path."""
+    """ASGI application that passes generation requests directly to their endpoints. They skip the router and
+    its middlewares. ``generating``: the endpoints by path."""
 
     def __init__(self, generating: Mapping[str, GenerationEndpoint], **rest: Any) -> None:
         super().__init__(**rest)

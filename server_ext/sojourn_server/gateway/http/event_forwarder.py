@@ -1,9 +1,9 @@
-"""Forwards clients' events to the replica that is their program's home.
+"""Forwards clients' events to their program's home, the replica that serves the program's turns.
 
 An engine knows a program only from the events that it has received. So the gateway keeps each program's
-start, workflow graph and running tools. If a request goes to a replica that lacks these events, such as a new
-home or a restarted replica, the gateway sends the events first. Events that arrive before a program's first
-request are kept until that request.
+start, workflow graph and running tools. A replica may lack these events, for example a new home or a
+restarted replica. Then the gateway sends them before the program's next request. Events that arrive before a
+program's first request are kept until that request.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class EventForwarder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``names``: maps clients' program ids to the names that engines use for programs; ``None``: engines
-        use the clients' ids. ``engine_key``: key sent to engines instead of the client's.
-        ``silent_program_s``: seconds without an event after which a program's events are dropped."""
+        use the clients' ids. ``engine_key``: key sent to engines instead of the client's; ``None``: the
+        client's key is sent. ``silent_program_s``: seconds without an event after which a program's events
+        are dropped."""
         self.names = names or ProgramIdMapper(())
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -89,7 +90,7 @@ class EventForwarder:
         """Function that returns the last description of a replica's engine. ``ProgramMigrator`` sets it."""
         self.known = ProgramEventRecords(silent_s=silent_program_s)
         self._graphs_sent: dict[str, tuple[str, set[str]]] = {}
-        """By engine URL: (the engine's instance, hashes of the graphs that this instance received in
+        """By engine URL: (instance of the engine, hashes of the graphs that this instance received in
         full)."""
         self.on_end: Callable[[str], None] = lambda status: None
         """Function that is called with the status of each program whose end a client reports."""
@@ -104,9 +105,12 @@ class EventForwarder:
     async def forward_batch(
         self, batch: EventBatch, tenant: str, authorization: str | None
     ) -> list[EventOutcome]:
-        """Record the events of a client's batch, and forward each to its program's home replica. If there is
-        no home, a ``ProgramEnd`` goes to the engine that gave the program's last answer; other events are not
-        sent yet. Returns one outcome per event, in order."""
+        """Record the events of a client's batch, and forward each to its program's home. Return one outcome
+        per event, in order.
+
+        If a program has no home, its ``ProgramEnd`` goes to the engine that gave its last answer. Its other
+        events are not sent yet.
+        """
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         onwards: dict[str, _EngineBatch] = {}
         over: list[tuple[int, ProgramEnd]] = []
@@ -155,14 +159,14 @@ class EventForwarder:
     # -- events in requests ------------------------------------------------------------
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """Id of the replica that is a program's home; ``None``: the program has no home."""
+        """Return the id of the replica that is a program's home; ``None``: the program has no home."""
         return self._routing_backend.home(tenant, program_id)
 
     def piggyback(
         self, tenant: str, event: AnyEvent, authorization: str | None, *, own: bool
     ) -> RecordedEvent | None:
-        """Record an event that a request carries to its replica; return the record. Heartbeats and program
-        ends are not recorded; for them the result is ``None``.
+        """Record an event that a request carries to its replica. Return the record; ``None`` for heartbeats
+        and program ends, which are not recorded.
 
         ``own``: whether the event is about the request's own program. A ``ProgramEnd`` of another program
         also ends that program at the routing core. A ``ProgramEnd`` of the own program only drops the
@@ -181,8 +185,8 @@ class EventForwarder:
         return None
 
     def forward(self, batch: EventBatch, tenant: str, authorization: str | None) -> None:
-        """Start to forward events that were removed from a request, for example because their programs have
-        another home than the request's replica. Does not wait for the outcomes."""
+        """Start to forward events that were removed from a request. For example, their programs have another
+        home than the request's replica. Does not wait for the outcomes."""
         task = asyncio.ensure_future(self.forward_batch(batch, tenant, authorization))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -192,7 +196,7 @@ class EventForwarder:
     async def replay_before_request(
         self, key: Key, replica_id: str, carried: Container[RecordedEvent] = ()
     ) -> None:
-        """Send a replica those events of a program that it has not received yet. Wait up to ``REPLAY_WAIT_S``
+        """Send a replica the events of a program that it has not received yet. Wait up to ``REPLAY_WAIT_S``
         for the answer. Call this before a request of the program goes to the replica.
 
         ``carried``: events that the request itself carries. They are not sent separately.
@@ -204,11 +208,13 @@ class EventForwarder:
     def catch_up(
         self, key: Key, replica_id: str, carried: Container[RecordedEvent] = ()
     ) -> asyncio.Future[list[EventOutcome]] | None:
-        """Start to send a replica those events of a program that it lacks: start, graph and tool events.
-        Returns a future whose result is their outcomes, empty if the replica did not accept them; ``None``:
-        no events are being sent.
+        """Start to send a replica the events of a program that it lacks: start, graph and tool events.
 
-        ``carried``: events that a request carries to the replica."""
+        Return a future of their outcomes. The outcomes are empty if the replica did not accept the events.
+        Return ``None`` if no events are being sent.
+
+        ``carried``: events that a request carries to the replica. They are not sent separately.
+        """
         record = self.known.get(key)
         address = self._replicas.get(replica_id)
         if record is None or address is None:
@@ -258,8 +264,8 @@ class EventForwarder:
     def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
         """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
 
-        ``authorization``: header of the program's last request; ``None``: use the header of the program's
-        last recorded event.
+        ``authorization``: header of the program's last request; ``None``: use the header of its last recorded
+        event.
         """
         record = self.known.get((left.tenant, left.program_id))
         if record is not None:
@@ -271,7 +277,7 @@ class EventForwarder:
             self._send_end(address.url, left.tenant, left.program_id, "cancelled", authorization)
 
     def forget(self, key: Key) -> None:
-        """Drop the record of a program whose final request was answered."""
+        """Drop the record of a program whose final request was answered. Report the end to ``on_end``."""
         self.known.forget(key)
         self.on_end(ProgramOutcome.FINAL.value)
 
@@ -280,7 +286,7 @@ class EventForwarder:
     def _send_end(
         self, url: str, tenant: str, program_id: str, status: str, authorization: str | None
     ) -> None:
-        """Queue a ``ProgramEnd`` for an engine. A status that is too long is replaced."""
+        """Queue a ``ProgramEnd`` for an engine. A status that is too long becomes ``error``."""
         status = status if len(status) <= MAX_EVENT_NAME_BYTES else "error"
         event = {"type": "program_end", "program_id": program_id, "status": status}
         self._sender_for(url, tenant).send([self._numbered(tenant, event)], authorization)
@@ -301,11 +307,12 @@ class EventForwarder:
         *,
         piggyback: bool = False,
     ) -> RecordedEvent | None:
-        """Record an event; return its record. Heartbeats and program ends are not recorded; for them the
-        result is ``None``.
+        """Record an event. Return the record; ``None`` for heartbeats and program ends, which are not
+        recorded.
 
         ``piggyback``: a request carries the event. ``home``: id of the replica that receives the event now;
-        ``None``: no replica does, or the request that carries the event has no replica yet."""
+        ``None``: no replica does yet.
+        """
         is_new = self.known.get(key) is None
         shown = authorization if self._engine_key is None else None
         kept = self.known.record_event(
@@ -317,12 +324,12 @@ class EventForwarder:
         return kept
 
     def _replica_instance(self, replica_id: str) -> ReplicaInstance:
-        """(replica id, instance) of a replica; the instance is empty if unknown."""
+        """Return (replica id, instance). The instance is empty if unknown."""
         described = self.description_of(replica_id)
         return (replica_id, described.instance if described is not None else "")
 
     def _needs_full_graph(self, known_graphs: set[str], key: Key, kept: RecordedEvent) -> bool:
-        """Whether the recorded event ``kept`` names a graph that an engine lacks and the gateway has. Then
+        """Whether the recorded event ``kept`` names a graph that the gateway has and an engine lacks. Then
         the event must be sent with the full graph. ``known_graphs``: hashes of the graphs that the engine
         received in full."""
         event = kept.event
@@ -333,9 +340,10 @@ class EventForwarder:
         )
 
     def _graphs_sent_to(self, url: str, replica_id: str) -> set[str]:
-        """Return the set of hashes of the graphs that an engine received in full. The caller may add to the
-        set. The set starts empty again after a restart of the engine, and after ``MAX_GRAPHS_SENT``
-        graphs."""
+        """Return the hashes of the graphs that an engine received in full. The caller may add to this set.
+
+        The set starts empty again after a restart of the engine, and after ``MAX_GRAPHS_SENT`` graphs.
+        """
         instance = self._replica_instance(replica_id)[1]
         life, hashes = self._graphs_sent.get(url, ("", set()))
         if url not in self._graphs_sent or life != instance or len(hashes) >= MAX_GRAPHS_SENT:
@@ -346,9 +354,9 @@ class EventForwarder:
     def _with_full_graph(
         self, tenant: str, event: AnyEvent, raw: msgspec.Raw, to: _EngineBatch
     ) -> msgspec.Raw:
-        """Return the encoded event that is to be sent to the engine of ``to``. Clients send a full graph
-        once, and then only its hash. If the engine lacks a graph that the gateway has, the graph is added to
-        the event."""
+        """Return the encoded event to send to the engine of ``to``. Clients send a full graph once, and then
+        only its hash. So this adds the full graph if the gateway has it and the engine lacks it. ``raw``: the
+        encoded ``event``."""
         if not isinstance(event, AegReport):
             return raw
         if (
@@ -365,8 +373,8 @@ class EventForwarder:
         return msgspec.Raw(encode({**msgspec.to_builtins(event), "graph": graph}))
 
     def _aged(self, tenant: str, kept: RecordedEvent) -> msgspec.Raw:
-        """Encode a recorded event for sending it again, with its present ``age_s`` and, if known, its full
-        graph."""
+        """Encode a recorded event, to send it again. It gets its present ``age_s``, and its full graph if
+        known."""
         event: dict[str, Any] = msgspec.to_builtins(kept.event)
         event["age_s"] = round(event.get("age_s", 0.0) + self._clock() - kept.at_s, 4)
         if isinstance(kept.event, AegReport):
@@ -375,14 +383,14 @@ class EventForwarder:
         return self._numbered(tenant, event)
 
     def _numbered(self, tenant: str, event: dict[str, Any]) -> msgspec.Raw:
-        """Encode an event with the gateway's next ``seq`` and the engines' names for programs."""
+        """Encode an event with the gateway's next ``seq``. Its program ids become the engines' names."""
         # The gateway is the emitter. Engines drop an event whose number they have seen from the same emitter.
         self._seq += 1
         return self._renamed(tenant, msgspec.Raw(encode({**event, "seq": self._seq - 1})))
 
     def _renamed(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw:
-        """Return an encoded event with its program ids replaced by the engines' names. ``raw``: an event that
-        ``decode_event`` accepts."""
+        """Return an encoded event with its program ids replaced by the engines' names. ``raw``: a valid
+        encoded event."""
         named = self.names.event(tenant, raw)
         assert named is not None, "it was read before"
         return named
@@ -397,8 +405,8 @@ class EventForwarder:
         return sender
 
     def _queue_for(self, url: str, tenant: str) -> TenantEventQueue | None:
-        """Find or create the queue of a tenant's batches for an engine. ``None``: with one tenant, batches do
-        not wait. Creating one drops all idle queues."""
+        """Find or create the queue of a tenant's batches for an engine. Creating one drops all idle queues.
+        ``None``: the gateway has only one tenant, so batches do not wait."""
         if self.names.only_tenant is not None:
             return None
         queue = self._queues.get((url, tenant))
@@ -416,10 +424,13 @@ class EventForwarder:
         outcomes: list[EventOutcome | None],
         authorization: str | None,
     ) -> None:
-        """Post the part ``to`` of a client's batch to one engine, and store the outcomes of its events in
-        ``outcomes``. Waits first until the gateway's own earlier events of this tenant for this engine were
-        sent or dropped, and for the tenant's turn. A client may disconnect meanwhile: its events keep their
-        place, and are still recorded and sent once."""
+        """Post the part ``to`` of a client's batch to one engine. Store the outcomes of its events in
+        ``outcomes``.
+
+        The part waits for the gateway's own earlier events of this tenant for this engine, and then for the
+        tenant's turn. If the client disconnects meanwhile, its events keep their place and are still sent
+        once.
+        """
         unanswered, is_sent = (Outcome.MISSING, "its replica did not answer"), True
         answered: list[EventOutcome | None] = [None] * len(to.events)
         events = [self._renamed(tenant, raw) for _, _, raw, _ in to.events]
@@ -455,7 +466,7 @@ class EventForwarder:
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
     ) -> Sequence[EventOutcome] | None:
-        """Post a batch to an engine; return one outcome per event. ``None``: there is no usable answer."""
+        """Post a batch to an engine. Return one outcome per event; ``None``: there is no usable answer."""
         answer = await ask_engine(
             self._session(),
             url + EVENTS_PATH,
@@ -486,7 +497,8 @@ class _EngineBatch:
     full_graphs: set[str] = field(default_factory=set)
     """Hashes of the graphs that this batch contains in full."""
     events: list[tuple[int, AnyEvent, msgspec.Raw, RecordedEvent | None]] = field(default_factory=list)
-    """(position in the client's batch, event, encoded event, record of the event) of each event."""
+    """For each event: (position in the client's batch, event, encoded event, record of the event or
+    ``None``)."""
 
 
 def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:

@@ -62,29 +62,28 @@ class GatewayOptions:
     """Options of a gateway that an operator sets."""
 
     policy: str
-    """Name of the cluster preset, or of the policy for pairs, as shown in ``/capabilities`` and
-    ``/replicas``."""
+    """Name of the cluster preset, or of the policy for pairs. ``/capabilities`` and ``/replicas`` show it."""
     engine_key: str | None = None
     """Key sent to engines instead of a client's own; ``None``: the client's key is sent."""
     admin_key: str | None = None
-    """Key with which clients may drain replicas and see all tenants' programs; ``None``: replicas cannot be
+    """Key with which clients may drain replicas and see all tenants' programs. ``None``: replicas cannot be
     drained."""
     max_body_bytes: int = MAX_BODY_BYTES
-    """Maximum size of one request body."""
+    """Maximum bytes of one request body."""
     max_held_bytes: int = MAX_HELD_BYTES
-    """Maximum total size of all bodies that the gateway holds."""
+    """Maximum total bytes of all request bodies that the gateway holds."""
     reads_prefixes: bool = False
     """Whether the routing policy needs prefix hashes of prompts."""
     reads_deadlines: bool = False
     """Whether the tenants' shares of capacity depend on deadlines that clients state."""
     silent_program_s: float = SILENT_PROGRAM_S
-    """The gateway drops a program's recorded events after this many seconds without a new event. Until then
-    it can send them to a restarted engine or a new home."""
+    """Seconds without a new event after which the gateway drops a program's recorded events. Until then it
+    can send them to a restarted engine or a new home."""
     in_pairs: bool = False
-    """Whether the engines are prefill and decode engines, so that a request needs one of each."""
+    """Whether the engines are prefill and decode engines. Then a request needs one of each."""
     read_side: str | None = None
-    """Name of the policy that chooses which engine of a pair reads KV from storage, shown in ``/replicas``;
-    ``None``: not shown."""
+    """Name of the policy that chooses which engine of a pair reads KV from storage. ``/replicas`` shows it;
+    ``None``: it does not."""
 
     def __post_init__(self) -> None:
         for name in ("engine_key", "admin_key"):
@@ -179,8 +178,8 @@ class Gateway:
         background: Callable[[], list[Awaitable[Any]]],
         before_start: Callable[[], Awaitable[None]] | None = None,
     ) -> Starlette:
-        """Build the ASGI application. At its start, the application awaits ``before_start()``. Until its end,
-        it runs the awaitables that ``background()`` returns, as background tasks."""
+        """Build the ASGI application. At its start, it awaits ``before_start()``. Until its end, it runs the
+        awaitables that ``background()`` returns, as background tasks."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -232,7 +231,7 @@ class Gateway:
         return Response(found.body, media_type="application/json")
 
     def _any_engine_handler(self, path: str) -> Callable[[Request], Awaitable[Response]]:
-        """The handler of a route that any engine can answer, such as ``/tokenize``."""
+        """Return the handler of a route that any engine can answer, such as ``/tokenize``."""
 
         async def handle(request: Request) -> Response:
             keeps_key = request.state.tenant is not None
@@ -303,12 +302,12 @@ class Gateway:
         self.routing_backend.tell(answer)
 
     def _description_of(self, replica_id: str) -> EngineDescription | None:
-        """The last description of a replica's engine; ``None``: unknown."""
+        """Return the last description of a replica's engine; ``None``: unknown."""
         return self.monitor.description_of(replica_id) if self.monitor is not None else None
 
 
 def _openai_error(failure: ApiError) -> Response:
-    """The answer for an error on one of vLLM's own routes, in vLLM's format."""
+    """Return the answer for an error on one of vLLM's own routes, in vLLM's format."""
     text = f"{failure.message}; {failure.next_step}"
     code = INVALID_KEY if failure.status == 401 else "gateway_refused"
     body = error_body(None, failure.status, code, text)
@@ -316,6 +315,5 @@ def _openai_error(failure: ApiError) -> Response:
 
 
 def _log_task_failure(task: asyncio.Future[Any]) -> None:
-    """Log the exception of a background task that ended with one."""
     if not task.cancelled() and task.exception() is not None:
         logger.critical("a background task of the gateway failed; restart it", exc_info=task.exception())

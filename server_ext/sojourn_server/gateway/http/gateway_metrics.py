@@ -1,4 +1,5 @@
-"""The gateway's Prometheus metrics, and a log of the latest changes of programs' homes."""
+"""The gateway's Prometheus metrics, and a log of programs' latest moves from one home (replica) to
+another."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class ProgramMove(msgspec.Struct, frozen=True):
     waited_s: float
     """Seconds that the program's request waited for KV to be written to the disk."""
     left_because: str = ""
-    """Why the program had to leave its home: ``drain`` or ``failed``; empty: it could have stayed."""
+    """Why the program had to leave its former home: ``drain`` or ``failed``. Empty if it could have
+    stayed."""
 
 
 class GatewayMetrics:
@@ -57,9 +59,11 @@ class GatewayMetrics:
         shares_address: bool = False,
     ) -> None:
         """``reasons``: all known values of ``SendRequest.reason``. Their counters start at 0, so that
-        ``rate()`` sees the first increment. ``clock``: Unix time in seconds. ``shares_address``: whether
-        several gateways listen at one address. If so, ``exposition`` returns only the gauges that are the
-        same at each gateway, and ``own_exposition`` returns the other metrics."""
+        ``rate()`` sees the first increment. ``clock``: Unix time in seconds.
+
+        ``shares_address``: whether several gateways listen at one address. If so, ``exposition`` returns only
+        the gauges that are equal at each gateway. ``own_exposition`` returns the other metrics.
+        """
         self._clock = clock
         self._shares_address = shares_address
         self.registry = CollectorRegistry()
@@ -111,8 +115,8 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.waiting = 0
-        """Number of requests that wait at the gateway, for one replica or for any replica. Requests that wait
-        for any replica appear in no other metric."""
+        """Number of requests that wait at the gateway, for one replica or for any replica. No other metric
+        counts the requests that wait for any replica."""
         self._waiting = Gauge(
             "sojourn_gateway_waiting",
             "Requests that wait at the gateway, for one replica or for any.",
@@ -167,7 +171,7 @@ class GatewayMetrics:
 
     def sent(self, reason: str, waited_s: float) -> None:
         """Count a request whose replica has begun to answer. ``reason``: ``SendRequest.reason``.
-        ``waited_s``: seconds that the request waited at the gateway."""
+        ``waited_s``: seconds that the request waited at the gateway before."""
         self._requests.labels(reason).inc()
         self._waits.observe(waited_s)
 
@@ -176,16 +180,16 @@ class GatewayMetrics:
         self._refused.labels(code).inc()
 
     def decided(self, action: routing_events.AnyRoutingAction) -> None:
-        """Count a rejection or recall by the core; other actions are ignored."""
+        """Count a rejection or recall by the core. Other actions are ignored."""
         if isinstance(action, routing_events.RejectRequest):
             self._refused.labels(action.code).inc()
         elif isinstance(action, routing_events.RecallRequest):
             self._recalled.inc()
 
     def yielded(self, yielding: int, refused: int) -> None:
-        """Count an engine's answer to a yield order. ``yielding``: number of running requests that the engine
-        will preempt for a more urgent one. ``refused``: number of requests in the order that the engine will
-        not preempt."""
+        """Count an engine's answer to a yield order. The order asks the engine to preempt running requests
+        for a more urgent one. ``yielding``: number of requests that the engine will preempt. ``refused``:
+        number of requests in the order that it will not preempt."""
         self._yields.inc(yielding)
         self._no_yields.inc(refused)
 
@@ -200,8 +204,8 @@ class GatewayMetrics:
         waited_s: float,
         left_because: str = "",
     ) -> None:
-        """Record that a program moved to a new home. Called just before the program's first request is sent
-        to the new home. The arguments are the fields of ``ProgramMove``."""
+        """Record that a program moves to a new home. Call this just before the program's first request goes
+        there. The arguments are the fields of ``ProgramMove``."""
         self._moved.labels(reason).inc()
         self._moves.append(
             ProgramMove(
@@ -237,11 +241,11 @@ class GatewayMetrics:
     # -- queries --------------------------------------------------------------------
 
     def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """Return (recorded moves, ``since`` for the next call). There are at most ``limit`` moves, oldest
+        """Return (at most ``limit`` recorded moves, ``since`` for the next call). The oldest moves come
         first.
 
-        ``since``: smallest ``ProgramMove.number`` to return. ``tenant``: only this tenant's moves are
-        returned; ``None``: moves of all tenants.
+        ``since``: smallest ``ProgramMove.number`` to return. ``tenant``: return only this tenant's moves;
+        ``None``: return the moves of all tenants.
         """
         found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
             :limit
@@ -264,8 +268,9 @@ class GatewayMetrics:
         ``own_exposition``, unless other gateways share the address.
 
         ``uses``: used capacity ÷ share, by tenant. ``missing``: number of engines that do not answer and are
-        not among ``replicas``. ``up_by_role``: number of engines that are up, for each role; ``None``: the
-        engines have no roles."""
+        not among ``replicas``. ``up_by_role``: number of engines that are up, by role; ``None``: the engines
+        have no roles.
+        """
         replica_gauges = (self._load, self._in_flight, self._queued, self._homed, self._room, self._health)
         for gauge in (*replica_gauges, self._role, self._link):
             gauge.clear()  # some replicas may be gone
@@ -298,7 +303,7 @@ class GatewayMetrics:
 
 
 def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:
-    """Return the largest difference in load between two replicas of the same role; 0.0: no role has two
+    """Return the largest difference in load between two replicas of the same role; 0.0 if no role has two
     replicas. Only replicas that are up count, because other replicas get no new requests."""
     loads = defaultdict(list)
     for state in replicas:

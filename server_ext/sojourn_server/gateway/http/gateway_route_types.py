@@ -42,8 +42,8 @@ class GatewayCapabilities(Capabilities, frozen=True, kw_only=True):
 
 
 class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
-    """The live programs that the client may see. ``total`` is their number. The answer has the ``shown`` most
-    recently active ones."""
+    """The live programs that the client may see. ``total`` is their number. ``shown`` is the number in this
+    answer, the most recently active ones."""
 
     programs: Sequence[ProgramRouteStatus]
     shown: int
@@ -51,15 +51,15 @@ class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoutedProgram(ProgramRouteStatus, frozen=True, kw_only=True):
-    """One program: what the gateway knows of it, and the answer of its engine."""
+    """One program: what the gateway knows about it, and its engine's answer."""
 
     engine: ProgramDetail | None
-    """Answer of the program's engine; ``None``: no engine answers, or no engine has had a request of the
+    """Answer of the program's engine. ``None``: no engine answers, or no engine has had a request of the
     program."""
 
 
 class GatewayGraphList(GraphList, frozen=True, kw_only=True):
-    """The workflow graphs that the engines know, with the URLs of engines that run without sojourn
+    """The workflow graphs that the engines know. Also the URLs of engines that run without sojourn
     (``stock``) or did not answer (``silent``)."""
 
     stock: list[str]
@@ -83,7 +83,7 @@ class MovePage(msgspec.Struct, frozen=True, kw_only=True):
 
     moves: Sequence[ProgramMove]
     next: int
-    """Value of ``since`` with which to request the next page."""
+    """``since`` of the next page."""
 
 
 class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +92,9 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     replicas: Sequence[AnyReplicaStatus]
     missing: list[str]
-    """Addresses at which no engine answers. On Ray: names of deployments, each once per missing engine."""
+    """Addresses at which no engine answers. On Ray, names of deployments, each once per missing engine."""
     pairs: dict[str, int] | UnsetType = UNSET
-    """Number of engines that are up, by role, ``prefill`` or ``decode``; absent if the engines have no
+    """Number of engines that are up, by role (``prefill`` or ``decode``); absent if the engines have no
     roles."""
     read_side: str | UnsetType = UNSET
     """Name of the policy that chooses which engine of a pair reads KV from storage; absent: unknown."""

@@ -1,7 +1,8 @@
-"""Parses the parts of a generation request that routing needs: its program, its length, whether it streams.
+"""Parses the parts of a generation request that routing needs, such as its program, its length, and whether
+it streams.
 
-Only the fields of ``_Body`` are read; all other fields reach the engine byte for byte. The body does not
-determine the tenant: only the API key does.
+Only the fields of ``_Body`` are read. All other fields reach the engine byte for byte. The tenant comes from
+the API key alone, never from the body.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ PREFIX_PIECE_BYTES = 1024
 """Bytes of each piece into which a prompt is divided for its prefix hashes. A piece is about as long as 16 of
 vLLM's blocks."""
 SLICE_BYTES = 1 << 20
-"""Size of the slices in which a prompt is searched. A search holds Python's global lock, so the search of a
+"""Bytes of the slices in which a prompt is searched. A search holds Python's global lock, so the search of a
 whole prompt would block the event loop."""
 SESSION_KEY = "session_id"
-"""Field of a body, or of its ``vllm_xargs``, that names the program of a request without a hint."""
+"""Field that names the program of a request without a hint. It is a field of the body or of its
+``vllm_xargs``."""
 
 
 class _XArgs(msgspec.Struct):
-    """The members of ``vllm_xargs`` that the gateway reads."""
+    """The fields of ``vllm_xargs`` that the gateway reads."""
 
     agentic_context: msgspec.Raw = msgspec.Raw(b"")
     session_id: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Body(msgspec.Struct):
-    """The fields of all APIs' bodies that the gateway reads. They are raw, because a field of any type would
-    be decoded into objects that take 25 times the memory of the body (``client_json``)."""
+    """The fields that the gateway reads, of the bodies of all APIs. They stay raw JSON, because decoded
+    objects may take 25 times the memory of the body (``client_json``)."""
 
     stream: msgspec.Raw = msgspec.Raw(b"")
     model: msgspec.Raw = msgspec.Raw(b"")
@@ -90,9 +92,9 @@ class PromptSize(NamedTuple):
     """Sizes of a prompt, from which its number of tokens is estimated."""
 
     json_bytes: int
-    """Length of the prompt as JSON."""
+    """Length of the prompt as JSON, in bytes."""
     file_bytes: tuple[int, ...]
-    """Length, in bytes of JSON, of each embedded file (base64 ``data:`` URL); at most ``MAX_EMBEDDED_FILES``
+    """Length of each embedded file (base64 ``data:`` URL) as JSON, in bytes. At most ``MAX_EMBEDDED_FILES``
     entries."""
     is_text: bool
     """Whether the prompt has no images, audio, video or files."""
@@ -105,17 +107,18 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     stream: bool
     model: str | None
     program_id: str | None
-    """Id of the request's program; ``None``: the request names none."""
+    """Id of the request's program; ``None``: the request names no program."""
     context: AgenticContext | None
-    """The client's hint; ``None``: there is none, or it cannot be read."""
+    """The client's hint; ``None``: there is no hint, or it cannot be read."""
     prompt: tuple[msgspec.Raw, ...]
     """The parts of the body that form the prompt, as JSON, roughly in the order of the prompt. They keep the
     body in memory."""
     size: PromptSize
     prompt_tokens: int | None
-    """Length of a prompt that is given as token ids; ``None``: only the engine knows the length."""
+    """Number of prompt tokens if the prompt is given as token ids; ``None``: only the engine knows the
+    number."""
     output_tokens: int
-    """Maximum or expected length of the answer; 0: none given."""
+    """Maximum or expected length of the answer in tokens; 0: neither is given."""
     previous_response_id: str | None = None
     has_bad_hint: bool = False
     """Whether the request has a hint that cannot be read."""
@@ -123,14 +126,16 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Whether the body has a session id in ``session_id`` or ``vllm_xargs``, even if the hint or the header
     names the program."""
     is_batch: bool = False
-    """Whether the request has several prompts as lists of token ids. ``prompt_tokens`` is then the sum of
-    their lengths."""
+    """Whether the prompt is a list of lists of token ids. ``prompt_tokens`` is then the sum of their
+    lengths."""
     is_truncated: bool = False
-    """Whether the client lets the engine truncate the prompt, for example to the longest context."""
+    """Whether the client lets the engine truncate the prompt, for example to the longest context that it
+    serves."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether ``prompt_tokens`` is known and is the length of a single prompt."""
+        """Whether ``prompt_tokens`` is the length of the prompt that the engine computes. False if the length
+        is unknown, is the sum of a batch, or may be truncated."""
         return self.prompt_tokens is not None and not (self.is_batch or self.is_truncated)
 
     def without_prompt(self) -> GenerationRequest:
@@ -139,7 +144,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     def prefix(self) -> tuple[int, ...]:
         """Return hashes of the prompt's prefixes, one per piece of ``PREFIX_PIECE_BYTES``. Each hash covers
-        its piece and all earlier pieces. A shorter last piece has no hash.
+        its piece and all earlier pieces. A last piece that is shorter has no hash.
 
         Different prompts may have equal hashes, so the hashes only estimate what an engine has cached.
         """
@@ -172,9 +177,9 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
     """Parse a body. ``session``: value of the header ``X-Session-ID``; ``None``: no such header. Raises
     ``InvalidGenerationRequest``.
 
-    The program's id comes from the first of these sources that has one: the hint, the field ``session_id``,
-    the header, ``vllm_xargs``. vLLM's ``_get_session_id`` reads the field, the header and ``vllm_xargs`` in
-    the same order. If the hint declares its program implicit, the request has no program.
+    The program's id comes from the first of these that has one: the hint, the field ``session_id``, the
+    header, ``vllm_xargs``. vLLM's ``_get_session_id`` reads the last three in the same order. If the hint
+    declares its program implicit, the request has no program.
     """
     try:
         return _parse(api, _decoder.decode(body), session)
@@ -183,8 +188,8 @@ def parse_generation_request(api: ClientApi, body: bytes, session: str | None) -
 
 
 def _parse(api: ClientApi, read: _Body, session: str | None) -> GenerationRequest:
-    """Build the request of a body. ``session``: value of the header ``X-Session-ID``. Raises
-    ``msgspec.DecodeError``."""
+    """Build the ``GenerationRequest`` of a body. ``session``: value of the header ``X-Session-ID``; ``None``:
+    no such header. Raises ``msgspec.DecodeError``."""
     xargs = read.vllm_xargs or _XArgs()
     in_body, beside = short_value(read.session_id), short_value(xargs.session_id)
     # vLLM neither reads nor forwards this member of a messages request.
@@ -212,7 +217,7 @@ def _parse(api: ClientApi, read: _Body, session: str | None) -> GenerationReques
 
 
 def _text(name: str, raw: msgspec.Raw) -> str | None:
-    """The text of a field; ``None``: the field is missing or null. Raises ``msgspec.DecodeError``."""
+    """Return the text of a field; ``None``: the field is missing or null. Raises ``msgspec.DecodeError``."""
     value = short_value(raw)
     if value is not None and not isinstance(value, str):
         kind = "array or object" if value is NOT_SCALAR else type(value).__name__
@@ -221,8 +226,8 @@ def _text(name: str, raw: msgspec.Raw) -> str | None:
 
 
 def without_identity(body: bytes) -> bytes:
-    """The body without the fields that name the request's program: hint and session ids. All other fields
-    stay byte for byte. ``body``: a body that ``parse_generation_request`` accepted. Raises
+    """Return the body without the fields that name the request's program: hint and session ids. All other
+    fields stay byte for byte. ``body``: a body that ``parse_generation_request`` accepted. Raises
     ``InvalidGenerationRequest``."""
     document = members_of(body)
     document.pop(SESSION_KEY, None)
@@ -237,11 +242,13 @@ def without_identity(body: bytes) -> bytes:
 def with_names(
     body: bytes, rename: Callable[[str], str], change: Callable[[dict[str, msgspec.Raw]], None] | None
 ) -> bytes:
-    """Return the body with changed session ids and a changed hint.
+    """Return the body with changed session ids and a changed hint. If a field is repeated, the last one
+    counts. Raises ``InvalidGenerationRequest``.
 
     ``body``: a body that ``parse_generation_request`` accepted. ``rename`` maps each session id to its
     replacement. ``change`` gets the fields of the hint and changes them in place; ``None``: the hint is
-    removed. If a field is repeated, the last one counts. Raises ``InvalidGenerationRequest``."""
+    removed.
+    """
     document = members_of(body)
     _rename_session(document, rename)
     xargs = document.get("vllm_xargs")
@@ -265,15 +272,15 @@ def _changed_hint(hint: msgspec.Raw, change: Callable[[dict[str, msgspec.Raw]], 
 
 
 def _rename_session(members: dict[str, msgspec.Raw], rename: Callable[[str], str]) -> None:
-    """Replace the session id in ``members``, the fields of a JSON object, in place."""
+    """Replace the session id in ``members``, in place. ``members``: the fields of a JSON object."""
     name = short_value(members.get(SESSION_KEY, msgspec.Raw(b"")))
     if isinstance(name, str) and name is not LONG_VALUE:  # a longer text is no id, so it names no program
         members[SESSION_KEY] = encode_raw(rename(name))
 
 
 def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
-    """Return the maximum or expected length of the answer in tokens, the smaller number if both are given; 0:
-    neither is given."""
+    """Return the maximum or the expected length of the answer in tokens, whichever is smaller; 0 if neither
+    is given."""
     fields = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
     limits = [short_value(raw) for raw in fields]
     limit = next((count for count in limits if _is_count(count)), None)
@@ -284,7 +291,7 @@ def _output_tokens(read: _Body, context: AgenticContext | None) -> int:
 
 
 def _is_truncated(api: ClientApi, read: _Body) -> bool:
-    """The value of ``GenerationRequest.is_truncated`` for a body."""
+    """Return ``GenerationRequest.is_truncated`` for a body."""
     if api is ClientApi.RESPONSES:
         return short_value(read.truncation) not in (None, "disabled")
     return short_value(read.truncate_prompt_tokens) is not None and api is not ClientApi.MESSAGES
@@ -304,18 +311,18 @@ def _count_ids(prompt: bytes) -> int | None:
 
 
 INITIAL_TOKENS_PER_BYTE = 0.25
-"""Tokens per byte of JSON, assumed for a model until an engine has counted the tokens of a prompt. English
-has about four characters per token."""
+"""Tokens per byte of JSON that are assumed for a model until enough prompts were counted. English has about
+four characters per token."""
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 0.05, 1.0
-"""Bounds to which each learned sample of tokens per byte is clipped, wide enough for any tokenizer."""
+"""Bounds to which each learned sample of tokens per byte is clipped. They are wide enough for any
+tokenizer."""
 MEAN_WEIGHT = 0.1
 """Weight of the newest prompt in the moving mean of tokens per byte."""
 MIN_SAMPLE_BYTES = 2_000
-"""Minimum size of a prompt from which tokens per byte are learned. In shorter prompts most tokens come from
+"""Minimum bytes of a prompt from which tokens per byte are learned. In shorter prompts most tokens come from
 the chat template."""
 MIN_PROMPTS = 8
-"""A tenant's own tokens per byte for a model are used once this many of its prompts for the model were
-counted."""
+"""Number of counted prompts that a tenant needs for a model before its own tokens per byte are used."""
 MAX_MODELS = 64
 """Maximum number of models for which a tenant's tokens per byte are remembered."""
 MAX_EMBEDDED_FILE_TOKENS = 1024
@@ -335,7 +342,7 @@ _MEDIA_PARTS = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url
 
 
 class _TokensPerByte(NamedTuple):
-    """Tokens per byte of JSON, and the number of prompts they come from, at most ``MIN_PROMPTS``."""
+    """Tokens per byte of JSON, and the number of prompts behind them, at most ``MIN_PROMPTS``."""
 
     ratio: float
     prompts: int
@@ -345,18 +352,18 @@ class PromptSizeEstimator:
     """Estimates the number of tokens of a prompt: its length in bytes times the model's tokens per byte. The
     tokens per byte are a moving mean over the tenant's prompts whose tokens an engine has counted.
 
-    For a tenant with fewer than ``MIN_PROMPTS`` prompts for a model, the median over the tenants with enough
-    prompts is used. If fewer than ``MIN_SHARING_TENANTS`` tenants have enough prompts,
-    ``INITIAL_TOKENS_PER_BYTE`` is used, so no single tenant sets the estimates of another tenant.
+    A tenant with fewer than ``MIN_PROMPTS`` counted prompts for a model gets the median of the tenants that
+    have enough. If fewer than ``MIN_SHARING_TENANTS`` tenants have enough, it gets
+    ``INITIAL_TOKENS_PER_BYTE``. So no single tenant sets the estimates of another tenant.
     """
 
     def __init__(self) -> None:
         self._models: FrequentTenants[OrderedDict[str | None, _TokensPerByte]] = FrequentTenants(OrderedDict)
-        """Tokens per byte by tenant and model; models least recently updated first."""
+        """Tokens per byte by tenant and model. A tenant's least recently updated model is first."""
 
     def tokens(self, question: GenerationRequest, tenant: str = "") -> int:
-        """Estimate the number of prompt tokens of a tenant's request, at least 1. Token ids in the request
-        are counted instead."""
+        """Estimate the number of prompt tokens of a tenant's request, at least 1. If the request gives token
+        ids, return their number."""
         if question.prompt_tokens is not None:
             return max(1, question.prompt_tokens)
         size = question.size
@@ -365,7 +372,7 @@ class PromptSizeEstimator:
         return max(1, round((size.json_bytes - sum(size.file_bytes)) * ratio) + files)
 
     def _ratio(self, tenant: str, model: str | None) -> float:
-        """Tokens per byte for a tenant's prompts for a model."""
+        """Return the tokens per byte for a tenant's prompts for a model."""
         known = {
             name: one.ratio
             for name, models in self._models.items()
@@ -376,8 +383,11 @@ class PromptSizeEstimator:
 
     def learn(self, question: GenerationRequest, prompt_tokens: int, tenant: str = "") -> None:
         """Update the tenant's tokens per byte for the model. ``prompt_tokens``: the engine's count for this
-        request. A prompt is ignored if it is short, is given as token ids, has images or other media, may be
-        truncated, or continues a stored conversation."""
+        request.
+
+        A prompt is ignored if it is short, is given as token ids, has images or other media, may be
+        truncated, or continues a stored conversation.
+        """
         size = question.size.json_bytes
         if question.prompt_tokens is not None or size < MIN_SAMPLE_BYTES or prompt_tokens <= 0:
             return
@@ -396,7 +406,6 @@ class PromptSizeEstimator:
 
 
 def _measure(api: ClientApi, read: _Body) -> PromptSize:
-    """Measure the prompt of a body."""
     json_bytes, is_text = 0, True
     files: list[int] = []
     for name in _PROMPT_FIELDS[api]:
@@ -410,7 +419,7 @@ def _measure(api: ClientApi, read: _Body) -> PromptSize:
 
 def _slices(part: memoryview) -> Iterator[tuple[int, bytes]]:
     """Yield (start, slice) for the slices of a part. Each slice also has the first 15 bytes of the next
-    slice, so that a search finds every string of up to 16 bytes within one slice."""
+    slice. So each string of up to 16 bytes lies within one slice."""
     for start in range(0, len(part), SLICE_BYTES):
         yield start, bytes(part[start : start + SLICE_BYTES + 15])
 
@@ -421,8 +430,8 @@ def _has_media(part: memoryview) -> bool:
 
 
 def _embedded_file_bytes(part: memoryview) -> list[int]:
-    """Return the lengths, in bytes, of the JSON fields of ``part`` that embed files. The base64 text is
-    counted, not the decoded file. At most ``MAX_EMBEDDED_FILES`` lengths are returned."""
+    """Return the lengths in bytes of the JSON fields of ``part`` that embed files. A length counts the base64
+    text, not the decoded file. At most ``MAX_EMBEDDED_FILES`` lengths are returned."""
     found: list[int] = []
     end = 0  # end of the last sign or file
     signs = 0
@@ -444,7 +453,7 @@ def _embedded_file_bytes(part: memoryview) -> list[int]:
 
 
 def _end_of_base64(part: memoryview, start: int) -> int:
-    """Index of the first byte from ``start`` on that is not base64."""
+    """Return the index of the first byte from ``start`` on that is not base64."""
     while start < len(part):
         text = bytes(part[start : start + SLICE_BYTES])
         match = _BASE64.match(text)

@@ -1,5 +1,5 @@
-"""Gets live frames (snapshots of memory and programs) from all engines behind a gateway. In them, the
-engines' names for programs are replaced by the clients' program ids."""
+"""Gets live frames (snapshots of memory and programs) from all engines behind a gateway. The engines' names
+for programs become the clients' program ids."""
 
 from __future__ import annotations
 
@@ -39,9 +39,12 @@ class GatewayLiveSource:
         self._monitor = monitor
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """Return the engines and the programs of all tenants, since the gateway asks with its own key.
+        """Return the engines and the programs of all tenants. The gateway asks with its own key, so it may
+        see them all.
+
         ``changed_within_s``: return only programs that changed within this many seconds, or that have a
-        request or a lease; ``None``: return all programs."""
+        request or a lease; ``None``: return all programs.
+        """
         path = PATH if changed_within_s is None else f"{PATH}&changed_within_s={changed_within_s:.3f}"
         replies = await self._queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
         engines: list[EngineRow] = []
@@ -66,7 +69,7 @@ class GatewayLiveSource:
         return SourceFrame(engines, merge_rows(rows), total, frozenset(silent))
 
     def _unused_engines(self) -> list[EngineRow]:
-        """Return rows for the configured engines that get no requests, with the reason. On Ray, one row
+        """Return one row, with the reason, for each configured engine that gets no requests. On Ray, one row
         stands for all missing engines of a deployment. Such engines have no programs, so they do not count as
         silent."""
         monitor = self._monitor()
@@ -103,7 +106,7 @@ def _replica_name(engine: str, ids: dict[int, str]) -> str:
 
 
 def _frame(document: object) -> LiveFrame | None:
-    """The frame in an engine's answer; ``None``: the answer is not a frame."""
+    """Return the frame in an engine's answer; ``None``: the answer is not a frame."""
     try:
         return msgspec.convert(document, LiveFrame)
     except msgspec.ValidationError:

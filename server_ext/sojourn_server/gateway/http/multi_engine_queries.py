@@ -1,4 +1,5 @@
-"""Queries several engines and merges their answers; sends yield orders to engines."""
+"""Queries several engines and merges their answers. Sends yield orders, which ask an engine to preempt
+requests."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 
 QUERY_TIMEOUT_S = 15.0
-"""Seconds that a query waits for an engine's answer."""
+"""Maximum seconds that a query waits for an engine's answer."""
 ORDER_TIMEOUT_S = 5.0
-"""Seconds to wait for an engine's answer to a yield order (``order_yield``). Engines drop orders of that
-age."""
+"""Maximum seconds to wait for an engine's answer to a yield order (``order_yield``). Engines drop orders of
+this age."""
 MAX_ORDERS_IN_FLIGHT = 64
 """Maximum number of unanswered yield orders. Further orders count as refused."""
 NEXT_ENGINE_WAIT_S = 1.0
-"""Seconds to wait for one engine before the next engine is queried too. Applies to queries that any engine
-can answer."""
+"""Seconds to wait for one engine before the next engine is queried too. For queries that any engine can
+answer."""
 STRAGGLER_WAIT_S = 0.5
-"""Seconds to wait for the other engines after the first success, for routes where one answer is enough. The
-clients of these routes give up after one or two seconds."""
+"""Seconds to wait for the other engines after the first success. For routes where one answer is enough,
+because their clients give up after one or two seconds."""
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class EngineQueries:
     """Queries engines on behalf of clients. Merged results name the engines that did not answer.
 
     ``authorization`` is the client's ``Authorization`` header. ``engine_key`` is the gateway's own key for
-    engines; if it is set, engines receive it instead of the client's header.
+    engines. If it is set, engines receive it in place of the client's header.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class EngineQueries:
         self._session = session
         self._engine_key = engine_key
         self._orders: set[asyncio.Task[Any]] = set()
-        """Orders that have not been answered yet."""
+        """Yield orders that have not been answered yet."""
 
     async def ask(
         self,
@@ -98,9 +99,12 @@ class EngineQueries:
         return replies
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Return the capabilities of all engines, merged into one document. The document has the format of a
-        single engine's answer, so that clients see a single server. If no engine with sojourn answers,
-        returns an empty document, or raises ``ApiError`` 401 if an engine refused the key."""
+        """Return the capabilities of all engines, merged into one document. It has the format of a single
+        engine's answer, so that clients see a single server.
+
+        The document is empty if no engine with sojourn answers. Raises ``ApiError`` 401 instead if an engine
+        refused the key.
+        """
         found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
@@ -119,7 +123,7 @@ class EngineQueries:
         return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
 
     async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        """Return all workflow graphs that the engines know, with the URLs of engines that run without sojourn
+        """Return all workflow graphs that the engines know. Add the URLs of engines that run without sojourn
         (``stock``) or did not answer (``silent``)."""
         found = await self.ask("/sojourn/v1/graphs", authorization)
         graphs = (
@@ -130,16 +134,19 @@ class EngineQueries:
         return {**graphs, "stock": found.stock, "silent": found.silent}
 
     async def ended_program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
-        """Return the report on an ended program, from the engine that ran most of its turns. ``path``: the
-        engines' route for the program. ``None``: no engine remembers the program, or it has not ended."""
+        """Return the report on an ended program, from the engine that ran most of its turns. ``None``: no
+        engine remembers the program, or it has not ended. ``path``: the engines' route for the program."""
         found = await self.ask(path, authorization)
         program = response_merging.merge_program(list(found.documents.values()))
         return program if program is not None and program.get("status") in OVER_STATUSES else None
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """Query one engine after another; return the first answer with status 200. ``None``: there is no such
-        answer. After ``NEXT_ENGINE_WAIT_S`` without an answer, the next engine is queried too. Raises
-        ``ApiError`` 401 instead of returning ``None`` if an engine refuses the key."""
+        """Query one engine after another. Return the first answer with status 200; ``None``: there is no such
+        answer.
+
+        After ``NEXT_ENGINE_WAIT_S`` without an answer, the next engine is queried too. If no engine gives
+        such an answer and one refuses the key, raises ``ApiError`` 401.
+        """
         engines, refuses_key = self._replicas.engines(), False
         asked: set[asyncio.Future[EngineReply | None]] = set()
         try:
@@ -172,7 +179,7 @@ class EngineQueries:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> EngineReply | None:
-        """Query one replica's engine; return its answer unchanged. ``None``: the replica is unknown or does
+        """Query one replica's engine. Return its answer unchanged; ``None``: the replica is unknown or does
         not answer. ``headers``: further headers of the query."""
         address = self._replicas.get(replica_id)
         return await self._get(address, path, authorization, headers) if address is not None else None
@@ -181,9 +188,9 @@ class EngineQueries:
         self, order: YieldPrograms, names: ProgramIdMapper, answered: Callable[[YieldAnswered], None]
     ) -> None:
         """Start to send a yield order. The order asks a replica's engine to preempt running requests of the
-        programs in ``order`` for a more urgent request.
+        programs in ``order``, in favour of a more urgent request.
 
-        ``names``: maps program ids to the engine's names. ``answered`` is called with the result within
+        ``names``: maps program ids to the engine's names. ``answered`` gets the result within
         ``ORDER_TIMEOUT_S``. If the order cannot be sent, ``answered`` is called before this method returns.
         """
         address = self._replicas.get(order.replica_id)
@@ -228,7 +235,6 @@ class EngineQueries:
 
 
 def _refuses_key(answer: EngineReply | None) -> bool:
-    """Whether an engine refused the key of a query."""
     return answer is not None and answer.status in (401, 403)
 
 
@@ -239,8 +245,8 @@ def _key_refused() -> ApiError:
 
 
 def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswered:
-    """Parse an engine's answer to ``order``. ``understood`` of the result is False if the engine returned no
-    outcomes and is not busy: it runs stock vLLM, is broken or did not answer."""
+    """Parse an engine's answer to ``order``. If the engine returned no outcomes and is not busy, the result's
+    ``understood`` is False. Such an engine runs stock vLLM, is broken, or did not answer."""
     document = reply.document if reply is not None else None
     try:
         outcomes = msgspec.convert(document, OutcomeBatch).outcomes
@@ -253,8 +259,8 @@ def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswe
 
 
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:
-    """Wait until all futures in ``asked`` are done. With ``others_s``, wait only that many seconds after the
-    first success, and cancel the rest."""
+    """Wait until all futures in ``asked`` are done. With ``others_s``, wait at most that many seconds after
+    the first success, and cancel the rest."""
 
     def is_success(answer: EngineReply | None) -> bool:
         return answer is not None and answer.document is not None

@@ -20,23 +20,23 @@ from sojourn.wire_codec import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
-"""Seconds that a batch of events waits for the engine's answer."""
+"""Maximum seconds that a batch of events waits for the engine's answer."""
 MAX_QUEUED_SENDS = 4096
-"""Maximum number of queued calls of ``OrderedSender.send`` per engine and tenant; the events of further calls
+"""Maximum number of queued calls of ``OrderedSender.send`` per engine and tenant. The events of further calls
 are dropped."""
 STALE_S = 2 * ANSWER_TIMEOUT_S
-"""Maximum seconds that events wait in the queue. Older events are dropped, since the engine seems to accept
-no events at present."""
+"""Maximum seconds that events wait in the queue. Older events are dropped, because the engine seems to accept
+none at present."""
 _ENVELOPE_BYTES = 64
 
 PostEvents = Callable[[str, EventBatch, str | None], Awaitable[Sequence[EventOutcome] | None]]
-"""Function that posts a batch to a URL with an ``Authorization`` header (``None``: without this header).
-Returns one outcome per event; ``None``: there is no answer."""
+"""Function that posts a batch to a URL with an ``Authorization`` header; ``None``: without this header. It
+returns one outcome per event; ``None``: there is no answer."""
 
 
 def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
     """Split a batch into batches that are small enough for an engine. An event that is too long for any batch
-    is sent in a batch of its own."""
+    gets a batch of its own."""
     room_bytes = MAX_BATCH_BYTES - len(encode(batch.emitter)) - _ENVELOPE_BYTES
     part: list[msgspec.Raw] = []
     size = 0
@@ -54,8 +54,8 @@ def split_batch(batch: EventBatch) -> Iterator[EventBatch]:
 async def post_all(
     post: PostEvents, url: str, batch: EventBatch, authorization: str | None
 ) -> list[EventOutcome | None]:
-    """Post a batch in parts that are small enough for an engine. Returns one outcome per event; ``None``: the
-    event got no answer. After a part without an answer, the remaining parts are not sent."""
+    """Post a batch in parts that are small enough for an engine. Stop after a part without an answer. Return
+    one outcome per event; ``None``: the event got no answer."""
     outcomes: list[EventOutcome | None] = []
     for part in split_batch(batch):
         answered = await post(url, part, authorization)
@@ -74,11 +74,11 @@ class _QueuedEvents:
     at_s: float
     """Time of the call."""
     answered: asyncio.Future[list[EventOutcome]]
-    """Future whose result is the events' outcomes; empty: the engine did not accept all events."""
+    """Future of the events' outcomes. They are empty if the engine did not accept all events."""
 
 
 class OrderedSender:
-    """Queue of the events of one tenant's programs that the gateway itself sends to one engine."""
+    """Queue of the gateway's own events for one engine, about the programs of one tenant."""
 
     def __init__(
         self, url: str, emitter: str, post: PostEvents, clock: Callable[[], float] = time.monotonic
@@ -99,9 +99,12 @@ class OrderedSender:
     def send(
         self, events: list[msgspec.Raw], authorization: str | None
     ) -> asyncio.Future[list[EventOutcome]]:
-        """Queue events for sending. The result of the returned future is one outcome per event, none of them
-        ``rejected``. It is empty if the engine rejected an event or did not answer, or if the events were
-        dropped."""
+        """Queue events for sending. Return a future of one outcome per event. None of the outcomes is
+        ``rejected``.
+
+        The outcomes are empty if the engine rejected an event or did not answer, or if the events were
+        dropped.
+        """
         answered: asyncio.Future[list[EventOutcome]] = asyncio.get_running_loop().create_future()
         if len(self._queue) >= MAX_QUEUED_SENDS:
             answered.set_result([])
@@ -113,7 +116,8 @@ class OrderedSender:
         return answered
 
     async def wait_until_sent(self) -> None:
-        """Wait until all events that are queued now were sent or dropped, at most ``ANSWER_TIMEOUT_S``."""
+        """Wait until all events that are queued now were sent or dropped. Wait at most
+        ``ANSWER_TIMEOUT_S``."""
         if self._last is not None and not self._last.done():
             await asyncio.wait({self._last}, timeout=ANSWER_TIMEOUT_S)
 

@@ -40,10 +40,11 @@ logger = logging.getLogger(__name__)
 class PairMonitor(EngineMonitor):
     """Registers the prefill and decode engines at given addresses.
 
-    An engine that cannot be part of a pair gets no requests, and the log says so once. All accepted engines
-    are of one kind (``EngineCompatibility``): they have the same model and KV format.
-    ``dominant_compatibility`` chooses this served kind at each poll until the kind has had engines of both
+    All accepted engines are of one kind: they have the same model and KV format (``EngineCompatibility``). At
+    each poll, ``dominant_compatibility`` chooses this served kind, until the kind has had engines of both
     roles. From then on, the served kind changes only when all its engines are gone.
+
+    An engine that is not accepted gets no requests, and the log says so once.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class PairMonitor(EngineMonitor):
         engine_key: str | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        """``roles``: the configured role of the engine at each URL. ``engine_key``: key sent to engines
-        (``None``: no key). ``poll_s``: seconds between two polls."""
+        """``roles``: the configured role of the engine at each URL. ``engine_key``: key sent to engines;
+        ``None``: no key. ``poll_s``: seconds between two polls."""
         super().__init__(
             roles,
             routing_backend,
@@ -80,7 +81,8 @@ class PairMonitor(EngineMonitor):
         self._links: dict[str, dict[str, LinkStats]] = {}
         """Last report of each engine's links, by the engine's URL and the link's name."""
         self._logged_counts: tuple[int, int] | None = None
-        """(prefill engines, decode engines): the numbers of accepted engines in the last log line."""
+        """Numbers of accepted engines in the last log line: (prefill, decode). ``None``: nothing was logged
+        yet."""
         self._running_polls = 0
         """Number of ``poll_all`` calls in progress. The call that ends last registers the engines."""
 
@@ -118,15 +120,15 @@ class PairMonitor(EngineMonitor):
         return dict(self._refused)
 
     def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
-        """An engine's last report of its links, by the link's name; empty: there is no report."""
+        """Return an engine's last report of its links, by the link's name. Empty if there is no report."""
         address = self._replicas.get(replica_id)
         return self._links.get(address.url, {}) if address is not None else {}
 
     # -- polling ------------------------------------------------------------------
 
     async def _ask_more(self, watched: MonitoredEngine) -> None:
-        """Query an engine's links and capabilities. Changed capabilities lead to a new description of the
-        engine."""
+        """Query an engine's links and capabilities. If the capabilities changed, describe the engine
+        again."""
         known = watched.description
         if not isinstance(known, PairEngineDescription):
             return
@@ -147,17 +149,17 @@ class PairMonitor(EngineMonitor):
     # -- results ------------------------------------------------------------------
 
     def _log_engine_up(self, url: str, described: EngineDescription) -> None:
-        """Do nothing, because ``_register_or_refuse`` logs a new engine once it is accepted."""
+        """Do nothing. ``_register_or_refuse`` logs a new engine once it is accepted."""
 
     def _register_replicas(self, watched: MonitoredEngine) -> None:
-        """Register a living engine if it is accepted. No effect during ``poll_all``, which registers the
+        """Register a living engine if it is accepted. No effect during ``poll_all``, which registers all
         engines at its end."""
         if not self._running_polls:
             self._register_or_refuse(watched)
             self._log_pairs()
 
     def _register_or_refuse(self, watched: MonitoredEngine) -> None:
-        """Register an engine with the core if it is accepted; otherwise refuse it."""
+        """Register an engine with the core if it is accepted. Otherwise refuse it."""
         described = watched.description
         if not isinstance(described, PairEngineDescription):
             return
@@ -182,7 +184,7 @@ class PairMonitor(EngineMonitor):
         self._report_nic_queue(paths.node)
 
     def _report_nic_queue(self, node: str) -> None:
-        """Report the storage NIC queue of a node: the sum of the queues of its accepted engines."""
+        """Report the queue of a node's storage NIC: the sum of the queues of the node's accepted engines."""
         at_node = [
             url for url in self._accepted_urls() if (fit := self._fit_engine(url)) and fit[1].node == node
         ]
@@ -204,16 +206,16 @@ class PairMonitor(EngineMonitor):
         return incompatibility(engine_compatibility(described, paths), self._kind)
 
     def _most_common(self) -> EngineCompatibility | None:
-        """Return the kind to serve, chosen by ``dominant_compatibility`` among the engines that have their
-        configured role; ``None``: there are none. In a tie, the served kind is chosen, or else the kind of
-        the engine that is configured first."""
+        """Return the kind to serve; ``None``: no engine has its configured role. ``dominant_compatibility``
+        chooses it among the engines that have their configured role. In a tie, the served kind wins, or else
+        the kind of the engine that is configured first."""
         engines = [
             (fit[0], role) for url, role in self._roles.items() if (fit := self._fit_engine(url)) is not None
         ]
         return dominant_compatibility(engines, self._kind)
 
     def _refuse(self, watched: MonitoredEngine, why: str) -> None:
-        """Report to the core that an engine is gone, because it is not accepted. Each new reason is logged
+        """Remove an engine that is not accepted, and report it to the core as gone. Each new reason is logged
         once."""
         for address in watched.places:
             self._replicas.remove(address.replica_id)
@@ -242,7 +244,7 @@ class PairMonitor(EngineMonitor):
     # -- other engines ------------------------------------------------------------
 
     def _accepted_urls(self) -> Iterable[str]:
-        """URLs of the engines that have a registered replica."""
+        """Return the URLs of the engines that have a registered replica."""
         return [
             url
             for url, watched in self._watched.items()
@@ -250,7 +252,7 @@ class PairMonitor(EngineMonitor):
         ]
 
     def _served_roles(self) -> set[PairRole]:
-        """The roles of the accepted engines of the served kind; empty: there are none."""
+        """Return the roles of the accepted engines of the served kind."""
         if self._kind is None:
             return set()
         return {
@@ -260,8 +262,8 @@ class PairMonitor(EngineMonitor):
         }
 
     def _fit_engine(self, url: str) -> tuple[EngineCompatibility, PairCapabilities] | None:
-        """(kind, capabilities) of the engine at a URL. ``None``: there is no engine, it cannot be part of
-        any pair, or it has another role than configured."""
+        """Return (kind, capabilities) of the engine at a URL. ``None``: there is no engine, it cannot be part
+        of any pair, or it has another role than configured."""
         described = self._watched[url].description
         if not isinstance(described, PairEngineDescription) or described.unfit or described.paths is None:
             return None
@@ -271,7 +273,7 @@ class PairMonitor(EngineMonitor):
 
 
 def _same_engine(known: PairCapabilities | None, described: PairCapabilities | None) -> bool:
-    """Whether two reports are equal except for the measured ``block_s``, or both ``None``."""
+    """Whether two reports are equal, apart from the measured ``block_s``. Two ``None`` are equal."""
     if known is None or described is None:
         return known is described
     return dataclasses.replace(described, block_s=known.block_s) == known

@@ -1,5 +1,5 @@
-"""Handles the events in a request's hint: each event goes to the home of its program, even if the request
-goes to another replica."""
+"""Handles the events in a request's hint. Each event goes to its program's home, even if the request goes to
+another replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .request_bodies import process_body
 
 
 class PiggybackedEvents:
-    """The events in one request's hint. One object serves all attempts to send the request."""
+    """The events in one request's hint. One object serves all attempts to send the request.
+
+    ``program_id`` is ``None`` if the request counts as having no program, even if its hint names a program.
+    """
 
     def __init__(
         self,
@@ -31,9 +34,10 @@ class PiggybackedEvents:
         fits: bool = True,
     ) -> None:
         """``context``: the client's hint. ``authorization``: the client's ``Authorization`` header.
-        ``program_id``: the request's program; ``None``: the request counts as having no program, even if its
-        hint names one. ``fits``: whether the body still has the hint's events. If not, the engines' longer
-        names for programs made the hint too long, and all events are forwarded separately."""
+
+        ``fits``: whether the body still has the hint's events. If not, the engines' longer names for programs
+        made the hint too long. All events are then forwarded separately.
+        """
         self._forwarder = forwarder
         self._tenant = tenant
         self._authorization = authorization
@@ -56,8 +60,8 @@ class PiggybackedEvents:
 
     def _record_once(self, event: AnyEvent) -> None:
         """Record an event that the request carries to its replica. No effect if an earlier attempt has
-        recorded the event. If the request counts as having no program, events of the hint's program are not
-        recorded."""
+        recorded the event. If the request counts as having no program, no effect for events of the hint's
+        program either."""
         if id(event) in self._recorded or event.program_id == self._implicit:
             return
         self._recorded.add(id(event))
@@ -67,12 +71,13 @@ class PiggybackedEvents:
             self.kept.add(kept)
 
     async def prepare_body(self, replica_id: str, body: bytes) -> bytes:
-        """Return the body to send to the replica ``replica_id``.
+        """Return the body to send to the replica ``replica_id``. ``body``: the client's body, or the result
+        of an earlier call.
 
         The body keeps the events of the request's own program and of programs whose home is that replica.
-        Events of other programs are removed, and forwarded to the homes of these programs. The same happens
-        to all events after the first ``MAX_ATTACHED_EVENTS`` events, since an engine would reject them.
-        ``body``: the client's body, or the result of an earlier call."""
+        Events of other programs are removed, and forwarded to the homes of these programs. All events after
+        the first ``MAX_ATTACHED_EVENTS`` are forwarded too, because an engine would reject them.
+        """
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []
         for place, (raw, event) in enumerate(self._events):

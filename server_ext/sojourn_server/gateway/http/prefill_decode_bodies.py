@@ -4,8 +4,8 @@ Each engine gets the client's body with a few fields changed. ``kv_transfer_para
 transfers. The value that the prefill engine returns is passed unchanged to the decode engine.
 
 For some requests the decode engine computes everything, without a prefill stage. With several prompts,
-several answers or beam search, vLLM itself creates several requests, so there is no single context to
-transfer. For prompt logprobs, the answering engine has to compute the prompt itself.
+several answers or beam search, vLLM itself creates several requests. So there is no single context to
+transfer. With prompt logprobs, the answering engine has to compute the prompt itself.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _ANSWER_FIELDS = (
     "stream_options", "n", "best_of", "use_beam_search", "min_tokens", "logprobs", "top_logprobs",
     "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "ec_transfer_params",
 )  # fmt: skip
-"""Fields that ``prefill_body`` removes. Most of them concern only the answer for the client, and some forbid
-an answer of one token. ``ec_transfer_params`` could name another request's data."""
+"""Fields that ``prefill_body`` removes. Most concern only the client's answer, and some forbid an answer of
+one token. ``ec_transfer_params`` could name another request's data."""
 
 
 class _BodyFields(msgspec.Struct):
@@ -50,7 +50,8 @@ class _BodyFields(msgspec.Struct):
 
 
 class _FirstPrompts(msgspec.Struct, array_like=True):
-    """The first two of a list of prompts. A list of all of them would take 25 times their memory."""
+    """The first two prompts of a list. As Python objects, all prompts of a list would take 25 times their
+    memory."""
 
     first: msgspec.Raw = msgspec.Raw(b"")
     second: msgspec.Raw = msgspec.Raw(b"")
@@ -63,8 +64,7 @@ _ABSENT = (b"", b"null")
 
 
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
-    """Return the body for the decode engine if the request has no prefill stage; ``None``: it has a prefill
-    stage.
+    """Return the body for the decode engine if the request has no prefill stage, else ``None``.
 
     ``body``: a body that ``parse_generation_request`` accepted. Its transfer parameters are removed. Raises
     ``InvalidGenerationRequest``.
@@ -101,13 +101,13 @@ def _has_several_prompts(prompt: memoryview) -> bool:
 def prefill_body(
     api: ClientApi, body: bytes, transfer: str, peer: str, decode_share: float, epoch: str = ""
 ) -> bytes:
-    """Return the body for the prefill engine: without program names, with an answer of one token, and with
-    the destination of the KV.
+    """Return the body for the prefill engine. It has no program names, asks for an answer of one token, and
+    names the destination of the KV. Raises ``InvalidGenerationRequest``.
 
     ``body``: a body that ``parse_generation_request`` accepted. ``transfer``: a unique name for this transfer
     of KV. ``peer``: address of the decode engine's KV transfer manager. ``epoch``: expected instance of that
     manager; empty: any. ``decode_share``: fraction of the prompt's stored KV that the decode engine's node
-    reads. Raises ``InvalidGenerationRequest``.
+    reads.
     """
     document = members_of(without_identity(body))
     for name in _ANSWER_FIELDS:
@@ -130,23 +130,23 @@ def prefill_body(
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
-    """Return the parameters in a prefill engine's answer that say where the KV is. ``None``: the answer has
-    none, so the engine was not started as a prefill engine."""
+    """Return the parameters in a prefill engine's answer that say where the KV is. ``None``: there are none,
+    so the engine was not started as a prefill engine."""
     params = (parse_json_object(answer) or {}).get(TRANSFER)
     return params if isinstance(params, dict) and params.get("do_remote_prefill") is True else None
 
 
 def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
     """Return the body for the decode engine: the client's body with ``params``, which say where the KV is.
+    Raises ``InvalidGenerationRequest``.
 
-    The client's own transfer parameters are removed, since they could name another request's memory. Raises
-    ``InvalidGenerationRequest``."""
+    The client's own transfer parameters are removed, because they could name another request's memory.
+    """
     return _without_transfer(members_of(body), params)
 
 
 def _without_transfer(document: dict[str, msgspec.Raw], params: dict[str, Any] | None = None) -> bytes:
-    """Encode a body whose transfer parameters are replaced by ``params``. If ``params`` is ``None``, they are
-    removed."""
+    """Encode a body with its transfer parameters replaced by ``params``; ``None``: they are removed."""
     for name in (TRANSFER, "ec_transfer_params"):
         document.pop(name, None)
     if params is not None:

@@ -1,4 +1,4 @@
-"""Records of programs' events that may have to be sent to another engine later, in bounded memory."""
+"""Records programs' events, in bounded memory. The gateway may have to send them to another engine later."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from ...routing.routing_limits import SILENT_PROGRAM_S
 MAX_RECORDED_PROGRAMS = 50_000
 """Default maximum number of programs whose events are recorded."""
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
-"""Maximum total size, in bytes, of all graphs as JSON."""
+"""Maximum total bytes of all graphs as JSON."""
 MAX_UNDELIVERED_EVENTS = 64
-"""Maximum number of a program's tool events in ``ProgramEventRecord.undelivered``; older ones are dropped."""
+"""Maximum number of tool events in a program's ``ProgramEventRecord.undelivered``. Older ones are dropped."""
 MAX_RUNNING_TOOLS = 64
-"""Maximum number of running tools in a program's record; further ones are not recorded."""
+"""Maximum number of running tools in a program's record. Further ones are not recorded."""
 EVENTS_PER_PROGRAM = 4
-"""Number of tool events in a program's record that count as one more program towards
-``MAX_RECORDED_PROGRAMS``."""
+"""Number of recorded tool events that use as much of ``MAX_RECORDED_PROGRAMS`` as one further program."""
 
 ReplicaInstance = tuple[str, str]
-"""(replica id, instance of the replica's engine); see ``EngineDescription.instance``."""
+"""(replica id, ``EngineDescription.instance`` of the replica's engine)."""
 
 Value = TypeVar("Value")
 
@@ -40,7 +39,7 @@ class TenantBoundedCache(Generic[Value]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._values: dict[str, OrderedDict[str, tuple[Value, int]]] = {}
-        """(value, weight) by tenant and name, each tenant's oldest first."""
+        """(value, weight) by tenant and name. Each tenant's oldest value is first."""
         self._weights: dict[str, int] = {}
         """Total weight of each tenant's values."""
         self._weight = 0
@@ -49,13 +48,14 @@ class TenantBoundedCache(Generic[Value]):
         return sum(map(len, self._values.values()))
 
     def get(self, key: Key) -> Value | None:
-        """The value under ``key``; ``None``: not in the cache. Leaves the order of eviction unchanged."""
+        """Return the value under ``key``; ``None``: not in the cache. Leaves the order of eviction
+        unchanged."""
         of_tenant = self._values.get(key[0])
         held = of_tenant.get(key[1]) if of_tenant is not None else None
         return held[0] if held is not None else None
 
     def put(self, key: Key, value: Value, weight: int) -> None:
-        """Insert or replace a value, as the tenant's newest one. May drop other values."""
+        """Insert or replace a value. It becomes the tenant's newest one. May drop other values."""
         self.pop(key)
         self._values.setdefault(key[0], OrderedDict())[key[1]] = (value, weight)
         self._add(key[0], weight)
@@ -96,7 +96,7 @@ class RecordedEvent:
     at_s: float
     """Time of arrival, on the gateway's clock."""
     in_full: bool = True
-    """Whether the event came complete. If not, it came with only the hash of its graph."""
+    """Whether the event came complete. False if it came with only the hash of its graph."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,30 +110,31 @@ class ProgramEventRecord:
     tools: dict[str, RecordedEvent] = field(default_factory=dict)
     """Start events of the running tools, by call id."""
     undelivered: list[RecordedEvent] = field(default_factory=list)
-    """Tool events that no engine has received, in order of arrival: the program had no home, or its engine
+    """Tool events that no engine has received, in order of arrival. The program had no home, or its engine
     did not answer."""
     place: ReplicaInstance | None = None
     """The replica that has all events of the program; ``None``: no replica has them all."""
     missed: int = 0
-    """Number of times that ``mark_unsent`` has cleared ``place``. If this number grows while the events are
-    sent to a replica, the replica lacks a newer event."""
+    """Number of times that ``mark_unsent`` has cleared ``place``. If it grows while the events are sent to a
+    replica, the replica lacks a newer event."""
     sending: tuple[ReplicaInstance, asyncio.Future[list[EventOutcome]]] | None = None
-    """The replica to which the events were last sent, and a future whose result is their outcomes; empty: the
-    replica did not accept them."""
+    """The replica to which the events were last sent, and a future of their outcomes. The outcomes are empty
+    if the replica did not accept the events."""
     heard_s: float = 0.0
     """Time of the program's last event, heartbeats included."""
     again_s: float = 0.0
-    """Earliest time at which the events are sent again, after an engine did not accept them."""
+    """Time before which the events are not sent again, after an engine did not accept them."""
 
     def mark_unsent(self) -> None:
-        """Record that no replica has all events of the program. The events are then sent to a replica before
-        the program's next request goes there."""
+        """Record that no replica has all events of the program. Before the program's next request goes to a
+        replica, the events are sent there."""
         self.place = None
         self.missed += 1
 
     def events_to_send(self, carried: Container[RecordedEvent] = ()) -> list[RecordedEvent]:
-        """The events to send to an engine that has received no events of the program: start, graph, running
-        tools and undelivered tool events. ``carried``: events that a request carries; they are left out."""
+        """Return the events to send to an engine that has received no events of the program: start, graph,
+        running tools and undelivered tool events. ``carried``: events to leave out, because a request carries
+        them."""
         later = set(self.undelivered)
         tools = [one for one in self.tools.values() if one not in later]
         every = (self.start, self.graph, *tools, *self.undelivered)
@@ -141,7 +142,8 @@ class ProgramEventRecord:
 
 
 def update_known_graphs(known_graphs: set[str], event: AnyEvent, outcome: Outcome) -> None:
-    """Update the hashes of the graphs that an engine received in full, after its answer to ``event``."""
+    """Update ``known_graphs`` after an engine's answer to ``event``. ``known_graphs``: hashes of the graphs
+    that the engine received in full. ``outcome``: the engine's answer."""
     if not isinstance(event, AegReport):
         return
     if outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
@@ -153,8 +155,7 @@ def update_known_graphs(known_graphs: set[str], event: AnyEvent, outcome: Outcom
 class ProgramEventRecords:
     """The records of all programs, by ``key``: (tenant, program id). Also stores the programs' graphs.
 
-    If there are too many records or graphs, the tenant that uses the most space for them loses its oldest
-    ones.
+    If there are too many records, the tenant with the most loses its oldest ones. The same holds for graphs.
     """
 
     def __init__(
@@ -174,23 +175,23 @@ class ProgramEventRecords:
         return len(self._programs)
 
     def get(self, key: Key) -> ProgramEventRecord | None:
-        """The program's record; ``None``: there were no events, or the record was dropped."""
+        """Return the program's record; ``None``: there were no events, or the record was dropped."""
         return self._programs.get(key)
 
     def forget(self, key: Key) -> bool:
-        """Drop the record of a program that ended; returns whether there was one."""
+        """Drop the record of a program that ended. Return whether there was one."""
         return self._programs.pop(key) is not None
 
     def graph(self, tenant: str, graph_hash: str) -> msgspec.Raw | None:
-        """A graph as JSON; ``None``: the graph was never received in full, or was dropped."""
+        """Return a graph as JSON; ``None``: the graph was never received in full, or was dropped."""
         text = self._graphs.get((tenant, graph_hash))
         return msgspec.Raw(text) if text is not None else None
 
     def record_event(
         self, key: Key, event: AnyEvent, authorization: str | None, now_s: float, *, delivered: bool
     ) -> RecordedEvent | None:
-        """Record an event; return its record. Heartbeats and program ends are not recorded; for them the
-        result is ``None``.
+        """Record an event. Return the record; ``None`` for heartbeats and program ends, which are not
+        recorded.
 
         ``delivered``: whether an engine receives the event now. ``now_s``: time of arrival.
         """
@@ -217,12 +218,15 @@ class ProgramEventRecords:
         return kept
 
     def record_lost(self, key: Key, kept: RecordedEvent | None, *, is_sent: bool) -> None:
-        """Record that an event which was recorded as delivered got no answer, so that it is sent again. What
-        the program has reported since stays as it is. Of a batch, record the last event first: a tool's start
-        is sent again if its stop is.
+        """Record that an event got no answer, although it was recorded as delivered. It is sent again if the
+        program's later events have not replaced it. A tool's start that the engine may have handled is not
+        sent again.
+
+        For a batch, call this for the last event first, because a tool's start is sent again if its stop is.
 
         ``kept``: the event's record; ``None``: a heartbeat or program end, which is not sent again.
-        ``is_sent``: whether the event was sent, so that the engine may have handled it."""
+        ``is_sent``: whether the event was sent. If so, the engine may have handled it.
+        """
         record = self._programs.get(key)
         if record is None or (kept is None and not is_sent):
             return
@@ -241,16 +245,16 @@ class ProgramEventRecords:
             self._put(key, record, record.heard_s)
 
     def _put(self, key: Key, record: ProgramEventRecord, now_s: float) -> None:
-        """Store a program's record as its tenant's newest, since an event has arrived. Drops records of
-        silent programs."""
+        """Store a program's record as its tenant's newest, after an event. Drop records of silent
+        programs."""
         record.heard_s = now_s
         weight = 1 + (len(record.tools) + len(record.undelivered)) // EVENTS_PER_PROGRAM
         self._programs.put(key, record, weight)
         self._drop_silent(key[0], now_s)
 
     def _drop_silent(self, tenant: str, now_s: float) -> None:
-        """Drop up to two of the tenant's records without an event for ``silent_s``. Two per call are enough,
-        since each call follows an event, which adds at most one record."""
+        """Drop up to two of the tenant's records without an event for ``silent_s``. Two are enough, because
+        each call follows an event, and an event adds at most one record."""
         for _ in range(2):
             oldest = self._programs.oldest(tenant)
             if oldest is None or now_s - oldest[1].heard_s <= self._silent_s:
@@ -279,8 +283,8 @@ class ProgramEventRecords:
             record.undelivered = [*record.undelivered[-MAX_UNDELIVERED_EVENTS + 1 :], kept]
 
     def _bounded(self, tenant: str, event: AnyEvent) -> AnyEvent:
-        """Return the event as it is recorded, with bounded size. A graph is moved to ``_graphs``, and a long
-        status is replaced."""
+        """Return the event as it is recorded, with bounded size. A graph is moved to ``_graphs``. A long
+        status becomes ``error``."""
         if isinstance(event, AegReport) and event.graph is not None:
             text = encode(event.graph)
             if len(text) <= MAX_GRAPH_BYTES:  # engines reject longer ones

@@ -1,8 +1,8 @@
 """Maps clients' program ids to the names that engines use for programs.
 
-Engines do not separate tenants. With several tenants, an engine's name for a program therefore starts with
-the tenant, as in ``research/agent-1``. With one tenant, names and ids are equal. Clients and the gateway
-itself use only ids. In this module, "id" is the client's, "name" the engine's.
+Engines do not separate tenants. So with several tenants, an engine's name for a program starts with the
+tenant, as in ``research/agent-1``. With one tenant, names and ids are equal. Clients and the gateway itself
+use only ids. In this module, "id" is the client's, "name" the engine's.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from .generation_request import GenerationRequest, with_names
 from .program_event_records import TenantBoundedCache
 
 MOST_TAG_BYTES = 64
-"""Maximum bytes of a percent-encoded tenant that is used as a prefix. A longer tenant is replaced by its
-digest."""
+"""Maximum bytes of a percent-encoded tenant in a name. The digest of a longer tenant takes its place."""
 PROGRAM_ID_FIELDS = ("program_id", "parent_program_id", "root_program_id")
 """Fields of hints, events and engines' answers that name programs."""
 FOREIGN_PROGRAM_ID = "another"
 """Text that replaces the name of another tenant's program in an engine's answer."""
 MAX_SHORTENED_IDS = 50_000
-"""Maximum number of long ids that are remembered. In engines' names, digests replace these ids."""
+"""Maximum number of long ids that are remembered. An engine's name has a digest in place of a long id."""
 _ID_FIELDS = (*PROGRAM_ID_FIELDS, "evictor")
 """Fields of engines' answers whose values are names of programs."""
 _NO_EVENTS = b',"events":[]'
 _HASH_MARK = "#"
-"""First character of a digest that replaces a long id or tenant. Percent-encoded tenants do not contain this
-character."""
+"""First character of a digest that replaces a long id or tenant. A percent-encoded tenant does not contain
+it."""
 
 
 class ProgramIdMapper:
@@ -50,13 +49,13 @@ class ProgramIdMapper:
         """The only tenant; ``None``: there are several."""
         self._tenants = {_tag(tenant): tenant for tenant in tenants}
         self._long_ids: TenantBoundedCache[str] = TenantBoundedCache(MAX_SHORTENED_IDS)
-        """Long ids, by tenant and shortened id."""
+        """Long ids, by tenant and by the digest that replaces the id."""
         self._lock = threading.Lock()
-        """Held while ``_long_ids`` is used, since large requests are processed in threads."""
+        """Held while ``_long_ids`` is used, because large requests are processed in threads."""
 
     def engine_name(self, tenant: str, program_id: str) -> str:
-        """Return the engine's name for a program. If the name would exceed ``MAX_ID_BYTES``, it has a digest
-        in place of the id. An invalid id (not 1 to ``MAX_ID_BYTES`` bytes) stays unchanged."""
+        """Return the engine's name for a program. A name longer than ``MAX_ID_BYTES`` has a digest in place
+        of the id. An invalid id (empty, or longer than ``MAX_ID_BYTES``) is returned unchanged."""
         if not self.prefixes_tenant or not 0 < len(_bytes(program_id)) <= MAX_ID_BYTES:
             return program_id
         tag = _tag(tenant)
@@ -69,8 +68,8 @@ class ProgramIdMapper:
         return f"{tag}/{short_id}"
 
     def key(self, name: str) -> Key | None:
-        """Return (tenant, program id) for an engine's name of a program. ``None``: the name belongs to no
-        tenant of this gateway.
+        """Return (tenant, program id) for an engine's name of a program. ``None``: no tenant of this gateway
+        has such a name.
 
         The name of a program with a long id contains a digest of the id. If the mapper no longer remembers
         the id, the result contains the digest.
@@ -85,11 +84,10 @@ class ProgramIdMapper:
             return (tenant, self._long_ids.get((tenant, program_id)) or program_id)
 
     def event(self, tenant: str, raw: msgspec.Raw) -> msgspec.Raw | None:
-        """Return an encoded event with its program ids replaced by the engines' names; ``None``: the gateway
-        cannot read the event.
+        """Return an encoded event with its program ids replaced by the engines' names; ``None``: the event
+        cannot be read.
 
-        With several tenants, fields that the gateway does not know are removed, because they might contain
-        program ids.
+        With several tenants, unknown fields are removed, because they might contain program ids.
         """
         if not self.prefixes_tenant:
             return raw
@@ -109,9 +107,8 @@ class ProgramIdMapper:
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> tuple[bytes, bool]:
         """Return (body with the engines' names for programs, whether its hint still has all events).
 
-        If the names make the hint too long, the events are removed from the hint. If the gateway cannot read
-        the hint, the whole hint is removed, because an engine might read ids in the hint that were not
-        replaced. Raises ``InvalidGenerationRequest``.
+        If the names make the hint too long, the hint loses its events. If the hint cannot be read, it is
+        removed. An engine might read ids in it that were not replaced. Raises ``InvalidGenerationRequest``.
         """
         has_hint = question.context is not None
         if not self.prefixes_tenant or not (has_hint or question.has_bad_hint or question.names_session):
@@ -171,9 +168,12 @@ class ProgramIdMapper:
     def explanation(
         self, tenant: str, found: Explanation, replica: str | None, *, shows_all: bool
     ) -> Explanation:
-        """Return an engine's explanation of a turn with the engine's names replaced by the tenant's ids, in
-        the text too. Names of other tenants' programs become ``FOREIGN_PROGRAM_ID``, unless ``shows_all``.
-        ``replica``: id of the replica that explains; ``None``: unknown."""
+        """Return an engine's explanation of a turn, with the engine's names replaced by the tenant's ids, in
+        the text too.
+
+        Names of other tenants' programs become ``FOREIGN_PROGRAM_ID``. With ``shows_all`` they stay
+        unchanged. ``replica``: id of the replica that explains; ``None``: unknown.
+        """
         named = self.answer(
             tenant, {"program_id": found.program_id, "evictor": found.lost_to}, shows_all=shows_all
         )
@@ -200,10 +200,11 @@ class ProgramIdMapper:
 
 
 def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_bytes: int) -> None:
-    """Shorten a hint to ``most_bytes``, in place: remove its longest fields, but no program ids.
+    """Shorten a hint to ``most_bytes``, in place: remove its longest fields, but no program ids. The engines'
+    names may have made the hint too long, and engines ignore such a hint.
 
-    The engines' names may have made the hint too long, and engines ignore a hint that is too long. ``own``:
-    the fields of the hint's ``sojourn`` part."""
+    ``own``: the fields of the hint's ``sojourn`` part.
+    """
     while len(msgspec.json.encode(hint)) > most_bytes:
         of_both = [(hint, name) for name in hint.keys() - {*PROGRAM_ID_FIELDS, "sojourn"}]
         of_both += [(own, name) for name in own.keys() - {"v"}]
@@ -216,14 +217,14 @@ def _shorten(hint: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw], most_byt
 
 
 def _tag(tenant: str) -> str:
-    """Return the prefix of the engines' names for a tenant's programs. It is unique for the tenant and has no
-    slash."""
+    """Return the prefix of the engines' names for a tenant's programs. Each tenant has its own prefix,
+    without a slash."""
     quoted = quote(tenant, safe="", errors="replace")
     return quoted if len(quoted) <= MOST_TAG_BYTES else _HASH_MARK + _digest(tenant)
 
 
 def _digest(text: str) -> str:
-    """The first 32 hexadecimal digits of the SHA-256 digest."""
+    """Return the first 32 hexadecimal digits of the SHA-256 digest."""
     return hashlib.sha256(_bytes(text)).hexdigest()[:32]
 
 

@@ -1,4 +1,5 @@
-"""Lists all programs of a routing core that is in another process, or has no table of programs by tenant."""
+"""Lists all programs of a routing core. For a core that is in another process, or has no table of programs by
+tenant."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from ...routing.routing_status import ProgramRouteStatus
 
 PAUSE_FACTOR = 20
-"""Length of the pause after a listing, as a multiple of the time that the listing took."""
+"""Length of the pause after a listing ÷ the time that the listing took."""
 MAX_PAUSE_S = 10.0
 """Maximum seconds of the pause after a listing."""
 
@@ -26,25 +27,24 @@ class ListedPrograms:
             self._by_tenant.setdefault(program.tenant, {})[program.program_id] = program
 
     def find(self, tenant: str | None, program_id: str) -> ProgramRouteStatus | None:
-        """Return a tenant's program; ``None``: unknown. If ``tenant`` is ``None``, return the most recently
-        active program with this id, of whichever tenant."""
+        """Return a tenant's program; ``None``: unknown. If ``tenant`` is ``None``, search all tenants, the
+        most recently active programs first."""
         if tenant is not None:
             return self._by_tenant.get(tenant, {}).get(program_id)
         return next((one for one in self._programs if one.program_id == program_id), None)
 
     def newest(self, tenant: str | None, most: int) -> tuple[list[ProgramRouteStatus], int]:
         """Return at most ``most`` programs of a tenant, most recently active first, and the number of all its
-        programs. If ``tenant`` is ``None``, the programs of all tenants count."""
+        programs. If ``tenant`` is ``None``, include the programs of all tenants."""
         programs = self._programs if tenant is None else list(self._by_tenant.get(tenant, {}).values())
         return list(programs[:most]), len(programs)
 
 
 class ProgramListing:
-    """Lists all programs. All clients that wait for a list share one listing, and a pause follows each
-    listing.
+    """Lists all programs. Clients that wait for a list share one listing. A pause follows each listing.
 
-    For 100,000 programs, a listing keeps the coordinator from decisions for 0.1 s. Without pauses, a tenant
-    that requests lists in a loop would delay the requests of all tenants.
+    A listing of 100,000 programs stops the coordinator's decisions for 0.1 s. Without pauses, a tenant that
+    requests lists in a loop would delay the requests of all tenants.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class ProgramListing:
         self._free_s = clock()
         """Time at which the pause after the last listing ends."""
         self._next: asyncio.Task[ListedPrograms] | None = None
-        """The next listing, until it begins."""
+        """The listing that has not begun yet; ``None``: no client waits for one."""
         self._running: asyncio.Task[ListedPrograms] | None = None
-        """The listing in progress."""
+        """The listing in progress, if any."""
 
     async def get(self) -> ListedPrograms:
         """Return a listing that begins after this call. Raises what ``read`` raises."""

@@ -23,32 +23,31 @@ from .program_event_records import RecordedEvent
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
-"""Bounds, in seconds, of the time that ``worth_waiting_s`` returns. After this time, the new replica computes
-the KV. The lower bound lasts for a few steps of the former engine. It also applies if the former engine does
-not report its speed."""
+"""Bounds, in seconds, of the result of ``worth_waiting_s``. The lower bound lasts for a few steps of the
+former engine. It also applies if the former engine does not report its speed."""
 RELEASE_DELAY_S = 30.0
-"""Seconds after which a program's former replica may drop its KV, even if no request of the program has gone
-to the new home."""
+"""Seconds after which a program's former replica may drop its KV, even without a request to the new home."""
 MAX_RELEASE_ATTEMPTS = 4
-"""Number of release delays after which a program's KV is released even if the program has no home."""
+"""Number of release delays after which a program's KV is released even if the program has no home. See
+``RELEASE_DELAY_S``."""
 STORE_POLL_S = 0.02
-"""Seconds between two queries whether KV is on the disk."""
+"""Seconds between two queries of whether KV is on the disk."""
 
 
 class _StoredKv(msgspec.Struct):
-    """An engine's report on writing a program's KV to disk: numbers of tokens in the context, on disk, and
+    """An engine's report on writing a program's KV to disk. It counts the tokens in the context, on disk, and
     still to be written."""
 
     context_tokens: int = 0
     stored_tokens: int = 0
     pending_tokens: int = 0
     compute_s: float | None = None
-    """The engine's estimate of the seconds that it needs to compute the context again; ``None``: unknown."""
+    """The engine's estimate of the seconds that recomputing the context takes; ``None``: unknown."""
 
 
 @dataclass(slots=True, eq=False)
 class _PendingRelease:
-    """A release of a program's KV that has not been sent to the program's former replica yet."""
+    """A release of a program's KV that the former replica has not been sent yet."""
 
     left: routing_events.ReleaseProgramKv
     timer: asyncio.TimerHandle | None = None
@@ -69,14 +68,14 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
 
 
 def worth_waiting_s(stored: _StoredKv) -> float:
-    """Return the maximum seconds that a request waits until its program's KV is on the shared disk: the time
-    that the engine needs to compute the KV, within ``LEAST_WAIT_S`` and ``MOST_WAIT_S``."""
+    """Return the maximum seconds that a request waits for its program's KV to be on the shared disk. It is
+    the time that the engine needs to compute the KV, clipped to ``LEAST_WAIT_S`` and ``MOST_WAIT_S``."""
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, stored.compute_s or 0.0))
 
 
 class ProgramMigrator:
-    """Carries out moves of programs to other replicas. A move cannot fail, because missing KV is computed
-    again. In all methods, ``key`` is (tenant, program id)."""
+    """Carries out moves of programs to other replicas. A move cannot fail, because missing KV is recomputed.
+    In all methods, ``key`` is (tenant, program id)."""
 
     def __init__(
         self,
@@ -102,8 +101,8 @@ class ProgramMigrator:
 
     @contextlib.contextmanager
     def while_waiting(self, key: Key) -> Iterator[None]:
-        """Context manager for the time that a request of a program waits for a routing decision. Inside its
-        block, a pending release of the program's KV is not sent, even if its delay has passed."""
+        """Context manager for the time that a request of a program waits for a routing decision. Meanwhile, a
+        pending release of the program's KV is not sent, even if its delay has passed."""
         self._waiting[key] += 1
         try:
             yield
@@ -125,11 +124,12 @@ class ProgramMigrator:
     ) -> None:
         """Prepare a replica for a program's next request, and wait until the request may be sent.
 
-        The replica gets the events that it lacks. If the program moves, its KV is written to the shared disk
-        (if both engines use one), and then released at the former replica. ``moved_from``: id of the former
-        home; ``None``: the program does not move. ``reason``, ``left_because``: fields of the
-        ``SendRequest``. ``authorization``: header for engines. ``carried``: events that the request itself
-        carries.
+        The replica gets the events that it lacks. If the program moves and both engines use one shared disk,
+        its KV is written there. Then the KV is released at the former replica.
+
+        ``moved_from``: id of the former home; ``None``: the program does not move. ``reason``,
+        ``left_because``: fields of the ``SendRequest``. ``authorization``: header for engines. ``carried``:
+        events that the request itself carries.
         """
         self._cancel_release(key, replica_id)
         # After two moves without a request in between, the program's KV is still at the first home.
@@ -154,7 +154,7 @@ class ProgramMigrator:
         authorization: str | None,
         left_because: str,
     ) -> None:
-        """Have a program's KV written to the disk if both engines share one, and record the move."""
+        """Record a program's move. First have its KV written to the shared disk, if both engines use one."""
         began_s = self._clock()
         stored = False
         old, new = self._description_of(moved_from), self._description_of(moved_to)
@@ -165,9 +165,9 @@ class ProgramMigrator:
         self._metrics.moved(key[0], key[1], moved_from, moved_to, reason, kv, waited_s, left_because)
 
     def release(self, left: routing_events.ReleaseProgramKv) -> None:
-        """Schedule the release of a program's KV at its former replica. The KV is released when the program's
-        next request is ready to be sent, or after ``RELEASE_DELAY_S``. Until then the KV can be written to
-        the shared disk."""
+        """Schedule the release of a program's KV at its former replica. The release is sent when the
+        program's next request is ready to be sent, or after ``RELEASE_DELAY_S``. Until then the KV can be
+        written to the shared disk."""
         key = (left.tenant, left.program_id)
         self._cancel_release(key, left.replica_id)
         one = _PendingRelease(left)
@@ -175,12 +175,11 @@ class ProgramMigrator:
         self._start_release_timer(key, one)
 
     def _start_release_timer(self, key: Key, one: _PendingRelease) -> None:
-        """Start a delay, after which ``_on_release_timer`` is called."""
         one.timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._on_release_timer, key, one)
 
     def _on_release_timer(self, key: Key, one: _PendingRelease) -> None:
-        """Send a release whose delay has passed. If the program has no home, or one of its requests waits,
-        start another delay instead."""
+        """Send a release whose delay has passed. Start another delay instead if the program has no home, or
+        one of its requests waits."""
         one.times += 1
         # A program that lost its home with a replica may return to the replica that has its KV.
         is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
@@ -195,8 +194,8 @@ class ProgramMigrator:
             self._send_release(key, one, authorization)
 
     def _send_release(self, key: Key, one: _PendingRelease, authorization: str | None) -> None:
-        """Send a release to the former replica, unless the program's home is again this replica, or another
-        rank of the same engine."""
+        """Send a release to the former replica. Do not send it if the program's home is this replica again,
+        or another rank of the same engine."""
         self._drop(key, one)
         home_id = self._forwarder.home(*key)
         if home_id == one.left.replica_id:
@@ -213,7 +212,6 @@ class ProgramMigrator:
                 self._drop(key, one)
 
     def _drop(self, key: Key, one: _PendingRelease) -> None:
-        """Remove a pending release and stop its timer."""
         if one.timer is not None:
             one.timer.cancel()
         every = self._leaving.get(key, [])
@@ -223,8 +221,9 @@ class ProgramMigrator:
             self._leaving.pop(key, None)
 
     async def _persist_kv(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Have a replica write a program's KV to the shared disk, and wait until the KV is written, for at
-        most ``worth_waiting_s``. Returns whether at least half of the context is on the disk."""
+        """Have a replica write a program's KV to the shared disk, and wait until it is written, at most
+        ``worth_waiting_s``. Return True if no write is pending and at least half of the context is on the
+        disk."""
         address = self._replicas.get(moved_from)
         if address is None:
             return False

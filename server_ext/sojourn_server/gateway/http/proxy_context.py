@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RESPONSE_IDS = 100_000
 """Maximum number of remembered answer ids of the responses API. A later request may name such an id to
-continue the conversation. If there are more ids, the tenant with the most ids loses its oldest ones."""
+continue the conversation. Beyond this number, the tenant with the most ids loses its oldest ones."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ProxyContext:
     migrator: ProgramMigrator
     metrics: GatewayMetrics
     engine_key: str | None
-    """Key sent to engines instead of the client's own; ``None``: the client's key is sent."""
+    """Key sent to engines in place of the client's; ``None``: the client's key is sent."""
     sizes: PromptSizeEstimator = field(default_factory=PromptSizeEstimator)
     conversations: TenantBoundedCache[str] = field(
         default_factory=lambda: TenantBoundedCache(MAX_RESPONSE_IDS)
@@ -41,7 +41,7 @@ class ProxyContext:
     """The program to which each answer of the responses API belongs, by tenant and answer id."""
 
     async def refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
-        """Answer a request with the error ``refused``, and count the error unless it is counted already."""
+        """Answer a request with the error ``refused``. Count the error if it is not counted yet."""
         if not refused.is_counted:
             self.metrics.refused(refused.code)
         await send_rejection(send, api, refused)

@@ -1,4 +1,4 @@
-"""Chooses the headers to forward: all except those that concern a single connection (RFC 9110 §7.6.1)."""
+"""Chooses the headers to forward. Headers that concern a single connection are left out (RFC 9110 §7.6.1)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Collection
 RawHeaders = Collection[tuple[bytes, bytes]]
 
 SESSION = b"x-session-id"
-"""Header of a request, in lower case, with the program's id. The hint and the body's ``session_id`` take
+"""Request header with the program's id, in lower case. The hint and the body's ``session_id`` take
 precedence."""
 RANK = b"x-data-parallel-rank"
-"""Header, in lower case, that chooses a data-parallel rank of an engine."""
+"""Request header that chooses a data-parallel rank of an engine, in lower case."""
 REPLICA = "X-Sojourn-Replica"
-"""Header that the gateway adds to every answer of an engine: the id of the replica."""
+"""Header that the gateway adds to every answer of an engine. It holds the id of the replica."""
 GATEWAY = "X-Sojourn-Gateway"
-"""Header in every answer that the gateway itself makes. Answers of a proxy in front of the gateway lack this
-header, so clients can distinguish the two."""
+"""Header that marks the gateway's own answers. A proxy in front of the gateway does not send it, so clients
+can distinguish the two."""
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -53,7 +53,7 @@ def engine_request_headers(
 
 
 def without_credentials(headers: RawHeaders) -> RawHeaders:
-    """The headers of a request without its API key. Used for the admin key, which engines must not get."""
+    """Return the headers of a request without its API key. For the admin key, which engines must not get."""
     return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
 
 
@@ -65,8 +65,8 @@ def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[
 
 
 def first_value(headers: RawHeaders, name: bytes) -> str | None:
-    """The first value of the header ``name`` (lower case), decoded as Latin-1, as engines do; ``None``: there
-    is no such header."""
+    """Return the first value of the header ``name`` (lower case), decoded as Latin-1 as engines do. ``None``:
+    there is no such header."""
     for key, value in headers:
         if key == name:
             return value.decode("latin-1")
@@ -74,8 +74,8 @@ def first_value(headers: RawHeaders, name: bytes) -> str | None:
 
 
 def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
-    """Return the headers with names in lower case, except the headers in ``dropped`` and those that the
-    header ``Connection`` lists. The latter concern only one connection."""
+    """Return the headers with names in lower case. Leave out the headers in ``dropped``, and those that the
+    header ``Connection`` lists, which concern only one connection."""
     lowered = [(name.lower(), value) for name, value in headers]
     for name, value in lowered:
         if name == b"connection":

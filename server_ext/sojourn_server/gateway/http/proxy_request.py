@@ -1,7 +1,7 @@
-"""Handles one proxied request: submits it to the routing core, sends it to an engine, repeats it at another
-engine after a failure, and passes the answer to the client.
+"""Handles one proxied request. It submits the request to the routing core, sends it to an engine, and passes
+the answer to the client. After a failure, it sends the request to another engine.
 
-A request has one stage, or two stages if it goes to a prefill and a decode engine.
+A request has one stage. If it goes to a prefill and a decode engine, it has two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 AsgiScope = MutableMapping[str, Any]
 
 SILENT_ENGINE_S = 5.0
-"""If a replica that counts as dead sends nothing for this many seconds, the gateway gives up the rest of its
+"""Seconds without bytes from a replica that counts as dead, after which the gateway gives up the rest of its
 answer."""
 FULL_RETRY_S = 2.0
 """``Retry-After``, in seconds, if the gateway cannot open a connection."""
@@ -56,21 +56,20 @@ class ParsedRequest(NamedTuple):
     """A client's request after parsing, as it is passed on to an engine."""
 
     body: bytes
-    """The request's body, with the client's program ids replaced by those that engines use
-    (``ProgramIdMapper``)."""
+    """The request's body. The ids that engines use replace the client's program ids (``ProgramIdMapper``)."""
     question: GenerationRequest
     """The parsed request, without its prompt."""
     prefix: tuple[int, ...]
-    """The prompt's prefix hashes (``GenerationRequest.prefix``); empty if the routing policy does not read
+    """The prompt's prefix hashes (``GenerationRequest.prefix``). Empty if the routing policy does not read
     them."""
     events_fit: bool
-    """False if the events were removed from the hint in the body. This happens if the engines' longer program
-    ids make the hint too long."""
+    """Whether the hint in the body still has its events. They are removed if the engines' longer program ids
+    make the hint too long."""
 
 
 class ProxyRequest:
     """One client request, from its submission to the routing core to the end of its answer. The constructor
-    submits it; ``run`` does the rest."""
+    submits the request. ``run`` does the rest."""
 
     def __init__(
         self,
@@ -113,15 +112,15 @@ class ProxyRequest:
             )
         self._meter = ResponseMeter(stream=question.stream)
         self._is_given_answer = False
-        """Whether an answer with status 200 has begun. It may have ended early."""
+        """Whether a successful answer has begun. It may have ended early."""
         self._is_answered = False
-        """Whether the answer is complete."""
+        """Whether a successful answer was passed on completely."""
         self.has_begun = False
         """Whether the gateway has begun to pass an engine's answer to the client."""
         self._is_streaming = False
-        """Whether the client reads a stream that has not ended."""
+        """Whether the client is receiving a stream that has not ended."""
         self._sent_to: str | None = None
-        """Id of the replica to which the request was last sent; ``None``: it was not sent, or a prefill
+        """Id of the replica to which the request was last sent. ``None``: it was not sent, or a prefill
         engine rejected it."""
         self._prefill_attempts = 0
         """Number of attempts of the prefill stage."""
@@ -145,7 +144,7 @@ class ProxyRequest:
         )
 
     async def run(self) -> None:
-        """Handle the request until its answer ends, completely or not."""
+        """Handle the request until its answer ends, complete or not."""
         routing_backend = self._shared.routing_backend
         try:
             await self._until_answered()
@@ -171,7 +170,7 @@ class ProxyRequest:
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
 
     async def _end_with_gateway(self) -> None:
-        """Tell the client that the gateway stops, by a rejection or by an error event in an open stream."""
+        """Tell the client that the gateway stops: by a rejection, or by an error event in an open stream."""
         message = "the gateway stops; send the request again"
         if not self.has_begun:
             refused = RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
@@ -183,8 +182,8 @@ class ProxyRequest:
                 await self._to_client({"type": "http.response.body", "body": event})
 
     def _finished_event(self, where: str | None) -> routing_events.RequestFinished:
-        """The event that reports the request's end. ``where``: id of the replica at which it ended; ``None``:
-        the replica to which the core has assigned it, if any."""
+        """Return the event that reports the request's end. ``where``: id of the replica at which it ended;
+        ``None``: the replica to which the core has assigned it, if any."""
         return routing_events.RequestFinished(
             self.decisions.request_id,
             self._meter.output_tokens,
@@ -196,12 +195,12 @@ class ProxyRequest:
     @property
     def _prompt_tokens(self) -> int | None:
         """Number of prompt tokens that an engine counted; ``None``: unknown. A prefill engine always reports
-        the number, a stream only if the client asked for it."""
+        it. A stream reports it only if the client asked for it."""
         return self._meter.prompt_tokens or self._prefilled_tokens
 
     async def _until_answered(self) -> None:
-        """Carry out the core's decisions until an answer has been passed to the client. Raises
-        ``RequestRejected``, ``InvalidGenerationRequest`` or ``ClientDisconnected``."""
+        """Carry out the core's decisions until the client has an answer. Raises ``RequestRejected``,
+        ``InvalidGenerationRequest`` or ``ClientDisconnected``."""
         while True:
             if self.decisions.has_decision:
                 decision = await self.decisions.next()
@@ -219,15 +218,15 @@ class ProxyRequest:
                 return
 
     def _while_waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Return ``ProgramMigrator.while_waiting`` for the request's program. Without a program, return a
-        context manager that does nothing."""
+        """Return ``ProgramMigrator.while_waiting`` for the request's program. Without a program, its block
+        does nothing."""
         if self._program_id is None:
             return contextlib.nullcontext()
         return self._shared.migrator.while_waiting((self._tenant, self._program_id))
 
     async def _send_to_replica(self, decision: routing_events.SendRequest) -> bool:
-        """Send the request to the chosen replica, and pass the answer to the client. Returns False if there
-        is no answer, or if a new decision came first. The caller must then carry out the next decision."""
+        """Send the request to the chosen replica, and pass the answer to the client. Return False if there is
+        no answer, or if a new decision came first. The caller must then carry out the next decision."""
         shared = self._shared
         self._sent_to = decision.replica_id
         address = shared.replicas.get(decision.replica_id)
@@ -270,9 +269,12 @@ class ProxyRequest:
     async def _ask(
         self, decision: routing_events.SendRequest, address: ReplicaAddress, passed: RawHeaders
     ) -> EngineAnswer:
-        """Send the request to its replica or pair, and return the answer once its first part has arrived.
-        ``passed``: headers for the engine. Raises ``ReplicaRequestError``, ``GatewayConnectError``,
-        ``RequestRejected`` or ``InvalidGenerationRequest``."""
+        """Send the request to its replica or pair. Return the answer once its first part has arrived.
+        ``passed``: headers for the engine.
+
+        Raises ``ReplicaRequestError``, ``GatewayConnectError``, ``RequestRejected`` or
+        ``InvalidGenerationRequest``.
+        """
         if not isinstance(decision, SendRequestToPair):
             return await self._post(address, passed, self._body)
         if self._question.previous_response_id is not None:
@@ -301,8 +303,8 @@ class ProxyRequest:
         return answer
 
     async def _prefill(self, pair: SendRequestToPair) -> EngineAnswer | dict[str, Any]:
-        """Run the prefill stage. Returns the ``kv_transfer_params`` that say where the KV is, or the engine's
-        answer if the engine rejects the request. Raises ``ReplicaRequestError`` with the prefill engine's
+        """Run the prefill stage. Return the ``kv_transfer_params`` that say where the KV is. If the engine
+        rejects the request, return its answer. Raises ``ReplicaRequestError`` with the prefill engine's
         id."""
         shared, prefill_id = self._shared, pair.prefill_id
         address = shared.replicas.get(prefill_id)
@@ -365,7 +367,7 @@ class ProxyRequest:
         self, answer: EngineAnswer, decision: routing_events.SendRequest, waited_s: float
     ) -> None:
         """Pass an engine's answer to the client, and record it. From now on the request cannot go to another
-        replica. ``waited_s``: seconds that the request waited at the gateway."""
+        replica. ``waited_s``: seconds that the request waited at the gateway before."""
         response, replica_id = answer.response, decision.replica_id
         self.decisions.mark_answered()
         self.has_begun = True
@@ -404,10 +406,12 @@ class ProxyRequest:
         self._record_answer(response.status)
 
     async def _pass_parts(self, answer: EngineAnswer, replica_id: str) -> bool:
-        """Pass a stream or a long answer on to the client. Returns whether the answer ended regularly. If a
-        stream broke off, the client gets an error event. An answer that is not a stream stays incomplete, so
-        the server closes the connection. Raises ``ClientDisconnected``, and ``OSError`` if the client has
-        left."""
+        """Pass a stream or a long answer on to the client. Return whether the answer ended regularly.
+
+        If a stream breaks off, the client gets an error event. If another answer breaks off, it stays
+        incomplete, so the server closes the connection. Raises ``ClientDisconnected``, or ``OSError`` if the
+        client has left.
+        """
         events = SseEventBuffer() if answer.is_stream else None
         decisions, response = self.decisions, answer.response
         loop = asyncio.get_running_loop()
@@ -462,8 +466,8 @@ class ProxyRequest:
         return False
 
     def _record_answer(self, status: int) -> None:
-        """Record the engine's count of prompt tokens, and the answer's id (responses API). Does nothing
-        unless ``status``, the HTTP status, is 200."""
+        """Record the engine's count of prompt tokens, and the answer's id (responses API). ``status``: HTTP
+        status of the answer. Only answers with status 200 are recorded."""
         if status != 200:
             return
         counted = self._prompt_tokens

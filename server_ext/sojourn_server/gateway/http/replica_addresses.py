@@ -1,4 +1,4 @@
-"""Addresses of replicas. A replica is an engine, or one of its data-parallel ranks."""
+"""Addresses of replicas. A replica is an engine, or one of its data-parallel ranks if it has several."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parse_engine_url(text: str) -> str:
 
 
 def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
-    """The addresses of an engine's replicas, one per data-parallel rank."""
+    """Return the addresses of an engine's replicas, one per data-parallel rank."""
     name = urlsplit(url).netloc
     if ranks <= 1:
         return [ReplicaAddress(name, url)]
@@ -55,7 +55,7 @@ def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
 
 
 def parse_replica_id(url: str, replica_id: str) -> ReplicaAddress | None:
-    """Return the address of a replica of the engine at ``url``; ``None``: the id is not one of a replica of
+    """Return the address of a replica of the engine at ``url``. ``None``: the id belongs to no replica of
     this engine."""
     name, slash, rank = replica_id.partition("/")
     if name != urlsplit(url).netloc or (slash and not (rank.isascii() and rank.isdigit())):
@@ -76,7 +76,7 @@ class ReplicaAddresses:
         return len(self._addresses)
 
     def get(self, replica_id: str | None) -> ReplicaAddress | None:
-        """The address of a replica; ``None``: unknown."""
+        """Return the address of a replica; ``None``: unknown."""
         return self._addresses.get(replica_id) if replica_id is not None else None
 
     def add(self, address: ReplicaAddress) -> None:
@@ -84,7 +84,7 @@ class ReplicaAddresses:
         self._addresses[address.replica_id] = address
 
     def remove(self, replica_id: str) -> None:
-        """Remove a replica's address. No effect if it is unknown."""
+        """Remove a replica's address. No effect if the replica is unknown."""
         self._addresses.pop(replica_id, None)
 
     def engines(self) -> list[ReplicaAddress]:

@@ -15,37 +15,38 @@ from .client_apis import GATEWAY_FULL, RequestRejected
 AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 MAX_BODY_BYTES = 64 << 20
-"""Default maximum size of one body."""
+"""Default maximum bytes of one body."""
 MAX_HELD_BYTES = 2 << 30
-"""Default maximum of the total size of all bodies. A body is kept until its answer ends, in case it has to be
-sent again."""
+"""Default maximum of the total bytes of all bodies. A body is kept until its answer ends, in case it has to
+be sent again."""
 MAX_TENANT_SHARE = 0.5
-"""Maximum fraction of the total size that one tenant may use, if there are several tenants."""
+"""Maximum fraction of the total bytes that one tenant may use, if there are several tenants."""
 BODY_TIMEOUT_S = 60.0
-"""Maximum seconds without new bytes of a body. The whole body may take this time plus (its size ÷
-``MIN_BYTES_PER_S``)."""
+"""Maximum seconds without new bytes of a body. The whole body may take this time, plus its bytes ÷
+``MIN_BYTES_PER_S``."""
 MIN_BYTES_PER_S = 256 << 10
-"""Minimum rate at which a long body must arrive."""
+"""Minimum rate, in bytes per second, at which a long body must arrive."""
 BUDGET_RETRY_S = 2.0
 """``Retry-After``, in seconds, if the gateway holds too many bodies."""
 LARGE_BODY_BYTES = 1 << 20
-"""Bodies of at least this size are processed in a thread, so that other requests do not wait."""
+"""Bodies of at least this many bytes are processed in a thread, so that other requests do not wait."""
 BODY_THREADS = 2
-"""Number of threads that process large bodies. More threads would not be faster, since Python runs one thread
-at a time, and the allocator keeps a few MiB for each thread."""
+"""Number of threads that process large bodies. More threads would not be faster, because Python runs one
+thread at a time. Each thread costs a few MiB in the allocator."""
 
 TRIM_AFTER_S = 5.0
-"""Seconds from the processing of a large body to the return of free memory to the operating system."""
+"""Seconds after which free memory is returned to the operating system. They count from the end of processing
+a large body."""
 
 ResultT = TypeVar("ResultT")
 _body_threads = ThreadPoolExecutor(BODY_THREADS, thread_name_prefix="sojourn-body")
 _trims_in: asyncio.AbstractEventLoop | None = None
-"""The event loop in which a call of ``trim_memory`` is due; ``None``: none is due."""
+"""The event loop in which a call of ``trim_memory`` is due; ``None``: no call is due."""
 
 
 async def process_body(body: bytes, process: Callable[[], ResultT]) -> ResultT:
-    """Call ``process``, a function that works on ``body``, and return its result. If the body is large, the
-    call runs in a thread."""
+    """Call ``process``, a function that works on ``body``, and return its result. For a large body, call it
+    in a thread."""
     if len(body) < LARGE_BODY_BYTES:
         return process()
     loop = asyncio.get_running_loop()
@@ -56,7 +57,7 @@ async def process_body(body: bytes, process: Callable[[], ResultT]) -> ResultT:
 
 
 def trim_memory() -> bool:
-    """Return free memory of the C allocator to the operating system. Returns False if the C library has no
+    """Return free memory of the C allocator to the operating system. Return False if the C library has no
     function for this (musl, macOS)."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
@@ -67,10 +68,11 @@ def trim_memory() -> bool:
 
 
 def _trim_later(loop: asyncio.AbstractEventLoop) -> None:
-    """Call ``trim_memory`` in a thread after ``TRIM_AFTER_S``, unless a call is due already.
+    """Call ``trim_memory`` in a thread after ``TRIM_AFTER_S``. No effect if a call is already due.
 
-    Without such calls, the allocator keeps the memory of large bodies, and the process seems to grow for
-    hours."""
+    Without such calls, the allocator keeps the memory of large bodies. The process then seems to grow for
+    hours.
+    """
     global _trims_in
     if _trims_in is not loop:
         _trims_in = loop
@@ -85,7 +87,7 @@ def _trim(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class BodyBudget:
-    """Counts the bytes of all bodies that a gateway holds, and enforces the limits. Used in one event
+    """Counts the bytes of all bodies that a gateway holds, and enforces the limits. For use in one event
     loop."""
 
     def __init__(
@@ -95,8 +97,8 @@ class BodyBudget:
         *,
         several_tenants: bool = False,
     ) -> None:
-        """``several_tenants``: limit each tenant to ``MAX_TENANT_SHARE`` of ``max_held_bytes``. Raises
-        ``ValueError`` if a tenant could not hold one body of ``max_body_bytes``."""
+        """``several_tenants``: whether to limit each tenant to ``MAX_TENANT_SHARE`` of ``max_held_bytes``.
+        Raises ``ValueError`` if a tenant could not hold one body of ``max_body_bytes``."""
         self._max_body_bytes = max_body_bytes
         self._max_held_bytes = max_held_bytes
         share = MAX_TENANT_SHARE if several_tenants else 1.0
@@ -108,11 +110,11 @@ class BodyBudget:
             )
         self.held_bytes = 0
         self._held_of: dict[str, int] = {}
-        """Bytes held by each tenant; tenants without bodies are absent."""
+        """Bytes held by each tenant. Tenants without bodies are absent."""
 
     def begin(self, tenant: str, max_bytes: int | None = None) -> RequestBody:
-        """Create the ``RequestBody`` of one request. ``max_bytes``: limit for this body, if it is lower than
-        ``max_body_bytes``; ``None``: only ``max_body_bytes`` applies."""
+        """Create the ``RequestBody`` of one request. ``max_bytes``: a lower limit for this body; ``None``:
+        only ``max_body_bytes`` applies."""
         return RequestBody(self, tenant, min(max_bytes or self._max_body_bytes, self._max_body_bytes))
 
     def check(self, tenant: str, more_bytes: int) -> None:
@@ -134,7 +136,7 @@ class BodyBudget:
 
 
 class RequestBody:
-    """The body of one request. It counts towards the limits from its first byte until ``free``."""
+    """The body of one request. It counts towards the limits from its first byte until ``free`` is called."""
 
     def __init__(self, bodies: BodyBudget, tenant: str, max_bytes: int) -> None:
         self._bodies = bodies
@@ -143,9 +145,8 @@ class RequestBody:
         self._held_bytes = 0
 
     async def read(self, declared: str | None, receive: AsgiReceive) -> bytes | None:
-        """Read the body; ``None``: the client disconnected. ``declared``: value of ``Content-Length``;
-        ``None``: no such header. Raises ``RequestRejected`` if the body exceeds a limit or arrives too
-        slowly."""
+        """Read the body; ``None``: the client disconnected. Raises ``RequestRejected`` if the body exceeds a
+        limit or arrives too slowly. ``declared``: value of ``Content-Length``; ``None``: no such header."""
         if declared is not None and declared.isascii() and declared.isdigit():
             # Reject a large body before the client sends it. The bytes that arrive are counted in any case.
             self._check(int(declared[:20]))
@@ -179,15 +180,15 @@ class RequestBody:
         self._bodies.check(self._tenant, more_bytes)
 
     def set_size(self, body_bytes: int) -> None:
-        """Change the counted size of this body to ``body_bytes``, because the body was replaced by another
-        one. Limits do not apply."""
+        """Count this body as ``body_bytes`` from now on, because another body has replaced it. Limits do not
+        apply."""
         self._bodies.add(self._tenant, body_bytes - self._held_bytes)
         self._held_bytes = body_bytes
 
     @contextlib.contextmanager
     def counting_copy(self, body_bytes: int) -> Iterator[None]:
-        """Context manager that counts a second body of ``body_bytes``, made from this one, during its block.
-        Limits do not apply."""
+        """Context manager that counts a copy of ``body_bytes`` during its block. The copy is a second body
+        made from this one. Limits do not apply."""
         self._bodies.add(self._tenant, body_bytes)
         try:
             yield

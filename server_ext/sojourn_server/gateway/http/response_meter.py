@@ -14,7 +14,7 @@ _HEAD_BYTES = 2048
 _ENDS = (b"\n\n", b"\r\n\r\n")
 """Byte sequences that end an event of a stream."""
 _MOST_HELD_BYTES = 1 << 20
-"""Size of the longest event that is held back until it is complete. A longer one is passed on in parts."""
+"""Maximum bytes of an event that is held back until it is complete. A longer event is passed on in parts."""
 
 
 class ResponseMeter:
@@ -43,8 +43,8 @@ class ResponseMeter:
 
     @property
     def output_tokens(self) -> int:
-        """The engine's count of output tokens. If the engine reports no count, the result is the number of a
-        stream's events minus one, or 0 without a stream."""
+        """The engine's count of output tokens. If the engine reports none, the number of a stream's events
+        minus one, or 0 if the answer is not a stream."""
         reported = _last(_OUTPUT, self._tail)
         return reported if reported is not None else max(0, self._events - 1)
 
@@ -56,18 +56,19 @@ class ResponseMeter:
 
 
 def parse_prompt_tokens(answer: bytes) -> int | None:
-    """The engine's count of prompt tokens in a complete answer; ``None``: not reported."""
+    """Return the engine's count of prompt tokens in a complete answer; ``None``: not reported."""
     return _last(_PROMPT, answer)
 
 
 class SseEventBuffer:
-    """Holds back a stream's last, incomplete event, so that an error event can be sent at any time."""
+    """Holds back the incomplete event at the end of a stream, so that an error event can be sent at any
+    time."""
 
     def __init__(self) -> None:
         self._held = b""
 
     def push(self, chunk: bytes) -> bytes:
-        """Add a chunk; return the bytes up to the end of the last complete event, which may be sent now."""
+        """Add a chunk. Return the bytes that may be sent now: up to the end of the last complete event."""
         if self._held:
             chunk, self._held = self._held + chunk, b""
         if chunk.endswith(_ENDS):
@@ -85,6 +86,6 @@ class SseEventBuffer:
 
 
 def _last(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    """The number in the last match of a pattern; ``None``: there is no match."""
+    """Return the number in the last match of a pattern; ``None``: there is no match."""
     found = pattern.findall(text)
     return int(found[-1]) if found else None

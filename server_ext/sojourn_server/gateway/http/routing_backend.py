@@ -32,27 +32,26 @@ class ClientDisconnected(Exception):
 
 
 class RequestDecisionQueue:
-    """The routing decisions about one request that are still to be carried out, in order. Used in one event
-    loop."""
+    """The routing decisions about one request that are still to be carried out, in order. For use in one
+    event loop."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.on_change: Callable[[], None] | None = None
-        """Function to call at a new decision, or when the client disconnects; ``None``: no function is
+        """Function to call at a new decision, or when the client disconnects. ``None``: no function is
         called."""
         self._decisions: deque[RequestDecision] = deque()
         self.client_gone = False
         """Whether the client has disconnected."""
         self.superseded = False
-        """Whether a ``SendRequest`` was ignored because the answer had begun, so that the core believes the
-        request to be at another replica."""
+        """Whether a ``SendRequest`` was ignored because the answer had begun. The core then believes that the
+        request is at another replica."""
         self._answered = False
         """Whether the first byte of the answer has arrived. From then on, only ``AbortStream`` is queued."""
         self._waiter: asyncio.Future[None] | None = None
 
     def add_decision(self, decision: RequestDecision) -> None:
-        """Add a decision of the core. After the first byte of the answer, only an ``AbortStream`` is
-        added."""
+        """Add a decision of the core. After the first byte of the answer, only ``AbortStream`` is added."""
         if self._answered and not isinstance(decision, AbortStream):
             self.superseded = self.superseded or isinstance(decision, SendRequest)
             return
@@ -60,8 +59,8 @@ class RequestDecisionQueue:
         self._wake()
 
     def mark_answered(self) -> None:
-        """Record that the first byte of the answer has arrived. Pending and later decisions are ignored,
-        except ``AbortStream``."""
+        """Record that the first byte of the answer has arrived. Pending and later decisions other than
+        ``AbortStream`` are ignored."""
         self._answered = True
         late, self._decisions = self._decisions, deque()
         for decision in late:
@@ -88,8 +87,10 @@ class RequestDecisionQueue:
             await self._waiter
 
     async def run_unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Await ``doing`` and return its result. If a routing decision arrives first, or the client
-        disconnects, cancel ``doing`` and return ``None``. Raises the exceptions of ``doing``."""
+        """Await ``doing`` and return its result. Raises the exceptions of ``doing``.
+
+        If a routing decision arrives first, or the client disconnects, cancel ``doing`` and return ``None``.
+        """
         if self.has_decision:
             doing.close()
             return None
@@ -110,16 +111,16 @@ class RequestDecisionQueue:
 
 
 TICK_S = 0.1
-"""Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1), and no
-other work of the core needs a shorter interval."""
+"""Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1). No other
+work of the core needs a shorter one."""
 
 ControlAction = routing_events.ReleaseProgramKv | routing_events.YieldPrograms | routing_events.ProbeReplica
 """An action of the routing core that concerns no single request."""
 
 
 class RoutingBackend(Protocol):
-    """Decides where requests go: a routing core in this process, or a connection to one. All calls come from
-    one event loop and never block it."""
+    """Decides where requests go. It is a routing core in this process, or a connection to one. All calls come
+    from one event loop and never block it."""
 
     on_control_action: Callable[[ControlAction], None]
     """Function that is called with each ``ControlAction``. The gateway sets it."""
@@ -137,30 +138,30 @@ class RoutingBackend(Protocol):
         ...
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """Id of the replica that is a program's home; ``None``: unknown."""
+        """Return the id of the replica that is a program's home; ``None``: unknown."""
         ...
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Id of the engine that gave a program's last answer, for programs without a home; ``None``:
-        unknown."""
+        """Return the id of the engine that gave a program's last answer; ``None``: unknown. For programs
+        without a home."""
         ...
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """Statuses of all programs that have not ended."""
+        """Return the statuses of all programs that have not ended."""
         ...
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """Statuses of all known replicas."""
+        """Return the statuses of all known replicas."""
         ...
 
     def shares_used(self) -> dict[str, float]:
-        """Return, by tenant, (fraction of the capacity that the tenant's requests in flight use) ÷ (share of
-        the capacity that the tenant has). Empty if tenants do not share capacity."""
+        """Return, by tenant, the fraction of the capacity that its requests in flight use ÷ its share of the
+        capacity. Empty if tenants do not share capacity."""
         ...
 
 
 class LocalRoutingBackend:
-    """A routing core in this process, and the decision queues of its requests. Used in one event loop."""
+    """A routing core in this process, and the decision queues of its requests. For use in one event loop."""
 
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
@@ -189,7 +190,7 @@ class LocalRoutingBackend:
         self._queues.pop(decisions.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Pass an event to the core, and deliver the core's actions. An error of the core is logged and not
+        """Pass an event to the core, and deliver the core's actions. An error of the core is logged, not
         raised, because it must not end a client's connection."""
         # The receiver of an action may report another event, which is handled after all actions of this
         # event.
@@ -210,29 +211,30 @@ class LocalRoutingBackend:
             self.tell(routing_events.Tick())
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """Id of the replica that is a program's home; ``None``: unknown."""
+        """Return the id of the replica that is a program's home; ``None``: unknown."""
         return self.core.home(tenant, program_id)
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Id of the engine that gave a program's last answer, for programs without a home; ``None``:
-        unknown."""
+        """Return the id of the engine that gave a program's last answer; ``None``: unknown. For programs
+        without a home."""
         return self.core.answered_by(tenant, program_id)
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """Statuses of all programs that have not ended, most recently active first."""
+        """Return the statuses of all programs that have not ended, most recently active first."""
         return self.core.program_statuses()
 
     async def replicas(self) -> Sequence[ReplicaStatus]:
-        """Statuses of all known replicas, in the order of registration, with the engines' links."""
+        """Return the statuses of all known replicas with their engines' links, in the order of
+        registration."""
         return with_links(self.core.replica_statuses(), self.links_of)
 
     def shares_used(self) -> dict[str, float]:
-        """Return, by tenant, (used fraction of the capacity) ÷ (the tenant's share of the capacity). Empty if
+        """Return, by tenant, the fraction of the capacity that it uses ÷ its share of the capacity. Empty if
         tenants do not share capacity."""
         return self.core.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Pass one event to the core, and deliver its actions to requests, gateway and metrics."""
+        """Pass one event to the core. Deliver the core's actions to requests, gateway and metrics."""
         now = self._clock()
         actions = take_event(self.core, event, now, self._rate_limited_log)
         self._policy_log.log_new_failures(now)
@@ -253,13 +255,15 @@ def take_event(
 ) -> Sequence[routing_events.AnyRoutingAction]:
     """Pass an event to the core and return the core's actions.
 
-    A ``RequestFinished`` ends its request even if the core has meanwhile lost the request's replica, or
-    assigned the request to another replica.
+    A ``RequestFinished`` always ends its request. The core may meanwhile have lost the request's replica, or
+    assigned the request to another one.
 
-    If the core raises, the error is logged, and the returned actions depend on the event. For
-    ``RequestReceived``: a ``RejectRequest``. For ``RequestFailed``: a ``RejectRequest``, which takes effect
-    only before the first byte of the answer, and an ``AbortStream``, which takes effect only after the first
-    byte. For other events: none.
+    If the core raises, the error is logged, and the returned actions depend on the event:
+
+    - ``RequestReceived``: a ``RejectRequest``.
+    - ``RequestFailed``: a ``RejectRequest`` and an ``AbortStream``. The first takes effect only before the
+      first byte of the answer, the second only after it.
+    - Other events: none.
     """
     try:
         actions = core.take(event, now)
@@ -283,9 +287,8 @@ def take_event(
 def with_links(
     statuses: Sequence[ReplicaStatus], links_of: Callable[[str], Mapping[str, LinkStats]]
 ) -> list[ReplicaStatus]:
-    """Return the statuses. Those of prefill and decode engines are copies with the state of the engine's
-    links to storage and other engines. ``links_of``: function that returns the last report of an engine's
-    links, by replica id."""
+    """Return the statuses, with the state of the links of prefill and decode engines. ``links_of`` returns
+    the last report of an engine's links, by replica id."""
     return [
         msgspec.structs.replace(status, links=links_of(status.replica))
         if isinstance(status, PairEngineStatus)

@@ -27,9 +27,9 @@ SAVE_INTERVAL_S = 2.0
 MAX_RETRY_PAUSE_S = 60.0
 """Maximum seconds between a failed write and the next one."""
 ENCODED_PROGRAMS = 2000
-"""Number of programs that are encoded at once. This takes about a millisecond."""
+"""Number of programs that are encoded at once, which takes about a millisecond."""
 MAX_STATE_AGE_S = 3600.0
-"""Maximum age, in seconds, of a state file. An older one is ignored, since the engines' KV has probably
+"""Maximum age, in seconds, of a state file. An older file is ignored, because the engines' KV has probably
 changed."""
 
 
@@ -55,7 +55,7 @@ def prepare_state_file(path: Path) -> None:
 
 class RoutingStateFile:
     """A file with a routing core's state. Each write replaces the whole file. Read and write errors are
-    logged and do not stop the gateway. ``clock``: the core's clock. ``wall``: Unix time in seconds."""
+    logged, and the gateway goes on. ``clock``: the core's clock. ``wall``: Unix time in seconds."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RoutingStateFile:
         self._wall = wall
         self._rate_limited_log = RateLimitedLog(logger, clock)
         self._written = -1
-        """Value of the core's ``changes`` when the file was last written without an error."""
+        """Value of the core's ``changes`` at the last successful write; -1: there was no such write."""
         self._taken = 0
         """Number of snapshots begun so far."""
         self._newest = 0
@@ -79,8 +79,8 @@ class RoutingStateFile:
         """Held during a write."""
 
     def restore(self) -> int:
-        """Restore the core, which must be new, from the file. Returns the number of restored programs; 0: the
-        file is missing, too old or invalid."""
+        """Restore the core from the file. The core must be new. Return the number of restored programs; 0:
+        the file is missing, too old or invalid."""
         try:
             kept = msgspec.json.decode(self._path.read_bytes(), type=_SavedState)
             age_s = max(0.0, self._wall() - kept.unix_s)
@@ -96,8 +96,9 @@ class RoutingStateFile:
         return len(self._core.programs)
 
     async def run(self) -> None:
-        """Write the file every two seconds if something changed or the last write failed, and once more when
-        cancelled. The pause doubles after each failure, up to ``MAX_RETRY_PAUSE_S``."""
+        """Write the file every ``SAVE_INTERVAL_S`` if the core's state changed since the last successful
+        write. Write it once more when cancelled. The pause doubles after each failure, up to
+        ``MAX_RETRY_PAUSE_S``."""
         pause_s = SAVE_INTERVAL_S
         try:
             while True:
@@ -115,8 +116,7 @@ class RoutingStateFile:
                 logger.warning("%s lacks the newest programs: its last write failed", self._path)
 
     async def _save(self) -> bool:
-        """Take a snapshot and write it, both without holding up other tasks. Returns False if the write
-        failed."""
+        """Take a snapshot and write it. Other tasks can run meanwhile. Return False if the write failed."""
         number, unix_s = self._next_snapshot()
         core, _ = await run_in_steps(self._core.snapshot_steps(self._clock()))
         return await asyncio.to_thread(self._write, number, _SavedState(unix_s, core))
@@ -127,8 +127,8 @@ class RoutingStateFile:
         return self._taken, self._wall()
 
     def _write(self, number: int, state: _SavedState) -> bool:
-        """Write a snapshot, unless the file has a newer one. When the gateway stops, its last write may
-        overtake an earlier one that a thread has not begun. Returns False if the write failed; the failure is
+        """Write a snapshot. Skip it if the file has a newer one: when the gateway stops, its last write may
+        overtake an earlier one that waits for a thread. Return False if the write failed. The failure is
         logged."""
         draft = self._path.with_name(f"{self._path.name}.partial")
         with self._lock:
@@ -150,7 +150,7 @@ class RoutingStateFile:
 
 
 async def run_in_steps(steps: Generator[None, None, Result]) -> tuple[Result, float]:
-    """Run a generator to its end. Other tasks of the event loop run between two of its steps. Returns (result
+    """Run a generator to its end. Other tasks of the event loop run between two of its steps. Return (result
     of the generator, seconds that its steps took)."""
     busy_s = 0.0
     while True:
@@ -164,9 +164,11 @@ async def run_in_steps(steps: Generator[None, None, Result]) -> tuple[Result, fl
 
 
 def _encoded(state: _SavedState) -> Iterator[bytes]:
-    """Yield ``state`` as JSON, in parts. The event loop cannot run while a part is encoded, so programs are
-    encoded in slices of ``ENCODED_PROGRAMS``. Everything else is one part: replicas and estimates, which
-    ``tenant_statistics`` keeps below two megabytes."""
+    """Yield ``state`` as JSON, in parts. The event loop cannot run while a part is encoded. So programs are
+    encoded in slices of ``ENCODED_PROGRAMS``.
+
+    Replicas and estimates are one further part. ``tenant_statistics`` keeps it below two megabytes.
+    """
     core = state.core
     fields = {name: getattr(core, name) for name in core.__struct_fields__ if name != "programs"}
     yield msgspec.json.encode({"unix_s": state.unix_s, "core": fields}).removesuffix(b"}}") + b',"programs":['

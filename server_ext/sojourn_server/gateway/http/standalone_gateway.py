@@ -41,11 +41,12 @@ def build_gateway(
     poll_s: float = POLL_S,
     state: Path | None = None,
 ) -> tuple[Gateway, Starlette]:
-    """Build a gateway in front of the engines at ``urls``; return it with its ASGI application.
+    """Build a gateway in front of the engines at ``urls``. Return it with its ASGI application.
 
     ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
-    an engine. ``state``: file in which the core's state is saved, and from which it is restored at the next
-    start; ``None``: the state is not saved."""
+    an engine. ``state``: file that keeps the core's state until the next start; ``None``: the state is not
+    kept.
+    """
     core = build_routing_core(preset, limits)
     gateway, backend = _build(core, tenants, options, routing_reasons(preset))
     monitor = EngineMonitor(
@@ -88,11 +89,11 @@ def build_prefill_decode_gateway(
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
 ) -> tuple[Gateway, Starlette]:
-    """Build a gateway in front of prefill and decode engines; return it with its ASGI application.
+    """Build a gateway in front of prefill and decode engines. Return it with its ASGI application.
 
     ``prefill``, ``decode``: URLs of the engines. ``rules``: how pairs are chosen; ``None``: the defaults of
     ``PrefillDecodeRules``. ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``:
-    seconds between two polls of an engine. Raises ``ValueError`` if URLs are missing or repeated, and for
+    seconds between two polls of an engine. Raises ``ValueError`` if URLs are missing or repeated, or for
     wrong rules.
     """
     rules = rules or PrefillDecodeRules()

@@ -1,4 +1,5 @@
-"""Routes that show a gateway's programs, replicas and engines, and that drain replicas."""
+"""Routes that show a gateway's programs, replicas and engines. Two more routes start and cancel a replica's
+drain."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ NumberT = TypeVar("NumberT", int, float)
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 """Prometheus' text format."""
 REUSE_S = 0.5
-"""Seconds for which routes that check no key reuse the coordinator's last answer about its replicas."""
+"""Seconds for which a coordinator's last answer about its replicas is used again, by routes that check no
+key."""
 
 
 class StatusRoutes:
@@ -74,8 +76,9 @@ class StatusRoutes:
         read_side: str | None = None,
     ) -> None:
         """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet. ``policy``: name of
-        the cluster preset. ``in_pairs``: whether the engines are prefill and decode engines. ``read_side``:
-        name of the policy that chooses which engine of a pair reads KV from storage."""
+        the cluster preset, or of the policy for pairs. ``in_pairs``: whether the engines are prefill and
+        decode engines. ``read_side``: name of the policy that chooses which engine of a pair reads KV from
+        storage; ``None``: not shown."""
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._queries = queries
@@ -95,7 +98,7 @@ class StatusRoutes:
         """Time at which the query ``_recent`` began, on the monotonic clock."""
 
     def routes(self) -> list[Route]:
-        """All routes of this class; only ``/health``, ``/ping`` and ``/metrics`` check no key."""
+        """Return all routes of this class. Only ``/health``, ``/ping`` and ``/metrics`` check no key."""
         guard = self._access.guard
         return [
             Route("/health", self._health),
@@ -116,8 +119,8 @@ class StatusRoutes:
         ]
 
     async def _recent_states(self) -> Sequence[ReplicaStatus]:
-        """Statuses of all replicas, for routes that check no key. However often clients ask, the gateway asks
-        a remote coordinator at most once in ``REUSE_S``."""
+        """Return the statuses of all replicas, for routes that check no key. A remote coordinator is asked at
+        most once in ``REUSE_S``, however often clients ask."""
         backend, now = self._routing_backend, time.monotonic()
         if isinstance(backend, LocalRoutingBackend):
             return await backend.replicas()
@@ -127,7 +130,7 @@ class StatusRoutes:
 
     async def _health(self, request: Request) -> Response:
         """Handle ``/health``. The status is 200 if at least one replica is not suspect, otherwise 503. With
-        prefill and decode engines, 200 also requires that at least one engine of each role is ``up``."""
+        prefill and decode engines, 200 also needs an engine of each role that is ``up``."""
         states = await self._recent_states()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
@@ -135,7 +138,7 @@ class StatusRoutes:
         return json_response(health, 200 if up and (roles is None or all(roles.values())) else 503)
 
     def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
-        """Number of engines that are ``up``, by role; ``None``: the engines have no roles."""
+        """Return the number of engines that are ``up``, by role; ``None``: the engines have no roles."""
         engines = [state for state in states if isinstance(state, PairEngineStatus)]
         if not engines and not self._in_pairs:
             return None
@@ -157,8 +160,9 @@ class StatusRoutes:
     async def _programs(self, request: Request) -> Response:
         """List the live programs with their homes.
 
-        A tenant sees its own programs. Only engines know a program's status, so the list has none. To get
-        the status, ask for a single program."""
+        A tenant sees only its own programs. The list has no program's status, because only engines know it.
+        To get the status, ask for a single program.
+        """
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         status = request.query_params.get("status")
         if status is not None:
@@ -176,7 +180,7 @@ class StatusRoutes:
         return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=total))
 
     def _local_programs(self) -> BoundedProgramTable[RoutedProgram] | None:
-        """The core's table of programs; ``None``: the core is in another process, or is not an
+        """Return the core's table of programs; ``None``: the core is in another process, or is not an
         ``AffinityCore``."""
         backend = self._routing_backend
         core = backend.core if isinstance(backend, LocalRoutingBackend) else None
@@ -210,7 +214,7 @@ class StatusRoutes:
         raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
     async def _ended_program(self, request: Request, program_id: str) -> dict[str, Any] | None:
-        """What the engines remember of an ended program; ``None``: they remember nothing."""
+        """Return what the engines remember about an ended program; ``None``: nothing."""
         names, tenant = self._names, self._tenant_of_ended(request)
         if tenant is None:
             return None
@@ -224,8 +228,8 @@ class StatusRoutes:
         return {**msgspec.to_builtins(place), "engine": engine}
 
     def _tenant_of_ended(self, request: Request) -> str | None:
-        """The tenant whose ended programs a request may name. ``None``: the request has the admin key, and
-        there are several tenants, so the tenant of an ended program is unknown."""
+        """Return the tenant whose ended programs a request may name. ``None``: unknown, because the request
+        has the admin key and there are several tenants."""
         own: str | None = request.state.tenant
         return own if own is not None else self._names.only_tenant
 
@@ -256,9 +260,12 @@ class StatusRoutes:
 
     async def _ended_explanation(self, request: Request, program_id: str, turn: str) -> Response:
         """Explain a turn of a program that only the engines remember. If several engines remember it, return
-        the explanation with the highest turn number. A program's id may itself end in ``/explain``: if such a
-        program is live, or no engine explains ``program_id``, answer as ``_program`` does for this longer id.
-        ``turn``: query string that names the turn; empty: the newest turn."""
+        the explanation with the highest turn number. ``turn``: query string that names the turn; empty: the
+        newest turn.
+
+        The path may instead name a program whose id ends in ``/explain``. If such a program is live, or no
+        engine explains ``program_id``, answer as ``_program`` does for this longer id.
+        """
         longer_id = f"{program_id}/explain"  # an id may itself end in /explain
         tenant = self._tenant_of_ended(request)
         if tenant is not None and await self._place(request, longer_id) is None:
@@ -278,12 +285,11 @@ class StatusRoutes:
         return await self._program(request)
 
     def _replica_of(self, place: ProgramRouteStatus) -> str | None:
-        """Id of the replica that knows a program: its home, or the engine of its last answer. ``None``: there
-        is none."""
+        """Return the id of the replica that knows a program: its home, or the engine of its last answer.
+        ``None``: there is neither."""
         return place.replica or self._routing_backend.answered_by(place.tenant, place.program_id)
 
     def _engine_path(self, tenant: str, program_id: str) -> str:
-        """An engine's route for a program."""
         return f"{PREFIX}/programs/{_quoted(self._names.engine_name(tenant, program_id))}"
 
     async def _graphs(self, request: Request) -> Response:
@@ -383,8 +389,7 @@ class StatusRoutes:
         return await self._report_drain_event(request, routing_events.ReplicaDrainStarted)
 
     async def _cancel_drain(self, request: Request) -> Response:
-        """Cancel the drain of a replica. If the replica is absent, the answer is null. Needs the admin
-        key."""
+        """Cancel the drain of a replica. The answer is null if the replica is absent. Needs the admin key."""
         return await self._report_drain_event(request, routing_events.ReplicaDrainCancelled)
 
     async def _report_drain_event(
@@ -393,7 +398,8 @@ class StatusRoutes:
         event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
     ) -> Response:
         """Report ``event`` about the replica that the path names, and answer with the replica's status.
-        Raises ``ApiError`` without the admin key, or if a drain is to start at an absent replica."""
+        Raises ``ApiError`` without the admin key. Also raises it if a drain is to start at an absent
+        replica."""
         if self._access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
@@ -413,8 +419,8 @@ class StatusRoutes:
         return json_response(next((state for state in states if state.replica == replica_id), None))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
-        """Return the address of the replica ``name``, or of the first replica if ``name`` is ``None``. Raises
-        ``ApiError`` if there is no such replica."""
+        """Return the address of the replica ``name``; ``None``: of the first replica. Raises ``ApiError`` if
+        there is no such replica."""
         address = self._replicas.get(name) if name is not None else next(iter(self._replicas), None)
         if address is None:
             known = ", ".join(one.replica_id for one in self._replicas) or "none yet"
@@ -423,8 +429,8 @@ class StatusRoutes:
 
 
 def _number(request: Request, name: str, default: NumberT, least: int, most: int) -> NumberT:
-    """Return the query parameter ``name`` as a number of the type of ``default``, or ``default`` if it is
-    missing. Raises ``ApiError`` unless it is a number of this type from ``least`` to ``most``."""
+    """Return the query parameter ``name`` as a number of the type of ``default``. If it is missing, return
+    ``default``. Raises ``ApiError`` unless it is a number of this type from ``least`` to ``most``."""
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -440,10 +446,10 @@ def _number(request: Request, name: str, default: NumberT, least: int, most: int
 
 
 def _quoted(text: str) -> str:
-    """``text``, percent-encoded for a URL, slashes included."""
+    """Return ``text`` percent-encoded for a URL, slashes included."""
     return quote(text, safe="")
 
 
 def json_response(document: Any, status: int = 200) -> Response:
-    """``document`` as a JSON answer."""
+    """Return ``document`` as a JSON answer."""
     return Response(msgspec.json.encode(document), status, media_type="application/json")

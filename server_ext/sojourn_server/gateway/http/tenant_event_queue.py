@@ -1,9 +1,9 @@
-"""Limits the events of one tenant that one engine has not answered yet.
+"""Limits the events that one tenant has sent to one engine without an answer yet.
 
-An engine sees a gateway as one client, and divides that client's share of its time among connections. Without
-a limit, the tenant that opens the most connections would get the most time, and its events would fill the
+An engine counts a gateway as one client, and divides that client's time among the gateway's connections.
+Without a limit, the tenant with the most connections would get the most time, and its events would fill the
 engine's queue. So a gateway with several tenants sends an engine few events of each tenant at a time. The
-others wait here, in order of arrival.
+other events wait here, in order of arrival.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from sojourn.wire_codec import EventBatch, EventOutcome
 from .ordered_sender import ANSWER_TIMEOUT_S, PostEvents, post_all
 
 MAX_SENT_WEIGHT = 256
-"""Maximum weight of a tenant's batches that an engine has not answered. A heavier batch is sent alone. An
-engine handles 64 events in one call; batches of this weight have at least two calls' events, so that the next
-call does not wait for the gateway. A batch weighs 1, and 1 more for each event and each KiB."""
+"""Maximum weight of a tenant's batches that an engine has not answered. A heavier batch is sent alone. A
+batch weighs 1, and 1 more for each event and each KiB.
+
+An engine handles 64 events in one call. The limit lets the events of at least two calls be sent, so that the
+engine does not wait for the gateway between calls.
+"""
 MAX_WAITING_WEIGHT = 16 * 1024
-"""Maximum weight of a tenant's batches that wait for one engine. An engine's own queue has the same
-maximum."""
+"""Maximum weight of a tenant's batches that wait for one engine. It equals the maximum of an engine's own
+queue."""
 MAX_DELAYED_WEIGHT = 16 * 1024
-"""Maximum weight of a tenant's refused batches whose refusal is delayed. Beyond it, a refusal is not delayed,
-so that refused batches use a bounded amount of memory."""
+"""Maximum weight of a tenant's refused batches whose refusal is delayed. Beyond it, a batch is refused at
+once, so that refused batches use a bounded amount of memory."""
 REFUSAL_DELAY_S = 1.0
-"""Seconds by which a refusal is delayed, so that a client that retries at once does not load the gateway."""
+"""Seconds by which a refusal is delayed. Without the delay, a client that retries at once would load the
+gateway."""
 
 
 class EventsRefusedError(Exception):
@@ -43,13 +47,13 @@ class EngineSilentError(Exception):
 
 
 def batch_weight(events: Iterable[msgspec.Raw]) -> int:
-    """Weight of a batch with these encoded events."""
+    """Return the weight of a batch with these encoded events."""
     sizes = [memoryview(event).nbytes for event in events]
     return 1 + len(sizes) + sum(sizes) // 1024
 
 
 class TenantEventQueue:
-    """Queue of one tenant's batches for one engine. Used in one event loop."""
+    """Queue of one tenant's batches for one engine. For use in one event loop."""
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class TenantEventQueue:
         self._sent = 0
         """Weight of the batches that were sent and have no answer yet."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        """(weight, future that is done when the batch may be sent) of each batch that waits."""
+        """For each batch that waits: (weight, future that is done when the batch may be sent)."""
         self._waiting_weight = 0
         self._delayed_weight = 0
 
@@ -75,7 +79,8 @@ class TenantEventQueue:
     async def post_all(
         self, post: PostEvents, url: str, batch: EventBatch, authorization: str | None
     ) -> list[EventOutcome | None]:
-        """Post a batch like ``ordered_sender.post_all``, in its turn. Raises the errors of ``turn``."""
+        """Post a batch like ``ordered_sender.post_all``, when it is the batch's turn. Raises the errors of
+        ``turn``."""
 
         async def noted(
             url: str, part: EventBatch, authorization: str | None
@@ -90,9 +95,12 @@ class TenantEventQueue:
 
     @asynccontextmanager
     async def turn(self, weight: int) -> AsyncIterator[None]:
-        """Wait until a batch may be sent; at the exit, the next batches may be sent. Raises
-        ``EventsRefusedError`` if the queue is full, and ``EngineSilentError`` if the engine has answered no
-        batch for ``ANSWER_TIMEOUT_S``. As long as the engine answers, a batch keeps its place."""
+        """Context manager that waits until a batch may be sent. At its exit, the next batches may be sent. A
+        batch keeps its place as long as the engine answers.
+
+        Raises ``EventsRefusedError`` if the queue is full. Raises ``EngineSilentError`` if the engine has
+        answered no batch for ``ANSWER_TIMEOUT_S``.
+        """
         if self._waiting or not self._has_room(weight):
             await self._wait(weight)
         else:
@@ -135,7 +143,7 @@ class TenantEventQueue:
             self._delayed_weight -= weight
 
     def _leave(self, waiting: tuple[int, asyncio.Future[None]]) -> None:
-        """Remove a batch that will not be sent. It may have been admitted meanwhile."""
+        """Remove a batch that will not be sent, waiting or already admitted."""
         weight, turn = waiting
         if turn.done():
             self._sent -= weight

@@ -1,4 +1,4 @@
-"""API keys and their tenants. The key alone decides which tenant is charged."""
+"""API keys and their tenants. The key alone decides which tenant a request counts for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TenantKeys:
 
     @property
     def checks(self) -> bool:
-        """Whether the gateway checks keys, because some are configured."""
+        """Whether the gateway checks keys. It does so if any key is configured."""
         return bool(self._digests)
 
     def check_admin(self, admin_key: str | None) -> None:
@@ -44,12 +44,12 @@ class TenantKeys:
             raise TenantKeysError(f"the admin key is also {owner} key; expected a key that no client has")
 
     def tenant_of(self, authorization: str | None, api_key: str | None = None) -> str | None:
-        """Return the tenant whose key is in the header ``Authorization`` (``Bearer KEY``) or, without a
-        bearer key, in ``X-Api-Key``. ``None``: the key is unknown. Without configured keys, the tenant is
+        """Return the tenant of a client's key; ``None``: the key is unknown. Without configured keys, return
         ``DEFAULT_TENANT``.
 
-        The key is always compared with all configured keys, so that the response time reveals nothing about
-        them.
+        ``authorization``: header ``Authorization`` (``Bearer KEY``). ``api_key``: header ``X-Api-Key``, which
+        counts only without a bearer key. The key is always compared with all configured keys, so that the
+        response time reveals nothing about them.
         """
         if not self._digests:
             return DEFAULT_TENANT
@@ -90,7 +90,7 @@ def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) ->
 
 
 def _keys(path: Path, tenant: str, listed: object, environment: Mapping[str, str]) -> Iterable[str]:
-    """Yield one tenant's keys from the file's list. Raises ``TenantKeysError`` if one cannot be used."""
+    """Yield one tenant's keys from the file's list. Raises ``TenantKeysError`` if a key cannot be used."""
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(key, str) for key in listed):
         raise TenantKeysError(f"{path}: the keys of {tenant} are not a list of texts")
     for key in listed:
