@@ -1,8 +1,9 @@
-"""Routing backend of a gateway with a remote coordinator. A turn goes directly to its program's known home if
-the coordinator permits that for the replica (``ReplicaInfo.direct``). Otherwise the coordinator decides.
+"""Routing backend of a gateway whose decisions come from a remote coordinator.
 
-While the coordinator does not answer, known homes stay in use. New programs wait for
-``LOCAL_DECISION_AFTER_S``. Then they go to the replica to which this gateway has sent the fewest requests.
+A turn goes directly to its program's known home if the coordinator permits that for the replica
+(``ReplicaInfo.direct``). Otherwise the coordinator decides. While the coordinator does not answer, known
+homes stay in use. New programs wait for ``LOCAL_DECISION_AFTER_S``. Then they go to the replica to which this
+gateway has sent the fewest requests.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from .open_requests import OpenRequest, OpenRequests, UnconfirmedEvents
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_IN_FLIGHT = 2
-"""If this many calls to the coordinator are in flight, a new request does not start another call. Further
-requests are collected and sent together when a call returns, or after ``BATCH_S``. A call costs the
-coordinator a millisecond, however many requests it carries."""
+"""Number of calls in flight to the coordinator at which a new request starts no further call. Requests are
+then collected, and sent together when a call returns or after ``BATCH_S``. A call costs the coordinator a
+millisecond, however many requests it carries."""
 BATCH_S = 0.015
 """Maximum seconds for which events that are not urgent are collected before they are sent."""
 LOCAL_DECISION_AFTER_S = 3.0
@@ -57,7 +58,7 @@ LONG_POLL_TIMEOUT_S = 20.0
 RETRY_S = 0.2
 """Seconds between two attempts to join."""
 SWEEP_INTERVAL_S = 0.25
-"""Seconds between two checks of waiting requests and outdated replicas."""
+"""Seconds between two checks for waiting requests and outdated replicas."""
 
 UNEXPECTED_RESPONSE = "an answer of the coordinator was not understood; please report this"
 
@@ -80,12 +81,13 @@ class CoordinatedRoutingBackend:
         self.on_control_action: Callable[[ControlAction], None] = lambda action: None
         self.on_action: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         self.on_affinity_change: OnAffinityChange = lambda key, home: None
-        """Function that is called with (program's key, home) when the coordinator reports a new home that
-        this gateway does not know yet."""
+        """Function that is called with (program's key, home) when the coordinator reports a home that is new
+        to this gateway."""
         self.epoch = 0
-        """Epoch of the latest coordinator that has answered; 0: no coordinator has answered."""
+        """Epoch of the latest coordinator that has answered, a number that grows with each coordinator. 0:
+        none has answered."""
         self.joined = False
-        """Whether this gateway has joined the coordinator and has not lost it since."""
+        """Whether this gateway has joined the coordinator and has not lost it since then."""
         self.homes = ProgramAffinityCache()
         self.places = ReplicaCache(replicas, self.homes.forget_replica)
         self.requests = OpenRequests()
@@ -98,7 +100,7 @@ class CoordinatedRoutingBackend:
         self._last_mail_number = 0
         """Number of the last action received from the coordinator."""
         self._number = 0
-        """Number of the next batch of events since the join."""
+        """Number of the next batch of events. It starts at 0 with each join."""
         self._join_number = 0
         """Number of the present join, sent with every message. Answers to messages of earlier joins are
         ignored."""
@@ -117,8 +119,8 @@ class CoordinatedRoutingBackend:
     # -- the backend's interface ---------------------------------------------------
 
     def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
-        """Submit a request. The returned queue receives decisions until ``close``. If the request may go to
-        its program's home without asking the coordinator, the queue has this decision already."""
+        """Submit a request. The returned queue receives decisions until ``close``. If the request may go
+        directly to its program's home, the queue already has this decision."""
         one = self.requests.add(asked, self._clock())
         try:
             encode_message(asked)
@@ -156,7 +158,7 @@ class CoordinatedRoutingBackend:
         return home[0] if home is not None else None
 
     async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """Return the statuses of all programs that have not ended; empty if the coordinator does not
+        """Return the statuses of all programs that have not ended. Empty if the coordinator does not
         answer."""
         await self._flush_and_wait()
         try:
@@ -176,11 +178,11 @@ class CoordinatedRoutingBackend:
         return state.pairs or state.replicas
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Return ``None`` always, because the coordinator does not report which engine answered."""
+        """Return ``None``, because the coordinator does not report which engine answered."""
         return None
 
     def shares_used(self) -> dict[str, float]:
-        """Return used capacity ÷ share by tenant, as of the last call of ``replicas``; empty before the first
+        """Return used capacity ÷ share by tenant, as of the last call of ``replicas``. Empty before the first
         call."""
         return self._uses
 
@@ -191,7 +193,7 @@ class CoordinatedRoutingBackend:
         self._flush()
 
     def _direct_home(self, asked: routing_events.RequestReceived) -> str | None:
-        """Return the id of the home to which a turn may be sent without asking the coordinator; ``None``: the
+        """Return the id of the home to which a turn may go without asking the coordinator; ``None``: the
         coordinator decides."""
         home = self.homes.get(asked.tenant, asked.program_id) if asked.program_id is not None else None
         place = self.places.get(home[0]) if home is not None else None
@@ -203,7 +205,7 @@ class CoordinatedRoutingBackend:
 
     def _queue_event(self, event: routing_events.AnyRoutingEvent) -> None:
         """Schedule an event to be sent to the coordinator. Before the join, events about requests are
-        dropped, since the join reports all requests."""
+        dropped, because the join reports all requests."""
         if not self.joined:
             self._events.keep(event)
             return
@@ -254,7 +256,6 @@ class CoordinatedRoutingBackend:
         task.add_done_callback(self._on_call_done)
 
     def _cancel_flushes(self) -> None:
-        """Cancel the scheduled calls of ``_flush``."""
         for handle in (self._flush_later, self._flush_next):
             if handle is not None:
                 handle.cancel()
@@ -262,8 +263,8 @@ class CoordinatedRoutingBackend:
         self._is_urgent = False
 
     def _on_call_done(self, task: asyncio.Task[None]) -> None:
-        """Process the end of a call that sent events. Send the urgent events that were collected
-        meanwhile."""
+        """Process the end of a call that sent events. If urgent events were collected meanwhile, send
+        them."""
         self._sends.discard(task)
         if self._is_urgent and self.joined and not task.cancelled():
             self._flush()
@@ -289,7 +290,8 @@ class CoordinatedRoutingBackend:
             self._mark_disconnected()
 
     async def _flush_and_wait(self) -> None:
-        """Send all collected events, and wait until the coordinator has them, at most ``CALL_TIMEOUT_S``."""
+        """Send all collected events, and wait until the coordinator has them. Wait at most
+        ``CALL_TIMEOUT_S``."""
         self._flush()
         if self._sends:
             await asyncio.wait(set(self._sends), timeout=CALL_TIMEOUT_S)
@@ -297,8 +299,8 @@ class CoordinatedRoutingBackend:
     # -- messages from the coordinator --------------------------------------------
 
     async def run(self) -> None:
-        """Join the coordinator and poll it, until cancelled. Joins again whenever the coordinator was
-        lost."""
+        """Join the coordinator and poll it, until cancelled. Join again after each loss of the
+        coordinator."""
         sweeps = asyncio.ensure_future(self._sweep())
         try:
             while True:
@@ -325,9 +327,11 @@ class CoordinatedRoutingBackend:
             await asyncio.gather(*ending, return_exceptions=True)
 
     async def _join(self) -> None:
-        """Join the coordinator: report all open requests, and process the answer. No effect if the
-        coordinator is deposed or older than one that has answered before. Raises
-        ``CoordinatorUnavailable``."""
+        """Join the coordinator: report all open requests, and process the answer. Raises
+        ``CoordinatorUnavailable``.
+
+        No effect if the coordinator is deposed, or older than a coordinator that has answered before.
+        """
         open_ = self.requests
         reported = {name: one.state for name, one in open_.items() if not one.refused}
         requests = tuple(open_[name].as_event(self._clock()) for name in reported)
@@ -381,7 +385,7 @@ class CoordinatedRoutingBackend:
             self._receive(answer)
 
     def _mark_disconnected(self) -> None:
-        """Record that the coordinator is lost, so that this gateway has to join again."""
+        """Record that the coordinator is lost. This gateway then has to join again."""
         if self.joined:
             self._rate_limited_log.log(
                 logging.WARNING, "the coordinator does not answer; programs with homes go on"
@@ -397,8 +401,8 @@ class CoordinatedRoutingBackend:
             self._unavailable_since_s = self._clock()
 
     def _receive(self, answer: CoordinatorResponse) -> None:
-        """Process an answer of the coordinator: replicas, actions and homes. An answer with another epoch, or
-        with a status other than ``OK``, means that the coordinator is lost."""
+        """Process an answer of the coordinator: replicas, actions and homes. The coordinator is lost if the
+        answer has another epoch, or another status than ``OK``."""
         if answer.status is not ResponseStatus.OK or answer.epoch != self.epoch:
             # Answers of a superseded coordinator are ignored.
             self.epoch = max(self.epoch, answer.epoch)
@@ -453,8 +457,8 @@ class CoordinatedRoutingBackend:
     # -- without the coordinator ---------------------------------------------------
 
     def _failed(self, event: routing_events.RequestFailed) -> None:
-        """Record that a request failed at a replica. Without the coordinator, abort the request or decide
-        again."""
+        """Record that a request failed at a replica. Without the coordinator, abort its stream if it has
+        begun, or decide again."""
         one = self.requests.get(event.request_id)
         if one is None or not one.is_at(event.replica_id):
             return
@@ -469,8 +473,8 @@ class CoordinatedRoutingBackend:
                 self._decide_locally(one)
 
     async def _sweep(self) -> None:
-        """Forget outdated replicas regularly. If the coordinator has been unavailable for ``fallback_s``,
-        also decide about waiting requests. Runs until cancelled."""
+        """Forget outdated replicas regularly, until cancelled. Also decide about waiting requests while the
+        coordinator has been unavailable for ``fallback_s``."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             if self.joined:
@@ -483,8 +487,7 @@ class CoordinatedRoutingBackend:
                     self._decide_locally(one)
 
     def _decide_locally(self, one: OpenRequest) -> None:
-        """Decide about a request without the coordinator. If there is no replica, the request keeps
-        waiting."""
+        """Decide about a request without the coordinator. Without a replica, the request keeps waiting."""
         asked = one.asked
         home = self.home(asked.tenant, asked.program_id) if asked.program_id is not None else None
         decided = self.requests.decide(one, self.places, home, self._clock())

@@ -1,5 +1,5 @@
-"""Decides for all gateways of a cluster: one routing core in one event loop. ``coordinator_actor`` runs it on
-Ray."""
+"""Decides for all gateways of a cluster, with one routing core in one event loop. ``coordinator_actor`` runs
+it on Ray."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ class Coordinator:
     """Makes the routing decisions for all gateways.
 
     A coordinator has an epoch, a number by which gateways and engines distinguish it from earlier and later
-    coordinators. The epoch is the Unix time in milliseconds at the start. If the checkpoint's epoch is equal
-    or higher, the epoch is the checkpoint's epoch plus one. A coordinator that learns of a higher epoch is
-    ``deposed`` and makes no more decisions. There is one exception: a coordinator raises its own epoch
-    instead if it has no checkpoint and has had no requests yet.
+    coordinators. The epoch is the Unix time in milliseconds at the start, but at least the checkpoint's epoch
+    plus one.
+
+    A coordinator that learns of a higher epoch is ``deposed`` and makes no more decisions. There is one
+    exception. Without a checkpoint and before its first request, a coordinator raises its own epoch instead.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Coordinator:
 
     async def join(self, join: JoinRequest) -> CoordinatorResponse:
         """Process the join of a gateway that starts or reconnects. The gateway reports all its open requests.
-        Requests that it reported earlier and does not report now count as ended."""
+        A request that it reported earlier but not now counts as ended."""
         if self._is_superseded_by(join.seen_epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
         before = self.post.box(join.gateway_id)
@@ -168,7 +169,7 @@ class Coordinator:
         return self._answer(outbox, 0, -1)
 
     async def tell(self, tell: ReportRequest) -> CoordinatorResponse:
-        """Process a batch of a gateway's events and probe results. Waits until all earlier batches of the
+        """Process a batch of a gateway's events and probe results. Wait until all earlier batches of the
         gateway are processed."""
         outbox = self._outbox_of(tell)
         if isinstance(outbox, CoordinatorResponse):
@@ -192,8 +193,8 @@ class Coordinator:
         return self._answer(outbox, tell.acked, tell.places_version)
 
     async def listen(self, listen: PollRequest) -> CoordinatorResponse:
-        """Answer a long poll when there are new actions, homes or replicas for the gateway, or after
-        ``LONG_POLL_S``."""
+        """Answer a long poll of a gateway. Answer when there are new actions, homes or replicas for it, or
+        after ``LONG_POLL_S``."""
         outbox = self._outbox_of(listen)
         if isinstance(outbox, CoordinatorResponse):
             return outbox
@@ -217,7 +218,7 @@ class Coordinator:
         return msgspec.structs.replace(answer, homes=homes)
 
     def _outbox_of(self, message: ReportRequest | PollRequest) -> Outbox | CoordinatorResponse:
-        """Return the outbox of the gateway that sent ``message``. If the gateway has to join, or if this
+        """Return the outbox of the gateway that sent ``message``. If the gateway has to join, or this
         coordinator is deposed, return the response that says so."""
         if self._is_superseded_by(message.epoch):
             return CoordinatorResponse(self.epoch, ResponseStatus.DEPOSED)
@@ -229,8 +230,8 @@ class Coordinator:
     def _response_if_left(
         self, message: ReportRequest | PollRequest, outbox: Outbox
     ) -> CoordinatorResponse | None:
-        """Check after a wait whether the gateway that sent ``message`` still uses ``outbox``. If so, return
-        ``None``. If the gateway has joined again or is gone, return the response to send instead."""
+        """Check after a wait whether the gateway that sent ``message`` still uses ``outbox``. Return ``None``
+        if it does. If the gateway has joined again or is gone, return the response to send instead."""
         now = self._outbox_of(message)
         if now is outbox:
             return None
@@ -239,8 +240,8 @@ class Coordinator:
         return CoordinatorResponse(self.epoch, ResponseStatus.JOIN)
 
     def _answer(self, outbox: Outbox, acked: int, places_version: int) -> CoordinatorResponse:
-        """Return the response with a gateway's actions after number ``acked``, and with the replicas if they
-        have changed since ``places_version``."""
+        """Return the response with a gateway's actions after number ``acked``. Add the replicas if they have
+        changed since ``places_version``."""
         first, mail = outbox.since(acked)
         shown = self.engines.shown if places_version != self.engines.version else None
         return CoordinatorResponse(
@@ -248,9 +249,11 @@ class Coordinator:
         )
 
     def _is_superseded_by(self, epoch: int) -> bool:
-        """Process an epoch that a message reports; return whether this coordinator is deposed. A higher epoch
-        deposes this coordinator or, in the exception that the class describes, makes it raise its own
-        epoch."""
+        """Process an epoch that a message reports. Return whether this coordinator is deposed.
+
+        A higher epoch deposes this coordinator. In the exception that the class describes, this coordinator
+        raises its own epoch instead.
+        """
         if epoch > self.epoch and not self.deposed:
             if self.options.checkpoint is None and not self._had_requests:
                 self._advance_epoch(epoch)
@@ -260,9 +263,11 @@ class Coordinator:
         return self.deposed
 
     def _advance_epoch(self, epoch: int) -> None:
-        """Set this coordinator's epoch to one more than the reported ``epoch``. Used only without a
-        checkpoint, when epochs come from the clock alone. Without this, each new coordinator would be deposed
-        after the clock was set back."""
+        """Set this coordinator's epoch to one more than the reported ``epoch``.
+
+        Used only without a checkpoint, when epochs come from the clock alone. After the clock was set back,
+        each new coordinator would otherwise be deposed.
+        """
         logger.warning("coordinator %d got epoch %d: it continues as %d", self.epoch, epoch, epoch + 1)
         self.epoch = epoch + 1
         self.core.journal.life = str(self.epoch)
@@ -272,7 +277,7 @@ class Coordinator:
 
     async def register(self, registration: EngineRegistration) -> RegistrationResponse:
         """Register an engine, or record that it is alive. Engines call this about twice a second. The answer
-        has the wanted number of engines."""
+        has the number of engines that the cluster should have."""
         if self._is_superseded_by(registration.seen_epoch):
             return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED)
         why = ""
@@ -313,8 +318,8 @@ class Coordinator:
         return RegistrationResponse(self.epoch, ResponseStatus.DEPOSED if self.deposed else ResponseStatus.OK)
 
     async def drain(self, drain: DrainRequest) -> DrainResponse:
-        """Drain an engine, and answer with the number of its requests in flight. For an engine that has not
-        registered with this coordinator, the number is ``IN_FLIGHT_UNKNOWN``."""
+        """Drain an engine. Answer with the number of its requests in flight. The number is
+        ``IN_FLIGHT_UNKNOWN`` for an engine that has not registered with this coordinator."""
         if self.deposed:
             return DrainResponse(self.epoch, IN_FLIGHT_UNKNOWN, ResponseStatus.DEPOSED)
         places = self.engines.replicas_of(drain.engine_id)
@@ -326,15 +331,15 @@ class Coordinator:
         return DrainResponse(self.epoch, sum(self.core.in_flight(place.replica_id) for place in places))
 
     def _drain(self, places: Iterable[ReplicaInfo]) -> None:
-        """Tell the core to drain these replicas."""
         for place in places:
             event = self.core.drain_event(place.replica_id, place.instance)
             if event is not None:
                 self._take(event)
 
     def _register_replicas(self, places: Iterable[ReplicaInfo], changed: bool = True) -> None:
-        """Report to the core that replicas are alive, and announce them to gateways before requests are sent
-        there. ``changed``: whether the replicas differ from those that gateways know."""
+        """Report to the core that replicas are alive. Announce them to the gateways before the core's
+        actions, which may send requests there. ``changed``: whether the replicas differ from those that
+        gateways know."""
         actions = []
         now = self._clock()
         for place in places:
@@ -358,8 +363,8 @@ class Coordinator:
             self._take(routing_events.ReplicaGone(place.replica_id, place.instance, reason))
 
     def _probed(self, probe: ReplicaProbeResult, gateway_id: str) -> None:
-        """Process the result of a gateway's probe of a replica. The result is a vote that the replica is
-        dead, or proof that the replica is alive."""
+        """Process the result of a gateway's probe of a replica. A failed probe is a vote that the replica is
+        dead. A successful one proves that it is alive."""
         if not probe.alive:
             self._liveness_votes.record_failed_probe(probe.replica_id, probe.instance, gateway_id)
             return
@@ -369,8 +374,8 @@ class Coordinator:
             self._register_replicas([place for place in places if place.replica_id == probe.replica_id])
 
     def _end_liveness_votes(self, now: float) -> None:
-        """End the decided votes. Remove the engine of each replica that gateways cannot reach and that has
-        been silent for ``RoutingLimits.lease_s``."""
+        """End the decided votes. If gateways cannot reach a replica, and it has been silent for
+        ``RoutingLimits.lease_s``, remove its engine."""
         for replica_id, instance in self._liveness_votes.take_unreachable(self.post.gateways, now):
             lease = self.core.lease(replica_id)
             if lease is None or lease[0] != instance or now - lease[1] < self._limits.lease_s:
@@ -402,9 +407,9 @@ class Coordinator:
         self._pass_on(actions, gateway_id)
 
     def _pass_on(self, actions: Sequence[routing_events.AnyRoutingAction], gateway_id: str | None) -> None:
-        """Send each action to the gateway that it concerns. A ``ProbeReplica`` starts a vote on its replica.
-        While that vote runs, the action is not sent again. ``gateway_id``: the gateway that reported the
-        event; ``None``: no gateway reported it."""
+        """Send each action to the gateway that it concerns. A ``ProbeReplica`` starts a vote on its replica,
+        and is not sent again while that vote runs. ``gateway_id``: the gateway that reported the event;
+        ``None``: no gateway reported it."""
         for action in actions:
             if isinstance(action, routing_events.ProbeReplica) and not self._liveness_votes.begin(
                 action.replica_id, action.instance, self.post.gateways, self._clock()
@@ -417,7 +422,7 @@ class Coordinator:
                 self.post.remove_request(action.request_id)
 
     def _refresh_replicas(self) -> None:
-        """Update the list of replicas for gateways. If it changes, answer all running polls."""
+        """Update the list of replicas for gateways. If it has changed, answer all running polls."""
         routing = self._rules.routing if isinstance(self._rules, ClusterPreset) else None
         if self.engines.refresh_shown(self.core, routing, self._clock()):
             self.post.wake_all()
@@ -440,8 +445,8 @@ class Coordinator:
             logger.info("coordinator %d has ended: it is superseded", self.epoch)
 
     async def run(self) -> None:
-        """Send ticks to the core and write checkpoints, until cancelled or deposed. A tick that fails is
-        logged and does not stop the loop."""
+        """Send ticks to the core and write checkpoints, until cancelled or deposed. A failed tick is logged,
+        and the loop goes on."""
         tasks = [asyncio.ensure_future(self.checkpoints.run())] if self.checkpoints is not None else []
         try:
             while not self.deposed:
@@ -459,8 +464,8 @@ class Coordinator:
             self.post.wake_all()
 
     def tick(self) -> None:
-        """Process all that depends on time: send the core a ``Tick``, remove silent gateways, end liveness
-        votes, and decide the number of engines. ``run`` calls this every ``TICK_S``."""
+        """Do all that depends on time: send the core a ``Tick``, remove silent gateways, end liveness votes,
+        and decide the number of engines. ``run`` calls this every ``TICK_S``."""
         now = self._clock()
         self._take(routing_events.Tick())
         for gateway_id, requests in self.post.remove_silent_gateways(now).items():
@@ -473,7 +478,7 @@ class Coordinator:
         self._home_changes.schedule_flush()
 
     def _checkpoint(self) -> Generator[None, None, CoordinatorCheckpoint]:
-        """Copy the present state in steps; return a checkpoint."""
+        """Copy the present state in steps. Return a checkpoint."""
         unix_s, engines = self._wall(), self.engines.kept()
         core = yield from self.core.snapshot_steps(self._clock())
         return CoordinatorCheckpoint(epoch=self.epoch, unix_s=unix_s, core=core, engines=engines)
@@ -491,6 +496,6 @@ class Coordinator:
         return CoordinatorState(self.epoch, self.restored, gateways, wanted, replicas, uses, pairs)
 
     async def programs(self) -> list[ProgramRouteStatus]:
-        """Return the statuses of all programs. They are not part of ``state``, because they may take many
+        """Return the statuses of all programs. ``state`` does not include them, because they may take many
         megabytes."""
         return self.core.program_statuses()

@@ -32,8 +32,8 @@ def load_policy_preset(config: RayConfig) -> ClusterPreset:
 
 
 def routing_rules(config: RayConfig) -> RoutingRules:
-    """Return the rules from which the coordinator's core is built: the cluster preset, or the settings for
-    pairs. Raises ``PresetError``."""
+    """Return the rules from which the coordinator's core is built. They are the cluster preset, or the
+    settings for pairs. Raises ``PresetError``."""
     if not config.in_pairs:
         return load_policy_preset(config)
     pairs = config.pairs
@@ -43,10 +43,12 @@ def routing_rules(config: RayConfig) -> RoutingRules:
 
 
 class CoordinatorActor:
-    """Ray actor that runs the coordinator. All messages in and out are encoded. If the coordinator is
-    deposed, the actor exits, so that clients find the newer coordinator. It also exits if all clients have
-    other settings than the coordinator, but the same checkpoint. Clients then start a coordinator with their
-    settings."""
+    """Ray actor that runs the coordinator. All messages in and out are encoded.
+
+    If the coordinator is deposed, the actor exits, so that clients find the newer coordinator. It also exits
+    once all clients have other settings than the coordinator, with the same checkpoint
+    (``CoordinatorSettings``). Clients then start a coordinator with their settings.
+    """
 
     def __init__(self, config: RayConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -62,7 +64,7 @@ class CoordinatorActor:
         self._running: asyncio.Task[None] | None = None
 
     async def call(self, method: str, data: bytes) -> bytes:
-        """Call ``method``, a key of ``REQUESTS``, with its encoded message; return the encoded answer."""
+        """Call ``method``, a key of ``REQUESTS``, with its encoded message. Return the encoded answer."""
         if self._running is None:  # the first call starts the task, in the actor's event loop
             self._running = self._coordinator.begin()
         kind = m.REQUESTS[method]
@@ -80,7 +82,7 @@ class CoordinatorActor:
 
 
 def get_coordinator_handle(config: RayConfig) -> Any:
-    """Return the handle of the coordinator's actor. Starts the actor if there is none."""
+    """Return the handle of the coordinator's actor. Start the actor if there is none."""
     options = {
         "name": ACTOR_NAME,
         "namespace": config.namespace,

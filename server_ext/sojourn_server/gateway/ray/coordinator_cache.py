@@ -14,7 +14,7 @@ OnAffinityChange = Callable[[Key, Home], object]
 
 
 class ProgramAffinityCache:
-    """Homes of programs, as the current or an earlier coordinator reported them last.
+    """Homes of programs, as the present or an earlier coordinator last reported them.
 
     A restarted coordinator may lack its predecessor's latest homes. The cache keeps those homes until the new
     coordinator reports others, so that programs stay where they are.
@@ -28,21 +28,22 @@ class ProgramAffinityCache:
         self._homes: dict[Key, Home] = {}
 
     def get(self, tenant: str, program_id: str) -> Home | None:
-        """A program's home; ``None``: unknown."""
+        """Return a program's home; ``None``: unknown."""
         return self._homes.get((tenant, program_id))
 
     def put(self, key: Key, home: Home | None) -> None:
-        """Set a program's home at once, without a report of the coordinator. If ``home`` is ``None``, remove
-        the program's home."""
+        """Set a program's home at once, without a report of the coordinator; ``None``: remove the home."""
         if home is not None:
             self._homes[key] = home
         else:
             self._homes.pop(key, None)
 
     def apply(self, changes: HomeChanges, on_affinity_change: OnAffinityChange) -> None:
-        """Apply changes that the coordinator reports. Calls ``on_affinity_change`` for each program with a
-        new home. If earlier changes are missing, nothing is applied, and the next poll requests them
-        again."""
+        """Apply changes of homes that the coordinator reports. Call ``on_affinity_change`` for each program
+        with a new home.
+
+        If earlier changes are missing, apply nothing. The next poll requests them again.
+        """
         if not changes.full and (changes.life != self.life or changes.since > self.version):
             return  # changes in between are missing, and are requested again
         if changes.full and changes.life == self.life:
@@ -68,18 +69,18 @@ class ProgramAffinityCache:
 
 
 INHERITED_TTL_S = 10.0
-"""Seconds after which a replica of the previous coordinator is forgotten, unless the new coordinator reports
-it."""
+"""Seconds after which a replica of the previous coordinator is forgotten if the new coordinator has not
+reported it."""
 
 
 class ReplicaCache(Mapping[str, ReplicaInfo]):
-    """Replicas by id, as the coordinator reports them. Every change is also made in ``replicas``, the
-    gateway's table of addresses."""
+    """Replicas by id, as the coordinator reports them. Every change is also made in the gateway's table of
+    addresses."""
 
     def __init__(self, replicas: ReplicaAddresses, on_gone: Callable[[str, str], None]) -> None:
         """``on_gone`` is called with the id and instance of each replica that is gone or has restarted."""
         self.version = -1
-        """Version of the coordinator's last report; -1: there was none since this gateway joined."""
+        """Version of the coordinator's last report; -1: no report since this gateway joined."""
         self.inherited: dict[str, ReplicaInfo] = {}
         """Replicas of the previous coordinator that the new coordinator has not reported yet."""
         self._inherited_s = 0.0
@@ -88,16 +89,16 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
         self._on_gone = on_gone
 
     def joined(self, now: float, *, another: bool) -> None:
-        """Record that this gateway joined a coordinator. ``another``: whether this coordinator is not the one
-        that this gateway joined before."""
+        """Record that this gateway joined a coordinator. ``another``: whether it is another coordinator than
+        at the last join."""
         self.version = -1
         if another:
             self.inherited = dict(self._places)
             self._inherited_s = now
 
     def update(self, places: Sequence[ReplicaInfo], version: int) -> None:
-        """Replace the replicas by those that the coordinator reports. Replicas in ``inherited`` stay. A
-        report that is not newer than the last one is ignored."""
+        """Replace the replicas by those that the coordinator reports. Replicas in ``inherited`` stay. Ignore
+        a report that is not newer than the last one."""
         if version > self.version:
             self.version = version
             self._set_replicas(places)
@@ -110,7 +111,7 @@ class ReplicaCache(Mapping[str, ReplicaInfo]):
             self._set_replicas(reported)
 
     def _set_replicas(self, places: Sequence[ReplicaInfo]) -> None:
-        """Set the reported replicas, update the table of addresses, and call ``on_gone`` for replicas that
+        """Set the reported replicas, and update the table of addresses. Call ``on_gone`` for replicas that
         are gone or have restarted."""
         reported = {place.replica_id: place for place in places}
         self.inherited = {name: place for name, place in self.inherited.items() if name not in reported}

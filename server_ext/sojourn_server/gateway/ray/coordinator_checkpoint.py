@@ -1,5 +1,5 @@
-"""Options of a coordinator, and the checkpoint file from which its successor restores the state. The file is
-always replaced as a whole."""
+"""Options of a coordinator, and its checkpoint file. The next coordinator restores the state from this file.
+Each write replaces the whole file."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class CoordinatorOptions:
     """Options of a coordinator that an operator sets."""
 
     checkpoint: Path | None = None
-    """File of the checkpoint; ``None``: no checkpoint is written, and a new coordinator learns its state only
+    """File of the checkpoint. ``None``: no checkpoint is written, and a new coordinator learns its state only
     from the reports of gateways and engines."""
     checkpoint_s: float = CHECKPOINT_S
     autoscale: AutoscaleLimits = field(default_factory=AutoscaleLimits)
 
 
 class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one coordinator that its successor needs."""
+    """The state of one coordinator that the next one needs."""
 
     version: int = VERSION
     epoch: int
@@ -50,7 +50,7 @@ class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     unix_s: float
     """Unix time, in seconds, at which ``core`` was copied."""
     core: RoutingState | None
-    """State of the routing core; ``None``: the coordinator has only just started."""
+    """State of the routing core; ``None``: the coordinator has just started, without an earlier state."""
     engines: dict[str, list[ReplicaInfo]]
     """Replicas of each engine, by engine id."""
 
@@ -63,8 +63,8 @@ class _CheckpointHeader(msgspec.Struct):
 
 
 def read_checkpoint(path: Path) -> CoordinatorCheckpoint | None:
-    """Read a checkpoint. Returns ``None`` if there is no file, or if the file cannot be read. Only the second
-    case is logged."""
+    """Read a checkpoint. Return ``None`` if there is no file, or if it cannot be read. A file that cannot be
+    read is logged."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=CoordinatorCheckpoint)
     except FileNotFoundError:
@@ -83,8 +83,8 @@ def read_checkpoint_epoch(path: Path) -> int:
 
 
 def write_checkpoint(path: Path, checkpoint: CoordinatorCheckpoint) -> int:
-    """Write ``checkpoint`` to the file, unless a coordinator with a higher epoch wrote the file. Returns the
-    epoch of the checkpoint that is in the file afterwards. Raises ``OSError``."""
+    """Write ``checkpoint`` to the file. Do not write it if a coordinator with a higher epoch wrote the file.
+    Return the epoch of the checkpoint that is in the file afterwards. Raises ``OSError``."""
     found = read_checkpoint_epoch(path)
     if found > checkpoint.epoch:
         return found
@@ -114,9 +114,8 @@ class CheckpointWriter:
         on_epoch: Callable[[int], object],
     ) -> None:
         """``copy``: function that copies the present state in steps and returns a checkpoint. Other tasks run
-        between two steps. ``on_epoch``: function that is
-        called with the epoch of the checkpoint in the file, after each write and regularly between writes.
-        ``pause_s``: minimum seconds between two writes."""
+        between two steps. ``pause_s``: minimum seconds between two writes. ``on_epoch``: function that gets
+        the epoch of the checkpoint in the file, after each write and regularly between writes."""
         self._path = path
         self._pause_s = pause_s
         self._copy = copy
@@ -124,10 +123,10 @@ class CheckpointWriter:
         self._rate_limited_log = RateLimitedLog(logger)
         self._changes = 0
         self._written = -1
-        """Value of ``_changes`` when the last checkpoint was made."""
+        """Value of ``_changes`` in the last checkpoint that was written; -1: none was written."""
 
     def mark_changed(self) -> None:
-        """Record that the state has changed since the last checkpoint."""
+        """Record that the state has changed."""
         self._changes += 1
 
     @property
@@ -136,8 +135,8 @@ class CheckpointWriter:
         return self._written == self._changes
 
     def write(self, checkpoint: CoordinatorCheckpoint) -> bool:
-        """Write a checkpoint now, unless a later coordinator has written the file. Returns False if the write
-        failed; the failure is logged."""
+        """Write a checkpoint now, unless a later coordinator has written the file. Return False if the write
+        failed. The failure is logged."""
         try:
             self._on_epoch(write_checkpoint(self._path, checkpoint))
         except OSError as error:

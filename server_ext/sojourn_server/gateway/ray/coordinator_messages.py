@@ -1,4 +1,4 @@
-"""Messages between coordinator, gateways and engines. Plain data, encoded as msgpack.
+"""Messages between coordinator, gateways and engines. They are plain data, encoded as msgpack.
 
 In all messages, ``epoch`` identifies the coordinator that sends or receives the message. A later coordinator
 has a higher epoch. ``seen_epoch`` is the highest epoch that the sender has seen. Messages of earlier
@@ -39,8 +39,8 @@ class ResponseStatus(str, Enum):
 
     OK = "ok"
     JOIN = "join"
-    """The coordinator does not know the sender, for instance because it has restarted. The sender has to join
-    and report all its requests."""
+    """The coordinator does not know the sender, for instance after the coordinator's restart. The sender has
+    to join and report all its requests."""
     DEPOSED = "deposed"
     """There is a later coordinator, and this one makes no more decisions."""
 
@@ -57,21 +57,21 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     health: str
     """``up``, ``draining`` or ``suspect``."""
     direct: bool
-    """Whether gateways may send a turn to this replica without asking the coordinator, if the replica is the
-    home of the turn's program."""
+    """Whether a gateway may send turns to this replica without asking the coordinator. Applies to turns of
+    programs whose home is this replica."""
     takes_new: bool
-    """Whether the replica accepts new programs and programs with another home."""
+    """Whether the replica accepts new programs, and programs with another home."""
     paths: PairCapabilities | None = None
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""
 
     @property
     def instance(self) -> str:
-        """Id of the engine, which changes with each restart."""
+        """Id of the engine. It changes with each restart."""
         return self.description.instance
 
 
 class ReplicaProbeResult(msgspec.Struct, frozen=True):
-    """Result of a gateway's check whether a replica is alive."""
+    """Result of a gateway's check of whether a replica is alive."""
 
     replica_id: str
     instance: str
@@ -84,20 +84,20 @@ class JoinRequest(msgspec.Struct, frozen=True):
     gateway_id: str
     seen_epoch: int
     requests: tuple[routing_events.RequestReceived | routing_events.RequestSent, ...] = ()
-    """All requests of the gateway in progress, sent or waiting. In them, ``deadline_s`` is in seconds after
-    the time of this message."""
+    """All requests of the gateway that are in progress, sent or waiting. Their ``deadline_s`` counts seconds
+    from the time of this message."""
     join: int = 0
-    """Number of this join, counted by the gateway."""
+    """Number of this join. The gateway counts its joins."""
 
 
 class ReportRequest(msgspec.Struct, frozen=True):
-    """A batch of events of a gateway, in order. In the events, ``deadline_s`` is in seconds after the time of
-    this message."""
+    """A batch of events of a gateway, in order. Their ``deadline_s`` counts seconds from the time of this
+    message."""
 
     gateway_id: str
     epoch: int
     number: int
-    """Number of this batch since the join; the first is 0."""
+    """Number of this batch since the join. The first batch is 0."""
     facts: tuple[routing_events.AnyRoutingEvent, ...]
     probes: tuple[ReplicaProbeResult, ...] = ()
     acked: int = 0
@@ -135,17 +135,17 @@ class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     mail_from: int = 1
     """Number of the first action in ``mail``."""
     mail: tuple[routing_events.AnyRoutingAction, ...] = ()
-    """Actions that the gateway has not acknowledged. The gateway skips those that it already has."""
+    """Actions that the gateway has not acknowledged. The gateway skips actions that it already has."""
     homes: HomeChanges | None = None
     """Changed homes of programs; ``None``: no home has changed, or this is not the answer to a poll."""
     places: tuple[ReplicaInfo, ...] | None = None
-    """All replicas; ``None``: unchanged since the version that the gateway has."""
+    """All replicas; ``None``: the gateway already has the present list."""
     places_version: int = -1
     """Version of the coordinator's list of replicas."""
 
 
 class EngineRegistration(msgspec.Struct, frozen=True):
-    """Message of an engine that registers, or that reports that it is alive."""
+    """Message of an engine that registers or is alive."""
 
     engine_id: str
     url: str
@@ -154,9 +154,10 @@ class EngineRegistration(msgspec.Struct, frozen=True):
     paths: PairCapabilities | None = None
     """Capabilities of a prefill or decode engine; ``None`` for other engines."""
     links: dict[str, LinkStats] = {}
-    """State of a prefill or decode engine's links, by link name; empty: there is no new state."""
+    """State of a prefill or decode engine's links, by link name. Empty if there is no new state."""
     wanted_engines: int = 0
-    """Number of engines that the coordinator wants, as of its last answer to the engine; 0: unknown."""
+    """Number of engines that the cluster should have, as in the coordinator's last answer to the engine; 0:
+    unknown."""
     settings: str = ""
     """``settings_digest`` of the engine's configuration; empty: its supervisor is of an earlier version."""
     checkpoint: str = ""
@@ -182,8 +183,8 @@ class EngineStopped(msgspec.Struct, frozen=True):
 
 
 class DrainRequest(msgspec.Struct, frozen=True):
-    """A supervisor's message that starts the drain of its engine. Later messages only ask for the
-    progress."""
+    """A supervisor's message that drains its engine. The first message starts the drain. Later ones only ask
+    for the progress."""
 
     engine_id: str
 
@@ -209,11 +210,12 @@ class CoordinatorState(msgspec.Struct, frozen=True):
     """Number of engines that the cluster should have."""
     replicas: list[ReplicaStatus]
     uses: dict[str, float]
-    """Used capacity ÷ share, by tenant; empty if tenants do not share capacity."""
+    """Used capacity ÷ share, by tenant. Empty if tenants do not share capacity."""
     pairs: list[PairEngineStatus] = []
-    """Prefill and decode engines, listed here instead of in ``replicas``."""
+    """Prefill and decode engines. They are not in ``replicas``."""
     programs: list[ProgramRouteStatus] = []
-    """Always empty. ``CoordinatorClient.programs`` returns programs. Earlier gateways expect this field."""
+    """Always empty, because ``CoordinatorClient.programs`` returns the programs. Earlier gateways expect this
+    field."""
 
 
 def encode_message(message: Any) -> bytes:
@@ -232,8 +234,8 @@ def decode_message(data: bytes, kind: type[Message]) -> Message:
 def encodable_events(
     events: Sequence[routing_events.AnyRoutingEvent], log: RateLimitedLog
 ) -> tuple[routing_events.AnyRoutingEvent, ...]:
-    """Return the events that can be encoded. All other events are logged and left out. A ``RequestFinished``
-    is not left out, but replaced by one with only the request id, replica and ``answered``."""
+    """Return the events that can be encoded. Other events are logged and left out. In place of such a
+    ``RequestFinished``, return one with only the request id, replica and ``answered``."""
     found: list[routing_events.AnyRoutingEvent] = []
     for event in events:
         try:
@@ -256,7 +258,7 @@ REQUESTLESS_EVENTS = (
     routing_events.ReplicaDrainStarted,
     routing_events.ReplicaDrainCancelled,
 )
-"""Events that concern no request. A gateway keeps them while it has not joined."""
+"""Events that concern no request. A gateway keeps them until it has joined."""
 URGENT_EVENTS = (
     routing_events.RequestReceived,
     routing_events.RequestFailed,
@@ -267,12 +269,12 @@ URGENT_EVENTS = (
 """Events for which a request or an operator waits. They are sent at once."""
 
 CALL_TIMEOUT_S = 10.0
-"""Default seconds that a caller waits for the coordinator's answer."""
+"""Default maximum seconds that a caller waits for the coordinator's answer."""
 
 
 class CoordinatorUnavailable(Exception):
-    """The coordinator does not answer, because it is restarting or cannot be reached. It may have processed
-    the message."""
+    """The coordinator does not answer, because it is restarting or cannot be reached. The message may have
+    been processed."""
 
 
 REQUESTS: dict[str, type[Any] | None] = {
@@ -285,18 +287,18 @@ REQUESTS: dict[str, type[Any] | None] = {
     "state": None,
     "programs": None,
 }
-"""The coordinator's methods as named on the wire, each with the type of its message; ``None``: the method
-takes no message. ``CoordinatorClient.report`` calls ``tell``, ``poll`` calls ``listen``, and
+"""Names of the coordinator's methods, each with the type of its message; ``None``: without a message. Three
+methods of ``CoordinatorClient`` have other names: ``report`` calls ``tell``, ``poll`` calls ``listen``, and
 ``engine_stopped`` calls ``gone``."""
 
 
 class CoordinatorClient(ABC):
-    """Calls the methods of a remote ``Coordinator``. Each method raises ``CoordinatorUnavailable`` if no
-    answer comes, and ``MessageEncodingError`` if the message cannot be encoded."""
+    """Calls the methods of a remote ``Coordinator``. Each method raises ``CoordinatorUnavailable`` without an
+    answer, and ``MessageEncodingError`` for a message that cannot be encoded."""
 
     @abstractmethod
     async def _call(self, method: str, message: Any, kind: type[Message]) -> Message:
-        """Call a method with ``message`` (``None``: without one); return its answer, which has the type
+        """Call a method with ``message``; ``None``: without one. Return its answer, which has the type
         ``kind``. Raises ``CoordinatorUnavailable``, ``MessageEncodingError``."""
 
     async def join(self, join: JoinRequest) -> CoordinatorResponse:
@@ -327,11 +329,11 @@ class CoordinatorClient(ABC):
 async def call_with_timeout(
     call: Coroutine[Any, Any, Answered], timeout_s: float = CALL_TIMEOUT_S
 ) -> Answered:
-    """Await a call to the coordinator and return its result. Raises the call's exceptions, and
+    """Await a call to the coordinator and return its result. Raises the call's exceptions. Raises
     ``CoordinatorUnavailable`` after ``timeout_s`` seconds.
 
-    The function does not use ``asyncio.wait_for``, which before Python 3.12 loses a cancellation that
-    coincides with the result.
+    Does not use ``asyncio.wait_for``. Before Python 3.12, that loses a cancellation that coincides with the
+    result.
     """
     calling = asyncio.ensure_future(call)
     try:

@@ -1,4 +1,5 @@
-"""Finds out whether engines and gateways have other settings than their running coordinator."""
+"""Finds out whether the clients of a running coordinator (engines and gateways) have other settings than the
+coordinator."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ logger = logging.getLogger(__name__)
 ACTOR_NAME = "coordinator"
 """Name of the coordinator's actor."""
 OWN_CLIENT_TIMEOUT_S = 30.0
-"""If no client with the coordinator's settings has sent a message for this many seconds, the coordinator
-assumes that there is none. Engines register twice a second, and gateways poll at least every 20 s."""
+"""Seconds without a message after which clients with the coordinator's settings count as gone. Engines
+register twice a second, and gateways poll at least every 20 s."""
 REPEAT_LOG_S = 3600.0
 """Minimum seconds until the same line is logged again."""
 
 
 def settings_digest(config: RayConfig) -> str:
-    """Return a short digest of the settings that a coordinator reads when it starts. The digest does not
-    cover the contents of a policy file."""
+    """Return a short digest of the settings that a coordinator reads when it starts. It does not cover the
+    contents of a policy file."""
     settings = (
         config.policy,
         config.policy_file,
@@ -42,8 +43,8 @@ def settings_digest(config: RayConfig) -> str:
 
 
 def checkpoint_digest(config: RayConfig) -> str:
-    """Return a short digest of the checkpoint's path. Only a coordinator with the same path gets the state in
-    the checkpoint."""
+    """Return a short digest of the checkpoint's path. A coordinator finds its predecessor's state only at the
+    same path."""
     return _digest(config.checkpoint)
 
 
@@ -54,11 +55,12 @@ def _digest(plain: object) -> str:
 class CoordinatorSettings:
     """The settings of a running coordinator, compared with those of its clients.
 
-    ``serve deploy`` replaces gateways and engines one by one, so for a while clients with old and new
+    ``serve deploy`` replaces gateways and engines one by one. So for a while, clients with old and with new
     settings send messages. If the coordinator ended then, a client with the old settings could start it
-    again. Therefore the coordinator ends only when no client has the coordinator's settings any more. It
-    keeps running if its successor would start without its state, because there is no checkpoint, or because a
-    client has another checkpoint path.
+    again. So it ends only when no client has its settings any more.
+
+    The coordinator keeps running if its successor would start without its state. That is so without a
+    checkpoint, with pairs, or if a client has another checkpoint path.
     """
 
     def __init__(self, config: RayConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,15 +73,15 @@ class CoordinatorSettings:
         self._own_client_s = clock()
         """Time of the last message of a client with the coordinator's settings."""
         self._other_checkpoint_s = -math.inf
-        """Time of the last message of a client that has other settings and another checkpoint."""
+        """Time of the last message of a client with other settings and another checkpoint."""
         self._log = RateLimitedLog(logger, clock, REPEAT_LOG_S)
 
     def is_outdated(self, digest: str, checkpoint: str) -> bool:
-        """Record a message of a client. Returns whether the coordinator has to end, so that its successor
-        gets the client's settings.
+        """Record a message of a client. Return whether the coordinator has to end, so that its successor gets
+        the client's settings.
 
-        ``digest``: digest of the client's settings; empty: the client is of an earlier version, and counts as
-        a client with the coordinator's settings. ``checkpoint``: digest of the path of the client's
+        ``digest``: digest of the client's settings. If it is empty, the client is of an earlier version, and
+        counts as having the coordinator's settings. ``checkpoint``: digest of the path of the client's
         checkpoint.
         """
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Ray Serve's deployments of engines and gateways, and the gateways' own HTTP servers beside Serve's
+"""Ray Serve's deployments of engines and gateways. Also the gateways' own HTTP servers beside Serve's
 proxies."""
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection of a client stays open. Clients and load balancers should close idle
-connections first, so this time is longer than their usual limits."""
+"""Seconds that an idle connection of a client stays open. The time is longer than the usual limits of clients
+and load balancers, because they should close idle connections first."""
 MAX_TRIED_PORTS = 100
 """Maximum number of ports that a gateway tries for its own metrics."""
 
@@ -59,7 +59,7 @@ async def serve_http(app: Starlette, host: str, port: int) -> None:
 
 
 async def serve_metrics(metrics: GatewayMetrics, config: RayConfig) -> None:
-    """Serve this gateway's own metrics (``own_exposition``) until cancelled, at the first free port from
+    """Serve this gateway's own metrics (``own_exposition``) until cancelled. Use the first free port from
     ``metrics_port`` on. If no port is free, log an error and return."""
     assert config.metrics_port is not None
     used = (config.port, config.direct_port)
@@ -119,7 +119,7 @@ def bound_socket(host: str, port: int, *, shared: bool = True) -> socket.socket:
 
 
 def first_free_socket(host: str, first: int, used: Collection[int | None]) -> socket.socket | None:
-    """Open a TCP socket at the first free port from ``first`` on, for this process alone. Returns ``None`` if
+    """Open a TCP socket at the first free port from ``first`` on, for this process alone. Return ``None`` if
     none of ``MAX_TRIED_PORTS`` ports is free. ``used``: ports to skip."""
     for port in range(first, min(first + MAX_TRIED_PORTS, 65536)):
         if port not in used:
@@ -130,7 +130,7 @@ def first_free_socket(host: str, first: int, used: Collection[int | None]) -> so
 
 def restrict_to_loopback() -> None:
     """Restrict the server of a Serve replica to the loopback interface. Serve opens this server on all
-    interfaces, for calls between deployments. Serve has no setting to change this.
+    interfaces, for calls between deployments, and has no setting to change this.
 
     Call this in the replica's process before the replica is ready. Raises ``RuntimeError`` if this release of
     Ray works differently.
@@ -160,10 +160,10 @@ WANTED_ENGINES_METRIC = "wanted_engines"
 GATEWAY_CPUS = 0.1
 """CPUs that Ray reserves for a gateway."""
 MAX_ONGOING_REQUESTS = 100_000
-"""Serve's limit of requests per gateway. The limit is high, because the coordinator already limits waiting
+"""Serve's limit of requests per gateway. It is high, because the coordinator already limits waiting
 requests."""
 STREAM_GRACE_S = 60.0
-"""Seconds that a stopping gateway waits for running requests to end."""
+"""Maximum seconds that a stopping gateway waits for running requests to end."""
 
 
 class EngineReplica:
@@ -172,7 +172,7 @@ class EngineReplica:
 
     async def __init__(self, config: dict[str, Any], name: str) -> None:  # type: ignore[misc]
         """Start the engine and wait until it answers. ``config``: a document that ``parse_config`` reads.
-        ``name``: name of the deployment, which is that of the ``EngineGroup``."""
+        ``name``: name of the deployment, equal to that of its ``EngineGroup``."""
         read = parse_config(config, source="the deployment")
         if read.on_loopback:
             restrict_to_loopback()
@@ -200,8 +200,8 @@ class EngineReplica:
         self._supervisor.check()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the statistics that ``autoscaling_policy`` reads; empty: the wanted number of engines is
-        unknown. A reported zero would lower Serve's average over time."""
+        """Return the statistics that ``autoscaling_policy`` reads. Empty if the wanted number of engines is
+        unknown, because a reported zero would lower Serve's average over time."""
         wanted = self._supervisor.wanted_engines
         return {WANTED_ENGINES_METRIC: float(wanted)} if wanted else {}
 
@@ -214,9 +214,11 @@ class EngineReplica:
 
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Serve's autoscaling policy: return (number of engines that the coordinator wants, empty policy state).
+    """Serve's autoscaling policy. Return (number of engines that the coordinator wants, empty policy state).
+
     Engine replicas receive the number when they register, and report it to Serve as a metric. The highest
-    reported number counts. While no number is reported, the present number of engines stays."""
+    reported number counts. Without a report, the present number of engines stays.
+    """
     reported = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
     wanted = int(max(reported.values(), default=0))
     return wanted or context.target_num_replicas, {}
@@ -240,8 +242,8 @@ def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str
 
 
 def _role_args(config: RayConfig, role: str, args: Sequence[str], host: str) -> list[str]:
-    """Return the arguments of ``sojourn serve`` that a prefill or decode engine needs in addition to the
-    configured ``args``."""
+    """Return the further arguments of ``sojourn serve`` for a prefill or decode engine. ``args``: the
+    configured arguments."""
     assert config.pairs.store is not None, "the configuration was checked"
     own = ["--role", role, "--kv-store", config.pairs.store, "--kv-node", "{node}"]
     own += ["--kv-store-name", f"{config.name[:40]}-{role}-{{rank}}"]
@@ -251,7 +253,7 @@ def _role_args(config: RayConfig, role: str, args: Sequence[str], host: str) -> 
 
 
 def _node_name() -> str:
-    """Return a unique name of this Ray node: the name that Ray has for the node, or else the node's id."""
+    """Return a unique name of this Ray node. It is Ray's name for the node, or else the node's id."""
     node_id = ray.get_runtime_context().get_node_id()
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         if node["NodeID"] == node_id and node.get("NodeName"):
@@ -260,7 +262,7 @@ def _node_name() -> str:
 
 
 class RayEngineMonitor(EngineMonitorProtocol):
-    """Monitor of a gateway on Ray: probes replicas at the coordinator's request, and returns the engine
+    """Monitor of a gateway on Ray. It probes replicas at the coordinator's request, and returns the engine
     descriptions that the coordinator reported."""
 
     def __init__(
@@ -299,8 +301,8 @@ class RayEngineMonitor(EngineMonitorProtocol):
         return place.description if place is not None else None
 
     def missing(self) -> list[str]:
-        """Return the names of the deployments with fewer engines than their minimum number, each name once
-        per missing engine. An engine is missing if the coordinator does not know it."""
+        """Return the names of the deployments with fewer engines than their minimum, each name once per
+        missing engine. An engine is missing if the coordinator does not know it."""
         places = self._routing_backend.places.values()
         engines = {
             (place.url, place.paths.role.value if place.paths is not None else None) for place in places
@@ -310,8 +312,8 @@ class RayEngineMonitor(EngineMonitorProtocol):
 
 
 def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
-    """Build a gateway whose decisions come from the remote coordinator. Returns (gateway, its routing
-    backend, its ASGI application)."""
+    """Build a gateway whose decisions come from the remote coordinator. Return (gateway, its routing backend,
+    its ASGI application)."""
     rules = routing_rules(config)
     preset = rules if isinstance(rules, ClusterPreset) else None
     options = GatewayOptions(
@@ -377,7 +379,6 @@ def application(config: RayConfig) -> Any:
 
 
 def _engine_deployment(group: EngineGroup) -> Any:
-    """Return the Serve deployment of one group of engines."""
     engines = group.engines
     number: dict[str, Any] = {"num_replicas": engines.min}
     if engines.scales:
@@ -411,8 +412,8 @@ def _engine_deployment(group: EngineGroup) -> Any:
 
 
 def gateway_class(document: dict[str, Any]) -> type[Any]:
-    """Return the class of the gateways' deployment, Serve's ingress. Each replica builds its own ASGI
-    application. ``document``: a configuration that ``parse_config`` reads."""
+    """Return the class of the gateways' deployment, which is Serve's ingress. Each replica builds its own
+    ASGI application. ``document``: a configuration that ``parse_config`` reads."""
 
     def build_app() -> Starlette:
         config = parse_config(document, source="the deployment")
