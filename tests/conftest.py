@@ -73,10 +73,8 @@ idle."""
 
 ONE_ENGINE = {
     "tests/frameworks/test_frameworks_examples.py": "tests/frameworks/test_frameworks_engine.py",
-    "tests/gateway/ray/test_pairs_on_ray.py": "tests/gateway/ray/test_on_ray.py",
 }
-"""File → another file whose tests run in the same process, because both files share an engine or a
-cluster."""
+"""File → another file whose tests run in the same process, because both files share an engine."""
 
 
 @pytest.hookimpl(optionalhook=True)
