@@ -37,7 +37,7 @@ SMOKE = "a smoke run, not a measurement: sojourn demo without --quick measures"
 
 
 def notes(result: Mapping[str, Any]) -> list[str]:
-    """Return the notes below the table and in the plot. They mark a smoke run and name failed programs."""
+    """Return the notes below the table and in the plot. They mark a smoke run and count failed programs."""
     failed = [
         f"{figures['programs_failed']} of {figures['programs']} programs of {name}"
         for name, figures in result["arms"].items()

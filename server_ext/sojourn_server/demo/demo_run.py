@@ -32,8 +32,8 @@ MAX_SEQS = 8
 BATCHED_TOKENS = 512
 BLOCK_TOKENS = 32
 KV_BYTES = 1 << 30
-"""KV memory of the server in bytes. It is larger than any pool of the demo, so the number of blocks alone
-limits the pool."""
+"""KV memory of the server in bytes. It is more than the demo's default pool needs, so the number of blocks
+alone limits the pool."""
 STOCK = "stock"
 """Name of the arm with plain vLLM; the other arm is ``sojourn``."""
 

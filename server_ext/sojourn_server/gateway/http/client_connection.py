@@ -28,8 +28,8 @@ from ...metrics.rate_limited_log import LOG_INTERVAL_S
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
-"""Minimum for a gateway's soft limit of open files. The usual soft limit of a process is 1024.
-``raise_open_file_limit`` sets a higher limit if more requests may wait."""
+"""``raise_open_file_limit`` raises a gateway's soft limit of open files to at least this number, if the hard
+limit permits. The usual soft limit of a process is 1024."""
 
 
 def raise_open_file_limit(most_waiting: int) -> None:
@@ -63,7 +63,7 @@ def raise_open_file_limit(most_waiting: int) -> None:
 
 
 UNREAD_TIMEOUT_S = 60.0
-"""Seconds that a client has to read ``MIN_READ_BYTES`` while its connection's write buffer is full."""
+"""Seconds within which a client must read ``MIN_READ_BYTES`` while its connection's write buffer is full."""
 MIN_READ_BYTES = 64 << 10
 """Minimum number of bytes that a client must read in ``UNREAD_TIMEOUT_S``."""
 
@@ -99,9 +99,9 @@ class AnswerDeadline(asyncio.Protocol):
     """A mix-in for uvicorn's protocols that aborts a connection whose client does not read the answer. The
     request's handler then sees that the client has disconnected.
 
-    ``_check`` runs ``UNREAD_TIMEOUT_S`` after the connection's write buffer has become full. But the end of
-    an answer may stay in a buffer that is not full, and even a closed transport waits for the client to read
-    it. So ``_check_end`` checks connections with complete answers every ``UNREAD_TIMEOUT_S``.
+    While the connection's write buffer is full, ``_check`` runs every ``UNREAD_TIMEOUT_S``. But the end of an
+    answer may stay in a buffer that is not full, and even a closed transport waits for the client to read it.
+    So ``_check_end`` checks connections with complete answers every ``UNREAD_TIMEOUT_S``.
     """
 
     loop: asyncio.AbstractEventLoop

@@ -22,7 +22,7 @@ MAX_HINT_JSON_BYTES = 6 * MAX_CONTEXT_BYTES + 2
 NOT_SCALAR: Final = ()
 """Stands for an array or an object in the result of ``short_value``."""
 LONG_VALUE: Final = "?" * (MAX_CONTEXT_BYTES + 1)
-"""Stands for a value that is too long, in the result of ``short_value``. It is rejected like the value
+"""Stands for a value that is too long, in the result of ``short_value``. It is treated like the value
 itself: it is too long for a program id or a hint, and is neither a flag nor a count."""
 
 MAX_FIELD_NAMES = 16_384

@@ -92,8 +92,8 @@ class EngineResponse:
             await self._next()
 
     async def read(self, most_bytes: float = math.inf) -> bytes:
-        """Wait for the rest of the body and return it. Once more than ``most_bytes`` have arrived, return
-        those, and ``is_complete`` is False. Raises ``EngineConnectionError``."""
+        """Wait for the rest of the body, or for more than ``most_bytes`` of it. Return what has arrived. If
+        ``is_complete`` is still False, that is only a first part. Raises ``EngineConnectionError``."""
         self._wants_all, self._max_unread_bytes = True, most_bytes
         if self._connection is not None:
             self._connection.resume()
@@ -115,7 +115,7 @@ class EngineResponse:
 
     def close(self) -> None:
         """Give up the rest of the response. If the response is incomplete, this closes the connection, so the
-        engine stops computing. A task that reads the response gets an ``EngineConnectionError``."""
+        engine stops computing. A task that reads it then gets an ``EngineConnectionError``."""
         self.break_off(lambda: EngineConnectionError("the response was broken off"))
 
     # -- for the connection -----------------------------------------------------------

@@ -31,7 +31,7 @@ CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds until a new connection is open, including name lookup and TLS."""
 NEXT_ADDRESS_S = 0.25
 """Seconds to wait for one address of an engine's host name before the next address is tried too (RFC 8305).
-Otherwise a first address that drops packets, often an IPv6 address, would use up ``CONNECT_TIMEOUT_S``."""
+Otherwise a first address that drops packets, such as an IPv6 address, would use up ``CONNECT_TIMEOUT_S``."""
 IDLE_CONNECTION_S = 3.0
 """Maximum idle seconds of a connection that is used again. vLLM closes connections after five idle seconds,
 and a write to a closing connection costs a retry."""

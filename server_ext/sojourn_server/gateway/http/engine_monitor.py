@@ -88,8 +88,8 @@ class MonitoredEngine:
 
 
 class EngineMonitorProtocol(Protocol):
-    """Interface between an engine monitor and its gateway. By default, ``missing`` and ``refused`` return
-    nothing."""
+    """Interface between an engine monitor and its gateway. By default, the results of ``missing`` and
+    ``refused`` are empty."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Start to check whether a replica is alive, and report the result to the routing core or the

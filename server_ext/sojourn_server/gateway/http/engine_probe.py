@@ -27,8 +27,8 @@ MAX_ERROR_POLLS = 2
 """Default number of consecutive failed health checks (status 500 or 503) after which an engine counts as
 dead."""
 MAX_PARTIAL_DESCRIPTIONS = 3
-"""Number of consecutive incomplete descriptions of a new engine after which the gateway accepts an incomplete
-one."""
+"""Number of consecutive incomplete descriptions of a new engine after which the gateway accepts the last of
+them."""
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 
 
@@ -50,7 +50,7 @@ class EngineProbe:
         consecutive health checks with status 500 or 503 after which the engine counts as dead."""
         self.url = url
         self.described: EngineDescription | None = None
-        """The last description that the user of the probe accepted. The probe itself does not set it."""
+        """The engine's last accepted description. The user of the probe sets it, ``mark_lost`` removes it."""
         self.lost_engines = 0
         """Number of engines lost at this address so far. It is the ``instance`` of an engine that reports no
         start time."""

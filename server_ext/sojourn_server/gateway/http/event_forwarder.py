@@ -428,8 +428,8 @@ class EventForwarder:
         ``outcomes``.
 
         The part waits for the gateway's own earlier events of this tenant for this engine, and then for the
-        tenant's turn. If the client disconnects meanwhile, its events keep their place and are still sent
-        once.
+        tenant's turn. If the client disconnects meanwhile, its events keep their place, and are still
+        recorded and sent once.
         """
         unanswered, is_sent = (Outcome.MISSING, "its replica did not answer"), True
         answered: list[EventOutcome | None] = [None] * len(to.events)

@@ -135,7 +135,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     @property
     def is_exact(self) -> bool:
         """Whether ``prompt_tokens`` is the length of the prompt that the engine computes. False if the length
-        is unknown, is the sum of a batch, or may be truncated."""
+        is unknown or the sum of a batch, or if the engine may truncate the prompt."""
         return self.prompt_tokens is not None and not (self.is_batch or self.is_truncated)
 
     def without_prompt(self) -> GenerationRequest:

@@ -32,8 +32,8 @@ NEXT_ENGINE_WAIT_S = 1.0
 """Seconds to wait for one engine before the next engine is queried too. For queries that any engine can
 answer."""
 STRAGGLER_WAIT_S = 0.5
-"""Seconds to wait for the other engines after the first success. For routes where one answer is enough,
-because their clients give up after one or two seconds."""
+"""Seconds to wait for the other engines after the first success. For routes where one answer is enough.
+The clients of these routes give up after one or two seconds."""
 
 
 @dataclass(slots=True)

@@ -152,8 +152,8 @@ class PairMonitor(EngineMonitor):
         """Do nothing. ``_register_or_refuse`` logs a new engine once it is accepted."""
 
     def _register_replicas(self, watched: MonitoredEngine) -> None:
-        """Register a living engine if it is accepted. No effect during ``poll_all``, which registers all
-        engines at its end."""
+        """Register a living engine if it is accepted. No effect during ``poll_all``, which does this
+        for all engines at its end."""
         if not self._running_polls:
             self._register_or_refuse(watched)
             self._log_pairs()

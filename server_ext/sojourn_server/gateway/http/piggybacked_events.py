@@ -76,7 +76,7 @@ class PiggybackedEvents:
 
         The body keeps the events of the request's own program and of programs whose home is that replica.
         Events of other programs are removed, and forwarded to the homes of these programs. All events after
-        the first ``MAX_ATTACHED_EVENTS`` are forwarded too, because an engine would reject them.
+        the first ``MAX_ATTACHED_EVENTS`` are removed and forwarded too, because an engine would reject them.
         """
         staying: list[tuple[msgspec.Raw, AnyEvent | None]] = []
         leaving: list[msgspec.Raw] = []

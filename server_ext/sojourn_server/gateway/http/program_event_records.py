@@ -155,7 +155,8 @@ def update_known_graphs(known_graphs: set[str], event: AnyEvent, outcome: Outcom
 class ProgramEventRecords:
     """The records of all programs, by ``key``: (tenant, program id). Also stores the programs' graphs.
 
-    If there are too many records, the tenant with the most loses its oldest ones. The same holds for graphs.
+    If the records take too much space, the tenant that uses the most loses its oldest ones. The same holds
+    for graphs.
     """
 
     def __init__(
@@ -219,10 +220,10 @@ class ProgramEventRecords:
 
     def record_lost(self, key: Key, kept: RecordedEvent | None, *, is_sent: bool) -> None:
         """Record that an event got no answer, although it was recorded as delivered. It is sent again if the
-        program's later events have not replaced it. A tool's start that the engine may have handled is not
-        sent again.
+        program's later events have not replaced it. The start of a tool that has stopped is sent again only
+        if it was not sent before and the tool's stop is sent again.
 
-        For a batch, call this for the last event first, because a tool's start is sent again if its stop is.
+        For a batch, call this for the last event first, so that a tool's stop comes before its start.
 
         ``kept``: the event's record; ``None``: a heartbeat or program end, which is not sent again.
         ``is_sent``: whether the event was sent. If so, the engine may have handled it.

@@ -108,7 +108,8 @@ class ProgramIdMapper:
         """Return (body with the engines' names for programs, whether its hint still has all events).
 
         If the names make the hint too long, the hint loses its events. If the hint cannot be read, it is
-        removed. An engine might read ids in it that were not replaced. Raises ``InvalidGenerationRequest``.
+        removed, because an engine might read ids in it that were not replaced. Raises
+        ``InvalidGenerationRequest``.
         """
         has_hint = question.context is not None
         if not self.prefixes_tenant or not (has_hint or question.has_bad_hint or question.names_session):

@@ -47,7 +47,7 @@ class _StoredKv(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class _PendingRelease:
-    """A release of a program's KV that the former replica has not been sent yet."""
+    """A release of a program's KV that was not sent to the former replica yet."""
 
     left: routing_events.ReleaseProgramKv
     timer: asyncio.TimerHandle | None = None
@@ -69,7 +69,8 @@ def read_stored_kv(answer: bytes) -> _StoredKv | None:
 
 def worth_waiting_s(stored: _StoredKv) -> float:
     """Return the maximum seconds that a request waits for its program's KV to be on the shared disk. It is
-    the time that the engine needs to compute the KV, clipped to ``LEAST_WAIT_S`` and ``MOST_WAIT_S``."""
+    the time that the engine needs to compute the KV, clipped to ``LEAST_WAIT_S`` and ``MOST_WAIT_S``. After
+    this time, the new replica computes the KV."""
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, stored.compute_s or 0.0))
 
 
@@ -124,8 +125,8 @@ class ProgramMigrator:
     ) -> None:
         """Prepare a replica for a program's next request, and wait until the request may be sent.
 
-        The replica gets the events that it lacks. If the program moves and both engines use one shared disk,
-        its KV is written there. Then the KV is released at the former replica.
+        The replica gets the events that it lacks. If the program moves, its KV is written to the shared
+        disk, provided that both engines use one. Then the KV is released at the former replica.
 
         ``moved_from``: id of the former home; ``None``: the program does not move. ``reason``,
         ``left_because``: fields of the ``SendRequest``. ``authorization``: header for engines. ``carried``:

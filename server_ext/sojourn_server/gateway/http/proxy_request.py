@@ -218,8 +218,8 @@ class ProxyRequest:
                 return
 
     def _while_waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Return ``ProgramMigrator.while_waiting`` for the request's program. Without a program, its block
-        does nothing."""
+        """Return ``ProgramMigrator.while_waiting`` for the request's program. Without a program, return a
+        context manager that does nothing."""
         if self._program_id is None:
             return contextlib.nullcontext()
         return self._shared.migrator.while_waiting((self._tenant, self._program_id))

@@ -1,9 +1,9 @@
 """Limits the events that one tenant has sent to one engine without an answer yet.
 
-An engine counts a gateway as one client, and divides that client's time among the gateway's connections.
-Without a limit, the tenant with the most connections would get the most time, and its events would fill the
-engine's queue. So a gateway with several tenants sends an engine few events of each tenant at a time. The
-other events wait here, in order of arrival.
+An engine counts a gateway as one client, and divides that client's share of its time among the gateway's
+connections. Without a limit, the tenant with the most connections would get the most time, and its events
+would fill the engine's queue. So a gateway with several tenants sends an engine few events of each tenant at
+a time. The other events wait here, in order of arrival.
 """
 
 from __future__ import annotations

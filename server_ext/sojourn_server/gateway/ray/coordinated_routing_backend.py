@@ -473,7 +473,7 @@ class CoordinatedRoutingBackend:
                 self._decide_locally(one)
 
     async def _sweep(self) -> None:
-        """Forget outdated replicas regularly, until cancelled. Also decide about waiting requests while the
+        """Forget outdated replicas regularly, until cancelled. Also decide about waiting requests once the
         coordinator has been unavailable for ``fallback_s``."""
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)

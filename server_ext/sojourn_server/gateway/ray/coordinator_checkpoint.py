@@ -50,7 +50,8 @@ class CoordinatorCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     unix_s: float
     """Unix time, in seconds, at which ``core`` was copied."""
     core: RoutingState | None
-    """State of the routing core; ``None``: the coordinator has just started, without an earlier state."""
+    """State of the routing core. ``None``: the coordinator has just started, without an earlier state, or its
+    engines are prefill and decode engines."""
     engines: dict[str, list[ReplicaInfo]]
     """Replicas of each engine, by engine id."""
 

@@ -145,7 +145,7 @@ class CoordinatorResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineRegistration(msgspec.Struct, frozen=True):
-    """Message of an engine that registers or is alive."""
+    """Message of an engine that registers, or reports that it is alive."""
 
     engine_id: str
     url: str

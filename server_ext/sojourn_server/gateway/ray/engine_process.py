@@ -71,7 +71,7 @@ class EngineProcess:
         role: PairRole | None = None,
         words: Mapping[str, str] | None = None,
     ) -> None:
-        """``environment``: variables that the engine gets besides this process's own. Ray's are left out.
+        """``environment``: variables that are added to this process's own. Of the latter, Ray's are left out.
         ``key``: key for queries to the engine. ``role``: role of a prefill or decode engine; ``None``: the
         engine computes both stages. With a role, the start fails if the engine cannot be part of a pair.
         ``words``: further placeholders of ``command``, with their values."""

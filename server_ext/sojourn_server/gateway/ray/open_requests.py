@@ -151,10 +151,10 @@ class OpenRequests(Mapping[str, OpenRequest]):
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
         """Decide about a request without the coordinator; ``None``: the request keeps waiting.
 
-        The request goes to its program's ``home`` if possible, else to a replica in ``places`` that has few
-        requests of this gateway. It never goes to a replica where it failed. A request that failed too often,
-        or waits too long without a replica, is rejected. Prefill and decode engines are chosen without
-        ``home``.
+        The request goes to its program's ``home`` if possible, else to the replica in ``places`` with the
+        fewest requests of this gateway. Replicas that take new programs come first. The request never goes to
+        a replica where it failed. A request that failed too often, or waits too long without a replica, is
+        rejected. Prefill and decode engines are chosen without ``home``.
         """
         request_id = one.asked.request_id
         if len(one.failed_at) >= MAX_FAILURES:
