@@ -395,7 +395,8 @@ class EventSender:
 
     def _back_off(self, longest_s: float) -> None:
         """Wait up to ``longest_s`` before the next batch. ``flush``, ``close`` and ``server_answered`` end
-        the wait early; ``put`` does not. Called with the lock held; the lock is free during the wait."""
+        the wait early; ``put`` does not, since it only wakes an idle thread. Called with the lock held; the
+        lock is free during the wait."""
         started_s = time.monotonic()
         self.backing_off = True
         while self.backing_off and not self._closed and not self._flushes_waiting:

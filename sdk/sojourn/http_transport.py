@@ -204,7 +204,8 @@ def _response(end_s: float, sock: socket.socket, *rest: Any, **named: Any) -> ht
 
 
 def _left_s(end_s: float) -> float:
-    """Return the seconds until ``end_s``. Raises ``TimeoutError`` if that time has passed."""
+    """Return the seconds until ``end_s``. Raises ``TimeoutError`` if there are none, since a socket with a
+    timeout of 0 never waits."""
     left_s = end_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("the server did not answer in time")

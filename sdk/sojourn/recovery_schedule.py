@@ -7,7 +7,8 @@ from collections.abc import Callable
 FIRST_RECOVERY_PAUSE_S = 1.0
 MAX_RECOVERY_PAUSE_S = 60.0
 """Longest pause before a server is asked again. The first pause is ``FIRST_RECOVERY_PAUSE_S``; each further
-pause is twice as long. ``docs/promises.md`` promises recovery within 90 s after a restart."""
+pause is twice as long. The longest one must end within 90 s after a restart, as ``docs/promises.md``
+promises."""
 FIRST_STOCK_PAUSE_S = 30.0
 MAX_STOCK_PAUSE_S = 300.0
 """Longest pause for a server that was never recognised as sojourn's, such as stock vLLM. The first pause is

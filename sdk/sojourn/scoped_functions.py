@@ -51,8 +51,8 @@ def scoped(function: Callable[P, R], fresh: Callable[[], Scope]) -> Callable[P, 
 
 
 def _with_globals_of(function: Callable[..., Any], wrapper: Any) -> Any:
-    """Return ``wrapper`` with the globals of ``function``. Some frameworks, such as AutoGen, look up the
-    names of text annotations in a function's globals.
+    """Return ``wrapper`` with the globals of ``function``, if it has any. Some frameworks, such as AutoGen,
+    look up the names of text annotations in a function's globals.
 
     So the wrappers below read no global, not even a builtin, since the user's module may hide it. Everything
     that they need is in their closures.

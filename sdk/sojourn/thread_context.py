@@ -9,8 +9,8 @@ Some threads get no program when they start. The internal threads of ``concurren
 life. A thread whose class has a property ``run`` cannot be wrapped.
 
 A thread gets its program once, when it starts. A long-lived worker that takes jobs from a queue keeps the
-program that started the worker. So pass to each job its program ``p``, and run the job's code in ``with
-p.here(): ...``.
+program that started the worker. So pass to each job its program ``p``, and run the job's code in
+``with p.here(): ...``.
 
 Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. There
 the SDK knows only the program in ``SOJOURN_PROGRAM_ID``. In a forked worker it also knows the program that

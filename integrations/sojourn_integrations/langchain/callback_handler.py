@@ -240,7 +240,7 @@ _chains_checked = False
 
 
 def _check_async_chain(run: RunNode | None) -> None:
-    """Warn, once, that requests of the asynchronous chain ``run`` do not find its program. This is so with
+    """Warn, once, if requests of the asynchronous chain ``run`` do not find its program. This is so with
     versions of LangChain that do not set their context variable inside such chains. Does nothing for a graph,
     and for a chain without a program of its own. Called below Python 3.11."""
     global _chains_checked

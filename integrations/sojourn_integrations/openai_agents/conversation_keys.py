@@ -7,12 +7,12 @@ A session id such as ``"1"`` is unique in one store only. So a key identifies th
 - database in memory: its engine;
 - store with an unknown address: the client object that the session uses;
 - session class that is not the framework's: the session's attributes. Texts, whole numbers and paths count
-  with their values at the first run. Other attributes count as objects.
+  with their values at the first run, objects by identity. Flags, fractions, times and locks do not count.
 
-Two client objects are two stores only while both are alive. An application may make a session object, and so
-a client, for each request. A new client then continues the conversation of a client that is gone. If nothing
-identifies the store, the key is class and id, and two conversations may share a program. That costs less than
-a new program, without its KV, for each run.
+Two clients or other objects are two stores only while both are alive. An application may make a session
+object, and so a client, for each request. A new client then continues the conversation of a client that is
+gone. If nothing identifies the store, the key is class and id, and two conversations may share a program.
+That costs less than a new program, without its KV, for each run.
 
 A wrapper such as ``EncryptedSession`` has the store of the session inside. A session in memory or without an
 id is its own key.

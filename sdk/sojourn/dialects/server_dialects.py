@@ -32,7 +32,8 @@ Fields = tuple[dict[str, Any], dict[str, str]]
 
 
 def clip(value: int, most: int) -> int:
-    """Return ``value`` clipped to the range from ``-most`` to ``most``."""
+    """Return ``value`` clipped to the range from ``-most`` to ``most``. The range is symmetric, so the
+    negated value is valid too."""
     return max(-most, min(most, value))
 
 

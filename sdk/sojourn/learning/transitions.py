@@ -23,7 +23,7 @@ from sojourn.aeg import END, START
 from .run_trace import ProgramRun
 
 ORDER: Final = 3
-"""Number of latest nodes that a prediction uses."""
+"""Maximum number of latest nodes that a prediction uses."""
 HALF_LIFE_RUNS: Final = 20
 """Number of later runs that halve the weight of a run."""
 ENOUGH_RUNS: Final = 5

@@ -145,7 +145,7 @@ class TenantStatistics:
         ``TypeStatistics``. The result is a live view: do not keep it.
 
         If ``kind`` is ``None`` or has fewer than ``least`` lengths, return the lengths of all types. If these
-        are also fewer than ``least``, return nothing."""
+        are also fewer than ``least``, the result is empty."""
         for one in (self.types.get(kind) if kind is not None else None, self.all):
             if one is not None and len(of(one).ordered) >= least:
                 return of(one).ordered

@@ -225,8 +225,8 @@ running outputs (see ``SimulatorPolicy.prediction_error``)."""
 
 
 def policy_names() -> list[str]:
-    """Return the names of baselines, presets and bounds. ``find_policy`` also accepts suffixes, files and
-    ``WORK_ORACLE``."""
+    """Return the names of baselines, presets and bounds, in this order. ``find_policy`` also accepts
+    suffixes, files and ``WORK_ORACLE``."""
     return list(dict.fromkeys([*BASELINES, *preset_names(), *(bound.value for bound in Bound)]))
 
 

@@ -176,8 +176,8 @@ class TokenAccounting:
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
-        """Account for a request that a gateway withdraws before its first token. Returns its turn. Its full
-        blocks count as computed, so computing them again is a loss."""
+        """Account for a request that a gateway withdraws before its first token. Returns its turn. The full
+        blocks that it computed count as computed, so computing them again is a loss."""
         turn = self.live.pop(request_id)
         _end_preemption(turn, now)
         self._mark_computed(turn.request.block_hashes[: turn.computed // self._block_size])

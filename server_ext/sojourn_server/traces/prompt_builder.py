@@ -36,8 +36,8 @@ from sojourn_server.traces.trace_schema import TraceProgram
 DEFAULT_VOCABULARY = 8000
 """Token ids are below this number. Common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
-"""A prompt continues the previous one even if their recorded common prefix lacks this many tokens of the
-previous prompt. Traces round common prefixes down to whole blocks."""
+"""A prompt continues the previous one even if their recorded common prefix lacks up to this many tokens of
+the previous prompt. Traces round common prefixes down to whole blocks."""
 MIN_CONTINUED = 0.98
 """A prompt shorter than this fraction of the previous one, without a recorded reason, is a reset."""
 _HISTORY_TURNS = 12

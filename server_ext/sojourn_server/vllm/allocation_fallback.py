@@ -128,7 +128,8 @@ def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCa
     what vLLM's method would return: no blocks. Calls with speculative tokens go to vLLM's method.
 
     Some engines get vLLM's method itself: those without a prefix cache, without full attention, with several
-    KV cache groups, or with hash blocks of another size than KV blocks.
+    KV cache groups, or with hash blocks of another size than KV blocks. In groups without full attention,
+    ``allocate_slots`` also frees blocks.
     """
     original: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
     groups = manager.coordinator.single_type_managers

@@ -381,8 +381,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the setting ``kv_layout``; ``None`` for vLLM's choice. vLLM calls this before it makes the
-        connector. Raises ``SettingsError`` if the setting is no text.
+        """Return the setting ``kv_layout``; ``None`` (vLLM's choice) if it is not given. vLLM calls this
+        before it makes the connector. Raises ``SettingsError`` if the setting is no text.
 
         The result is also ``None`` if the model's layers may differ (``_layers_may_differ``), and on ROCm.
         There a kernel needs layers outermost without declaring it. If an attention backend does not support

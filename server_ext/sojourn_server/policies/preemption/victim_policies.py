@@ -72,8 +72,8 @@ class BestFitVictim:
     ``most_preemptions`` preemptions it stays immune. This prevents repeated preemption of one request. If all
     requests are immune, those with the fewest preemptions are candidates.
 
-    Without any predicted output length, the victim is the candidate that was admitted last. If no running
-    request belongs to a program, the engine chooses.
+    While no program's request has a predicted output length, the victim is the candidate that was admitted
+    last. If no running request belongs to a program, the engine chooses.
     """
 
     horizon_steps: float = 1024.0

@@ -132,8 +132,9 @@ class ProgramEvictionOrder:
     - A group without a running owner has the highest score of its owners.
 
     A log has no times. So a program's ``last_turn_s`` is the index of a log entry: the one in which the
-    program's latest request freed its blocks. After its last entry in the log, a program counts as ended. The
-    owner "" stands for no program. Its blocks count as those of an ended program.
+    program's latest request freed its blocks. After its last entry in the log, a program counts as ended,
+    even if the end of the run cut it off. The owner "" stands for no program. Its blocks count as those of an
+    ended program.
 
     Takes O(1) per block. A program's change of score takes O(groups of the program · log groups).
     """

@@ -24,8 +24,8 @@ def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]
     All programs of one ``group`` are runs of one agent. Their estimate is the smallest number of cached
     tokens in any of their first prompts, limited to the length of the program's own first prompt. Larger
     numbers are not used, because runs on the same task share more than the system prompt. Counts of 0 are
-    ignored, because the first run finds no blocks of an earlier run. If all counts are 0, the field stays
-    unset.
+    ignored, because the first run finds no blocks of an earlier run. If all counts are 0 or missing, the
+    field stays unset.
     """
     least: dict[str | None, int] = {}
     for program in programs:
