@@ -35,8 +35,8 @@ EVENT_BATCHES_OPERATION = "event_batches"
 MAX_EVENTS_PER_CALL = 64
 """Maximum number of events per call to the engine. The engine takes about 10 µs for an event."""
 MAX_BYTES_PER_CALL = 32 * 1024
-"""Maximum bytes of events per call, because the engine's work on a graph grows with the graph's size. A
-single event above this limit gets a call of its own."""
+"""Maximum bytes of events per call. An event may declare a workflow graph, and the engine's time for it grows
+with the graph's size. A single event above this limit gets a call of its own."""
 MAX_ENGINE_EVENT_BYTES = MAX_BATCH_BYTES - 1024
 """Maximum bytes of one event in a call. Each event is encoded again for the call, which may make it longer;
 an event above the limit is rejected."""
@@ -85,9 +85,8 @@ class _Submission:
 
 
 _Part = tuple[_Submission, list[tuple[msgspec.Raw, str]]]
-"""A batch's share of one call to the engine: the batch, and a list of its events in the call. Each event is a
-pair of the text that the engine gets and the reason to reject the event (``""`` if this server does not
-reject it)."""
+"""A batch, and its events in one call to the engine. Each event is a result of ``_engine_event``: the text
+for the engine, and the reason why this server rejects the event."""
 
 
 class EventIntake:
@@ -151,9 +150,8 @@ class EventIntake:
     def _make_room(self, newcomer: _Submission) -> bool:
         """Refuse batches in the queue until ``newcomer`` fits. Return false if ``newcomer`` must be refused.
 
-        Each refused batch is the newest batch of the connection with the highest weight, of the host with the
-        highest weight. The weight of ``newcomer`` counts for its own host and connection. If this rule
-        selects that connection, ``newcomer`` must be refused.
+        The heaviest connection of the heaviest host loses its newest batch. ``newcomer`` counts for its own
+        host and connection. If its own connection is the heaviest, ``newcomer`` is the batch to refuse.
         """
         own_host, own_connection = newcomer.client
         while self._waiting + newcomer.weight > MAX_WAITING:
@@ -280,12 +278,13 @@ class _Shed(Exception):
 
 
 def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
-    """Return the text that the engine gets for ``raw``, and the reason why this server rejects the event.
+    """Return the text that the engine gets for ``raw``, and the reason why this server rejects the event
+    (``""`` if it does not).
 
-    A readable event is encoded again, so that it cannot make other events of the call unreadable. A malformed
-    event is sent unchanged if it is harmless JSON. The engine then rejects it, and the outcome names the
-    event's program. In both cases the reason is empty. Any other event is rejected here, and the engine gets
-    ``null`` in its place.
+    - A valid event is encoded again, so that it cannot make other events of the call unreadable.
+    - A malformed event is sent unchanged if it is harmless JSON. The engine then rejects the event and names
+      its program.
+    - Any other event, or one that is too long, is rejected here. The engine gets ``null`` in its place.
     """
     try:
         again = msgspec.Raw(encode(decode_event(raw)))

@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
-"""Minimum ratio of the pause after a frame to the CPU seconds that the frame took, here and in the slowest
-engine. With this ratio, deltas and full frames together take at most a hundredth of a core, unless
-``MAX_INTERVAL_S`` cuts a pause short. The pause between two full frames of a stream is never cut short."""
+"""The pause after a frame lasts at least this many times the CPU seconds that the frame took, here and in the
+slowest engine. So a stream's deltas take at most 1/200 of a core, and its full frames take at most as much.
+``MAX_INTERVAL_S`` limits the pause, except the pause between two full frames of a stream."""
 FULL_INTERVAL_S = 15.0
 """Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
-"""Maximum number of open streams. A new viewer may end a stream of another tenant that has more of them
+"""Maximum number of open streams. A further viewer may replace a viewer of a tenant with more streams
 (``LiveHub.stream``)."""
 MAX_AUDIENCES = 64
-"""Maximum number of audiences for which a shared frame is kept encoded."""
+"""Maximum number of ``Audience`` values for which a shared frame is kept encoded."""
 SNAPSHOT_TIMEOUT_S = 30.0
 """Longest wait for an engine. A step with a long prompt on a CPU takes seconds."""
 MAX_FAILURES = 3
@@ -49,8 +49,8 @@ MAX_FAILURES = 3
 SEND_TIMEOUT_S = 30.0
 """Seconds in which a viewer must read a frame. After that its connection is closed."""
 OVERLAP_S = 1.0
-"""Seconds before the previous poll that a delta also covers, because an engine answers some time after the
-poll begins."""
+"""A delta covers the time since the previous poll began, and this many seconds before. The extra time is for
+changes around that moment, because engines do not answer at once."""
 
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
@@ -160,9 +160,11 @@ class _SharedFrames:
         self._running: asyncio.Task[LiveFrame] | None = None
 
     async def get(self, audience: Audience, within_s: float | None) -> bytes:
-        """Return the encoded frame for an audience: a full frame if ``within_s`` is ``None``, otherwise a
-        full frame or a delta. A delta is at most ``interval_s`` old and covers at least the last ``within_s``
-        seconds. A full frame is at most as old as the pause between two polls. Raises what ``poll`` raises.
+        """Return the encoded frame for an audience: the newest frame or, if that does not suffice, the next.
+
+        ``within_s``: the frame must cover the changes of this many seconds; ``None``: it must be full. A
+        delta may be ``interval_s`` old. A full frame may be as old as the pause between two polls. Raises
+        what ``poll`` raises.
         """
         frame = self._frame if self._is_fresh(within_s) else None
         if frame is None:
@@ -298,10 +300,10 @@ class LiveHub:
     def stream(self, audience: Audience, app_state: Any = None) -> Response:
         """Return a response with an endless stream of frames.
 
-        If there are ``MAX_VIEWERS`` streams, the new one ends the newest stream of the tenant with the most
-        streams, so no tenant keeps the others or the operator out. Raises ``ApiError`` 429 if no tenant has
-        more streams than the viewer's tenant would have then. A first stream of the operator (an audience
-        without a tenant) always opens.
+        If ``MAX_VIEWERS`` streams are open, the new stream replaces one: the newest stream of the other
+        tenant with the most streams. That tenant must have more streams than the viewer's tenant has with
+        the new one. Otherwise raises ``ApiError`` 429. The operator (an audience without a tenant) can
+        always open a first stream.
 
         ``app_state``: the application's state. If it has Uvicorn's ``server``, the streams end when that
         server stops, because open streams would delay the stop."""

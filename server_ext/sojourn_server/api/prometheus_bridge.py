@@ -106,9 +106,8 @@ class PrometheusBridge:
         self._metrics[METRICS_DROPPED].labels(reason, engine).inc()
 
     def _start_at_zero(self, engine: str) -> None:
-        """Export each counter before its first increment. Otherwise ``rate()`` would miss this increment.
-        ``rate()`` still misses the increments of the engine's first answer, as no scrape sees the 0 before
-        these increments."""
+        """Export each counter as 0 before its first increment, because ``rate()`` would miss that increment.
+        ``rate()`` still misses the increments in the engine's first answer: no scrape sees the 0 before."""
         for spec in METRIC_CATALOG.values():
             if spec.kind is MetricKind.COUNTER:
                 for values in _label_combinations(spec):

@@ -1,6 +1,6 @@
-"""Rewrites vLLM's error answer to a request that the placement policy rejected, so that it states the reason.
+"""Rewrites vLLM's error answer to a request that the placement policy rejected.
 
-The new answer has the format of the request's route.
+The new answer states the reason for the rejection. It has the format of the request's route.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class RefusalLookup:
 
 
 class RefusalMiddleware:
-    """ASGI middleware that rewrites the errors of rejected requests. Install it closer to the routes than
-    middleware that reads their answers."""
+    """ASGI middleware that rewrites the errors of rejected requests. Middleware that reads error answers must
+    wrap this one, so that it sees the rewritten errors."""
 
     def __init__(self, app: ASGIApp, *, engine: EngineRpc, request_id: RequestId) -> None:
         self._app = app

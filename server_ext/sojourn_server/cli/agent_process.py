@@ -188,8 +188,8 @@ def child_environment(
 
 
 def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | None:
-    """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there. Otherwise return ``None``.
-    ``note`` then gets the reason, unless the variable is unset or names ``DEFAULT_URL``.
+    """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there. Otherwise return ``None`` and
+    show the reason with ``note``. No reason is shown if the variable is unset or names ``DEFAULT_URL``.
 
     The variable may name any provider's server, so the probe sends no API key. Only a server that answers as
     a sojourn server gets information about programs. A sojourn server that requires a key is not recognised;

@@ -88,8 +88,8 @@ def check_output_folder(folder: Path) -> None:
 
 
 def check_free_port(host: str, port: int, next_step: str) -> None:
-    """Raise ``CliError`` with ``next_step`` if the port is taken. Without this check, the server would report
-    the error later and without a next step, and vLLM only after it has loaded the model."""
+    """Raise ``CliError`` with ``next_step`` if the port is taken. The server itself would report the error
+    later and without a next step. vLLM would first load the model."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

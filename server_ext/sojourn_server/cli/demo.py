@@ -42,8 +42,6 @@ _START_S = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DemoOptions:
-    """The options of ``sojourn demo``."""
-
     arms: tuple[str, ...]
     programs: int | None
     budget_s: float

@@ -196,8 +196,8 @@ def _engine_checks(announce: Announce, import_engine: bool) -> Iterator[Check]:
 
 
 def _import_check() -> Check:
-    """Return a check that the engine's model library can be imported. An import that does not finish in time
-    is no fault: the first one reads hundreds of files."""
+    """Return a check that the engine's model library can be imported. A slow import is no fault, because the
+    first import reads hundreds of files."""
     name = "engine imports"
     again = "run make setup again" if _is_checkout() else f"run {install_command('vllm')} again"
     if util.find_spec("transformers") is None:

@@ -150,8 +150,8 @@ class ProgramTable(ScrollView, can_focus=True):
 
 
 class ExplanationScreen(ModalScreen[None]):
-    """Shows what ``explain`` returns for a title, such as why a program took as long as it did. Escape, q, e
-    or ? closes the screen."""
+    """A screen with a title and the text that ``explain`` returns for the title, such as the explanation of a
+    program. Escape, q, e or ? closes the screen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,e,question_mark", "dismiss", "Back")]
     CSS = """

@@ -118,8 +118,8 @@ def _lease(view: ProgramView) -> str:
 
 
 def _state_sort_key(view: ProgramView) -> tuple[float, ...]:
-    """Sort key of the column STATE, highest first: states in the order of ``_ORDER``. Within a state,
-    programs that have been in it longest come first, except that ended programs come newest first."""
+    """Sort key of the column STATE, highest first: states in the order of ``_ORDER``. Within a state, the
+    program that has been in it longest comes first. Of ended programs, the newest comes first."""
     rank = -float(_ORDER.index(view.state)) if view.state in _ORDER else -9.0
     return (rank, view.row.since_s if view.state == "ended" else -view.row.since_s)
 
@@ -372,8 +372,8 @@ def _bar(label: str, states: dict[str, int], block_bytes: int, width: int) -> Li
 
 
 def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
-    """Return text on programs by state, requests, and leases or places: one line if it fits into ``width``,
-    else two."""
+    """Return the numbers of programs by state, of requests, and of leases (or of placed programs by tier) as
+    text: one line if it fits into ``width``, else two."""
     states = Counter(_state(row) for row in frame.programs)
     words = [f"{states[state]} {state}" for state in _ORDER if states[state]]
     if any(engine.blocks for engine in frame.engines):
