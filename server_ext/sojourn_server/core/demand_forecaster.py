@@ -151,9 +151,8 @@ class DemandForecaster:
     def output_aborted(self, request_state: RequestState, output_tokens: int) -> None:
         """Check the output-length hint of a request that its client aborted. The length is not learned.
 
-        The hint's error, relative to the tokens generated before the abort, counts only if it is above the
-        mean error of hints. So a client that aborts requests can neither hide false hints nor make them look
-        accurate.
+        The hint is compared with the number of tokens generated before the abort. Its error counts only if it
+        is above the mean error of the agent type's hints. So an abort never makes hints look better.
         """
         if self.predicts and output_tokens >= 1:
             self._judge_hint(request_state, output_tokens, only_worse=True)
@@ -382,8 +381,9 @@ class DemandForecaster:
 
 
 def _network_remaining(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
-    """Return the neural network's last prediction, reduced by the tokens generated since then. ``None`` if
-    there is no prediction or it is too old, or if more tokens were generated than any of its values."""
+    """Return the neural network's last prediction, reduced by the tokens generated since then. Predicted
+    values that the output has reached are left out. ``None``: no prediction, a prediction that is too old, or
+    no value left."""
     written = output_tokens - request_state.network_predicted_at_tokens
     if request_state.network_prediction is None or written > max(
         PREDICTION_VALID_TOKENS, output_tokens // PREDICTION_VALID_DIVISOR

@@ -43,8 +43,9 @@ class LeaseManager:
         time."""
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``make_room`` could end a lease for ``need``. This requires a lease. While requests run, it
-        also requires that leases have changed since the same ``need`` last ended no lease."""
+        """Whether ``make_room`` could end a lease for ``need``. False if there is no lease. While requests
+        run, also false if the last call had the same ``need`` and ended no lease, and leases have not changed
+        since."""
         leases = self._state.leases
         if not len(leases):
             return False
@@ -60,10 +61,11 @@ class LeaseManager:
     ) -> None:
         """End leases for a request that needs blocks.
 
-        The lease reclaim policy chooses the leases. For an overdue request without a program,
-        ``reclaim_for_overdue`` does; for an overdue request of a program, if the policy chooses none. If they
-        choose none for a waiting request, and the engine schedules by priority, leases of less important
-        programs end.
+        The leases are chosen in up to three attempts. Each attempt is made only if the one before chose none:
+
+        1. The lease reclaim policy chooses, except for an overdue request without a program.
+        2. For an overdue request (``ReclaimRequest.overdue``), ``reclaim_for_overdue`` chooses.
+        3. If the engine schedules by priority, a waiting request ends leases of less important programs.
 
         ``freed_by`` returns how many blocks become free if a program's lease ends; ``None``: all blocks of
         the lease. ``score`` returns a program's eviction key.

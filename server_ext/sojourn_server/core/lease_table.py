@@ -13,11 +13,11 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import LeaseView
 
 SILENCE_INITIAL_S = 20.0
-"""If the client promised heartbeats but sends no event, its silence ends a lease this many seconds after the
-grant."""
+"""Seconds after the grant of a lease during which a client that promised heartbeats may stay silent. If the
+client promises them during the lease, the time begins at the promise."""
 SILENCE_EXTENSION_S = 10.0
-"""If the client promised heartbeats (every 3 s), its silence ends a lease this many seconds after its last
-event, at the earliest ``SILENCE_INITIAL_S`` after the grant."""
+"""Seconds after an event during which a client that promised heartbeats (every 3 s) may stay silent. Silence
+never ends a lease before ``SILENCE_INITIAL_S`` is over."""
 
 
 @dataclass(slots=True)
@@ -41,12 +41,11 @@ class Lease:
     tool: str | None = None
     tenant: str | None = None
     own_blocks: int = 0
-    """Number of this lease's blocks that count against its tenant's share. A shared block counts once: at the
-    grant, blocks that other leases already hold are left out. When another lease of the tenant ends, this
-    lease may still hold the ended lease's blocks. So the ended lease's number is added here, up to
-    ``blocks``."""
+    """Number of this lease's blocks that count against its tenant's share. At the grant, blocks that other
+    leases already hold do not count. When another hinted lease of the tenant ends, its counted blocks may be
+    among this lease's blocks. So its number is added here, up to ``blocks``."""
     limit_s: float = float("inf")
-    """Latest end of the lease, whatever the client reports, unless ``waiting``."""
+    """Latest ``expires_s``: the client's reports cannot postpone the expiry beyond this time."""
     anchored: bool = False
     """Whether the TTL is counted from the reported start of a tool."""
     waiting: bool = False
@@ -75,7 +74,8 @@ class LeaseTable:
         self.blocks = 0
         """Blocks held by all leases; a shared block counts for each lease that holds it."""
         self.hinted_blocks: Counter[str | None] = Counter()
-        """Blocks held by leases whose TTL the client chose, by tenant. Tenants with 0 blocks are absent."""
+        """Tenant → sum of ``own_blocks`` of its hinted leases, whose TTL the client chose. Tenants with 0
+        blocks are absent."""
         self._uncounted: dict[str | None, dict[ProgramId, Lease]] = {}
         """Hinted leases with shared blocks that do not count (``own_blocks`` < ``blocks``), by tenant."""
         self._leases: dict[ProgramId, Lease] = {}
@@ -200,8 +200,8 @@ class LeaseTable:
         return ended
 
     def next_deadline_s(self) -> float | None:
-        """Return the time before which ``pop_expired`` returns no lease; ``None``: no lease can expire. The
-        lease of a program with a waiting request does not expire, so its deadline may be left out."""
+        """Return a time before which no lease expires; ``None``: no lease can expire. Leases of programs with
+        a waiting request may be left out, because they do not expire."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def _push(self, lease: Lease) -> None:

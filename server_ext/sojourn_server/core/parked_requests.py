@@ -25,8 +25,8 @@ ENGINE_PAUSE_S = 120.0
 """Seconds without a tick after which the engine counts as paused, for example because the machine was
 suspended."""
 RELEASE_GAP_S = 10.0
-"""Maximum seconds for which a released request that the engine does not admit delays the next release (see
-``ParkedRequests.release_next``)."""
+"""Seconds after which the next request is released, even if the engine has not admitted the request that was
+released last (see ``ParkedRequests.release_next``)."""
 MAX_RELEASE_CANDIDATES = 16
 """Maximum number of longest-waiting requests that one tick considers for release."""
 RETRY_S = 60.0
@@ -119,13 +119,13 @@ class RequestWaits:
         return list(islice(waited, at_most))
 
     def hand_over(self, since_s: float, aborted_s: float, to: RequestState) -> bool:
-        """Give the wait of an aborted request to ``to``, a waiting request of the same program that may be
-        its retry. Returns whether the wait was given.
+        """Give the wait of an aborted request to ``to``, a waiting request of the same program. Returns
+        whether the wait was given.
 
-        ``since_s``: start of the aborted request's wait. ``aborted_s``: time of the abort. ``to`` may be the
-        retry if it arrived at most ``RETRY_S`` before the abort, and if its own wait began later than
-        ``since_s``. A parallel request of the program can meet these conditions too, and then gets the
-        wait."""
+        ``since_s``: start of the aborted request's wait. ``aborted_s``: time of the abort. A retry may reach
+        the engine before the abort. So ``to`` counts as the retry if it arrived at most ``RETRY_S`` seconds
+        before the abort, and its own wait began after ``since_s``. A parallel request can be taken for the
+        retry."""
         if since_s >= to.waits_since_s or not 0 <= aborted_s - to.arrived_s <= RETRY_S:
             return False
         to.waits_since_s = self._starts_s[to.arrival] = since_s
@@ -195,7 +195,6 @@ class ParkedRequests:
         self._released: RequestWait | None = None
         """The request that ``release_next`` released last; its ``since_s`` is the time of the release."""
         self._last_tick_s = -math.inf
-        """Time of the last tick."""
 
     def is_parked(self, request_state: RequestState) -> bool:
         """Whether a waiting request may not run because its program is not on the device, or will leave the

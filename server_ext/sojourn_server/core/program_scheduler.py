@@ -74,8 +74,8 @@ from .turn_gap_tracker import TurnGapTracker
 from .workflow_predictor import WorkflowPredictor
 
 FIRST_IN_QUEUE = -1e18
-"""First value of the queue key of a request that others have yielded to. Finite, since recordings hold no
-infinity."""
+"""First element of the queue key of a request that others have yielded to. The number is finite, because a
+recording cannot store infinity."""
 
 
 class KnownRequest(NamedTuple):
@@ -360,8 +360,10 @@ class ProgramScheduler:
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
         """Whether later requests may not overtake this request, because the admission policy has rejected it
-        for more than ``queue_patience_s``. If a request without a program waits, the engine then admits it
-        as soon as it fits."""
+        for more than ``queue_patience_s``.
+
+        If true, and a request without a program waits too, the engine admits this request without the policy,
+        as soon as the request fits."""
         since_s = self._requests.states[request_id].admission_blocked_since_s
         return since_s is not None and now - since_s > self.limits.queue_patience_s
 
@@ -372,8 +374,8 @@ class ProgramScheduler:
     def may_reclaim(self, need: ReclaimRequest) -> bool:
         """Whether a ``BlocksNeeded`` event for ``need`` could end a lease.
 
-        This requires a lease. While requests run, it also requires that leases have changed since the same
-        ``need`` last ended no lease."""
+        False if there is no lease. While requests run, also false if the last such event had the same
+        ``need`` and ended no lease, and leases have not changed since."""
         return self._lease_manager.may_reclaim(need)
 
     @property
@@ -419,7 +421,7 @@ class ProgramScheduler:
         return self._tiers.placed(program_id)
 
     def dropped_programs(self) -> Iterable[ProgramId]:
-        """The programs in the tier WAITING, whose KV placement keeps in no memory and on no disk."""
+        """The programs in the tier WAITING. Placement keeps their KV neither in memory nor on disk."""
         return self._tiers.dropped()
 
     def placed_counts(self) -> dict[Tier, int]:

@@ -91,8 +91,8 @@ class RequestState:
 
     def run(self, now: float, promoted_s: float) -> None:
         """Record that the request begins to run, or is admitted again while it runs. ``promoted_s``: time at
-        which a long wait moves a request to the front of the queue. If ``promoted_s`` has passed, run and
-        wait times before it no longer count."""
+        which the request's long wait moves it to the front of the queue. If a waiting request was moved, its
+        times before ``promoted_s`` no longer count."""
         if self.running:
             self.ran_s += now - self.since_s
         elif promoted_s <= now:

@@ -1,5 +1,4 @@
-"""``SchedulerLimits``: maximum numbers of programs and graphs, maximum durations of leases and waits; also
-minimum sizes of the logs."""
+"""``SchedulerLimits``: limits on programs, graphs, leases and waits. Also the minimum sizes of the logs."""
 
 from __future__ import annotations
 
@@ -39,10 +38,11 @@ class SchedulerLimits:
     the request is released. The default is shorter than the three attempts of 600 s each after which OpenAI's
     clients give up."""
     queue_patience_s: float = 30.0
-    """Seconds after which a waiting request gets privileges. A request without a program may then end any
-    lease, and is served before requests that arrived later. If the admission policy has rejected a request
-    for this time, later requests no longer overtake it, and while a request without a program waits, it is
-    admitted as soon as it fits."""
+    """Seconds after which a waiting request gets privileges.
+
+    - A request without a program may then end any lease, and is served before requests that arrived later.
+    - A request that the admission policy has rejected for this time is no longer overtaken by later requests.
+      If a request without a program waits too, the rejected request is admitted as soon as it fits."""
     return_grace_s: float = 2.0
     """Seconds that a lease lasts after the reported end of its tool, so that the next request can arrive."""
     idle_program_s: float = 1800.0

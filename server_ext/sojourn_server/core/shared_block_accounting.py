@@ -76,15 +76,15 @@ class SharedBlockAccounting:
             self.store(place, max(place.chains.values(), key=len))
 
     def store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
-        """Store the hashes of a program's context in the program's tier. For a program in the Waiting queue,
+        """Store the hashes of a program's context in the program's tier. For a program in the tier WAITING,
         no hashes are stored."""
         self._count_kind(place.program.id, _kind_that_ran(place))
         if place.tier is not Tier.WAITING:
             self._stale |= self._tiers[place.tier].put(place.program.id, chain)
 
     def take(self, place: PlacedProgram) -> Sequence[Any]:
-        """Remove a program's context from its tier, and return its hashes. For a program in the Waiting
-        queue, return the hashes of its last turn; empty if unknown."""
+        """Remove a program's context from its tier, and return its hashes. For a program in the tier WAITING,
+        return the hashes of its last turn; empty if unknown."""
         program_id = place.program.id
         if place.tier is Tier.WAITING:
             return self._of_last_turn(place)

@@ -35,7 +35,7 @@ class SharedPrefixes:
 
     A context's *own* hashes are those that the preceding context lacks. So each distinct hash is an own hash
     of exactly one context, and the numbers of own hashes add up to the number of distinct hashes. A change
-    takes O(log n) comparisons of chains, each by bisection, where n contexts have the same first hash.
+    takes O(log n) comparisons of chains. n is the number of contexts with the same first hash.
     """
 
     def __init__(self) -> None:

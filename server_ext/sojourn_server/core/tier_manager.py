@@ -1,10 +1,12 @@
 """Keeps one queue of programs per tier, and asks the placement policy for moves.
 
-Every program with a request in the engine or with KV is in the queue of one tier, its *place*. An event only
-marks its program as changed. When the policy is called, the policy's view of each changed program is built
-once, whatever the number of events since the last call. ``tick`` is called once per engine step. It calls the
-policy if there was an event, or when the policy's interval has passed. So a burst of tool ends causes only
-one call, and the policy moves no program while a step is being planned.
+Every program with a request in the engine or with KV is in the queue of one tier, its *place*. The *Waiting
+queue* has those programs of the tier WAITING that have a waiting request.
+
+An event only marks its program as changed. When the policy is called, the policy's view of each changed
+program is built once, whatever the number of events since the last call. ``tick`` is called once per engine
+step. It calls the policy if there was an event, or when the policy's interval has passed. So a burst of tool
+ends causes only one call, and the policy moves no program while a step is being planned.
 
 Requests of programs that are not on the device are parked (``parked_requests``). After an error of the policy
 no request is parked, and the engine's own order applies.
@@ -52,9 +54,8 @@ MAX_WAITING_IN_VIEW = 256
 """Maximum number of programs from the front of the Waiting queue in one view of the policy."""
 
 MAX_FURTHER_WAITING_IN_VIEW = 32
-"""Maximum number of further programs of the Waiting queue, behind its first ``LOOKAHEAD``, that one call of
-the policy sees. The next call sees the programs behind these, so the policy sees each program of the queue in
-turn."""
+"""Maximum number of programs behind the first ``LOOKAHEAD`` of the Waiting queue in one view of the policy.
+The next view continues behind them, so the policy sees the whole queue in turn."""
 
 MAX_REFRESHED = 64
 """Number of programs at the front of the Waiting queue whose views are rebuilt when the expected prefix of
