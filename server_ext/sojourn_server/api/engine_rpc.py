@@ -1,8 +1,8 @@
 """Calls from the API server to engines: the interface, and limits on duration, concurrency and repetition.
 
 A call runs on the engine's thread between two steps, so it takes time from generation. An engine therefore
-gets few queries at a time, even if many clients poll the server. Clients that poll the same state share one
-answer for ``CACHE_TTL_S`` seconds.
+gets few queries at a time, even if many clients poll the server. Equal queries of one of the
+``CACHEABLE_OPERATIONS`` share one answer for ``CACHE_TTL_S`` seconds.
 """
 
 from __future__ import annotations

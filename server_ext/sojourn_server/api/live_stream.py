@@ -38,7 +38,7 @@ slowest engine. So a stream's deltas take at most 1/200 of a core, and its full 
 FULL_INTERVAL_S = 15.0
 """Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
-"""Maximum number of open streams. A further viewer may replace a viewer of a tenant with more streams
+"""Maximum number of open streams. A further viewer may replace a viewer of another tenant
 (``LiveHub.stream``)."""
 MAX_AUDIENCES = 64
 """Maximum number of ``Audience`` values for which a shared frame is kept encoded."""
@@ -49,8 +49,8 @@ MAX_FAILURES = 3
 SEND_TIMEOUT_S = 30.0
 """Seconds in which a viewer must read a frame. After that its connection is closed."""
 OVERLAP_S = 1.0
-"""A delta covers the time since the previous poll began, and this many seconds before. The extra time is for
-changes around that moment, because engines do not answer at once."""
+"""A delta covers the seconds since the previous poll, and this many more. Engines count the seconds back from
+their answer, which comes some time after the poll begins."""
 
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
@@ -162,9 +162,9 @@ class _SharedFrames:
     async def get(self, audience: Audience, within_s: float | None) -> bytes:
         """Return the encoded frame for an audience: the newest frame or, if that does not suffice, the next.
 
-        ``within_s``: the frame must cover the changes of this many seconds; ``None``: it must be full. A
-        delta may be ``interval_s`` old. A full frame may be as old as the pause between two polls. Raises
-        what ``poll`` raises.
+        ``within_s``: seconds whose changes the frame must cover; ``None``: the frame must be full. A delta is
+        at most ``interval_s`` old. A full frame is at most as old as the pause between two polls. Raises what
+        ``poll`` raises.
         """
         frame = self._frame if self._is_fresh(within_s) else None
         if frame is None:

@@ -107,7 +107,7 @@ class PrometheusBridge:
 
     def _start_at_zero(self, engine: str) -> None:
         """Export each counter as 0 before its first increment, because ``rate()`` would miss that increment.
-        ``rate()`` still misses the increments in the engine's first answer: no scrape sees the 0 before."""
+        ``rate()`` still misses the increments in the engine's first answer, because no scrape saw the 0."""
         for spec in METRIC_CATALOG.values():
             if spec.kind is MetricKind.COUNTER:
                 for values in _label_combinations(spec):

@@ -172,8 +172,8 @@ def _shows_leases(found: Explanation, program: Mapping[str, Any] | None) -> bool
 
 def explanation_view(found: Explanation, program: Mapping[str, Any] | None = None) -> RenderableType:
     """Return an explanation as a paragraph, a table, and one line for each decision, piece of advice and
-    unknown fact. ``sojourn top`` shows the same view. If the policy grants no leases, the view shows the tier
-    in which the policy places the program, if any.
+    unknown fact. ``sojourn top`` shows the same view. If the policy grants no leases, the view has no leases.
+    It then shows the tier in which the policy places the program, if any.
 
     ``program``: the answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway; ``None``: unknown."""
     leases = _shows_leases(found, program)

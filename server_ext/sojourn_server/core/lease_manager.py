@@ -44,8 +44,7 @@ class LeaseManager:
 
     def may_reclaim(self, need: ReclaimRequest) -> bool:
         """Whether ``make_room`` could end a lease for ``need``. False if there is no lease. While requests
-        run, also false if the last call had the same ``need`` and ended no lease, and leases have not changed
-        since."""
+        run, a ``need`` that ended no lease is not tried again until leases change."""
         leases = self._state.leases
         if not len(leases):
             return False

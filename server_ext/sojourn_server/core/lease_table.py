@@ -13,11 +13,11 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import LeaseView
 
 SILENCE_INITIAL_S = 20.0
-"""Seconds after the grant of a lease during which a client that promised heartbeats may stay silent. If the
-client promises them during the lease, the time begins at the promise."""
+"""A client that promised heartbeats may stay silent for this many seconds after the grant of a lease. Then
+the lease ends. If the client makes the promise during the lease, the seconds count from the promise."""
 SILENCE_EXTENSION_S = 10.0
-"""Seconds after an event during which a client that promised heartbeats (every 3 s) may stay silent. Silence
-never ends a lease before ``SILENCE_INITIAL_S`` is over."""
+"""After each event, such a client may stay silent for this many seconds (it sends heartbeats every 3 s). Then
+the lease ends, but not before ``SILENCE_INITIAL_S`` is over."""
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class Lease:
     tenant: str | None = None
     own_blocks: int = 0
     """Number of this lease's blocks that count against its tenant's share. At the grant, blocks that other
-    leases already hold do not count. When another hinted lease of the tenant ends, its counted blocks may be
-    among this lease's blocks. So its number is added here, up to ``blocks``."""
+    leases already hold do not count. When another hinted lease of the tenant ends, this lease may still hold
+    the ended lease's blocks. So the ended lease's number is added here, up to ``blocks``."""
     limit_s: float = float("inf")
     """Latest ``expires_s``: the client's reports cannot postpone the expiry beyond this time."""
     anchored: bool = False

@@ -25,8 +25,8 @@ ENGINE_PAUSE_S = 120.0
 """Seconds without a tick after which the engine counts as paused, for example because the machine was
 suspended."""
 RELEASE_GAP_S = 10.0
-"""Seconds after which the next request is released, even if the engine has not admitted the request that was
-released last (see ``ParkedRequests.release_next``)."""
+"""Seconds after a release when the next request may be released, even if the engine has not admitted the
+first (see ``ParkedRequests.release_next``)."""
 MAX_RELEASE_CANDIDATES = 16
 """Maximum number of longest-waiting requests that one tick considers for release."""
 RETRY_S = 60.0

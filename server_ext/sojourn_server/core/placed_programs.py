@@ -25,9 +25,9 @@ GAP_SAMPLES = 15
 RETURN_S = 0.5
 """Expected seconds from the reported end of a program's last tool call to its next request."""
 MAX_TOOL_REPORTS = 64
-"""Maximum number of a client's tool reports that change the expected start and length of its program's gap,
-counted from the program's last admission. Without this limit, endless reports could keep a program on the
-device: its tool would always seem to have just begun, or to be about to end."""
+"""Maximum number of tool reports, since a program's last admission, that change the expected start and length
+of the program's gap. Without this limit, endless reports could keep a program on the device: its tool would
+always seem to have just begun, or to be about to end."""
 MIN_PROGRAMS_SEEN = 8
 """Minimum number of ended programs, of one agent type or of all types, from which a program's service (the
 seconds that its requests run) is predicted."""

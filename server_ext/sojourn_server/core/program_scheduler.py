@@ -374,8 +374,8 @@ class ProgramScheduler:
     def may_reclaim(self, need: ReclaimRequest) -> bool:
         """Whether a ``BlocksNeeded`` event for ``need`` could end a lease.
 
-        False if there is no lease. While requests run, also false if the last such event had the same
-        ``need`` and ended no lease, and leases have not changed since."""
+        False if there is no lease. While requests run, a ``need`` that ended no lease is not tried again
+        until leases change."""
         return self._lease_manager.may_reclaim(need)
 
     @property
