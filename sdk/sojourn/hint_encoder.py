@@ -35,14 +35,16 @@ def write_context(
     events: Iterable[PendingEvent],
     now: float,
 ) -> str | None:
-    """Return the context of a request that has no hints, with ``events`` and their ages at the time ``now``
-    (monotonic seconds). ``emitter`` is the id of the event sender that numbered the events; ``None`` if there
-    are no events. ``steps_left`` is ``SojournContext.expected_steps_left``.
+    """Return, as JSON text, the ``AgenticContext`` of a request for which the user's code gave neither hints
+    nor a step id. It contains ``events`` with their ages at the time ``now`` (monotonic seconds).
+
+    ``emitter`` is the id of the event sender that numbered the events; ``None`` if there are no events.
+    ``steps_left`` is the SDK's own estimate, ``SojournContext.expected_steps_left``.
 
     Returns ``None`` if an event is neither ``ToolStart`` nor ``ToolStop``, if an age or duration is out of
     range, or if a duration is not a float. The caller then encodes the structs of ``hints`` and
-    ``wire_events``. Raises ``TypeError`` for a name that is not a string, and ``UnicodeEncodeError`` for a
-    name that UTF-8 cannot express."""
+    ``wire_events``. Raises ``TypeError`` if an id or a name in the program or its events is not a string, and
+    ``UnicodeEncodeError`` if UTF-8 cannot express it."""
     id = _quoted(program.id)
     text = f'{{"program_id":{id}'
     if program.parent_id is not None:

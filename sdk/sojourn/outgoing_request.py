@@ -199,7 +199,8 @@ class RetryScope:
         self.over = False
         """True after the block. Needed because tasks started inside still have the scope in their context."""
         self.open: OutgoingRequest | None = None
-        """The logical request without an answer so far. The next attempt may belong to it."""
+        """The logical request that has no answer yet, if any. The next attempt is a retry of it, unless the
+        attempt has another program or session, or an attempt of this request is still in progress."""
         self._token: Token[RetryScope | None] | None = None
 
     def __enter__(self) -> RetryScope:

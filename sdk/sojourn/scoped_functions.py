@@ -21,7 +21,8 @@ ScopeFactory = Callable[[], AbstractContextManager[Any]]
 
 
 class Scope(Protocol):
-    """A ``with`` block, such as a program or a tool call, that can stay open after its code has returned."""
+    """A program or a tool call, entered and ended like a ``with`` block. It can stay open after the wrapped
+    function has returned, for example until the returned coroutine ends."""
 
     def __enter__(self) -> Any: ...
 

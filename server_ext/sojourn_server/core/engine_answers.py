@@ -318,7 +318,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Number of programs by the tier in which the policy places them."""
     ledger: LedgerTotals
     output_lengths: dict[str, Any]
-    """Number of learned output lengths, and mean errors of the predictions."""
+    """``outputs``: number of learned output lengths. ``network_off`` and ``without_off``: mean |ln(actual ÷
+    predicted)| of predictions with and without the neural network; ``null``: too few outputs were checked.
+    ``network``: state of the network; ``null`` without one."""
     tombstones: int
     """Number of evicted blocks whose eviction the engine remembers."""
     history: HistoryTotals

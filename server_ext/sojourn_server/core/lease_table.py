@@ -113,8 +113,8 @@ class LeaseTable:
         self._push(lease)
 
     def heard(self, program_id: ProgramId, now: float) -> None:
-        """Record that the client sent an event. Silence then ends the lease ``SILENCE_EXTENSION_S`` after
-        ``now`` or later."""
+        """Record that the client sent an event. If it promised heartbeats, its silence ends the lease at
+        ``now`` plus ``SILENCE_EXTENSION_S``, or at the previous deadline if that is later."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is not None:
             later = now + SILENCE_EXTENSION_S

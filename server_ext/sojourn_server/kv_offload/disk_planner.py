@@ -109,8 +109,8 @@ class DiskPlanner:
         """Block being read → requests that wait for it."""
         self._staging: dict[str, _PendingStage] = {}
         self._reads_hang = False
-        """Whether some request waited for ``limits.max_stage_wait_s`` without the end of any read. False
-        again once a read ends."""
+        """Whether a request has waited ``limits.max_stage_wait_s`` seconds, and no read ended meanwhile.
+        Reset when a read ends."""
         self._elsewhere: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks found in other engines' stores for requests, least recently used first."""
         self._borrowed: set[BlockKey] = set()

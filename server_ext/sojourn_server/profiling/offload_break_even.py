@@ -44,7 +44,8 @@ class ContextThreshold(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Return the threshold as a JSON object. ``faster`` is ``always``, ``from``, ``never`` or ``not
-        known``. ``tokens`` is the threshold; null for ``never`` and ``not known``."""
+        known``. ``tokens`` is the threshold: 0 for ``always``; null for ``never`` and ``not known``.
+        ``why``, only with ``not known``: the reason."""
         if self.tokens is None:
             return {"faster": "not known", "tokens": None, "why": self.why}
         if self.tokens == math.inf:

@@ -142,8 +142,9 @@ class CapacityQueue:
         return True
 
     def _is_late(self, waiting: TenantQueue, now: float) -> bool:
-        """Whether the oldest request of a tenant's queue is late (see the module's docstring). False for a
-        request that has to be routed first. Also records when the request became the oldest."""
+        """Whether the oldest request of a tenant's queue is late (see the module's docstring). False while
+        its ``needs_tokens`` is 0: its need is unknown until it is routed again. Also records when the request
+        became the oldest."""
         first = waiting.oldest
         if first.first_since is None:
             first.first_since, first.first_since_s = self.admitted_count, now

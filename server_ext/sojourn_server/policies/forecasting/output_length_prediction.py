@@ -35,8 +35,8 @@ class OutputLengthView(NamedTuple):
     most_tokens: int
     """Maximum number of further tokens: a limit, not an estimate."""
     lengths: Sequence[int] = ()
-    """Lengths in tokens of finished outputs, ascending. The outputs have the same agent type and followed the
-    same tool. If there are too few, outputs after all tools count; if still too few, of all agent types."""
+    """Lengths in tokens of finished outputs, ascending: those of the first of three groups that has enough.
+    The groups: the same agent type after the same tool, the same agent type, all outputs."""
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced; ``None``: no hint."""
     hint_error: float | None = None

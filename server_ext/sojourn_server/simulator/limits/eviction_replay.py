@@ -221,8 +221,8 @@ class _ReplayPool:
                 self._copies.setdefault(block, []).append(here)
 
     def _decrement_writing(self, blocks: Iterable[int]) -> None:
-        """Decrement ``_writing`` for each of ``blocks``. The caller increments ``_writing`` again for blocks
-        that are still incomplete."""
+        """Remove one request from the count in ``_writing`` of each of ``blocks``. The caller then counts the
+        request again for the blocks that it still computes."""
         writing = self._writing
         for block in blocks:
             writing[block] -= 1

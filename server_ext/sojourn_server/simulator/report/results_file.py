@@ -92,8 +92,8 @@ def read_results(path: str | Path) -> SimulationResults:
 
 
 def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Raise ``ResultsError`` if the version in ``data`` is not ``expected``. The message names the file,
-    ``where``, and the kind of file, ``what``. Without this check, decoding a file of another version would
+    """Raise ``ResultsError`` if the version in ``data`` is not ``expected``. The message names the file
+    (``where``) and the kind of file (``what``). Without this check, decoding a file of another version would
     only report that some field is missing."""
 
     class Versioned(msgspec.Struct):
@@ -108,8 +108,8 @@ def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
 
 
 def decode(data: bytes, kind: type[Any], where: str) -> Any:
-    """Decode JSON or msgpack as the type ``kind``. Raises ``ResultsError``, which names the file, ``where``,
-    and the field."""
+    """Decode JSON or msgpack as the type ``kind``. Raises ``ResultsError``, which names the file
+    (``where``) and the field."""
     is_json = data[:1] < b"\x80"  # the first byte of a msgpack map is larger than that of any JSON
     try:
         return msgspec.json.decode(data, type=kind) if is_json else msgspec.msgpack.decode(data, type=kind)
