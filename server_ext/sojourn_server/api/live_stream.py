@@ -143,7 +143,7 @@ class _SharedFrames:
         clock: Callable[[], float],
     ) -> None:
         """``poll``: function that returns a frame and the CPU seconds that it took. Its argument is ``None``
-        for a full frame, or the number of seconds within which shown programs changed."""
+        for a full frame. For a delta, it is the number of past seconds whose changes are shown."""
         self._poll = poll
         self._clock = clock
         self._interval_s = self._pause_s = interval_s

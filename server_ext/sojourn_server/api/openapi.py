@@ -164,7 +164,7 @@ def _operation(
 
 
 def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a query parameter without ``null``, since such a parameter is left out instead."""
+    """Return a query parameter's schema without ``null``: a client omits the parameter instead."""
     kept = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
     rest = {key: value for key, value in schema.items() if key not in ("anyOf", "default")}
     if schema.get("default") is not None:
@@ -173,7 +173,8 @@ def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe(classes: Iterable[type], components: Mapping[str, Any]) -> None:
-    """Add the descriptions of fields to the schemas, and write all of them as Markdown."""
+    """Write the descriptions of classes and fields into the schemas, as Markdown. Mark the fields that every
+    answer has as required."""
     for cls in classes:
         schema = components.get(cls.__name__)
         if schema is None:

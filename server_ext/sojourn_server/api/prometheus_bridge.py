@@ -185,7 +185,7 @@ def _add_observations(child: Any, bounds: tuple[float, ...], counts: list[int], 
     the sum of the observed values.
 
     ``prometheus_client`` has no public call for this. Since at least release 0.10, its histogram has one
-    value object per bucket and one for the sum, which this function increases. If a release has another
+    value object per bucket and one for the sum. This function increases them. If a release has another
     layout, this function observes a value inside the bucket for each observation. Then all counts stay
     exact, and the sum becomes approximate.
     """
