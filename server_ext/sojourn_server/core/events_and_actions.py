@@ -273,7 +273,7 @@ class PrefetchStarted(_Event, tag="prefetch", frozen=True):
     """Number of leading missing blocks that are in host memory, ready to be loaded."""
     spare_blocks: int = 0
     """Number of the device's blocks that can be taken without evicting KV of a living program. Counting stops
-    once more blocks would not change the answer."""
+    when further blocks would not change the answer."""
 
 
 class CacheResetStarted(_Event, tag="reset_start", frozen=True):
@@ -282,7 +282,7 @@ class CacheResetStarted(_Event, tag="reset_start", frozen=True):
 
 
 class CacheReset(_Event, tag="reset", frozen=True):
-    """The tiers below the device were cleared and, if ``device`` is true, the prefix cache on the device."""
+    """The tiers below the device were cleared. The prefix cache on the device may have been cleared too."""
 
     device: bool = True
     """Whether the prefix cache on the device was cleared too."""

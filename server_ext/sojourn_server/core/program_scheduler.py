@@ -1,12 +1,12 @@
 """The state machine of one engine: it takes events, returns actions, and has read-only queries.
 
-Only ``handle`` changes the tables. It uses no engine, no clock and no network. An adapter reports events with
-``now`` and carries out the returned actions. The simulator does the same in virtual time, so a recorded run
-gives the same decisions again. If an event causes an exception, the actions that were added before the
-exception are returned with the actions of the next event.
+Only ``handle`` changes the tables. This module uses no engine, no clock and no network. An adapter reports
+events with ``now`` and carries out the returned actions. In the simulator, ``now`` is virtual time. The same
+events always give the same decisions, so a recorded run can be replayed. If an event causes an exception, the
+actions that were added before the exception are returned with the actions of the next event.
 
-Queries such as ``queue_key`` and ``is_parked`` change nothing; the two ``take_…`` methods only empty the
-list that they return. The tables are in ``state``. Only ``core`` and ``recording`` may use them.
+Queries such as ``queue_key`` and ``is_parked`` change nothing. The two ``take_…`` methods empty the list that
+they return. The tables are in ``state``. Only ``core`` and ``recording`` may use them.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class ProgramScheduler:
 
     def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
         """Whether the engine must report ``AdmissionRequested`` before it admits the request. ``preempted``:
-        whether the engine has preempted it; ``None``: as last reported."""
+        whether the engine preempted the request; ``None``: the last reported state applies."""
         state = self._requests.states[request_id]
         return not state.goes_first and self._admission.applies_to(state, preempted)
 

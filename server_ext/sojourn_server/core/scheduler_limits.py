@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_LOGGED_TURNS_AND_DECISIONS = 1000
-"""Minimum number of turns that the turn ledger keeps, and of entries that the decision log keeps. Both keep
-``max_programs`` if that is larger."""
+"""Minimum number of turns that the turn ledger keeps, and of entries that the decision log keeps. If
+``max_programs`` is larger, both keep that many."""
 MIN_LOGGED_EVICTED_BLOCKS = 16_384
 """Minimum capacity of the eviction log, in blocks (about 6 MB). The log of a large pool has a capacity of
 twice the pool's blocks. For a pool of a few hundred blocks that is too little, because such a pool can evict

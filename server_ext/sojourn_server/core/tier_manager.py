@@ -237,7 +237,7 @@ class TierManager:
 
     def cache_reset(self, now: float, *, device: bool = True) -> None:
         """Handle the loss of all KV except that of running requests. If ``device`` is false, programs on the
-        device keep their KV. From then on the disk has no capacity for placement."""
+        device keep their KV. In both cases placement no longer uses the disk."""
         self._pool.disk_blocks = 0
         for place in list(self._by_id.values()):
             if place.tier is Tier.DEVICE and not device:

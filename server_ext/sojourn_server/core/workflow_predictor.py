@@ -33,8 +33,8 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REUSED_SHARE_WEIGHT = 0.5
-"""Weight of the newest turn in a program's ``reused_share``, the moving average of the share of a turn's
-context with which the next prompt begins."""
+"""Weight of the newest turn in ``ProgramState.reused_share``, a moving average: the share of a turn's context
+that the next prompt reuses."""
 PREFETCH_HORIZON_S = 300.0
 """Maximum seconds from now to the start of a planned prefetch; a later prefetch is not planned. Equal to the
 default of ``SchedulerLimits.max_hinted_ttl_s``."""
@@ -141,7 +141,7 @@ class WorkflowPredictor:
             self._plan_gap(program, now)
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
-        """Learn from a program that is over. ``ended``: true unless the client cancelled the program."""
+        """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
         program.prefetch_at_s = None
         self._prefixes.forget(program.id)
         if self._predicts:
