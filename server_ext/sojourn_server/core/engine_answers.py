@@ -137,7 +137,8 @@ class ProgramSummary(msgspec.Struct, kw_only=True):
     requests: int
     """Number of requests in the engine."""
     placed: str | None
-    """Tier of the program's KV, under a policy with placement: device, host, disk or waiting."""
+    """Tier in which the placement policy has placed the program: device, host, disk, or waiting (no tier
+    keeps its KV); ``None``: not placed, as under a policy without placement."""
     tool: str | None
     """Tool that runs in this gap."""
     tools_running: int

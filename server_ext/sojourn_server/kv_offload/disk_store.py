@@ -399,7 +399,8 @@ class DiskStore:
             return True
 
     def _remove_unusable(self, key: bytes) -> None:
-        """Remove an unusable file before ``key`` is written again. Raises ``StoreError``."""
+        """Remove the file of ``key`` if it is marked as unusable, since the block is about to be written
+        again. Raises ``StoreError`` if the file cannot be removed."""
         if self._take_unusable(key):
             error = self._erase(key)
             if error is not None:

@@ -39,7 +39,8 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     running: bool
     """Whether any request of the program has its blocks; false while all requests wait."""
     tier: str | None
-    """Tier of the program's KV, under a policy with placement: device, host, disk or waiting."""
+    """Tier in which the placement policy has placed the program: device, host, disk, or waiting (no tier
+    keeps its KV); ``None``: not placed, as under a policy without placement."""
     device_blocks: int
     """Cached blocks on the device that the program owns. A block with several owners counts for each."""
     lease_blocks: int

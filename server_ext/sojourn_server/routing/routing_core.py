@@ -267,8 +267,9 @@ class RoutingCore(ABC):
             self._reject_unrouted(request_id, error)
 
     def _reject_early(self, event: routing_events.RequestReceived) -> bool:
-        """Reject a request that this core cannot serve now, before its size and the queue are checked. Return
-        whether it was rejected."""
+        """Reject the request if this core can serve no request now, for example because it has no decode
+        engine. Return whether it was rejected. Called before the request's size and the queue are checked. By
+        default, no request is rejected."""
         return False
 
     def _is_queue_full(self, tenant: str) -> bool:

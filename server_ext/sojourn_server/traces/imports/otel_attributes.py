@@ -126,7 +126,8 @@ def model_of(attributes: Mapping[str, Any]) -> str | None:
 
 
 def tool_of(span_name: str, attributes: Mapping[str, Any]) -> str:
-    """Return the name of the tool; ``unknown`` if the span has none."""
+    """Return the name of the tool from the attributes, or else ``span_name`` without a leading operation such
+    as ``execute_tool``; ``unknown`` if nothing is left."""
     named = _text(attributes, _TOOL_NAME)
     if named is not None:
         return named
@@ -135,7 +136,8 @@ def tool_of(span_name: str, attributes: Mapping[str, Any]) -> str:
 
 
 def agent_of(span_name: str, attributes: Mapping[str, Any]) -> str | None:
-    """Return the name of the agent; ``None`` if the span has none."""
+    """Return the name of the agent from the attributes, or else what follows a leading operation in
+    ``span_name``; ``None`` if neither names it."""
     named = _text(attributes, _AGENT_NAME)
     if named is not None:
         return named
