@@ -245,8 +245,7 @@ class AnyLife(RuleBasedStateMachine):
     def a_crowd_asks(self, tenant: str, tokens: int, due_s: float, many: int, seconds: float) -> None:
         for _ in range(many):
             self.asks(f"new {self.number}", tokens, tenant, None, due_s)
-        self.now += seconds
-        self.take(routing_events.Tick())
+        self.time(seconds)
 
     @rule(
         program=st.sampled_from(("p", "q", None)),
