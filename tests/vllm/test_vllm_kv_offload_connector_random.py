@@ -253,7 +253,7 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     blocks = engine.options.blocks
     device, draw, ahead = Device(engine, failing), random.Random(seed), random.Random(seed + 1)
     contexts: dict[str, list[int]] = {}
-    for number in range(1, 261):
+    for number in range(1, 161):
         program = f"P{draw.randrange(7)}"
         for _ in range(ahead.choice([0, MOST_LOAD_STEPS + 1])):
             load_ahead(engine, program, 1.0)

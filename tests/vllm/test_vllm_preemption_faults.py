@@ -34,7 +34,7 @@ MOST_TIMES = BestFitVictim().most_preemptions + 1
 """Thrice, and once more where all who run have been preempted so often."""
 MOST_TIMES_CROWDED = 2 * MOST_TIMES
 """Where everybody is let in, all who run have soon been preempted so often, and the least often goes."""
-WISHES = 360
+WISHES = 200
 """In a random life: enough that hundreds of blocks are loaded, whatever is drawn."""
 LONGEST_AWAY = 1500
 """Steps. The longest answers take 1,200, and whoever needs what one of them holds waits that long: lives
@@ -346,7 +346,7 @@ def test_max_tokens_a_trillion_times_too_large_change_little(
     make_engine: Any, clock: Any, stock: Untouched
 ) -> None:
     """They are a bound and no estimate."""
-    honest = [replace(wish, most=wish.tokens) for wish in mixed(240)]
+    honest = [replace(wish, most=wish.tokens) for wish in mixed(120)]
     lies = [replace(wish, most=wish.tokens * 10**12) for wish in honest]
     told = serve(Timed(make_engine("tetris", **SHAPE, **HOST), clock), honest)
     lied_to = serve(Timed(make_engine("tetris", **SHAPE, **HOST), clock), lies)
@@ -644,11 +644,11 @@ def test_no_request_starves_under_random_load(
             ended += output.num_output_tokens == wanted[name]
             longest = max(longest, on.steps - arrived[name])
         assert on.steps < 20_000, f"nothing ends any more: {sorted(requests)}"
-    assert on.steps > 3000
+    assert on.steps > 1500
     assert ended + aborted == WISHES
-    assert aborted > 20
-    assert on.times.total() > 100
-    assert min(on.counts["loaded"], on.counts["stored"]) > 500
+    assert aborted > 10
+    assert on.times.total() > 50
+    assert min(on.counts["loaded"], on.counts["stored"]) > 250
     assert max(on.times.values()) <= MOST_TIMES_CROWDED
     assert max(on.idle.values()) < LONGEST_AWAY, "steps without progress for a request"
     nothing_is_left(on)
