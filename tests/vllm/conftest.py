@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_processes.sitecustomize import inspect_models_here
 
 HERE = Path(__file__).parent
 
@@ -18,6 +20,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == HERE and item.path.name != "test_vllm_compat.py":
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_inspected_here() -> Iterator[None]:
+    """Spare a release of vLLM whose cache is empty, as tox's are, a process that imports all of vLLM."""
+    run = subprocess.run
+    inspect_models_here()
+    yield
+    subprocess.run = run
 
 
 @dataclass
