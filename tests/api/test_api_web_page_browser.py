@@ -225,6 +225,7 @@ def test_the_page_and_top_say_the_same(browser: Any) -> None:
         row("gated", status="gated", device_blocks=0, lease_blocks=0, lease_until_s=None, ttft_s=None),
         row("tool", since_s=10.0, lost_tokens=123_456, device_blocks=1500, saved_s=0.04),
         row("idle", tool=None, since_s=-500_000.0, turns=1_200_000),
+        row("returned", tool_ended=True, since_s=-400_000.0),
         row("silent", status="expired", tier="host", device_blocks=0),
         row("offloaded", status="ended", device_blocks=0, lease_blocks=0, lease_until_s=None, disk_blocks=3),
         row("ended", status="ended", lease_blocks=0, lease_until_s=None),

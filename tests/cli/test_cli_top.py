@@ -154,6 +154,18 @@ def test_of_ended_programs_the_newest_comes_first_and_no_tool_is_shown() -> None
     assert tool.text(views[0]) == ""
 
 
+def test_a_program_whose_tool_has_ended_is_idle() -> None:
+    shown = frame(row("ended", tool_ended=True), row("runs"))
+    tool = next(column for column in COLUMNS if column.name == "TOOL")
+    views = sorted_programs(shown)
+    assert [(view.row.program_id, view.state, bool(tool.text(view))) for view in views] == [
+        ("runs", "tool", True),
+        ("ended", "idle", False),
+    ]
+    page = "\n".join(text_of(line) for line in header(shown, 80, url="http://h:8000"))
+    assert "1 tool, 1 idle" in page
+
+
 def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
     shown = frame(*PROGRAMS)
     for name in SORTABLE:

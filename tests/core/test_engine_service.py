@@ -18,6 +18,7 @@ from sojourn_server.core.engine_service import (
     EngineService,
     UnknownOperation,
 )
+from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.metrics.metric_catalog import METRIC_CATALOG, METRICS_DROPPED
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from virtual_engine import TOOL, VirtualEngine, prompt
@@ -52,6 +53,21 @@ def test_capabilities(engine: VirtualEngine) -> None:
         "program_start.call_id", "tool_start.expected_s", "tool_start.expected_p95_s", "aeg.graph_hash",
         "aeg.graph",
     ]  # fmt: skip
+
+
+def test_a_snapshot_says_when_the_last_of_the_reported_tools_has_ended(engine: VirtualEngine) -> None:
+    def tool() -> tuple[str | None, bool]:
+        rows = {row[0]: dict(zip(fields, row, strict=True)) for row in engine.ask("snapshot")["programs"]}
+        return rows["a"]["tool"], rows["a"]["tool_ended"]
+
+    fields = ProgramRow.__struct_fields__
+    engine.send(ToolStart(program_id="a", seq=-1, call_id="c2", tool="web"))
+    engine.send(ToolStop(program_id="a", seq=-1, call_id="c1", duration_s=2.0))
+    assert tool() == ("web", False)
+    engine.send(ToolStop(program_id="a", seq=-1, call_id="c2", duration_s=1.0))
+    assert tool() == ("web", True)
+    engine.turn("a", prompt(60))  # the model calls the tool, and the client reports nothing yet
+    assert tool() == (TOOL, False)
 
 
 def test_a_snapshot_says_whether_the_policy_grants_leases(engine: VirtualEngine) -> None:

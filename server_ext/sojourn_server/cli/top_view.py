@@ -93,7 +93,7 @@ def _state(row: ProgramRow) -> str:
     if row.status == "reasoning":
         return "thinking" if row.running else "waiting"
     if row.status == "acting":
-        return "tool" if row.tool else "idle"
+        return "tool" if row.tool and not row.tool_ended else "idle"
     return {"expired": "silent"}.get(row.status, row.status)
 
 
@@ -125,7 +125,7 @@ def _state_sort_key(view: ProgramView) -> tuple[float, ...]:
 
 
 def _current_tool(view: ProgramView) -> str:
-    return "" if view.state == "ended" else _tool(view.row.tool or "")
+    return "" if view.state == "ended" or view.row.tool_ended else _tool(view.row.tool or "")
 
 
 COLUMNS = (

@@ -121,6 +121,7 @@ def _row(
         ttft_s=None if program.ttft_s is None else round(program.ttft_s, 3),
         host_blocks=below[0],
         disk_blocks=below[1],
+        tool_ended=program.tools_ended(),
     )
 
 

@@ -210,7 +210,7 @@ class TierManager:
         place = self._by_id.get(program.id)
         if place is not None and self.policy.reads_costs and place.activity is ProgramActivity.ACTING:
             place.tool_reports += 1
-            place.tools_ended_s = now if program.gap_reported and not program.tools else None
+            place.tools_ended_s = now if program.tools_ended() else None
             if place.tool_reports == MAX_TOOL_REPORTS:
                 self._views.fix_gap(place, now)
             self._mark(place, now, None)

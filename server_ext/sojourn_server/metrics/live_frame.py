@@ -33,7 +33,7 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     requests: int
     """Number of requests in the engine."""
     tool: str | None
-    """Tool that runs in this gap."""
+    """Tool of this gap, as the client reported it or the model called it. It runs, unless ``tool_ended``."""
     since_s: float
     """Arrival of the oldest live request, else the end of the last turn, else the first contact."""
     running: bool
@@ -62,6 +62,8 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     number is an estimate, because only some blocks are looked up."""
     disk_blocks: int = 0
     """Blocks of the last turn's context on disk, counted like ``host_blocks``."""
+    tool_ended: bool = False
+    """Whether the client reported the end of a tool in this gap, and reports no other tool that runs."""
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -323,3 +323,7 @@ class ProgramState:
         """History key of ``running_tool``, or else ``pending_tool``; ``None`` without either."""
         tool = self.running_tool()
         return tool.key if tool is not None else self.pending_tool
+
+    def tools_ended(self) -> bool:
+        """Whether the client reported a tool's end in this gap, and no reported tool call runs."""
+        return self.gap_reported and not self.tools

@@ -6,7 +6,7 @@ import { programLabel } from "./text_format.js";
 export const FIELDS = [
   "program_id", "engine", "tenant", "status", "name", "parent_program_id", "turns", "context_tokens", "requests",
   "tool", "since_s", "running", "tier", "device_blocks", "lease_blocks", "lease_until_s", "lease_reason",
-  "reused_tokens", "lost_tokens", "saved_s", "ttft_s", "host_blocks", "disk_blocks",
+  "reused_tokens", "lost_tokens", "saved_s", "ttft_s", "host_blocks", "disk_blocks", "tool_ended",
 ];
 export const STATES = ["thinking", "waiting", "gated", "tool", "idle", "silent", "ended"];
 const SAMPLE_S = 1;
@@ -55,6 +55,7 @@ export class LiveState {
     for (const values of frame.programs) {
       const row = {};
       for (let i = 0; i < FIELDS.length; i += 1) row[FIELDS[i]] = values[i] ?? null;
+      if (row.tool_ended) row.tool = null; // no tool runs
       row.key = `${row.tenant ?? ""}\n${row.program_id}`;
       row.state = stateOf(row);
       this.hasTenants ||= row.tenant !== null;
