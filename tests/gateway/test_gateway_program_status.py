@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from fake_engine import engines
 from gateway_harness import World, world
+from sojourn_server.gateway.http.tenant_keys import DEFAULT_TENANT
 from sojourn_server.routing.routed_programs import RoutedProgram
-from sojourn_server.routing.routing_events import RequestReceived
+from sojourn_server.routing.routing_events import ProgramEnded, RequestFinished, RequestReceived
 
 TENANTS = {"ka": "alice", "kb": "bob"}
 PROGRAMS = "/sojourn/v1/programs"
@@ -50,6 +51,17 @@ async def test_the_status_of_one_program_costs_that_of_no_other(built: list[str]
         ) as answer:
             assert (await answer.json()).get("tenant") != "bob"
         assert built == []
+
+
+async def test_a_list_says_that_ended_programs_are_not_in_it() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        it.gateway.routing_backend.tell(RequestReceived("r", DEFAULT_TENANT, 10, "p"))
+        assert (await it.get(PROGRAMS))["total"] == 1
+        it.gateway.routing_backend.tell(RequestFinished("r"))
+        it.gateway.routing_backend.tell(ProgramEnded("p", DEFAULT_TENANT))
+        told = await it.get(PROGRAMS)
+        assert (told["programs"], told["shown"], told["total"]) == ([], 0, 0)
+        assert told["note"].startswith("ended programs are not listed")
 
 
 async def test_a_list_costs_the_programs_that_it_shows(built: list[str]) -> None:

@@ -42,12 +42,14 @@ class GatewayCapabilities(Capabilities, frozen=True, kw_only=True):
 
 
 class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
-    """The live programs that the client may see. ``total`` is their number. ``shown`` is the number in this
-    answer, the most recently active ones."""
+    """The live programs that the client may see. ``total`` is their number; ended programs do not count.
+    ``shown`` is the number in this answer, the most recently active ones."""
 
     programs: Sequence[ProgramRouteStatus]
     shown: int
     total: int
+    note: str = "ended programs are not listed; GET /sojourn/v1/programs/ID or sojourn top shows them"
+    """What the list leaves out, for people."""
 
 
 class RoutedProgram(ProgramRouteStatus, frozen=True, kw_only=True):
