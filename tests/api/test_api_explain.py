@@ -70,6 +70,18 @@ def test_a_turn_that_waits_is_explained_while_it_waits() -> None:
     assert "no token yet after 3.00 s" in found["text"]
 
 
+def test_a_turn_that_decodes_says_for_how_long() -> None:
+    virtual = VirtualEngine()
+    request = virtual.arrive("a", prompt(20))
+    virtual.admit(request)
+    virtual.program_scheduler.first_token(request, virtual.now)
+    virtual.wait(6.0)
+    found = asked(virtual, "a")
+    assert found["outcome"] == "running"
+    assert found["text"].endswith("It has been decoding for 6.00 s.")
+    assert "output tokens" not in found["text"]
+
+
 def waited(*moves: dict[str, Any], queued_s: float = 6.5) -> Explanation:
     """A turn that waited before ``moves`` let it on."""
     virtual = VirtualEngine("sojourn")

@@ -222,7 +222,9 @@ def _paragraph(
         again = record["recomputed_after_preemption_tokens"]
         times = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
         sentences.append(f"It was preempted {times} and computed {again:,} tokens again")
-    if seconds["decoding"]:
+    if seconds["decoding"] and running:  # the ledger counts output tokens when the turn ends
+        sentences.append(f"It has been decoding for {seconds['decoding']:.2f} s")
+    elif seconds["decoding"]:
         sentences.append(f"{record['output_tokens']:,} output tokens took {seconds['decoding']:.2f} s")
     return ". ".join(sentences) + "."
 
