@@ -182,6 +182,10 @@ def test_tokens_lost_to_a_changed_beginning_are_no_fault_of_the_cache() -> None:
     virtual.turn("a", [*prompt(20), *prompt(30, seed=7)])
     found = asked(virtual, "a", 2)
     assert list(found["tokens"]["lost"]) == ["changed"]
+    n = found["tokens"]["lost"]["changed"]
+    differ = f"{n} tokens differ from the previous context, counted from the block of the first changed token"
+    assert differ in found["text"]
+    assert "had been lost" not in found["text"]
     assert [one["text"] for one in found["advice"]] == [
         "Nothing was lost that a hint could have kept. The changed tokens are no fault of the cache: the "
         "client sent a different beginning (a re-tokenised answer or an edited history)."

@@ -207,6 +207,14 @@ def test_a_policy_with_leases_shows_no_place(serve: Any) -> None:
     assert "reused: turn" not in text
 
 
+def test_changed_tokens_are_not_called_lost(serve: Any) -> None:
+    tokens = {**FOUND["tokens"], "lost": {"changed": 30}}
+    serve(Server(row("a"), tokens=tokens))
+    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
+    assert re.search(r"\n  changed +30 +differ from the previous context; computed again\n", text)
+    assert "lost" not in text
+
+
 def test_a_gap_in_which_no_tool_was_seen_is_no_tool_and_has_the_remedy(serve: Any) -> None:
     serve(Server(row("a"), before={"gap_s": 2.0, "tool": None, "leased_at_return": False}))
     text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout

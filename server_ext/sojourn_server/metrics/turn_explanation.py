@@ -22,13 +22,12 @@ _CAUSES = {
     "expired": "evicted{by} after the lease had expired",
     "silent": "evicted{by} after the lease had ended, because the client stopped its heartbeats",
     "pressure": "evicted{by} after the lease had been taken back for another request",
-    "changed": "the prompt repeats the previous context only up to some token",
     "dropped": "dropped at the program's end or by a cache reset",
     "preempted": "the request itself was preempted",
     "unknown": "the ledger has no cause",
 }
-"""Cause of a loss → its description. ``{by}`` names the program whose request took the blocks; it is left out
-if the program is unknown."""
+"""Cause of a loss → its description. ``changed`` is missing, because nothing was lost. ``{by}`` names the
+program whose request took the blocks; it is left out if the program is unknown."""
 _AWAY = {
     "over_capacity": "the KV memory was full, so the policy had taken the program off the device",
     "exchange": "its place on the device had gone to a program that was ready, while its own tool ran",
@@ -210,6 +209,12 @@ def _paragraph(
             f"{tokens['prompt'] - reused:,} computed in {seconds['prefilling']:.2f} s"
         )
         for cause, count in sorted(lost.items(), key=lambda item: -item[1]):
+            if cause == "changed":
+                sentences.append(
+                    f"{count:,} tokens differ from the previous context, "
+                    "counted from the block of the first changed token"
+                )
+                continue
             by = f" by program {record['evictor']}" if record["evictor"] else ""
             why = _CAUSES.get(cause, cause)
             if without_leases:

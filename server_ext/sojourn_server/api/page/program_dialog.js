@@ -8,6 +8,7 @@ import { count, duration, element, setText, size } from "./text_format.js";
 const SVG = "http://www.w3.org/2000/svg";
 const PHASES = ["queued", "prefilling", "decoding"];
 const NO_TOOL_SEEN = "no tool seen (if one ran, name it: @sojourn.tool)"; // as in metrics/turn_explanation.py
+const CHANGED = "differ from the previous context; computed again"; // as in cli/explain.py
 const TURNS = 40; // newest turns shown
 // Parts of a prompt, as `sojourn explain` names them (cli/explain.py).
 const SOURCES = {
@@ -176,7 +177,10 @@ export class ProgramDialog {
     add("queued", seconds(found.seconds.queued), "", "");
     add("prefilling", seconds(found.seconds.prefilling), tokens.prompt ? whole(tokens.prompt) : "", "prompt");
     for (const [source, note] of Object.entries(SOURCES)) if (tokens[source]) add(source, "", whole(tokens[source]), note);
-    for (const [cause, number] of Object.entries(tokens.lost ?? {})) add(`lost: ${cause}`, "", whole(number), `computed again${found.lost_to ? `; taken by ${found.lost_to}` : ""}`);
+    for (const [cause, number] of Object.entries(tokens.lost ?? {})) {
+      if (cause === "changed") add(cause, "", whole(number), CHANGED);
+      else add(`lost: ${cause}`, "", whole(number), `computed again${found.lost_to ? `; taken by ${found.lost_to}` : ""}`);
+    }
     add("decoding", seconds(found.seconds.decoding), "", found.outcome === "running" ? "goes on" : `ended: ${found.outcome}`);
     const parts = [
       element("h3", {}, `Explanation of turn ${found.turn}`),
