@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
+from sojourn.wire_events import ToolStart, ToolStop
 from sojourn_server.api.response_merging import merge_program
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.metrics.turn_explanation import Explanation, explain
@@ -137,6 +138,29 @@ def test_a_gap_in_which_no_tool_was_seen_is_told_as_time_between_the_turns() -> 
     assert found["unknown"] == [
         "whether a tool ran before the turn: neither the client nor the output named one"
     ]
+
+
+def test_the_gap_before_a_turn_is_not_called_the_run_time_of_its_tool() -> None:
+    virtual = VirtualEngine()
+    virtual.turn("a", prompt(40))
+    virtual.wait(3.5)
+    virtual.turn("a", prompt(60))
+    found = asked(virtual, "a", 2)
+    assert f"Before it 3.50 s passed, in which the tool {TOOL} ran" in found["text"]
+    assert found["before"]["tool_s"] is None
+
+
+def test_the_gap_before_a_turn_is_split_by_the_reported_durations_of_tools() -> None:
+    virtual = VirtualEngine()
+    virtual.turn("a", prompt(40))
+    virtual.send(ToolStart(program_id="a", seq=-1, call_id="1", tool="half"))
+    virtual.wait(0.5)
+    virtual.send(ToolStop(program_id="a", seq=-1, call_id="1", duration_s=0.5))
+    virtual.wait(3.0)
+    virtual.turn("a", prompt(60))
+    found = asked(virtual, "a", 2)
+    assert "Before it 3.50 s passed: 0.50 s with a tool (half) and 3.00 s without" in found["text"]
+    assert found["before"] == {"gap_s": 3.5, "tool": "half", "leased_at_return": True, "tool_s": 0.5}
 
 
 def test_a_program_s_slowest_turn_is_named() -> None:

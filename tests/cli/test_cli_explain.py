@@ -207,6 +207,17 @@ def test_a_policy_with_leases_shows_no_place(serve: Any) -> None:
     assert "reused: turn" not in text
 
 
+def test_a_gap_is_split_into_the_time_with_and_without_a_tool(serve: Any) -> None:
+    before = {"gap_s": 3.5, "tool": "half", "leased_at_return": False}
+    serve(Server(row("a"), before=before))
+    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
+    assert re.search(r"\ngap +3\.50 +half; no lease", text)
+    assert "with a tool" not in text
+    serve(Server(row("a"), before={**before, "tool_s": 0.5}))
+    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
+    assert re.search(r"\ngap +3\.50 +half; no lease *\n  with a tool +0\.50 *\n  without +3\.00 *\n", text)
+
+
 def test_changed_tokens_are_not_called_lost(serve: Any) -> None:
     tokens = {**FOUND["tokens"], "lost": {"changed": 30}}
     serve(Server(row("a"), tokens=tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -923,6 +924,55 @@ def test_a_gap_belongs_to_the_first_request_after_it() -> None:
     ]
     assert gaps == [("stopped", None, None), ("aborted", 2.0, TOOL), ("stopped", None, None)]
     assert durations(engine) == [2.0]
+
+
+def test_a_turn_knows_for_how_long_tools_ran_in_the_gap_before_it() -> None:
+    engine = VirtualEngine()
+    calls = itertools.count()
+
+    def begin(tool: str = "t") -> str:
+        call_id = str(next(calls))
+        engine.send(ToolStart(program_id="p", seq=-1, call_id=call_id, tool=tool))
+        return call_id
+
+    def end(call_id: str, duration_s: float) -> None:
+        engine.send(ToolStop(program_id="p", seq=-1, call_id=call_id, duration_s=duration_s))
+
+    engine.turn("p", prompt(8))
+    # Two calls at once: both of them ran within 4 s. Then one of 1 s.
+    long = begin()
+    engine.wait(1.0)
+    short = begin()
+    engine.wait(1.0)
+    end(short, 1.0)
+    engine.wait(2.0)
+    end(long, 4.0)
+    engine.wait(3.0)
+    last = begin()
+    engine.wait(1.0)
+    end(last, 1.0)
+    engine.turn("p", prompt(12))
+    # A call that began during the turn counts from the turn's end on.
+    request = engine.arrive("p", prompt(16))
+    engine.admit(request)
+    engine.wait(0.5)
+    early = begin()
+    engine.wait(2.0)
+    engine.finish(request)
+    engine.wait(0.5)
+    end(early, 2.5)
+    engine.turn("p", prompt(20))
+    # A call whose end the server does not know.
+    end(begin(), 0.0)
+    begin()
+    engine.wait(1.0)
+    engine.turn("p", prompt(24))
+    engine.wait(1.0)
+    engine.turn("p", prompt(28))
+    turns = engine.program_scheduler.state.ledger.of_program("p")
+    assert [(turn.gap_s, turn.tool_s) for turn in turns] == [
+        (None, None), (8.0, 5.0), (0.0, None), (0.5, 0.5), (1.0, None), (1.0, None),
+    ]  # fmt: skip
 
 
 def test_an_id_that_arrives_again_ends_the_request_before_it() -> None:

@@ -186,7 +186,10 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
         note = before.tool or NO_TOOL_SEEN
         if leases:
             note += "; lease held" if before.leased_at_return else "; no lease"
-        table.add_row("tool" if before.tool else "gap", f"{before.gap_s:.2f}", "", Text(printable(note)))
+        table.add_row("gap", f"{before.gap_s:.2f}", "", Text(printable(note)))
+        if before.tool_s is not None:
+            table.add_row("  with a tool", f"{before.tool_s:.2f}", "", "")
+            table.add_row("  without", f"{max(0.0, before.gap_s - before.tool_s):.2f}", "", "")
     table.add_row("queued", f"{seconds['queued']:.2f}", "", "")
     prompt = f"{tokens['prompt']:,}" if tokens is not None else ""
     table.add_row("prefilling", f"{seconds['prefilling']:.2f}", prompt, "prompt")

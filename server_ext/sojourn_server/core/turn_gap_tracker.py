@@ -6,6 +6,7 @@ that clients report. Without a report, the tool history learns the gap as the to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,12 +41,13 @@ class TurnGapTracker:
         *,
         tool: str | None,
         gap_s: float | None,
+        tool_s: float | None,
         leased: bool,
         now: float,
     ) -> TurnRecord:
         """Return a new record for a request that has arrived. ``gap_s``: length of the gap that the request
-        ended, in seconds; ``None``: no gap. ``tool``: the tool that ran in that gap, if known. ``leased``:
-        whether the program had a lease."""
+        ended, in seconds; ``None``: no gap. ``tool``: the tool that ran in that gap, if known. ``tool_s``:
+        seconds in which tools ran in that gap, if known. ``leased``: whether the program had a lease."""
         context = event.identity.context
         return TurnRecord(
             program.id,
@@ -54,6 +56,7 @@ class TurnGapTracker:
             now,
             tool_before=tool,
             gap_s=gap_s,
+            tool_s=tool_s,
             leased=leased,
             client_request_id=clipped(context.request_id) if context is not None else None,
         )
@@ -143,10 +146,19 @@ class TurnGapTracker:
         program.context_tokens = context_tokens
         program.peak_tokens = max(program.peak_tokens, context_tokens)
         program.gap_started_s = now
+        program.gap_tools_s = program.tools_ended_s = 0.0
+        program.tools_began_s = math.inf
         program.gap_reported = False
         program.gap_leased = False
         # The gap lasts until the slowest of the calls has ended.
         program.pending_tool = self._state.histories.tools.slowest([call.key for call in event.tool_calls])
+
+    def tools_of_gap_s(self, program: ProgramState) -> float | None:
+        """Return the seconds in which tools ran in the gap that a request now ends. ``None``: there is no
+        gap, the client reported no call, or not all calls have ended."""
+        if program.gap_started_s is None or program.live_requests:
+            return None
+        return program.gap_tools_s if program.gap_reported and not program.tools else None
 
     def close_gap(self, program: ProgramState, now: float) -> float | None:
         """End the gap of a program whose next request has arrived. Returns the length of the gap in seconds.

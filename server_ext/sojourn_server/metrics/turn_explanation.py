@@ -63,6 +63,8 @@ class GapBefore(msgspec.Struct, frozen=True):
     tool: str | None
     leased_at_return: bool
     """Whether a lease held the KV when the request came."""
+    tool_s: float | None = None
+    """Seconds of the gap in which tools ran, by the client's reports; ``None``: unknown."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +127,7 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
         outcome=record["outcome"],
         text=_paragraph(record, decisions, lost, recompute_s, median(known) if known else None)
         + _slower_turn(record, slowest),
-        before=GapBefore(record["gap_s"], record["tool_before"], record["leased"]),
+        before=GapBefore(record["gap_s"], record["tool_before"], record["leased"], record["tool_s"]),
         seconds=seconds,
         first_token_s=_first_token_s(record),
         usual_first_token_s=round(median(known), 6) if known else None,
@@ -193,7 +195,15 @@ def _paragraph(
     if record["gap_s"] is not None:
         text = f"{record['gap_s']:.2f} s passed between the turns"
         if record["tool_before"]:
-            text = f"Before it {record['tool_before']} ran for {record['gap_s']:.2f} s"
+            text = f"Before it {record['gap_s']:.2f} s passed"
+            if record["tool_s"] is None:
+                text += f", in which the tool {record['tool_before']} ran"
+            else:
+                without_s = max(0.0, record["gap_s"] - record["tool_s"])
+                text += (
+                    f": {record['tool_s']:.2f} s with a tool ({record['tool_before']}) "
+                    f"and {without_s:.2f} s without"
+                )
         if record["leased"]:
             text += ", and a lease held the KV when the request came"
         elif not without_leases:

@@ -190,6 +190,9 @@ class TurnEntry(TypedDict):
     gap_s: float | None
     """Seconds from the end of the previous turn to the arrival of this turn; ``None``: there was no gap."""
     tool_before: str | None
+    tool_s: float | None
+    """Seconds of the gap in which tools ran, by the client's reports. Of calls at once the time counts once.
+    ``None``: there was no gap, the client reported no call, or a call had not ended."""
     leased: bool
     """Whether the program had a lease when the request arrived."""
     lease_ttl_s: float | None
@@ -241,6 +244,9 @@ class TurnRecord:
     """``continuation_probability`` times the expected cached share of the next prompt. ``None``: not
     predicted."""
     tool_before: str | None = None
+    tool_s: float | None = None
+    """Seconds of the gap in which tools ran, by the client's reports. Of calls at once the time counts once.
+    ``None``: there was no gap, the client reported no call, or a call had not ended."""
     gap_s: float | None = None
     """Seconds from the end of the previous turn to the arrival of this turn; ``None``: there was no gap."""
     leased: bool = False
@@ -275,6 +281,7 @@ class TurnRecord:
             "arrived_s": round(self.arrived_s, 6),
             "gap_s": self.gap_s,
             "tool_before": self.tool_before,
+            "tool_s": None if self.tool_s is None else round(self.tool_s, 6),
             "leased": self.leased,
             "lease_ttl_s": self.lease_ttl_s,
             "preemptions": self.preemptions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import ItemsView, Iterator, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 
@@ -257,6 +258,12 @@ class ProgramState:
     """Whether the program has had a lease in this gap between turns. If so, no second lease is granted."""
     gap_reported: bool = False
     """Whether the client reported a tool's duration in this gap. If not, the gap's length is learned."""
+    gap_tools_s: float = 0.0
+    """Seconds of this gap in which reported tool calls ran, without calls that have not all ended."""
+    tools_began_s: float = math.inf
+    """Start of the first of the calls that ran at once; infinite if all calls have ended."""
+    tools_ended_s: float = 0.0
+    """End of the last of the calls that have ended in this gap."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
     """Time at which the last gap without a reported tool duration ended; ``None``: no such gap. The gap's
@@ -314,6 +321,17 @@ class ProgramState:
         if self.disconnected:
             return ProgramOutcome.DISCONNECTED
         return ProgramOutcome.LOST if self.heartbeats else ProgramOutcome.IDLE
+
+    def tool_ended(self, tool: RunningTool, duration_s: float, now: float) -> None:
+        """Add a call that is no longer in ``tools`` to the time in which tools ran in this gap. The time of
+        calls that ran at once counts once, when the last of them has ended."""
+        if self.gap_started_s is None:
+            return
+        self.tools_began_s = min(self.tools_began_s, max(tool.started_s, self.gap_started_s))
+        self.tools_ended_s = max(self.tools_ended_s, min(tool.started_s + duration_s, now))
+        if not self.tools:
+            self.gap_tools_s += max(0.0, self.tools_ended_s - self.tools_began_s)
+            self.tools_began_s = math.inf
 
     def running_tool(self) -> RunningTool | None:
         """The reported tool call that has run longest; ``None`` without a reported call."""

@@ -111,7 +111,7 @@ export class ProgramDialog {
     const spans = [];
     for (const turn of ledger) {
       let at = turn.arrived_s;
-      if (turn.gap_s) spans.push({ kind: "tool", from: at - turn.gap_s, to: at, title: `${turn.tool_before ?? "gap"} before turn ${turn.turn}: ${seconds(turn.gap_s)}` });
+      if (turn.gap_s) spans.push({ kind: "tool", from: at - turn.gap_s, to: at, title: `gap${turn.tool_before ? ` (${turn.tool_before})` : ""} before turn ${turn.turn}: ${seconds(turn.gap_s)}` });
       const begin = at;
       for (const phase of PHASES) {
         const took = turn.seconds[phase];
@@ -126,7 +126,7 @@ export class ProgramDialog {
     const sums = (kind) => duration(spans.filter((span) => span.kind === kind).reduce((sum, span) => sum + span.to - span.from, 0));
     for (const [name, value] of Object.entries({
       class: "timeline", viewBox: "0 0 1000 50", preserveAspectRatio: "none", role: "img",
-      "aria-label": `Timeline of ${ledger.length} turns over ${duration(length)}: tools ${sums("tool")}, queued ${sums("queued")}, prefilling ${sums("prefilling")}, decoding ${sums("decoding")}. The table below has each turn.`,
+      "aria-label": `Timeline of ${ledger.length} turns over ${duration(length)}: gaps ${sums("tool")}, queued ${sums("queued")}, prefilling ${sums("prefilling")}, decoding ${sums("decoding")}. The table below has each turn.`,
     })) picture.setAttribute(name, value);
     for (const span of spans) {
       const box = document.createElementNS(SVG, "rect");
@@ -144,7 +144,7 @@ export class ProgramDialog {
   }
 
   timelineKey() {
-    return element("p", { className: "note" }, ...["tool", ...PHASES].flatMap((kind) => [element("span", { className: `key ${kind}`, ariaHidden: "true" }), kind]));
+    return element("p", { className: "note" }, ...["tool", ...PHASES].flatMap((kind) => [element("span", { className: `key ${kind}`, ariaHidden: "true" }), kind === "tool" ? "gap" : kind]));
   }
 
   turns(ledger, chosen) {
@@ -173,7 +173,11 @@ export class ProgramDialog {
     const { before } = found;
     const rows = [];
     const add = (where, time, number, note) => rows.push({ cells: [where, time, number, note] });
-    if (before.gap_s !== null) add(before.tool ? "tool" : "gap", seconds(before.gap_s), "", (before.tool ?? NO_TOOL_SEEN) + (before.leased_at_return ? "; lease held" : this.live.showsLeases ? "; no lease" : ""));
+    if (before.gap_s !== null) add("gap", seconds(before.gap_s), "", (before.tool ?? NO_TOOL_SEEN) + (before.leased_at_return ? "; lease held" : this.live.showsLeases ? "; no lease" : ""));
+    if (typeof before.tool_s === "number") {
+      add("with a tool", seconds(before.tool_s), "", "");
+      add("without", seconds(Math.max(0, before.gap_s - before.tool_s)), "", "");
+    }
     add("queued", seconds(found.seconds.queued), "", "");
     add("prefilling", seconds(found.seconds.prefilling), tokens.prompt ? whole(tokens.prompt) : "", "prompt");
     for (const [source, note] of Object.entries(SOURCES)) if (tokens[source]) add(source, "", whole(tokens[source]), note);

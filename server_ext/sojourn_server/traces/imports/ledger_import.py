@@ -196,7 +196,7 @@ def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
 
 def _tool(key: str | None, gap_s: float) -> TraceToolRun | None:
     """Return the tool call of ``key``: ``bash:pytest`` means the command ``pytest`` of the tool ``bash``.
-    ``gap_s`` counts as the call's duration, because the server sees only the gap."""
+    ``gap_s`` counts as the call's duration."""
     if not key:
         return None
     name, _, command = key.partition(":")
