@@ -15,6 +15,7 @@ import pytest
 from live_frames import frame, row
 from sojourn.wire_codec import WIRE_VERSION
 from sojourn_server.cli import COMMANDS, build_app, doctor, main
+from sojourn_server.metrics.live_frame import PROBE_ID
 from sojourn_server.vllm import compat
 from typer.testing import CliRunner
 
@@ -216,10 +217,28 @@ def test_requests_without_a_program_are_told_with_the_next_step():
     live = msgspec.to_builtins(frame(untracked_requests=3))
     check = Server(__sojourn__v1__stream=(200, live)).examine()["programs"]
     assert check.ok is None
-    assert (
-        check.detail == "none yet; 3 requests came without a program (each run of sojourn doctor sends one)"
-    )
+    assert check.detail == "none yet; 3 requests came without a program"
     assert "sojourn run --url http://server -- python agent.py" in check.next_step
+
+
+def test_requests_without_a_program_are_told_beside_programs_too():
+    live = msgspec.to_builtins(
+        frame(row("a", name="agent.py", since_s=92.0, tool="bash"), untracked_requests=4)
+    )
+    check = Server(__sojourn__v1__stream=(200, live)).examine()["programs"]
+    assert check.ok is None
+    assert "newest agent.py" in check.detail
+    assert check.detail.endswith("; 4 requests came without a program")
+    assert check.next_step.startswith(
+        "if an agent sent the requests without a program: sojourn run --url http"
+    )
+
+
+def test_the_doctors_own_request_is_marked_so_that_it_is_not_counted():
+    server = Server()
+    server.examine()
+    [sent] = (r for r in server.asked if r.url.path == "/v1/completions")
+    assert PROBE_ID in sent.headers["X-Request-Id"]
 
 
 def test_a_server_whose_programs_are_not_understood_or_told_is_no_fault():

@@ -19,6 +19,9 @@ from sojourn_server.core.engine_service import (
     UnknownOperation,
 )
 from sojourn_server.metrics.live_frame import ProgramRow
+from sojourn_server.core.events_and_actions import RequestArrived
+from sojourn_server.core.request_hints import read_identity
+from sojourn_server.metrics.live_frame import PROBE_ID
 from sojourn_server.metrics.metric_catalog import METRIC_CATALOG, METRICS_DROPPED
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from virtual_engine import TOOL, VirtualEngine, prompt
@@ -79,6 +82,9 @@ def test_a_snapshot_says_whether_the_policy_grants_leases(engine: VirtualEngine)
 def test_a_snapshot_counts_the_requests_that_came_without_a_program(engine: VirtualEngine) -> None:
     for seed in (7, 8):
         engine.finish(engine.arrive(None, prompt(8, seed=seed)))
+    engine.program_scheduler.arrived(
+        RequestArrived(f"cmpl-{PROBE_ID}-1-0", read_identity(None, None), 8), 0.0
+    )
     assert engine.ask("snapshot")["engine"]["untracked_requests"] == 2
 
 

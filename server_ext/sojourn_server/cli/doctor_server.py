@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
+from uuid import uuid4
 
 import httpx
 import msgspec
@@ -152,13 +153,11 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     except msgspec.DecodeError as error:
         yield Check("programs", None, f"not a live frame: {error}")
         return
+    untracked = untracked_text(frame)
+    base = str(client.base_url).rstrip("/")
+    run = f"sojourn run --url {base} -- python agent.py, or open sojourn.program() in the agent"
     if not frame.programs:
-        base = str(client.base_url).rstrip("/")
-        run = f"sojourn run --url {base} -- python agent.py, or open sojourn.program() in the agent"
-        detail = "none yet"
-        if untracked := untracked_text(frame):
-            detail += f"; {untracked} (each run of sojourn doctor sends one)"
-        yield Check("programs", None, detail, run)
+        yield Check("programs", None, "; ".join(filter(None, ("none yet", untracked))), run)
         return
     newest = sorted(frame.programs, key=lambda row: age_s(row, frame))[:_NEWEST]
     named = sum(bool(row.tool) or _names_tools(client, row.program_id) for row in newest)
@@ -167,8 +166,11 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
         f"{frame.total} seen, newest {printable(first.name or first.program_id)} {age_text(first, frame)}, "
         f"{named} of the newest {len(newest)} with named tools"
     )
-    advice = "if they call tools, name them: @sojourn.tool, or with sojourn.tool_call(NAME)"
-    yield Check("programs", True, detail, "" if named else advice)
+    steps = [] if named else ["if they call tools, name them: @sojourn.tool, or with sojourn.tool_call(NAME)"]
+    if untracked:
+        detail += f"; {untracked}"
+        steps.insert(0, f"if an agent sent the requests without a program: {run}")
+    yield Check("programs", None if untracked else True, detail, "; ".join(steps))
 
 
 def _names_tools(client: httpx.Client, program_id: str) -> bool:
@@ -236,8 +238,14 @@ def _key_check(client: httpx.Client, key_source: str) -> Check:
 
 
 def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
+    from ..metrics.live_frame import PROBE_ID
+
     try:
-        answer = client.post("/v1/completions", json={"model": model, "prompt": "Hello", "max_tokens": 1})
+        answer = client.post(
+            "/v1/completions",
+            json={"model": model, "prompt": "Hello", "max_tokens": 1},
+            headers={"X-Request-Id": f"{PROBE_ID}-{uuid4().hex}"},  # vLLM makes it part of the request's id
+        )
     except httpx.HTTPError as error:
         return Check(
             "cached tokens", False, f"{type(error).__name__}: {error}", "is the engine busy or stuck?"

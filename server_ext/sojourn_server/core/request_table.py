@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId
 
+from ..metrics.live_frame import PROBE_ID
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.forecasting.output_length_prediction import RemainingTokens
 from ..policies.policy_views import RunningRequestView, WaitingRequestView
@@ -123,7 +124,7 @@ class RequestTable:
         self.running_tokens = 0
         """Prompt tokens of all running requests."""
         self.untracked_arrivals = 0
-        """Number of requests without a program that have arrived."""
+        """Number of requests without a program that have arrived, except those of ``sojourn doctor``."""
         self._arrivals = 0
         self._idle_since_s: float | None = None
 
@@ -133,7 +134,7 @@ class RequestTable:
         """Add a request that has reached the engine, and return its state. A request without a program gets a
         rank of its own."""
         self._arrivals += 1
-        self.untracked_arrivals += program is None
+        self.untracked_arrivals += program is None and PROBE_ID not in request_id
         request_state = RequestState(
             request_id,
             program.rank if program is not None else self._programs.next_rank(),
