@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import msgspec
-from sojourn.config import Config, host_key
+from sojourn.config import Config, host_key, written_host
 from sojourn.llm_paths import LLM_PATHS
 from sojourn.monkey_patches import Patches
 from sojourn.outgoing_request import OutgoingRequest, RetryScope
@@ -49,7 +49,7 @@ _MAX_TARGETS = 256
 _patches = Patches()
 _as_written = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoder = msgspec.json.Decoder()
-_targets: dict[str, tuple[Config, str | None, str, str, str] | None] = {}
+_targets: dict[str, tuple[Config, str | None, str, str, str, str] | None] = {}
 """Cache, since parsing URLs is slow. Key: URL. Value for a URL of another kind than an LLM request: ``None``.
 
 Value for an LLM request:
@@ -179,9 +179,9 @@ def _begin(
             known = _target(config, url)
         if known is None:
             return None, args, kwargs
-        _, target, host, path, suffix = known
+        _, target, host, path, written, suffix = known
         if target is None:
-            warn_unlisted_host(live, find_context(live.counters)[0].program, host, path)
+            warn_unlisted_host(live, find_context(live.counters)[0].program, host, path, written)
             return None, args, kwargs
         if len(args) > 1:
             named_args = _named(original, args, kwargs)
@@ -239,7 +239,7 @@ def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callab
     return "", None, dict
 
 
-def _target(config: Config, url: str) -> tuple[Config, str | None, str, str, str] | None:
+def _target(config: Config, url: str) -> tuple[Config, str | None, str, str, str, str] | None:
     """Add an entry for ``url`` to ``_targets``, and return it."""
     if len(_targets) >= _MAX_TARGETS:
         _targets.clear()
@@ -247,7 +247,7 @@ def _target(config: Config, url: str) -> tuple[Config, str | None, str, str, str
     suffix = next(filter(url.partition("?")[0].endswith, LLM_PATHS), None)
     if suffix is not None:
         host, path = host_key(url), unquote(urlsplit(url).path)
-        found = config, config.listed(host, path), host, path, suffix
+        found = config, config.listed(host, path), host, path, written_host(url), suffix
     _targets[url] = found
     return found
 

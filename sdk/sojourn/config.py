@@ -216,6 +216,14 @@ def _place(host: str, like: str) -> str:
     return key + path.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+def written_host(url: str) -> str:
+    """Return ``host:port`` of a valid URL with the host as the user wrote it, for messages. A missing port
+    becomes the scheme's default port."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return host if parts.port is not None else f"{host}:{_DEFAULT_PORT.get(parts.scheme)}"
+
+
 @lru_cache(maxsize=256)
 def canonical_host(hostname: str, port: int) -> str:
     """Return ``host:port`` in lower case, with ``localhost`` for every loopback name, since users mix

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from . import runtime
-from .config import Config, canonical_host
+from .config import Config, canonical_host, written_host
 from .llm_paths import LLM_PATHS
 from .monkey_patches import Patches
 from .outgoing_request import OutgoingRequest
@@ -27,7 +27,7 @@ from .request_warnings import warn_unlisted_host
 
 _under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
-_targets: dict[tuple[int, str], tuple[Any, Config, str | None, str, str]] = {}
+_targets: dict[tuple[int, str], tuple[Any, Config, str | None, str, str, str]] = {}
 """Cache, since parsing URLs is slow. Key: ``id()`` of a client's ``base_url`` object, and URL of a request.
 
 Value:
@@ -185,13 +185,20 @@ def _llm_target(session: runtime.Session, client: Any, options: Any) -> str | No
         # An absolute URL in the options goes to its own host, whatever the client's base_url is.
         sent_to = client._prepare_url(url)
         host = canonical_host(sent_to.host, sent_to.port or (443 if sent_to.scheme == "https" else 80))
-        known = base_url, config, config.listed(host, sent_to.path), host, sent_to.path
+        known = (
+            base_url,
+            config,
+            config.listed(host, sent_to.path),
+            host,
+            sent_to.path,
+            written_host(str(sent_to)),
+        )
         if "://" not in url:
             if len(_targets) >= _MAX_TARGETS:
                 _targets.clear()
             _targets[id(base_url), url] = known
     if known[2] is None:
-        warn_unlisted_host(session, find_context(session.counters)[0].program, known[3], known[4])
+        warn_unlisted_host(session, find_context(session.counters)[0].program, *known[3:])
     return known[2]
 
 

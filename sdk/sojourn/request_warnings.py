@@ -70,11 +70,14 @@ def warn_empty_program(session: runtime.Session, label: str, outside: int) -> No
         session.counters.add("internal_error")
 
 
-def warn_unlisted_host(session: runtime.Session, program: object | None, host: str, path: str) -> None:
+def warn_unlisted_host(
+    session: runtime.Session, program: object | None, host: str, path: str, written: str
+) -> None:
     """Count a request to a ``host`` (``host:port``) and ``path`` that ``init()`` does not name. Warns at the
     third such request (``UNLISTED_REQUESTS``). Once a request has gone to a listed host, nothing is counted,
     since agents may use other servers too. Never raises.
 
+    ``written``: the ``written_host`` of the request, for the message.
     ``program``: the program around the request, if any. With a program, every such request counts. Without a
     program, a request counts only in two cases: both servers have the same host name and different ports, or
     both hosts are local (``_is_local``). A request to another path of a listed ``host:port`` then does not
@@ -91,17 +94,18 @@ def warn_unlisted_host(session: runtime.Session, program: object | None, host: s
             if any(listed.startswith(f"{host}/") for listed in config.hosts):
                 from .llm_paths import base_path
 
-                host += base_path(path)  # the same host with another path
+                written += base_path(path)  # the same host with another path
             if not config.url_from_environment:
-                named_by, remedy = "init()", f'write sojourn.init(url, hosts=["{host}"])'
+                named_by, remedy = "init()", f'write sojourn.init(url, hosts=["{written}"])'
             elif config.own_program:
-                named_by, remedy = "sojourn run", f"give sojourn run --url http://{host}"
+                named_by, remedy = "sojourn run", f"give sojourn run --url http://{written}"
             else:
-                named_by, remedy = "SOJOURN_URL", f"give SOJOURN_URL=http://{host}"
+                named_by, remedy = "SOJOURN_URL", f"give SOJOURN_URL=http://{written}"
+            named = config.address.partition("://")[2]
             logger.warning(
                 "%d requests went to %s and none to %s, which %s names: "
                 "they carry no program; if %s is the same server or a replica, %s",
-                session.unlisted_requests, host, config.event_server, named_by, host, remedy,
+                session.unlisted_requests, written, named, named_by, written, remedy,
             )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")

@@ -101,7 +101,7 @@ def test_the_warning_of_unlisted_requests_names_the_path(
     with sojourn.program():
         for _ in range(request_warnings.UNLISTED_REQUESTS):
             ask(server.url + "/openai/v1")
-    here = server.url.replace("http://127.0.0.1", "localhost")
+    here = server.url.removeprefix("http://")
     (text,) = (record.getMessage() for record in caplog.records if record.name == "sojourn")
     assert f"3 requests went to {here}/openai and none to {here}/vllm, " in text
     assert f'hosts=["{here}/openai"]' in text
@@ -125,7 +125,7 @@ def test_the_warning_names_what_hosts_takes(
     session = sojourn.runtime.session()
     with sojourn.program() as p:
         for _ in range(request_warnings.UNLISTED_REQUESTS):
-            request_warnings.warn_unlisted_host(session, p, "gw.invalid:80", path)
+            request_warnings.warn_unlisted_host(session, p, "gw.invalid:80", path, "gw.invalid:80")
     assert f'hosts=["gw.invalid:80{base}"]' in caplog.text
     hosts = [f"gw.invalid:80{base}"]
     assert Config.resolve("http://gw.invalid/x", hosts=hosts).listed("gw.invalid:80", path) == hosts[0]

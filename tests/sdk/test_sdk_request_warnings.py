@@ -253,7 +253,7 @@ def test_a_warning_that_fails_costs_the_agent_nothing(server):
 
 
 def unlisted(server, other):
-    here, there = (each.url.replace("http://127.0.0.1", "localhost") for each in (server, other))
+    here, there = (each.url.removeprefix("http://") for each in (server, other))
     return (
         f"3 requests went to {there} and none to {here}, which init() names: "
         f"they carry no program; if {there} is the same server or a replica, write "
@@ -284,9 +284,9 @@ def test_a_server_that_init_does_not_name_is_corrected_where_it_was_named(
 ):
     monkeypatch.setenv("SOJOURN_URL", server.url)
     monkeypatch.setenv("SOJOURN_OWN_PROGRAM", own)
-    here = server.url.replace("http://127.0.0.1", "localhost")
+    here = server.url.removeprefix("http://")
     with FakeServer() as other:
-        there = other.url.replace("http://127.0.0.1", "localhost")
+        there = other.url.removeprefix("http://")
         sojourn.init(instrument=False)
         sojourn.instrument("openai")
         for _ in range(3):
@@ -357,7 +357,7 @@ def test_requests_outside_programs_may_go_to_real_other_services(said, named, as
     def send(program):
         place = host_key(asked), urlsplit(f"{asked}/v1/chat/completions").path
         for _ in range(3):
-            request_warnings.warn_unlisted_host(runtime.session(), program, *place)
+            request_warnings.warn_unlisted_host(runtime.session(), program, *place, place[0])
 
     send(None)
     assert len(said()) == warns
