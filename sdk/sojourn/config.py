@@ -39,6 +39,8 @@ class Environment:
     own_program: bool = False
     """``SOJOURN_OWN_PROGRAM``: all requests of a process outside ``program()`` form one program. This ends
     once the code opens programs of its own or these requests overlap. ``sojourn run`` sets this variable."""
+    reported: bool = False
+    """``SOJOURN_REPORTED_URL`` is ``url``: ``sojourn run`` has told the user that no server answers there."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
     history: str | None = None
@@ -57,6 +59,7 @@ class Environment:
             tool_events=env.get("SOJOURN_TOOL_EVENTS") or None,
             program_id=_checked_id("SOJOURN_PROGRAM_ID", env.get("SOJOURN_PROGRAM_ID") or None),
             own_program=_switch("SOJOURN_OWN_PROGRAM", env.get("SOJOURN_OWN_PROGRAM", "")),
+            reported=env.get("SOJOURN_REPORTED_URL", "") == env.get("SOJOURN_URL"),
             disabled=_switch("SOJOURN_DISABLED", env.get("SOJOURN_DISABLED", "")),
             history=env.get("SOJOURN_HISTORY") or None,
             data_home=_data_home(env),
@@ -97,6 +100,8 @@ class Config:
     """``Environment.own_program``."""
     url_from_environment: bool = False
     """Whether ``url`` comes from ``SOJOURN_URL``, which ``sojourn run`` sets."""
+    reported: bool = False
+    """Whether ``sojourn run`` has told the user that no server answers at ``url``."""
     queue_events: int = 10_000
     """Maximum number of unsent events; further events are dropped and counted."""
     batch_events: int = 256
@@ -189,6 +194,7 @@ class Config:
             program_id=environment.program_id,
             own_program=environment.own_program,
             url_from_environment=url_from_environment,
+            reported=url_from_environment and environment.reported,
         )
 
 

@@ -144,7 +144,7 @@ class Session:
 
         def ask() -> None:
             try:
-                answer = probe()
+                answer = probe(logging.DEBUG if config.reported else logging.WARNING)
                 if answer is not None:
                     sender.set_event_transport(server.learn(answer).event_transport(transport_context))
             finally:

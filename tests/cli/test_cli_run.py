@@ -59,6 +59,15 @@ def test_reports_when_no_server_answers() -> None:
     assert f"no sojourn server answers at {UNUSED}" in result.stderr
 
 
+def test_a_server_that_does_not_answer_is_told_of_once() -> None:
+    code = "import sojourn; sojourn.init(probe_timeout_s=5)"
+    said = sojourn_run(sys.executable, "-c", code).stderr.splitlines()
+    assert said == [
+        f"note: no sojourn server answers at {UNUSED} (ConnectionRefusedError); the command runs without it, "
+        "and the SDK tries again when it sends events"
+    ]
+
+
 PRINT_URL = ("sh", "-c", 'echo "$SOJOURN_URL"')
 
 

@@ -45,6 +45,9 @@ OWN_PROGRAM = "SOJOURN_OWN_PROGRAM"
 """Environment variable that groups into one program all requests that a process sends outside
 ``program()``."""
 
+REPORTED_URL = "SOJOURN_REPORTED_URL"
+"""Environment variable with the URL at which no server answers, so that the SDK does not report it again."""
+
 Note = Callable[[str], None]
 """A function that shows one line to the user."""
 
@@ -70,8 +73,10 @@ def exec_agent_command(
         url = with_scheme(url)
     else:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
-    _note_unless_served(url, note)
+    is_served = _note_unless_served(url, note)
     environment = child_environment(os.environ, url, children=children, program_id=program_id)
+    if not is_served:
+        environment[REPORTED_URL] = url
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -174,7 +179,9 @@ def child_environment(
     given = environment.get("PYTHONPATH")
     # An empty entry means the current directory, but an empty variable means no entries.
     entries = [entry for entry in given.split(os.pathsep) if entry != folder] if given else []
-    fresh = {name: value for name, value in environment.items() if name not in (AGENT, CHILDREN)}
+    fresh = {
+        name: value for name, value in environment.items() if name not in (AGENT, CHILDREN, REPORTED_URL)
+    }
     if children:
         fresh[CHILDREN] = "1"
     if program_id is not None:
@@ -266,8 +273,9 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
         connection.close()
 
 
-def _note_unless_served(url: str, note: Note) -> None:
-    """Show a note if no sojourn server answers at ``url``. Raises ``CliError`` for an invalid URL."""
+def _note_unless_served(url: str, note: Note) -> bool:
+    """Return whether a sojourn server answers at ``url``; show a note if none does. Raises ``CliError``
+    for an invalid URL."""
     try:
         status, _ = get_capabilities(url.rstrip("/").removesuffix("/v1"))
     except InvalidUrlError as error:
@@ -279,6 +287,10 @@ def _note_unless_served(url: str, note: Note) -> None:
     else:
         # A sojourn server with an API key answers 401 to this request without a key.
         if status in (200, 401, 403):
-            return
+            return True
         problem = f"HTTP {status}"
-    note(f"no sojourn server answers at {url} ({problem}); the command runs without it")
+    note(
+        f"no sojourn server answers at {url} ({problem}); the command runs without it, "
+        "and the SDK tries again when it sends events"
+    )
+    return False
