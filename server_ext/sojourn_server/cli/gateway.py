@@ -28,6 +28,10 @@ _ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
 _PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,http://HOST:PORT"
 _READ_SIDES = ("shorter", "split", "prefill")
 _WAITING_ORDERS = ("arrival", "idleness", "largest-first")
+_STOP_GRACE_S = 60
+"""Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
+_UVICORN_STOP = ("Waiting for ", "Cancel %s running task")
+"""Beginnings of uvicorn's messages about running requests at a stop. The second is an error."""
 
 
 def register(app: typer.Typer) -> None:
@@ -249,10 +253,24 @@ def _urls(role: str, texts: list[str], example: str) -> list[str]:
 
 def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
     import gc
+    import socket
 
     import uvicorn
 
     from sojourn_server.gateway.http.client_connection import DeadlineProtocol
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if number := len(self.server_state.tasks):
+                requests = f"{number} request{'s' if number > 1 else ''}"
+                print_line(
+                    f"sojourn: finishing {requests}, at most {_STOP_GRACE_S} s; Ctrl-C now ends at once"
+                )
+            await super().shutdown(sockets)
+            if self.force_exit:  # uvicorn then ends no requests and leaves the application as it is
+                for task in self.server_state.tasks:
+                    task.cancel()
+                await self.lifespan.shutdown()
 
     config = uvicorn.Config(
         app,
@@ -264,11 +282,13 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
         ws="none",
         # Longer than clients and load balancers keep a connection, so that their side closes it first.
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=60,
+        timeout_graceful_shutdown=_STOP_GRACE_S,
         server_header=False,
         proxy_headers=False,
     )
-    app.state.server = server = uvicorn.Server(config)
+    app.state.server = server = Server(config)
+    # The line of ``shutdown`` replaces these messages.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not str(record.msg).startswith(_UVICORN_STOP))
     # A full garbage collection would also examine all modules, and hold up all requests for 0.1 s.
     gc.collect()
     gc.freeze()
