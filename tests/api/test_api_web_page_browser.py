@@ -133,7 +133,7 @@ def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
         told = client_of(scene.engine).get("/sojourn/v1/programs/agent-1/explain").json()
         page.locator(".explanation", has_text=told["text"]).wait_for()
         assert HOSTILE in told["text"], "who took the blocks is named"
-        assert "tools" in page.locator(".timeline").get_attribute("aria-label")
+        assert "gaps" in page.locator(".timeline").get_attribute("aria-label")
         check_accessible(page)
         shot(page, "explanation")
         page.get_by_role("button", name="Turn 1").press("Enter")
