@@ -18,10 +18,9 @@ from sojourn_server.core.engine_service import (
     EngineService,
     UnknownOperation,
 )
-from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.core.events_and_actions import RequestArrived
 from sojourn_server.core.request_hints import read_identity
-from sojourn_server.metrics.live_frame import PROBE_ID
+from sojourn_server.metrics.live_frame import PROBE_ID, ProgramRow
 from sojourn_server.metrics.metric_catalog import METRIC_CATALOG, METRICS_DROPPED
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from virtual_engine import TOOL, VirtualEngine, prompt
