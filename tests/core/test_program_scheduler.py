@@ -975,6 +975,18 @@ def test_a_turn_knows_for_how_long_tools_ran_in_the_gap_before_it() -> None:
     ]  # fmt: skip
 
 
+def test_tools_reported_late_one_after_the_other_take_no_longer_than_the_gap() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    engine.wait(3.0)
+    for call_id in "ab":  # they ran at once
+        engine.send(ToolStart(program_id="p", seq=-1, call_id=call_id, tool="bash", age_s=3.0))
+        engine.send(ToolStop(program_id="p", seq=-1, call_id=call_id, duration_s=3.0))
+    engine.turn("p", prompt(12))
+    turns = engine.program_scheduler.state.ledger.of_program("p")
+    assert [turn.tool_s for turn in turns] == [None, 3.0]
+
+
 def test_an_id_that_arrives_again_ends_the_request_before_it() -> None:
     engine = VirtualEngine()
     first = engine.arrive("p", prompt(8))

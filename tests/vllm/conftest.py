@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def models_inspected_here() -> Iterator[None]:
+def models_inspected_here() -> None:
     """Spare a release of vLLM whose cache is empty, as tox's are, a process that imports all of vLLM."""
-    run = subprocess.run
     inspect_models_here()
-    yield
-    subprocess.run = run
 
 
 @dataclass

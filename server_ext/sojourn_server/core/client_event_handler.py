@@ -133,7 +133,7 @@ class ClientEventHandler:
             return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
         self._state.histories.tools.observe(tool.key, event.duration_s)
         program.gap_reported = True
-        program.tool_ended(tool, event.duration_s, now)
+        program.add_tool_time(tool, event.duration_s, now)
         self._tier_manager.tool_known(program, now)
         if not program.tools:
             self._leases.extend(program.id, now + self._state.limits.return_grace_s)

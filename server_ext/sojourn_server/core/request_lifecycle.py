@@ -104,7 +104,7 @@ class RequestLifecycle:
             self._decision_recorder.count_hint(outcome)
         if program is None:
             return
-        tool_s = self._turns.tools_of_gap_s(program)
+        tool_s = self._turns.tools_of_gap_s(program, now)
         gap_s = self._turns.close_gap(program, now)
         tool = program.pending_tool
         if gap_s is not None:

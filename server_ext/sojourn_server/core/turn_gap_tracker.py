@@ -146,19 +146,20 @@ class TurnGapTracker:
         program.context_tokens = context_tokens
         program.peak_tokens = max(program.peak_tokens, context_tokens)
         program.gap_started_s = now
-        program.gap_tools_s = program.tools_ended_s = 0.0
+        program.gap_tools_s = program.last_tool_end_s = 0.0
         program.tools_began_s = math.inf
         program.gap_reported = False
         program.gap_leased = False
         # The gap lasts until the slowest of the calls has ended.
         program.pending_tool = self._state.histories.tools.slowest([call.key for call in event.tool_calls])
 
-    def tools_of_gap_s(self, program: ProgramState) -> float | None:
-        """Return the seconds in which tools ran in the gap that a request now ends. ``None``: there is no
-        gap, the client reported no call, or not all calls have ended."""
-        if program.gap_started_s is None or program.live_requests:
+    def tools_of_gap_s(self, program: ProgramState, now: float) -> float | None:
+        """Return the seconds in which tools ran in the gap that a request now ends, at most the gap's length.
+        ``None``: there is no gap, the client reported no call, or not all calls have ended."""
+        if program.gap_started_s is None or program.live_requests or not program.tools_ended():
             return None
-        return program.gap_tools_s if program.gap_reported and not program.tools else None
+        # Late reports of calls that ran at once may come one after the other; their times then add up.
+        return min(program.gap_tools_s, now - program.gap_started_s)
 
     def close_gap(self, program: ProgramState, now: float) -> float | None:
         """End the gap of a program whose next request has arrived. Returns the length of the gap in seconds.

@@ -262,7 +262,7 @@ class ProgramState:
     """Seconds of this gap in which reported tool calls ran, without calls that have not all ended."""
     tools_began_s: float = math.inf
     """Start of the first of the calls that ran at once; infinite if all calls have ended."""
-    tools_ended_s: float = 0.0
+    last_tool_end_s: float = 0.0
     """End of the last of the calls that have ended in this gap."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
@@ -322,15 +322,15 @@ class ProgramState:
             return ProgramOutcome.DISCONNECTED
         return ProgramOutcome.LOST if self.heartbeats else ProgramOutcome.IDLE
 
-    def tool_ended(self, tool: RunningTool, duration_s: float, now: float) -> None:
+    def add_tool_time(self, tool: RunningTool, duration_s: float, now: float) -> None:
         """Add a call that is no longer in ``tools`` to the time in which tools ran in this gap. The time of
         calls that ran at once counts once, when the last of them has ended."""
         if self.gap_started_s is None:
             return
         self.tools_began_s = min(self.tools_began_s, max(tool.started_s, self.gap_started_s))
-        self.tools_ended_s = max(self.tools_ended_s, min(tool.started_s + duration_s, now))
+        self.last_tool_end_s = max(self.last_tool_end_s, min(tool.started_s + duration_s, now))
         if not self.tools:
-            self.gap_tools_s += max(0.0, self.tools_ended_s - self.tools_began_s)
+            self.gap_tools_s += max(0.0, self.last_tool_end_s - self.tools_began_s)
             self.tools_began_s = math.inf
 
     def running_tool(self) -> RunningTool | None:
