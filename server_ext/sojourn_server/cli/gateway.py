@@ -30,8 +30,8 @@ _READ_SIDES = ("shorter", "split", "prefill")
 _WAITING_ORDERS = ("arrival", "idleness", "largest-first")
 _STOP_GRACE_S = 60
 """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
-_UVICORN_STOP = ("Waiting for connections", "Waiting for background tasks", "Cancel %s running task")
-"""Beginnings of uvicorn's messages about running requests at a stop. The last is an error."""
+_UVICORN_STOP = ("Waiting for ", "Cancel %s running task")
+"""Beginnings of uvicorn's messages about waits and about requests cut off at a stop. The second is an error."""
 
 
 def register(app: typer.Typer) -> None:
