@@ -31,7 +31,7 @@ _WAITING_ORDERS = ("arrival", "idleness", "largest-first")
 _STOP_GRACE_S = 60
 """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
 _UVICORN_STOP = ("Waiting for ", "Cancel %s running task")
-"""Beginnings of uvicorn's messages about waits and about requests cut off at a stop. The second is an error."""
+"""Beginnings of uvicorn's messages about waits, and about requests that are cut off at a stop."""
 
 
 def register(app: typer.Typer) -> None:
