@@ -190,7 +190,7 @@ def look_as_operator(page: Any, home: str, other: str) -> None:
     told = page.locator(".timeline").get_attribute("aria-label")
     assert "Timeline of 2 turns" in told
     assert "queued 0.8s, prefilling 2.4s, decoding 4.0s" in told
-    assert page.locator(".timeline rect.tool title").text_content() == "bash:pytest before turn 2: 60s"
+    assert page.locator(".timeline rect.tool title").text_content() == "gap (bash:pytest) before turn 2: 60s"
     assert page.get_by_text("taken by b/rival").count() >= 1
     check_accessible(page)
     shot(page, "gateway-explanation")
