@@ -359,11 +359,11 @@ class ProgramScheduler:
         return self._yielding.is_held(request_id)
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        """Whether later requests may not overtake this request, because the admission policy has rejected it
-        for more than ``queue_patience_s``.
+        """Whether this request holds back all requests behind it in the queue, because the admission policy
+        has rejected it for more than ``queue_patience_s``.
 
-        If true, and a request without a program waits too, the engine admits this request without the policy,
-        as soon as the request fits."""
+        Normally it then waits until the policy accepts it. But while a request without a program also waits,
+        the engine admits the rejected request without asking the policy, as soon as its blocks fit."""
         since_s = self._requests.states[request_id].admission_blocked_since_s
         return since_s is not None and now - since_s > self.limits.queue_patience_s
 

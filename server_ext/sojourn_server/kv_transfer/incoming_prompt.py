@@ -26,7 +26,7 @@ PeerAnswer = NeedMessage | CompleteMessage | FailedMessage | AbortMessage
 
 
 class PromptRegistry(Protocol):
-    """The methods of ``IncomingPromptTable`` that a prompt calls."""
+    """The part of ``IncomingPromptTable`` that an ``IncomingPrompt`` uses."""
 
     ctx: TransferContext
 

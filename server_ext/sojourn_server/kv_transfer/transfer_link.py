@@ -293,7 +293,8 @@ class TransferLink:
         return max(self._hangs_s(item, now) for item in stuck)
 
     def seconds_for(self, nbytes: int) -> float | None:
-        """Return the seconds to transfer ``nbytes``, by the rate or the newest items; ``None`` if unknown."""
+        """Return the seconds to transfer ``nbytes`` at the link's rate. Without a rate limit, at the mean
+        speed of the items that ended last; ``None`` if no speed has been measured."""
         if self.rate is not None:
             return nbytes / self.rate
         if self._newest_s <= 0 or not self._newest_bytes:

@@ -199,9 +199,12 @@ class ProgramEstimator:
         return sorted(lengths[len(lengths) * odd // count] for lengths in every for odd in range(1, count, 2))
 
     def _mean(self, program: RoutedProgram, of: Callable[[TypeStatistics], SlidingMean]) -> float | None:
-        """Return the mean from which a program is estimated; ``None``: unknown. It is the mean of the
-        program's agent type or tenant. A tenant without values gets the median of all tenants' means. ``of``
-        selects the mean from a ``TypeStatistics``."""
+        """Return the mean of one quantity, such as the turn time, for programs like this one; ``None``:
+        unknown. ``of`` selects the quantity.
+
+        It is the mean over the tenant's programs of the same agent type; if there are none, over all the
+        tenant's programs. If the tenant has no values, it is the median of the other tenants' means, each
+        found in the same way."""
         own = self._tenants.get(program.tenant)
         known = own.mean(program.agent_type, of) if own is not None else None
         if known is not None:

@@ -325,7 +325,8 @@ class ClusterPolicy:
 
     @property
     def name(self) -> str:
-        """``ROUTING/ENGINE``, as in tables."""
+        """The policy's name in logs and tables: ``ROUTING/ENGINE``, even if it was chosen by one part
+        alone."""
         return f"{self.routing}/{self.engine.name}"
 
     def front(self, replicas: int) -> SimulatedGateway | ClusterRouter:

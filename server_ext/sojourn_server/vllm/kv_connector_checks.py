@@ -145,7 +145,8 @@ def check_memory(name: str, given_bytes: int, has_tensors: bool) -> None:
 
 
 def _partial_retention(spec: KVCacheSpec) -> str:
-    """Return a text that names the tokens whose KV a layer keeps; empty if it keeps all tokens."""
+    """Return why a layer is not known to keep the KV of all tokens: the part that it keeps, or the name of
+    its kind if that is not plain full or latent attention. Empty if it keeps all."""
     from .compat import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):

@@ -351,8 +351,8 @@ class HeadLimit(asyncio.Protocol):
     _head_bytes = 0
     """Bytes of the URL and of the complete headers of the newest request."""
     _bytes_beside_body = 0
-    """Number of bytes received since the latest of three times: the beginning of the newest request, the end
-    of its headers, and the last part of its body."""
+    """Number of bytes received since the newest request began, its headers ended, or the newest part of its
+    body came, whichever was last. Bytes of the same read as that event do not count."""
 
     def data_received(self, data: bytes) -> None:
         self._bytes_beside_body += len(data)

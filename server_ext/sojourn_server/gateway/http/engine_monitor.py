@@ -56,8 +56,9 @@ class MonitoredEngine:
     probe_asked_s: float = -math.inf
     """Time, on the monitor's clock, at which the core requested the last probe that was begun."""
     next_asked_s: float | None = None
-    """Time at which the core last requested a probe while another was in progress. ``None``: no further probe
-    is due."""
+    """Time, on the monitor's clock, of the core's last request for a further probe while one is in progress.
+    Requests within ``LOST_PROBE_INTERVAL_S`` of the running probe's request are ignored. ``None``: no further
+    probe is due."""
     probing: asyncio.Task[None] | None = None
     """The last probe; ``None``: there was none."""
     places: list[ReplicaAddress] = field(default_factory=list)

@@ -78,13 +78,15 @@ class PairScheduler:
         self.queues.remove(node)
 
     def add_prefill(self, number: int, node: int) -> None:
-        """Add a prefill engine. Raises ``ValueError`` for a used number, ``KeyError`` for an unknown node."""
+        """Add a prefill engine. Raises ``ValueError`` for a number used before, even by a removed engine, and
+        ``KeyError`` for an unknown node."""
         self.prefill.add(number, node)
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
         """Add a decode engine with KV memory for ``kv_tokens`` tokens.
 
-        Raises ``ValueError`` for a used number or ``kv_tokens`` below 1, ``KeyError`` for an unknown node."""
+        Raises ``ValueError`` for a number used before, even by a removed engine, or for ``kv_tokens`` below
+        1, and ``KeyError`` for an unknown node."""
         self.queues.block_s(node)
         self.decode.add(number, node, group, kv_tokens)
 

@@ -2,15 +2,16 @@
 
 The paper's formulas are illegible in the text available to us. The formulas here are derived from the paper's
 description of the traffic. There are P prefill and D decode nodes; x = P/D. A node has g devices, each with a
-compute NIC of B bytes per second. Its storage NIC reads S = s·B bytes per second all the time, its DRAM moves
-at most M bytes per second. Load is even. "Hits" are KV read from storage. A compute NIC reads from and writes
-to the memory of its own node. Its load is a share of B; the load of DRAM is in bytes per second:
+compute NIC of B bytes per second. It has one storage NIC, which reads S = s·B bytes per second all the time.
+Its DRAM moves at most M bytes per second. Load is even. "Hits" are KV read from storage, "prefill hits" those
+read by the prefill nodes. A compute NIC reads from and writes to the memory of its own node. Its load is a
+share of B; the load of DRAM is in bytes per second:
 
     link              load               traffic
     prefill, read     2·s/g              hits go to the device, and then to the decode node's buffer
     prefill, write    s/g·(1 + 1/x)      hits that its own node read, and hits that decode nodes read
-    decode, read      s/g·(x + 2)        KV from prefill goes to the device, own hits to device and prefill
-    decode, write     s/g·(2x + 1)       the prompt's KV goes into the buffer, then into the device
+    decode, read      s/g·(x + 2)        prefill hits go to the device, own hits to device and prefill
+    decode, write     s/g·(2x + 1)       prefill hits go to the buffer; these and own hits, to the device
     prefill DRAM      2·S                hits are written once and read once
     decode DRAM       S·(3 + 2x)         its own hits move 3 times, the hits of prefill nodes twice
 

@@ -20,7 +20,8 @@ class StealingReplicaView(NamedTuple):
     idle_s: float
     """Seconds since the replica stopped being full; 0: it is full, or requests wait for it."""
     takes_new: bool = True
-    """Whether the replica accepts programs with another home or none; false: it cannot be a thief."""
+    """Whether the replica accepts new programs, and programs whose home (the replica that keeps their KV) is
+    another one. If false, it cannot be a thief."""
     may_leave: int = 0
     """Number of waiting requests that may be stolen. Such a request has not failed at a replica. Its program
     has no request in flight, and has not moved in this turn. Only the oldest requests are examined."""

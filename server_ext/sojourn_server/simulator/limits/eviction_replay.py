@@ -230,9 +230,9 @@ class _ReplayPool:
                 del writing[block]
 
     def _release_places(self, table: list[int], cached: int, owner: int, now: int) -> None:
-        """Release ``table``, the places of a request. The first ``cached`` places hold cached blocks. They
-        join the eviction order, last block first, if no other request holds them. The other places become
-        empty."""
+        """Release ``table``, the places of a request. The first ``cached`` places hold cached blocks; those
+        that no other request holds join the eviction order, last block first. The places after the first
+        ``cached`` become empty."""
         holders = self._holders
         for here in table:
             holders[here] -= 1

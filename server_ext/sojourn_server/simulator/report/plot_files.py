@@ -263,8 +263,9 @@ def plot_sweep(swept: SweepRuns, rows: Sequence[RunRow], styles: Mapping[str, Pl
     """Plot throughput and P95 completion time against the swept value. Returns a figure of matplotlib, with
     one line per policy.
 
-    The line of a policy is level if the swept field has no effect on the policy. Rows of bounds that were not
-    simulated are skipped. Raises ``ValueError`` if no row is left.
+    The line of a policy is level if the swept field has no effect on the policy. Skips rows without a
+    throughput, such as those of a bound (a theoretical limit, e.g. Belady's) that was computed from an access
+    log and not simulated. Raises ``ValueError`` if no row is left.
     """
     placed = [
         (value.value, row)
