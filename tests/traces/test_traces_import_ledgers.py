@@ -73,6 +73,19 @@ def test_a_ledger_becomes_a_program(tmp_path: Path) -> None:
     assert [plan.new_tokens for plan in plans[1:3]] == [148, 373], "as the ledger says"
 
 
+@pytest.mark.parametrize(("tool_s", "duration_s"), [(0.4, 0.4), (0.0, 0.0), (None, 1.5), (1.500001, 1.5)])
+def test_a_call_lasts_as_long_as_tools_ran_in_the_gap(
+    tmp_path: Path, tool_s: float | None, duration_s: float
+) -> None:
+    turns = (
+        record(1, 100.0, split(339, 160, 179)),
+        record(2, 103.5, split(507, 352, 148), gap_s=1.5, tool_before="bash:cat", tool_s=tool_s),
+    )
+    (program,) = read_ledgers([write(tmp_path / "p.json", answer(*turns))]).programs
+    assert program.turns[0].gap_s == 1.5
+    assert program.turns[0].tool_run == TraceToolRun(name="bash", cmd="cat", s=duration_s)
+
+
 def test_families_lines_arrays_and_lists_are_read(tmp_path: Path) -> None:
     child = answer(
         record(1, 103.0, split(50, 0, 50), program="c"),

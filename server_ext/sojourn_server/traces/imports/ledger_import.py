@@ -2,6 +2,7 @@
 
 For every finished turn, a ledger has times, token counts, the cached and changed parts of the prompt, and one
 tool call before the turn. It lacks tools that ran in parallel with that call, so the trace lacks them too.
+The call's duration is the time in the gap with a tool; ledgers without that time count the whole gap.
 
 A decision log cannot be imported, because it lacks the lengths of prompts and outputs.
 """
@@ -40,6 +41,7 @@ class _LedgerTurn(msgspec.Struct, kw_only=True):
     seconds: dict[str, float]
     gap_s: float | None = None
     tool_before: str | None = None
+    tool_s: float | None = None
     tokens: _Tokens | None = None
 
 
@@ -177,7 +179,8 @@ def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
         gap_s = following.gap_s
         if gap_s is None:
             gap_s = max(0.0, following.arrived_s - record.arrived_s - wall_s)
-        run = _tool(following.tool_before, gap_s)
+        tool_s = gap_s if following.tool_s is None else min(max(0.0, following.tool_s), gap_s)
+        run = _tool(following.tool_before, tool_s)
     return TraceTurn(
         prompt_tokens=tokens.prompt,
         output_tokens=record.output_tokens,
@@ -194,10 +197,9 @@ def _turn(records: list[_LedgerTurn], index: int) -> TraceTurn:
     )
 
 
-def _tool(key: str | None, gap_s: float) -> TraceToolRun | None:
-    """Return the tool call of ``key``: ``bash:pytest`` means the command ``pytest`` of the tool ``bash``.
-    ``gap_s`` counts as the call's duration."""
+def _tool(key: str | None, duration_s: float) -> TraceToolRun | None:
+    """Return the tool call of ``key``: ``bash:pytest`` means the command ``pytest`` of the tool ``bash``."""
     if not key:
         return None
     name, _, command = key.partition(":")
-    return TraceToolRun(name=name, cmd=command or None, s=round(gap_s, 6))
+    return TraceToolRun(name=name, cmd=command or None, s=round(duration_s, 6))
