@@ -300,7 +300,7 @@ def gateway_board() -> dict[str, Any]:
             graph("In flight", "sojourn_gateway_replica_in_flight", by="replica"),
             graph("Waiting for a replica", "sojourn_gateway_replica_queued", by="replica"),
             graph(
-                "KV capacity left, all tiers", "sojourn_gateway_replica_room_tokens", by="replica",
+                "KV capacity left, device and host", "sojourn_gateway_replica_room_tokens", by="replica",
                 note="Negative: the programs outgrow the replica.",
             ),
             graph(

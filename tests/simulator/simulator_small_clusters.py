@@ -27,6 +27,7 @@ class SmallCluster:
         replicas: int = 3,
         blocks: int = 100,
         host_blocks: int = 200,
+        disk_blocks: int = 0,
         samples: int = 0,
         until_s: float | None = None,
         call_s: float = 0.0,
@@ -50,6 +51,7 @@ class SmallCluster:
                 max_num_batched_tokens=256,
                 max_model_len=(blocks - 1) * BLOCK,
                 host_blocks=host_blocks,
+                disk_blocks=disk_blocks,
                 own_tiers=engine.own_tiers,
                 sojourn=None if settings is None else {**settings, "strict": True},
             )

@@ -278,6 +278,14 @@ class _Jealous(_Recaller):
         return actions
 
 
+def test_a_replica_has_the_kv_memory_that_its_engine_would_report():
+    """Engines report device and host memory to the gateway, so the disk does not count here either."""
+    loop = small_workload(seed=8, programs=2)
+    run = SmallCluster("mori/mori", loop, replicas=1, blocks=100, host_blocks=200, disk_blocks=400)
+    (replica,) = run.core.replicas()
+    assert (replica.capacity_tokens, replica.host_tokens) == (99 * BLOCK, 200 * BLOCK)
+
+
 @pytest.mark.parametrize("engine", ["stock", "saga", "mori"])
 def test_who_is_taken_back_as_its_first_token_is_made_has_made_none(engine: str):
     """Several begin in one step, and the first to do so drives the others out."""

@@ -38,7 +38,7 @@ class Replica:
     capacity_tokens: int
     """KV capacity of the device."""
     host_tokens: int
-    """KV capacity of the other tiers."""
+    """KV capacity of host memory."""
     max_running: int
     """Number of requests that the replica runs at once; 0: unknown."""
     max_context_tokens: int
@@ -143,7 +143,7 @@ class ReplicaFleet:
         self.capacity_tokens = 0
         """KV capacity of all replicas on their devices."""
         self.total_kv_tokens = 0
-        """KV capacity of all replicas in all tiers, used or free."""
+        """KV capacity of all replicas in device and host memory, used or free. Disk is not counted."""
         self.longest_tokens = 0
         """Longest context that any replica can compute; 0: there is no replica."""
         self.max_running = 0

@@ -179,8 +179,8 @@ class RoutingCore(ABC):
         """Statuses of all known replicas, in the order of registration."""
 
     def demand_tokens(self) -> tuple[int, int]:
-        """Return (KV tokens that all programs need, KV capacity of all replicas in all tiers); (0, 0):
-        unknown."""
+        """Return (KV tokens that all programs need, KV capacity of all replicas in device and host memory);
+        (0, 0): unknown."""
         return 0, 0
 
     def shares_used(self) -> dict[str, float]:

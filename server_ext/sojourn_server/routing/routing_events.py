@@ -31,7 +31,7 @@ class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
     capacity_tokens: int
     """KV capacity of the device, in tokens."""
     host_tokens: int = 0
-    """KV capacity of the other tiers, in tokens."""
+    """KV capacity of host memory, in tokens."""
     max_running: int = 0
     """Number of requests that the replica runs at once; 0: unknown."""
     max_context_tokens: int = 0

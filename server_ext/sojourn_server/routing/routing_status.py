@@ -60,10 +60,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     capacity_tokens: int
     """KV capacity of the device."""
     host_tokens: int
-    """KV capacity of the other tiers."""
+    """KV capacity of host memory."""
     room_tokens: int
-    """KV capacity of all tiers minus the expected sizes of all programs whose home is the replica. It may be
-    negative."""
+    """KV capacity of device and host memory minus the expected sizes of all programs whose home is the
+    replica. It may be negative."""
 
 
 class PairEngineStatus(ReplicaStatus, frozen=True, kw_only=True):

@@ -152,7 +152,7 @@ class TenantAccounting:
         """Return the fraction of all devices' KV capacity that a tenant's requests in flight use.
 
         With ``room``, return the larger of this and a second fraction: expected size of the tenant's
-        programs with a home ÷ KV capacity of all tiers.
+        programs with a home ÷ KV capacity of device and host memory.
         """
         fleet = self._fleet
         used = self.in_flight_tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0

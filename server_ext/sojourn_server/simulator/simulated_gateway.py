@@ -165,7 +165,7 @@ class GatewayClients(SimulatedClients):
                     sim_replica.replica,
                     "1",
                     (options.blocks - 1) * options.block_size,
-                    host_tokens=(options.host_blocks + options.disk_blocks) * options.block_size,
+                    host_tokens=options.host_blocks * options.block_size,
                     max_running=options.max_num_seqs,
                     max_context_tokens=options.max_model_len,
                 )

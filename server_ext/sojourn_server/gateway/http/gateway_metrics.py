@@ -135,7 +135,7 @@ class GatewayMetrics:
         self._homed = gauge("replica_programs", "Programs at home at a replica.", "replica")
         self._room = gauge(
             "replica_room_tokens",
-            "KV capacity of a replica, in all tiers, that its programs leave free.",
+            "KV capacity of a replica, in device and host memory, that its programs leave free.",
             "replica",
         )
         self._health = gauge("replica_health", "1 for the assumed health of a replica.", "replica", "health")

@@ -53,8 +53,8 @@ def wanted_engines(
     one after each ``shrink_after_s`` of low demand.
 
     ``programs_tokens``: total size of programs with a home, and of programs that wait for capacity.
-    ``engine_tokens``: KV capacity of one engine in all tiers. If it is 0 (unknown), the number stays the
-    same, within ``limits``. ``before``: the last decision.
+    ``engine_tokens``: KV capacity of one engine in device and host memory. If it is 0 (unknown), the number
+    stays the same, within ``limits``. ``before``: the last decision.
     """
     engines = min(max(before.engines, limits.min_engines), limits.max_engines)
     if engine_tokens <= 0:

@@ -20,8 +20,8 @@ class ReplicaView(NamedTuple):
     in_flight: int
     """Number of requests that were sent to the replica and have not ended."""
     room_tokens: int
-    """KV capacity of all tiers, in tokens, minus the expected sizes of all programs whose home is this
-    replica; may be negative."""
+    """KV capacity of device and host memory, in tokens, minus the expected sizes of all programs whose home
+    is this replica; may be negative."""
     homed: int = 0
     """Number of programs whose home is this replica."""
     takes_new: bool = True
@@ -29,7 +29,7 @@ class ReplicaView(NamedTuple):
     queued: int = 0
     """Requests that wait for the replica at the gateway."""
     memory_tokens: int = 0
-    """KV capacity of all tiers, in tokens."""
+    """KV capacity of device and host memory, in tokens."""
 
 
 class ResidentProgramGroup(NamedTuple):
@@ -68,7 +68,8 @@ class RoutingView(NamedTuple):
     """Home of the parent program. ``None``: there is none, or the request's program has had an answer
     already."""
     prefix_tokens: Mapping[str, int] = {}
-    """Tokens of the prompt that each replica computed recently; replicas without a match are absent."""
+    """Estimated number of leading prompt tokens that each replica has computed already, by replica id.
+    Replicas with none are absent. Empty if the policy does not set ``reads_prefixes``."""
     turns_left: float = 1.0
     """Expected number of the program's turns from now on, this one included."""
     residents: Mapping[str, Sequence[ResidentProgramGroup]] = {}
