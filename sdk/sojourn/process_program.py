@@ -1,11 +1,15 @@
-"""The process's own program, to which requests outside of any other program belong."""
+"""The process's own program, to which requests outside of any other program belong, and what happens to the
+programs of the whole process when it exits."""
 
 from __future__ import annotations
 
+import sys
+
 from . import runtime
 from .config import claim
+from .errors import status_of
 from .ids import ProgramId
-from .program import Program
+from .program import Program, process_programs
 from .sdk_logger import logger
 from .valid_ids_and_names import new_program_id, process_name
 
@@ -56,3 +60,24 @@ def stop_counting_as_one_run(session: runtime.Session) -> None:
             "requests of this process overlap, so the process no longer counts as one agent run; "
             "open a program for each run, with sojourn.program()"
         )
+
+
+def _end_process_programs() -> None:
+    while process_programs:
+        process_programs.pop().end("cancelled")
+    own = runtime.session().program
+    if isinstance(own, Program):
+        own.end(status_of(_uncaught_error()))
+
+
+def _uncaught_error() -> BaseException | None:
+    """Return the exception that ends the process; ``None`` if the process ends by ``sys.exit`` or without an
+    exception. Always ``None`` in an interactive interpreter, where ``sys.last_value`` may come from any
+    earlier line."""
+    if hasattr(sys, "ps1"):
+        return None
+    error = getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
+
+
+runtime.before_exit.append(_end_process_programs)

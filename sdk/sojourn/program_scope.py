@@ -8,7 +8,6 @@ A program opened inside another one is its child.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Token
@@ -312,24 +311,3 @@ def _check_id(field: str, value: str | None) -> None:
         raise ArgumentError(f"{field} is {value!r}; expected a string")
     if (problem := id_problem(value)) is not None:
         raise ArgumentError(f"{field} {problem}")
-
-
-def _end_process_programs() -> None:
-    while process_programs:
-        process_programs.pop().end("cancelled")
-    own = runtime.session().program
-    if isinstance(own, Program):
-        own.end(status_of(_uncaught_error()))
-
-
-def _uncaught_error() -> BaseException | None:
-    """Return the exception that ends the process; ``None`` if the process ends by ``sys.exit`` or without an
-    exception. Always ``None`` in an interactive interpreter, where ``sys.last_value`` may come from any
-    earlier line."""
-    if hasattr(sys, "ps1"):
-        return None
-    error = getattr(sys, "last_value", None)
-    return error if isinstance(error, BaseException) else None
-
-
-runtime.before_exit.append(_end_process_programs)
