@@ -24,6 +24,8 @@ from ...policies.custom_policies import did_you_mean
 from ...policies.toml_document import TomlError, load_toml
 
 SHIPPED_PROFILES = Path(__file__).parent / "profiles"
+RUNTIME_BYTES = 1.0 * 2**30
+"""Estimated device bytes of CUDA context, NCCL and captured graphs. vLLM's start-up logs show 0.5–1.5 GiB."""
 
 
 class LatencyProfileError(InputError):

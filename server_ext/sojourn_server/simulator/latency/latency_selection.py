@@ -9,6 +9,7 @@ from sojourn_server.policies.costs.engine_profile import EngineProfile
 
 from .fitted_latency import FittedLatency
 from .latency_profiles import (
+    RUNTIME_BYTES,
     HardwareProfile,
     LatencyProfileError,
     ModelShape,
@@ -23,8 +24,6 @@ from .roofline_latency import RooflineLatency
 
 GPU_MEMORY_UTILIZATION = 0.92
 """Default of vLLM 0.32 for the share of device memory that an engine uses (config/cache.py)."""
-RUNTIME_BYTES = 1.0 * 2**30
-"""Estimated device bytes of CUDA context, NCCL and captured graphs. vLLM's start-up logs show 0.5–1.5 GiB."""
 BLOCK_SIZE = 16
 """Tokens of a KV block on hardware without an engine profile: vLLM's default."""
 MAX_TP = 64
