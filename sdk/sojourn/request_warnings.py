@@ -73,15 +73,17 @@ def warn_empty_program(session: runtime.Session, label: str, outside: int) -> No
 def warn_unlisted_host(
     session: runtime.Session, program: object | None, host: str, path: str, written: str
 ) -> None:
-    """Count a request to a ``host`` (``host:port``) and ``path`` that ``init()`` does not name. Warns at the
-    third such request (``UNLISTED_REQUESTS``). Once a request has gone to a listed host, nothing is counted,
-    since agents may use other servers too. Never raises.
+    """Count a request that goes to no entry of ``Config.hosts``. Warn at the third such request
+    (``UNLISTED_REQUESTS``), once per process. Count nothing after the first request to a listed host, since
+    agents may use other servers too. Never raises.
 
-    ``written``: the ``written_host`` of the request, for the message.
-    ``program``: the program around the request, if any. With a program, every such request counts. Without a
-    program, a request counts only in two cases: both servers have the same host name and different ports, or
-    both hosts are local (``_is_local``). A request to another path of a listed ``host:port`` then does not
-    count, since a path in ``init()`` leaves out the rest of the host on purpose.
+    ``host``: ``host:port`` of the request. ``path``: its URL path. ``written``: its ``written_host``, for the
+    message. ``program``: the program around the request, if any.
+
+    Every request inside a program counts. A request outside of programs counts only if its host may be
+    another address of a listed server: a listed host has the same name and another port, or the request's
+    host and a listed host are both local (``_is_local``). A request outside of programs to a listed
+    ``host:port`` with another path does not count, since the user listed only a part of that host.
     """
     if session.has_turns or "unlisted" not in _unsaid:
         return

@@ -1,13 +1,14 @@
-"""Transitions between the nodes of programs of one agent type, learned from earlier runs (SAGA §3.3).
+"""Transitions between workflow nodes, turns left and tools of each node, learned from earlier runs
+(SAGA §3.3). Each agent type has its own statistics.
 
-The model is back-off n-grams over the nodes of a run. It counts which node followed each sequence of one, two
-and three nodes. ``START`` and ``END`` count as nodes. Three nodes of history can distinguish the first
-failing check from the third; a first-order chain cannot.
+The transitions are interpolated n-grams over the nodes of a run. They count which node followed each sequence
+of one, two and three nodes. ``START`` and ``END`` count as nodes. With three nodes of history the first
+failing check can be told from the third; a first-order chain cannot do this.
 
 Each run weighs 2^(1/20) times as much as the run before it, so 20 later runs halve the weight of a run.
 
-One thread writes at a time. Any thread may read meanwhile without a lock, since readers copy the dicts that
-the writer changes in place, and the writer replaces all other values.
+One thread writes. Other threads may read at the same time without a lock, since they copy a dict before they
+iterate over it. ``snapshot`` does not copy: only the writing thread may call it.
 """
 
 from __future__ import annotations

@@ -318,9 +318,9 @@ class IncomingPrompt:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the prompt may be evicted. It may not while the engine waits for it, or while reads for the
-        peer are open. Otherwise it may if it is complete, or if its peer has disconnected without an
-        offer."""
+        """Whether the prompt may be evicted. False while the engine waits for it (``expected``), or while
+        blocks are read for the peer or streamed to it. Otherwise true in two cases: the prompt is complete,
+        or it is incomplete and the peer that asked for the read has disconnected without an offer."""
         if self.expected or (self.read is not None and self.read.state is not PromptReadState.DONE):
             return False
         if self.state is PromptState.COMPLETE:

@@ -93,7 +93,8 @@ class TransferPlanner:
         self._prompt_answers = RankAnswers(ranks)
         self._entries: dict[str, TransferRequest] = {}
         self._asks: dict[int, str] = {}
-        """Number of an open ask → request id."""
+        """Open asks: ask number → request id. An ask is open until all workers have reported its result, or
+        until the planner ends it."""
         self._last_ask = 0
         self._wants = WantedContexts()
         self._orders = TransferJobs()

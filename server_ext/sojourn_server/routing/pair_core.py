@@ -481,7 +481,8 @@ class PairCore(RoutingCore):
         request.adopted = False
 
     def _close(self, request: PairRequest) -> None:
-        """Forget a request. Also forget its program if the program has no answer and no other request."""
+        """Remove a request. Also remove its program if the program has no answered request so far, and no
+        other request in progress."""
         del self.requests[request.asked.request_id]
         program = self._live_program(request)
         if program is not None:

@@ -198,8 +198,12 @@ class OpenRequests(Mapping[str, OpenRequest]):
         home: str | None,
         now: float,
     ) -> routing_events.SendRequest | routing_events.RejectRequest | None:
-        """Decide to which of the ``usable`` replicas a request goes. With prefill and decode engines, decide
-        with ``_choose_pair``. ``sent``: number of requests per replica."""
+        """Choose a replica from ``usable``: the program's ``home`` if it is usable, else the one with the
+        fewest requests of this gateway. Replicas that take new programs come first.
+
+        With prefill and decode engines, ``_choose_pair`` chooses. It may reject the request, or return
+        ``None``: the request keeps waiting. ``sent``: number of this gateway's requests in progress at each
+        replica, roughly."""
         if any(place.paths is not None for place in places.values()):
             return self._choose_pair(one, usable, sent, now)
         chosen = min(

@@ -248,10 +248,12 @@ class _SpanAssigner:
 
 
 def _merged_conversations(runs: Sequence[_AgentRun]) -> list[_AgentRun]:
-    """Merge runs of one conversation into the first of them. Return the remaining runs in order.
+    """Merge the runs that have the same conversation id into the first of them. Return the runs that are
+    left, in their order.
 
-    Such runs exist if model calls carry the conversation's id, but the spans of their agents do not. A
-    sub-agent with the conversation of its parent stays a run of its own.
+    A conversation has several runs if its model calls carry the conversation id, but the agent spans around
+    them do not. Each outermost agent span then starts a run of its own. A sub-agent with the conversation id
+    of its parent is not merged.
     """
     first_of: dict[str, _AgentRun] = {}
     merged: dict[_AgentRun, _AgentRun] = {}
