@@ -1,16 +1,13 @@
 """A gateway that is told to stop while clients wait: each gets an error when its grace has passed.
 
 The gateway of these tests grants running requests a second; ``sojourn gateway`` grants a minute.
+``test_gateway_stop_signals`` sends signals to the latter.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import signal
-import socket
-import sys
 
 import aiohttp
 import pytest
@@ -79,49 +76,3 @@ def release(fake: FakeEngine) -> None:
     """Let the engine answer once the gateway has been told to stop."""
     assert fake.hold is not None
     asyncio.get_running_loop().call_later(0.2, fake.hold.set)
-
-
-@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
-async def test_a_stop_says_what_it_waits_for_and_ctrl_c_again_ends_it(again: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    grace_s = 60 if again else 1
-    code = (
-        "from sojourn_server import cli; import sojourn_server.cli.gateway as gateway; "
-        f"gateway._STOP_GRACE_S = {grace_s}; cli.main()"
-    )
-    async with engines(1) as [engine], aiohttp.ClientSession() as http:
-        engine.hold = asyncio.Event()
-        gateway = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, "gateway", "--engines", engine.url, "--port", str(port),
-            stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        assert gateway.stderr is not None
-
-        async def line_with(text: str) -> str:
-            async for line in gateway.stderr:
-                said_before.append(line.decode())
-                if text in said_before[-1]:
-                    return said_before[-1]
-            raise AssertionError(said_before)
-
-        said_before: list[str] = []
-        try:
-            await asyncio.wait_for(line_with("Uvicorn running"), 60)
-            url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            asked = asyncio.ensure_future(http.post(url, json={"model": "tiny", "messages": []}))
-            await until(lambda: engine.requests)
-            gateway.send_signal(signal.SIGINT)
-            said = await asyncio.wait_for(line_with("finishing"), 60)
-            assert said == f"sojourn: finishing 1 request, at most {grace_s} s; Ctrl-C now ends at once\n"
-            if again:
-                gateway.send_signal(signal.SIGINT)
-            rest = (await asyncio.wait_for(gateway.stderr.read(), 30)).decode()
-            await gateway.wait()
-            await assert_told(asked)
-            assert "ERROR" not in rest, rest
-            assert "Waiting for" not in "".join(said_before) + rest
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                gateway.kill()
-            await gateway.wait()

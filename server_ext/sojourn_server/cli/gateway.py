@@ -30,8 +30,6 @@ _READ_SIDES = ("shorter", "split", "prefill")
 _WAITING_ORDERS = ("arrival", "idleness", "largest-first")
 _STOP_GRACE_S = 60
 """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
-_UVICORN_STOP = ("Waiting for ", "Cancel %s running task")
-"""Beginnings of uvicorn's messages about waits, and about requests that are cut off at a stop."""
 
 
 def register(app: typer.Typer) -> None:
@@ -253,24 +251,11 @@ def _urls(role: str, texts: list[str], example: str) -> list[str]:
 
 def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
     import gc
-    import socket
 
     import uvicorn
 
     from sojourn_server.gateway.http.client_connection import DeadlineProtocol
-
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            if number := len(self.server_state.tasks):
-                requests = f"{number} request{'s' if number > 1 else ''}"
-                print_line(
-                    f"sojourn: finishing {requests}, at most {_STOP_GRACE_S} s; Ctrl-C now ends at once"
-                )
-            await super().shutdown(sockets)
-            if self.force_exit:  # uvicorn then ends no requests and leaves the application as it is
-                for task in self.server_state.tasks:
-                    task.cancel()
-                await self.lifespan.shutdown()
+    from sojourn_server.gateway.http.gateway_server import GatewayServer
 
     config = uvicorn.Config(
         app,
@@ -286,9 +271,7 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
         server_header=False,
         proxy_headers=False,
     )
-    app.state.server = server = Server(config)
-    # The line of ``shutdown`` replaces these messages.
-    logging.getLogger("uvicorn.error").addFilter(lambda record: not str(record.msg).startswith(_UVICORN_STOP))
+    app.state.server = server = GatewayServer(config, print_line)
     # A full garbage collection would also examine all modules, and hold up all requests for 0.1 s.
     gc.collect()
     gc.freeze()

@@ -1,0 +1,153 @@
+"""``sojourn gateway`` at SIGTERM and Ctrl-C: what it says, what it waits for, and what ends the wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from fake_engine import FakeEngine, engines
+from gateway_harness import until
+from test_gateway_shutdown import assert_told
+
+GRACE_S = 60
+"""What ``sojourn gateway`` grants running requests; longer than any test may take."""
+ENDS_IN_S = 30
+"""A gateway that ends within this time has not waited for its grace to pass."""
+
+WITHOUT_UVLOOP = """
+import asyncio.base_events, sys
+sys.modules["uvloop"] = None
+async def wait_closed(server):  # as Python 3.12 and later, which wait for the connections too
+    while server._active_count:
+        await asyncio.sleep(0.01)
+if sys.version_info < (3, 12):
+    asyncio.base_events.Server.wait_closed = wait_closed
+"""
+
+
+class GatewayProcess:
+    """A running ``sojourn gateway`` and what it has said so far."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        port: int,
+        said: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
+    ) -> None:
+        self.process, self.port, self._said, self.pipe = process, port, said, pipe
+        self.lines: list[str] = []
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def line_with(self, text: str) -> str:
+        """Return the next line that contains ``text``."""
+
+        async def read() -> str:
+            async for line in self._said:
+                self.lines.append(line.decode())
+                if text in self.lines[-1]:
+                    return self.lines[-1]
+            raise AssertionError(self.lines)
+
+        return await asyncio.wait_for(read(), 60)
+
+    async def ended(self) -> str:
+        """Wait for the end of the process. Return all it has said."""
+        self.lines.append((await asyncio.wait_for(self._said.read(), ENDS_IN_S)).decode())
+        await asyncio.wait_for(self.process.wait(), ENDS_IN_S)
+        return "".join(self.lines)
+
+    async def is_stopping(self) -> bool:
+        """Return whether it has closed its port."""
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except ConnectionRefusedError:
+            return True
+        writer.close()
+        return False
+
+    def ask(self, http: aiohttp.ClientSession) -> asyncio.Future[aiohttp.ClientResponse]:
+        """Send a request of a model."""
+        body = {"model": "tiny", "messages": []}
+        return asyncio.ensure_future(http.post(f"{self.url}/v1/chat/completions", json=body))
+
+
+@asynccontextmanager
+async def started(
+    engine: FakeEngine, *, grace_s: int = GRACE_S, before: str = ""
+) -> AsyncIterator[GatewayProcess]:
+    """Run a gateway in front of ``engine`` in a process of its own. ``before``: code that runs first."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = (
+        f"{before}\nfrom sojourn_server import cli; import sojourn_server.cli.gateway as gateway; "
+        f"gateway._STOP_GRACE_S = {grace_s}; cli.main()"
+    )
+    read, write = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, "gateway", "--engines", engine.url, "--port", str(port),
+            stdout=write, stderr=write,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    said = asyncio.StreamReader()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(said), os.fdopen(read, "rb")
+    )
+    made = GatewayProcess(process, port, said, pipe)
+    try:
+        await made.line_with("Uvicorn running")
+        yield made
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        pipe.close()
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
+async def test_a_stop_says_what_it_waits_for_and_ctrl_c_again_ends_it(again: bool, loop: str) -> None:
+    grace_s = GRACE_S if again else 1
+    before = WITHOUT_UVLOOP if loop == "asyncio" else ""
+    async with (
+        engines(1) as [engine],
+        aiohttp.ClientSession() as http,
+        started(engine, grace_s=grace_s, before=before) as gateway,
+    ):
+        engine.hold = asyncio.Event()
+        asked = gateway.ask(http)
+        await until(lambda: engine.requests)
+        gateway.process.send_signal(signal.SIGINT)
+        said = await gateway.line_with("finishing")
+        assert said == f"sojourn: finishing 1 request, at most {grace_s} s; Ctrl-C now ends at once\n"
+        if again:
+            gateway.process.send_signal(signal.SIGINT)
+        said = await gateway.ended()
+        await assert_told(asked)
+        assert "ERROR" not in said, said
+        assert "Waiting for" not in said
+
+
+async def test_a_stop_whose_message_has_no_reader_finishes_the_requests() -> None:
+    async with engines(1) as [engine], aiohttp.ClientSession() as http, started(engine) as gateway:
+        engine.hold = asyncio.Event()
+        asked = gateway.ask(http)
+        await until(lambda: engine.requests)
+        gateway.pipe.close()  # as ``sojourn gateway 2>&1 | head`` does
+        gateway.process.send_signal(signal.SIGTERM)
+        await until(gateway.is_stopping)
+        engine.hold.set()
+        answer = await asked
+        assert answer.status == 200
+        assert (await answer.json())["text"] == engine.name
+        await asyncio.wait_for(gateway.process.wait(), ENDS_IN_S)
