@@ -13,8 +13,12 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from fake_engine import FakeEngine, engines
+from fake_engine import FakeEngine, engines, running
 from gateway_harness import until
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from test_gateway_shutdown import assert_told
 
 GRACE_S = 60
@@ -31,6 +35,25 @@ async def wait_closed(server):  # as Python 3.12 and later, which wait for the c
 if sys.version_info < (3, 12):
     asyncio.base_events.Server.wait_closed = wait_closed
 """
+
+
+class UnwatchedEngine(FakeEngine):
+    """An engine that never answers viewers, so that their streams stay silent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = 0
+        """Number of queries for a live frame."""
+
+    def _app(self) -> Starlette:
+        app = super()._app()
+        app.router.routes.insert(0, Route("/sojourn/v1/stream", self._stay_silent))
+        return app
+
+    async def _stay_silent(self, request: Request) -> Response:
+        self.views += 1
+        await asyncio.sleep(3600)
+        return Response()
 
 
 class GatewayProcess:
@@ -151,3 +174,65 @@ async def test_a_stop_whose_message_has_no_reader_finishes_the_requests() -> Non
         assert answer.status == 200
         assert (await answer.json())["text"] == engine.name
         await asyncio.wait_for(gateway.process.wait(), ENDS_IN_S)
+
+
+async def test_a_viewer_holds_up_no_stop() -> None:
+    async with (
+        running(UnwatchedEngine()) as [engine],
+        aiohttp.ClientSession() as http,
+        started(engine) as gateway,
+    ):
+        page = await http.get(f"{gateway.url}/sojourn/v1/stream")
+        top = asyncio.ensure_future(http.get(f"{gateway.url}/sojourn/v1/stream?once=1"))
+        await until(lambda: engine.views >= 2)
+        gateway.process.send_signal(signal.SIGTERM)
+        said = await gateway.ended()
+        assert "finishing" not in said, said
+        assert "ERROR" not in said, said
+        assert await page.content.read() == b""
+        with contextlib.suppress(aiohttp.ClientError):
+            assert (await top).status >= 500
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
+async def test_a_viewer_does_not_count_among_the_requests_and_ends_without_an_error(again: bool) -> None:
+    async with (
+        running(UnwatchedEngine()) as [engine],
+        aiohttp.ClientSession() as http,
+        started(engine) as gateway,
+    ):
+        engine.hold = asyncio.Event()
+        page = await http.get(f"{gateway.url}/sojourn/v1/stream")
+        top = asyncio.ensure_future(http.get(f"{gateway.url}/sojourn/v1/stream?once=1"))
+        await until(lambda: engine.views >= 2)
+        asked = gateway.ask(http)
+        await until(lambda: engine.requests)
+        gateway.process.send_signal(signal.SIGINT)
+        assert "finishing 1 request," in await gateway.line_with("finishing")
+        if again:
+            gateway.process.send_signal(signal.SIGINT)
+        else:
+            engine.hold.set()
+        said = await gateway.ended()
+        assert "ERROR" not in said, said
+        assert "Traceback" not in said, said
+        if again:
+            await assert_told(asked)
+        else:
+            assert (await asked).status == 200
+        page.close()
+        top.cancel()
+
+
+async def test_a_client_that_reads_no_page_holds_up_no_stop() -> None:
+    async with engines(1) as [engine], started(engine) as gateway:
+        page = b"GET /sojourn/v1/openapi.json HTTP/1.1\r\nHost: gateway\r\n\r\n"
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await asyncio.to_thread(client.connect, ("127.0.0.1", gateway.port))
+            client.sendall(page * 100)
+            assert await asyncio.to_thread(client.recv, 12) == b"HTTP/1.1 200"
+            gateway.process.send_signal(signal.SIGTERM)
+            said = await gateway.ended()
+        assert "finishing" not in said, said
+        assert "ERROR" not in said, said

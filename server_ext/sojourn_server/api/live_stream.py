@@ -261,6 +261,7 @@ class LiveHub:
         self._viewers: dict[_Viewer, None] = {}
         """The viewers of all open streams, oldest first."""
         self._server: Any = None
+        self._is_closed = False
         self._poller: asyncio.Task[None] | None = None
         self._rows: dict[tuple[str | None, str], ProgramRow] = {}
         self._active: set[tuple[str | None, str]] = set()
@@ -326,6 +327,14 @@ class LiveHub:
         left = functools.partial(self._viewers.pop, viewer, None)
         return _BoundedStream(self._frames(viewer), left, headers)
 
+    def close(self) -> None:
+        """End all streams at once, and streams that open later too. For a server that stops."""
+        self._is_closed = True
+        if self._poller is not None:
+            self._poller.cancel()
+        for viewer in self._viewers:
+            viewer.end()
+
     def _displaced_by(self, audience: Audience) -> _Viewer | None:
         """Return the viewer whose stream ends for a new viewer of ``audience``; ``None``: there is none."""
         counts = Counter(viewer.audience.tenant for viewer in self._viewers)
@@ -339,10 +348,10 @@ class LiveHub:
         )
 
     async def _frames(self, viewer: _Viewer) -> AsyncIterator[bytes]:
-        if self._poller is None or self._poller.done():
+        if not self._is_closed and (self._poller is None or self._poller.done()):
             self._poller = asyncio.create_task(self._poll(), name="sojourn-live")
         try:
-            while True:
+            while not self._is_closed:
                 await viewer.ready.wait()
                 viewer.ready.clear()
                 frame, viewer.pending = viewer.pending, None

@@ -18,8 +18,8 @@ from sojourn.errors import install_command
 from .console import CliError, check_free_port, is_given, print_line, print_note
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-
+    from sojourn_server.gateway.http.engine_routes import GatewayApplication
+    from sojourn_server.gateway.http.gateway_app import Gateway
     from sojourn_server.gateway.http.tenant_keys import TenantKeys
     from sojourn_server.gateway.ray.ray_config import RayConfig
     from sojourn_server.policies.cluster_preset import ClusterPreset
@@ -181,7 +181,7 @@ def gateway(
             most_tokens_s=most_prefill_s,
             high_tokens_ratio=high_tokens_ratio,
         )
-        _, app = build_prefill_decode_gateway(
+        made, app = build_prefill_decode_gateway(
             urls["prefill"], urls["decode"], known, options, rules=rules, limits=limits
         )
         served = f"pairs: {len(urls['prefill'])} prefill, {len(urls['decode'])} decode"
@@ -190,7 +190,7 @@ def gateway(
 
         if state is not None:
             _check_state(state)
-        _, app = build_gateway(every, preset, known, options, limits=limits, state=state)
+        made, app = build_gateway(every, preset, known, options, limits=limits, state=state)
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     check_free_port(host, port, "choose another --port")
     url = local_url(host, port)
@@ -199,7 +199,7 @@ def gateway(
 
     raise_open_file_limit(max_waiting)
     log_accept_errors_rarely()
-    _serve(app, host, port, log_level)
+    _serve(made, app, host, port, log_level)
 
 
 _ONLY_WITH_PAIRS = ("--read-side", "--short-queue-s", "--most-prefill-s", "--high-tokens-ratio")
@@ -249,7 +249,7 @@ def _urls(role: str, texts: list[str], example: str) -> list[str]:
     return urls
 
 
-def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
+def _serve(gateway: Gateway, app: GatewayApplication, host: str, port: int, log_level: str) -> None:
     import gc
 
     import uvicorn
@@ -271,7 +271,7 @@ def _serve(app: Starlette, host: str, port: int, log_level: str) -> None:
         server_header=False,
         proxy_headers=False,
     )
-    app.state.server = server = GatewayServer(config, print_line)
+    app.state.server = server = GatewayServer(config, gateway, app, print_line)
     # A full garbage collection would also examine all modules, and hold up all requests for 0.1 s.
     gc.collect()
     gc.freeze()

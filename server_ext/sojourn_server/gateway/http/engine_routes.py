@@ -90,9 +90,18 @@ class GenerationRoutes:
         self._names = shared.forwarder.names
         self._reads_prefixes = reads_prefixes
         self.bodies = bodies or BodyBudget()
+        self.open_requests = 0
+        """Number of requests whose answers are not complete."""
 
     async def serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Handle one generation request: check its key and encoding, then read its body and proxy it."""
+        self.open_requests += 1
+        try:
+            await self._serve(api, scope, receive, send)
+        finally:
+            self.open_requests -= 1
+
+    async def _serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         raw: RawHeaders = scope["headers"]
         try:
             tenant = self._tenants.tenant_of(
@@ -272,10 +281,12 @@ class GatewayApplication(Starlette):
         super().__init__(**rest)
         self._generating = generating
 
+    def is_generation(self, scope: Any) -> bool:
+        """Return whether a request with this ASGI scope is one that a model answers."""
+        return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._generating
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            endpoint = self._generating.get(scope["path"])
-            if endpoint is not None:
-                await endpoint(scope, receive, send)
-                return
+        if self.is_generation(scope):
+            await self._generating[scope["path"]](scope, receive, send)
+            return
         await super().__call__(scope, receive, send)

@@ -177,7 +177,7 @@ class Gateway:
         self,
         background: Callable[[], list[Awaitable[Any]]],
         before_start: Callable[[], Awaitable[None]] | None = None,
-    ) -> Starlette:
+    ) -> GatewayApplication:
         """Build the ASGI application. At its start, it awaits ``before_start()``. Until its end, it runs the
         awaitables that ``background()`` returns, as background tasks."""
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 
-from starlette.applications import Starlette
-
 from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import PairRole
@@ -22,6 +20,7 @@ from ...routing.routing_from_preset import (
 from ...routing.routing_limits import RoutingLimits
 from .dropped_kv_poller import DroppedKVPoller
 from .engine_monitor import POLL_S, EngineMonitor
+from .engine_routes import GatewayApplication
 from .gateway_app import Gateway, GatewayOptions
 from .gateway_metrics import GatewayMetrics
 from .pair_monitor import PairMonitor
@@ -40,7 +39,7 @@ def build_gateway(
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
     state: Path | None = None,
-) -> tuple[Gateway, Starlette]:
+) -> tuple[Gateway, GatewayApplication]:
     """Build a gateway in front of the engines at ``urls``. Return it with its ASGI application.
 
     ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
@@ -88,7 +87,7 @@ def build_prefill_decode_gateway(
     rules: PrefillDecodeRules | None = None,
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
-) -> tuple[Gateway, Starlette]:
+) -> tuple[Gateway, GatewayApplication]:
     """Build a gateway in front of prefill and decode engines. Return it with its ASGI application.
 
     ``prefill``, ``decode``: URLs of the engines. ``rules``: how pairs are chosen; ``None``: the defaults of
