@@ -987,6 +987,38 @@ def test_tools_reported_late_one_after_the_other_take_no_longer_than_the_gap() -
     assert [turn.tool_s for turn in turns] == [None, 3.0]
 
 
+@pytest.mark.parametrize(
+    ("calls", "tool_s"),
+    [
+        # (call, when its start is applied, its age then, when its stop is applied, its duration)
+        pytest.param([("a", 0, 0, 6, 1), ("b", 5, 0, 7, 1)], 2.0, id="a stop comes late, in the next group"),
+        pytest.param([("a", 8, 8, 8, 3), ("b", 9, 9, 9, 3)], 3.0, id="at once, reported one after the other"),
+        pytest.param([("a", 6, 1, 6, 1), ("b", 9, 7, 9, 1)], 2.0, id="the earlier group is reported later"),
+        pytest.param(
+            [("a", 0, 0, 2, 2), ("b", 1, 0, 3, 2), ("c", 5, 0, 8, 3), ("d", 6, 0, 7, 1)], 6.0, id="two groups"
+        ),
+    ],
+)
+def test_of_groups_of_tools_the_time_between_them_does_not_count(
+    calls: list[tuple[str, float, float, float, float]], tool_s: float
+) -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    began_s = engine.now
+    reports = []
+    for call_id, start_s, age_s, stop_s, duration_s in calls:
+        start = ToolStart(program_id="p", seq=-1, call_id=call_id, tool="t", age_s=age_s)
+        reports.append((start_s, start))
+        reports.append((stop_s, ToolStop(program_id="p", seq=-1, call_id=call_id, duration_s=duration_s)))
+    for at_s, event in sorted(reports, key=lambda report: report[0]):
+        engine.wait(began_s + at_s - engine.now)
+        engine.send(event)
+    engine.wait(began_s + 10.0 - engine.now)
+    engine.turn("p", prompt(12))
+    turn = engine.program_scheduler.state.ledger.of_program("p")[-1]
+    assert (turn.gap_s, turn.tool_s) == (pytest.approx(10.0), pytest.approx(tool_s))
+
+
 def test_an_id_that_arrives_again_ends_the_request_before_it() -> None:
     engine = VirtualEngine()
     first = engine.arrive("p", prompt(8))

@@ -6,7 +6,6 @@ that clients report. Without a report, the tool history learns the gap as the to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -146,8 +145,7 @@ class TurnGapTracker:
         program.context_tokens = context_tokens
         program.peak_tokens = max(program.peak_tokens, context_tokens)
         program.gap_started_s = now
-        program.gap_tools_s = program.last_tool_end_s = 0.0
-        program.tools_began_s = math.inf
+        program.gap_tool_time = None
         program.gap_reported = False
         program.gap_leased = False
         # The gap lasts until the slowest of the calls has ended.
@@ -155,11 +153,10 @@ class TurnGapTracker:
 
     def tools_of_gap_s(self, program: ProgramState, now: float) -> float | None:
         """Return the seconds in which tools ran in the gap that a request now ends, at most the gap's length.
-        ``None``: there is no gap, the client reported no call, or not all calls have ended."""
-        if program.gap_started_s is None or program.live_requests or not program.tools_ended():
+        ``None``: there is no gap, the client reported no call in it, or not all calls have ended."""
+        if program.gap_started_s is None or program.live_requests or program.tools:
             return None
-        # Late reports of calls that ran at once may come one after the other; their times then add up.
-        return min(program.gap_tools_s, now - program.gap_started_s)
+        return None if program.gap_tool_time is None else program.gap_tool_time.seconds
 
     def close_gap(self, program: ProgramState, now: float) -> float | None:
         """End the gap of a program whose next request has arrived. Returns the length of the gap in seconds.

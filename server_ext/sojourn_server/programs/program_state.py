@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import ItemsView, Iterator, MutableMapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 
 from sojourn.ids import CallId, EmitterId, ProgramId
 
+from .gap_tool_time import GapToolTime
 from .program_status import ProgramOutcome, ProgramStatus
 
 SEQ_WINDOW = 1024
@@ -258,12 +258,8 @@ class ProgramState:
     """Whether the program has had a lease in this gap between turns. If so, no second lease is granted."""
     gap_reported: bool = False
     """Whether the client reported a tool's duration in this gap. If not, the gap's length is learned."""
-    gap_tools_s: float = 0.0
-    """Seconds of this gap in which reported tool calls ran, without calls that have not all ended."""
-    tools_began_s: float = math.inf
-    """Start of the first of the calls that ran at once; infinite if all calls have ended."""
-    last_tool_end_s: float = 0.0
-    """End of the last of the calls that have ended in this gap."""
+    gap_tool_time: GapToolTime | None = None
+    """Time of the reported tool calls that have ended in this gap; ``None``: none has."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
     """Time at which the last gap without a reported tool duration ended; ``None``: no such gap. The gap's
@@ -323,15 +319,14 @@ class ProgramState:
         return ProgramOutcome.LOST if self.heartbeats else ProgramOutcome.IDLE
 
     def add_tool_time(self, tool: RunningTool, duration_s: float, now: float) -> None:
-        """Add a call that is no longer in ``tools`` to the time in which tools ran in this gap. The time of
-        calls that ran at once counts once, when the last of them has ended."""
-        if self.gap_started_s is None:
+        """Add a call that has ended to the time in which tools ran in this gap. A call that ended before the
+        gap does not count."""
+        if self.gap_started_s is None or tool.started_s + duration_s < self.gap_started_s:
             return
-        self.tools_began_s = min(self.tools_began_s, max(tool.started_s, self.gap_started_s))
-        self.last_tool_end_s = max(self.last_tool_end_s, min(tool.started_s + duration_s, now))
-        if not self.tools:
-            self.gap_tools_s += max(0.0, self.last_tool_end_s - self.tools_began_s)
-            self.tools_began_s = math.inf
+        if self.gap_tool_time is None:
+            self.gap_tool_time = GapToolTime()
+        start_s = max(tool.started_s, self.gap_started_s)
+        self.gap_tool_time.add(start_s, min(tool.started_s + duration_s, now))
 
     def running_tool(self) -> RunningTool | None:
         """The reported tool call that has run longest; ``None`` without a reported call."""

@@ -1,0 +1,54 @@
+"""Adds up the time in which a program's tools ran between two turns."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Sequence
+
+MAX_INTERVALS = 32
+"""Maximum number of separate intervals that are kept for one gap. Of older ones only the sum is kept, and a
+call that is reported later than they are counts only from their end on."""
+
+
+class GapToolTime:
+    """The seconds of one gap in which reported tool calls ran: the length of the union of their intervals. So
+    the time of calls at once counts once, and the time between calls does not count. Reports may come in any
+    order. Times are seconds on the engine's clock."""
+
+    __slots__ = ("_counted_s", "_counted_until_s", "_intervals")
+
+    def __init__(self) -> None:
+        self._intervals: list[tuple[float, float]] = []
+        """Disjoint intervals (start, end), in order."""
+        self._counted_s = 0.0
+        """Seconds of the older intervals, which are no longer kept."""
+        self._counted_until_s = -math.inf
+        """End of the last of these older intervals."""
+
+    @property
+    def seconds(self) -> float:
+        """The seconds in which at least one call ran."""
+        return self._counted_s + sum(end_s - start_s for start_s, end_s in self._intervals)
+
+    @property
+    def intervals(self) -> Sequence[tuple[float, float]]:
+        """The intervals that are kept."""
+        return self._intervals
+
+    def add(self, start_s: float, end_s: float) -> None:
+        """Add the interval of one call."""
+        start_s = max(start_s, self._counted_until_s)
+        if end_s <= start_s:
+            return
+        apart = []
+        for one in self._intervals:
+            if one[1] < start_s or one[0] > end_s:
+                apart.append(one)
+            else:
+                start_s, end_s = min(one[0], start_s), max(one[1], end_s)
+        insort(apart, (start_s, end_s))
+        if len(apart) > MAX_INTERVALS:
+            first_s, self._counted_until_s = apart.pop(0)
+            self._counted_s += self._counted_until_s - first_s
+        self._intervals = apart

@@ -1,0 +1,30 @@
+"""The time in which a program's tools ran between two turns."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from sojourn_server.programs.gap_tool_time import MAX_INTERVALS, GapToolTime
+
+
+def test_the_time_of_calls_is_the_union_of_their_intervals_in_any_order() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        calls = [(start, start + rng.randrange(4)) for start in (rng.randrange(30) for _ in range(9))]
+        time = GapToolTime()
+        for start_s, end_s in calls:
+            time.add(float(start_s), float(end_s))
+        union = {second for start, end in calls for second in range(start, end)}
+        assert time.seconds == len(union), calls
+
+
+def test_many_separate_calls_are_added_up_and_not_kept() -> None:
+    time = GapToolTime()
+    for number in range(10_000):
+        time.add(number, number + 0.5)
+        assert len(time.intervals) <= MAX_INTERVALS
+    assert time.seconds == pytest.approx(5_000.0)
+    # A call that is reported this late counts too little, never too much.
+    time.add(0.0, 10_000.0)
+    assert 5_000.0 < time.seconds <= 10_000.0
