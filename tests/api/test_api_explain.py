@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
+from sojourn.wire_codec import Outcome
 from sojourn.wire_events import ToolStart, ToolStop
 from sojourn_server.api.response_merging import merge_program
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.metrics.turn_explanation import Explanation, explain
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
-from virtual_engine import TOOL, VirtualEngine, prompt
+from virtual_engine import BASH, TOOL, VirtualEngine, prompt
 
 CURVE = PrefillCurve(0.0, 0.0, 0.01)
 
@@ -161,6 +162,56 @@ def test_the_gap_before_a_turn_is_split_by_the_reported_durations_of_tools() -> 
     found = asked(virtual, "a", 2)
     assert "Before it 3.50 s passed: 0.50 s with a tool (half) and 3.00 s without" in found["text"]
     assert found["before"] == {"gap_s": 3.5, "tool": "half", "leased_at_return": True, "tool_s": 0.5}
+
+
+@pytest.mark.parametrize("text", ["done", BASH], ids=["no call in the output", "another call in the output"])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_tool_whose_start_was_deferred_is_named_with_its_time(text: str, ends: bool) -> None:
+    virtual = VirtualEngine()
+    request = virtual.arrive("a", prompt(40))
+    virtual.admit(request)
+    virtual.wait(1.0)
+    [told] = virtual.send(ToolStart(program_id="a", seq=-1, call_id="1", tool="half"))
+    assert told.outcome is Outcome.DEFERRED
+    virtual.finish(request, text)
+    virtual.wait(0.5)
+    if ends:
+        virtual.send(ToolStop(program_id="a", seq=-1, call_id="1", duration_s=0.5))
+    virtual.wait(3.0)
+    virtual.turn("a", prompt(60))
+    found = asked(virtual, "a", 2)
+    assert (found["before"]["tool"], found["before"]["tool_s"]) == ("half", 0.5 if ends else None)
+    told = "3.50 s passed: 0.50 s with a tool (half) and 3.00 s without"
+    assert (told if ends else "3.50 s passed, in which the tool half ran") in found["text"]
+    assert not any("whether a tool ran" in one for one in found["unknown"])
+
+
+def test_a_tool_that_ended_before_the_gap_is_not_the_tool_of_the_gap() -> None:
+    virtual = VirtualEngine()
+    request = virtual.arrive("a", prompt(40))
+    virtual.admit(request)
+    virtual.wait(1.0)
+    virtual.send(ToolStart(program_id="a", seq=-1, call_id="1", tool="half", age_s=0.75))
+    virtual.wait(1.0)
+    virtual.finish(request)
+    virtual.send(ToolStop(program_id="a", seq=-1, call_id="1", duration_s=0.5))
+    virtual.wait(3.0)
+    virtual.turn("a", prompt(60))
+    found = asked(virtual, "a", 2)
+    assert f"Before it 3.00 s passed, in which the tool {TOOL} ran" in found["text"]
+    assert (found["before"]["tool"], found["before"]["tool_s"]) == (TOOL, None)
+
+
+def test_the_seconds_with_and_without_a_tool_add_up_as_they_are_shown() -> None:
+    virtual = VirtualEngine()
+    virtual.turn("a", prompt(40))
+    virtual.send(ToolStart(program_id="a", seq=-1, call_id="1", tool="half"))
+    virtual.wait(0.503)
+    virtual.send(ToolStop(program_id="a", seq=-1, call_id="1", duration_s=0.503))
+    virtual.wait(0.503)
+    virtual.turn("a", prompt(60))
+    text = asked(virtual, "a", 2)["text"]
+    assert "Before it 1.01 s passed: 0.50 s with a tool (half) and 0.51 s without" in text
 
 
 def test_a_program_s_slowest_turn_is_named() -> None:

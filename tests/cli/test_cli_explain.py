@@ -216,6 +216,9 @@ def test_a_gap_is_split_into_the_time_with_and_without_a_tool(serve: Any) -> Non
     serve(Server(row("a"), before={**before, "tool_s": 0.5}))
     text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
     assert re.search(r"\ngap +3\.50 +half; no lease *\n  with a tool +0\.50 *\n  without +3\.00 *\n", text)
+    serve(Server(row("a"), before={**before, "gap_s": 1.006, "tool_s": 0.503}))
+    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
+    assert re.search(r"\ngap +1\.01 .*\n  with a tool +0\.50 *\n  without +0\.51 *\n", text), "they add up"
 
 
 def test_changed_tokens_are_not_called_lost(serve: Any) -> None:

@@ -14,7 +14,7 @@ def test_the_time_of_calls_is_the_union_of_their_intervals_in_any_order() -> Non
         calls = [(start, start + rng.randrange(4)) for start in (rng.randrange(30) for _ in range(9))]
         time = GapToolTime()
         for start_s, end_s in calls:
-            time.add(float(start_s), float(end_s))
+            time.add("t", float(start_s), float(end_s))
         union = {second for start, end in calls for second in range(start, end)}
         assert time.seconds == len(union), calls
 
@@ -22,9 +22,16 @@ def test_the_time_of_calls_is_the_union_of_their_intervals_in_any_order() -> Non
 def test_many_separate_calls_are_added_up_and_not_kept() -> None:
     time = GapToolTime()
     for number in range(10_000):
-        time.add(number, number + 0.5)
+        time.add("t", number, number + 0.5)
         assert len(time.intervals) <= MAX_INTERVALS
     assert time.seconds == pytest.approx(5_000.0)
     # A call that is reported this late counts too little, never too much.
-    time.add(0.0, 10_000.0)
+    time.add("t", 0.0, 10_000.0)
     assert 5_000.0 < time.seconds <= 10_000.0
+
+
+def test_the_call_that_began_last_is_named_whatever_was_reported_last() -> None:
+    time = GapToolTime()
+    time.add("late", 5.0, 6.0)
+    time.add("early", 1.0, 9.0)
+    assert (time.last_tool, time.last_started_s) == ("late", 5.0)

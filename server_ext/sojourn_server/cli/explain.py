@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..metrics.live_frame import LiveFrame, ProgramRow
 from ..metrics.move_descriptions import move_in_words
-from ..metrics.turn_explanation import NO_TOOL_SEEN, POLICY_OFF, Explanation, grants_no_leases
+from ..metrics.turn_explanation import NO_TOOL_SEEN, POLICY_OFF, Explanation, grants_no_leases, split_gap
 from ..policies.custom_policies import did_you_mean
 from .cli_error import KEY_VARIABLES, CliError
 from .console import console, json_option, write_json
@@ -188,8 +188,9 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
             note += "; lease held" if before.leased_at_return else "; no lease"
         table.add_row("gap", f"{before.gap_s:.2f}", "", Text(printable(note)))
         if before.tool_s is not None:
-            table.add_row("  with a tool", f"{before.tool_s:.2f}", "", "")
-            table.add_row("  without", f"{max(0.0, before.gap_s - before.tool_s):.2f}", "", "")
+            with_s, without_s = split_gap(before.gap_s, before.tool_s)
+            table.add_row("  with a tool", f"{with_s:.2f}", "", "")
+            table.add_row("  without", f"{without_s:.2f}", "", "")
     table.add_row("queued", f"{seconds['queued']:.2f}", "", "")
     prompt = f"{tokens['prompt']:,}" if tokens is not None else ""
     table.add_row("prefilling", f"{seconds['prefilling']:.2f}", prompt, "prompt")

@@ -104,7 +104,7 @@ class RequestLifecycle:
             self._decision_recorder.count_hint(outcome)
         if program is None:
             return
-        tool_s = self._turns.tools_of_gap_s(program, now)
+        tool_s, tool_before = self._turns.tools_of_gap_s(program, now), program.tool_of_gap()
         gap_s = self._turns.close_gap(program, now)
         tool = program.pending_tool
         if gap_s is not None:
@@ -119,7 +119,13 @@ class RequestLifecycle:
             self._programs.signal(program, ProgramSignal.GATE)
         leased = self._leases.set_waiting(program.id, True)
         request_state.record = self._turns.open(
-            event, program, tool=tool, gap_s=gap_s, tool_s=tool_s, leased=leased, now=now
+            event,
+            program,
+            tool=tool if gap_s is None else tool_before,
+            gap_s=gap_s,
+            tool_s=tool_s,
+            leased=leased,
+            now=now,
         )
 
     def _end_missing_request(self, request_id: str, now: float) -> None:

@@ -169,6 +169,14 @@ def _unknown(
     return unknown
 
 
+def split_gap(gap_s: float, tool_s: float) -> tuple[float, float]:
+    """Return the seconds of a gap with a tool and those without. They are rounded to hundredths, so that they
+    add up to the gap as it is shown. ``tool_s``: seconds in which tools ran."""
+    gap_s = round(gap_s, 2)
+    with_s = min(round(tool_s, 2), gap_s)
+    return with_s, round(gap_s - with_s, 2)
+
+
 def _paragraph(
     record: Mapping[str, Any],
     decisions: Sequence[Mapping[str, Any]],
@@ -199,10 +207,9 @@ def _paragraph(
             if record["tool_s"] is None:
                 text += f", in which the tool {record['tool_before']} ran"
             else:
-                without_s = max(0.0, record["gap_s"] - record["tool_s"])
+                with_s, without_s = split_gap(record["gap_s"], record["tool_s"])
                 text += (
-                    f": {record['tool_s']:.2f} s with a tool ({record['tool_before']}) "
-                    f"and {without_s:.2f} s without"
+                    f": {with_s:.2f} s with a tool ({record['tool_before']}) and {without_s:.2f} s without"
                 )
         if record["leased"]:
             text += ", and a lease held the KV when the request came"

@@ -190,6 +190,8 @@ class TurnEntry(TypedDict):
     gap_s: float | None
     """Seconds from the end of the previous turn to the arrival of this turn; ``None``: there was no gap."""
     tool_before: str | None
+    """History key of the tool of this gap: of the calls that the client reported, the one that began last, or
+    else the tool that the output called."""
     tool_s: float | None
     """Seconds of the gap in which tools ran, by the client's reports. Of calls at once the time counts once.
     ``None``: there was no gap, the client reported no call, or a call had not ended."""
@@ -244,6 +246,8 @@ class TurnRecord:
     """``continuation_probability`` times the expected cached share of the next prompt. ``None``: not
     predicted."""
     tool_before: str | None = None
+    """History key of the tool of this gap: of the calls that the client reported, the one that began last, or
+    else the tool that the output called."""
     tool_s: float | None = None
     """Seconds of the gap in which tools ran, by the client's reports. Of calls at once the time counts once.
     ``None``: there was no gap, the client reported no call, or a call had not ended."""

@@ -16,9 +16,13 @@ class GapToolTime:
     the time of calls at once counts once, and the time between calls does not count. Reports may come in any
     order. Times are seconds on the engine's clock."""
 
-    __slots__ = ("_counted_s", "_counted_until_s", "_intervals")
+    __slots__ = ("_counted_s", "_counted_until_s", "_intervals", "last_started_s", "last_tool")
 
     def __init__(self) -> None:
+        self.last_tool = ""
+        """History key of the call that began last."""
+        self.last_started_s = -math.inf
+        """Time at which this call began."""
         self._intervals: list[tuple[float, float]] = []
         """Disjoint intervals (start, end), in order."""
         self._counted_s = 0.0
@@ -36,8 +40,10 @@ class GapToolTime:
         """The intervals that are kept."""
         return self._intervals
 
-    def add(self, start_s: float, end_s: float) -> None:
-        """Add the interval of one call."""
+    def add(self, tool: str, start_s: float, end_s: float) -> None:
+        """Add the interval of one call. ``tool``: its history key."""
+        if start_s >= self.last_started_s:
+            self.last_tool, self.last_started_s = tool, start_s
         start_s = max(start_s, self._counted_until_s)
         if end_s <= start_s:
             return

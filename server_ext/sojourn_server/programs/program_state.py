@@ -326,7 +326,7 @@ class ProgramState:
         if self.gap_tool_time is None:
             self.gap_tool_time = GapToolTime()
         start_s = max(tool.started_s, self.gap_started_s)
-        self.gap_tool_time.add(start_s, min(tool.started_s + duration_s, now))
+        self.gap_tool_time.add(tool.key, start_s, min(tool.started_s + duration_s, now))
 
     def running_tool(self) -> RunningTool | None:
         """The reported tool call that has run longest; ``None`` without a reported call."""
@@ -336,6 +336,16 @@ class ProgramState:
         """History key of ``running_tool``, or else ``pending_tool``; ``None`` without either."""
         tool = self.running_tool()
         return tool.key if tool is not None else self.pending_tool
+
+    def tool_of_gap(self) -> str | None:
+        """History key of the tool of this gap: of the reported call that began last, whether it still runs or
+        has ended, or else ``pending_tool``. A start that came during the turn counts too, although it changed
+        no ``pending_tool``."""
+        last = max(self.tools.values(), key=lambda tool: tool.started_s, default=None)
+        ended = self.gap_tool_time
+        if last is not None and (ended is None or last.started_s >= ended.last_started_s):
+            return last.key
+        return ended.last_tool if ended is not None else self.pending_tool
 
     def tools_ended(self) -> bool:
         """Whether the client reported a tool's end in this gap, and no reported tool call runs."""
