@@ -40,7 +40,8 @@ class Environment:
     """``SOJOURN_OWN_PROGRAM``: all requests of a process outside ``program()`` form one program. This ends
     once the code opens programs of its own or these requests overlap. ``sojourn run`` sets this variable."""
     reported: bool = False
-    """``SOJOURN_REPORTED_URL`` is ``url``: ``sojourn run`` has told the user that no server answers there."""
+    """``SOJOURN_REPORTED_URL`` is ``url``: ``sojourn run`` has told the user that no server answers there.
+    Only the warning of that is then left out."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
     history: str | None = None
@@ -59,7 +60,7 @@ class Environment:
             tool_events=env.get("SOJOURN_TOOL_EVENTS") or None,
             program_id=_checked_id("SOJOURN_PROGRAM_ID", env.get("SOJOURN_PROGRAM_ID") or None),
             own_program=_switch("SOJOURN_OWN_PROGRAM", env.get("SOJOURN_OWN_PROGRAM", "")),
-            reported=env.get("SOJOURN_REPORTED_URL", "") == env.get("SOJOURN_URL"),
+            reported=bool(env.get("SOJOURN_URL")) and env.get("SOJOURN_REPORTED_URL") == env["SOJOURN_URL"],
             disabled=_switch("SOJOURN_DISABLED", env.get("SOJOURN_DISABLED", "")),
             history=env.get("SOJOURN_HISTORY") or None,
             data_home=_data_home(env),

@@ -62,18 +62,20 @@ def probe_dialect(
     timeout_s: float,
     address: str = "the server",
     log_level: int = logging.WARNING,
+    no_answer_level: int | None = None,
 ) -> str | None:
     """Probe the server once and return the name of its dialect. Never raises.
 
     Returns ``vllm`` for a server that answers but is not recognised, and for one that does not speak this
     SDK's wire version. Returns ``None`` for a server that does not answer, requires a key or fails. Log
-    messages call the server ``address`` and have the level ``log_level``.
+    messages call the server ``address`` and have the level ``log_level``. The message that there is no answer
+    has the level ``no_answer_level``, if given.
     """
     try:
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:
         logger.log(
-            log_level,
+            log_level if no_answer_level is None else no_answer_level,
             "no answer from %s (%s); the agent continues without it; "
             "the SDK tries again when it sends events",
             address,

@@ -137,14 +137,19 @@ class Session:
         if config.tool_events is not None:
             load_zmq()
 
-        def probe(log_level: int = logging.WARNING) -> str | None:
+        def probe(log_level: int = logging.WARNING, no_answer_level: int | None = None) -> str | None:
             return probe_dialect(
-                transport, timeout_s=config.send_timeout_s, address=config.address, log_level=log_level
+                transport,
+                timeout_s=config.send_timeout_s,
+                address=config.address,
+                log_level=log_level,
+                no_answer_level=no_answer_level,
             )
 
         def ask() -> None:
             try:
-                answer = probe(logging.DEBUG if config.reported else logging.WARNING)
+                # ``sojourn run`` has said that the server does not answer, and nothing else.
+                answer = probe(no_answer_level=logging.DEBUG if config.reported else None)
                 if answer is not None:
                     sender.set_event_transport(server.learn(answer).event_transport(transport_context))
             finally:

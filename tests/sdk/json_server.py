@@ -9,13 +9,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class JsonServer:
-    """Answers GET from ``pages`` (404 for others) and POST with ``status`` and ``answer`` after ``delay_s``.
-    ``posts`` has path, body and ``Authorization`` of each POST; ``gets`` is the number of GETs."""
+    """Answers GET from ``pages`` with ``page_status`` (404 for others), and POST with ``status`` and
+    ``answer`` after ``delay_s``. ``posts`` has path, body and ``Authorization`` of each POST; ``gets`` is the
+    number of GETs."""
 
     def __init__(self, pages=None, answer=None):
         self.pages = pages or {}
         self.answer = answer or {}
-        self.status = 200
+        self.page_status = self.status = 200
         self.delay_s = 0.0
         self.posts = []
         self.gets = 0
@@ -27,7 +28,7 @@ class JsonServer:
             def do_GET(self):
                 outer.gets += 1
                 path = self.path.partition("?")[0]
-                self.say(200 if path in outer.pages else 404, outer.pages.get(path))
+                self.say(outer.page_status if path in outer.pages else 404, outer.pages.get(path))
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["content-length"]))

@@ -346,3 +346,37 @@ def test_a_server_that_does_not_answer_is_named_and_so_is_the_sender(python, con
     assert "; the agent continues without it; the SDK tries again when it sends events" in said
     assert "secret" not in said
     assert "sojourn: sojourn" not in said
+
+
+@pytest.mark.parametrize(
+    ("status", "warning"),
+    [
+        pytest.param(200, "the server has wire version [2]", id="wire version"),
+        pytest.param(401, "the server wants a key (401)", id="key"),
+        pytest.param(500, "the server answered 500", id="error"),
+        pytest.param(None, None, id="no answer"),
+    ],
+)
+def test_a_reported_address_silences_only_the_warning_that_it_does_not_answer(
+    status, warning, monkeypatch, caplog
+):
+    def warnings():
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    with JsonServer({"/sojourn/v1/capabilities": {"name": "sojourn", "wire": [2]}}) as peer:
+        peer.page_status = status
+        url = peer.url if status is not None else refusing_url()
+        monkeypatch.setenv("SOJOURN_URL", url)
+        monkeypatch.setenv("SOJOURN_REPORTED_URL", url)
+        sojourn.init(probe_timeout_s=30)
+        assert [one.startswith(warning or "no warning") for one in warnings()] == [True] * bool(warning)
+        sojourn.init(url, probe_timeout_s=29)  # the user was not told of an address that the code names
+        assert len(warnings()) == 1 + bool(warning)
+
+
+@pytest.mark.parametrize("reported", ["", "http://127.0.0.1:1"])
+def test_without_its_address_reported_a_server_that_does_not_answer_is_named(reported, monkeypatch, caplog):
+    monkeypatch.setenv("SOJOURN_URL", refusing_url())
+    monkeypatch.setenv("SOJOURN_REPORTED_URL", reported)
+    sojourn.init(probe_timeout_s=30)
+    assert "no answer from" in caplog.text
