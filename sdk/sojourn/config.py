@@ -227,7 +227,7 @@ def written_host(url: str) -> str:
     """Return ``host:port`` of a valid URL with the host as the user wrote it, for messages. A missing port
     becomes the scheme's default port."""
     parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
+    host = parts.netloc.rpartition("@")[2].removesuffix(":")  # a port may be empty
     return host if parts.port is not None else f"{host}:{_DEFAULT_PORT.get(parts.scheme)}"
 
 

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 import sojourn
-from sojourn.config import Config, Environment, canonical_host, host_key
+from sojourn.config import Config, Environment, canonical_host, host_key, written_host
 from sojourn.dialect_probe import ServerDialect
 from sojourn.runtime import Session
 
@@ -160,3 +160,16 @@ def test_hosts_have_one_spelling():
     assert host_key("127.0.0.1:8000") == host_key("localhost:8000") == host_key("http://[::1]:8000")
     assert canonical_host("GPU.", 1) == "gpu:1"
     assert host_key("localhost:8000") != host_key("localhost:8001")
+
+
+@pytest.mark.parametrize(
+    ("url", "written"),
+    [
+        ("http://GPU:8000/v1", "GPU:8000"),
+        ("http://me:secret@gpu/v1", "gpu:80"),
+        ("https://gpu:/v1", "gpu:443"),
+        ("http://[::1]/v1", "[::1]:80"),
+    ],
+)
+def test_a_host_is_told_as_the_user_wrote_it(url: str, written: str) -> None:
+    assert written_host(url) == written
