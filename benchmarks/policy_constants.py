@@ -30,7 +30,7 @@ from result_pages import made_by, marked, write_result
 from rich.console import Console
 from sojourn_server.core import placed_programs
 from sojourn_server.core.placed_programs import PlacedProgramViews
-from sojourn_server.policies.costs import reload_estimate
+from sojourn_server.policies.costs import step_time_estimator
 from sojourn_server.policies.forecasting import context_growth
 from sojourn_server.policies.placement import gittins_index, residency_price, residency_price_plan
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
@@ -82,7 +82,7 @@ CONSTANTS = (
     Constant("RETURN_S", placed_programs),
     Constant("MIN_PROGRAMS_SEEN", placed_programs),
     Constant("MIN_CALLS_SEEN", placed_programs),
-    Constant("SHARE_WINDOW_S", reload_estimate),
+    Constant("SHARE_WINDOW_S", step_time_estimator),
     Constant("MIN_TURNS_SEEN", context_growth),
     Constant("PRIOR_TURNS", context_growth),
     Constant("PRIOR_GROWTH", context_growth),

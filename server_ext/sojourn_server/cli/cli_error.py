@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from ..launch.redaction import without_userinfo
 
-KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
-"""Environment variables that may hold the API key: vLLM's first, then that of the SDK and the gateway."""
-PASS_KEY = f"pass --api-key, or set {', or else '.join(KEY_VARIABLES)}"
-"""Next step after an error because of a missing key."""
-
 
 class CliError(Exception):
     """A failure that the user can fix: what was wrong (``message``), what to do (``next_step``), and the exit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from rich.console import Console
 from sojourn.errors import install_command
 
 from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
-from .cli_error import KEY_VARIABLES
+from .api_key_option import api_key_option, key_source
 from .console import complete_url, console, json_option, write_json
 from .doctor_server import Announce, Check, server_checks
 
@@ -40,9 +39,7 @@ def doctor(
     url: str | None = typer.Option(
         None, callback=complete_url, help="A server to check, for example http://127.0.0.1:8000"
     ),
-    api_key: str | None = typer.Option(
-        None, envvar=list(KEY_VARIABLES), help="The server's API key, or a gateway's"
-    ),
+    api_key: str | None = api_key_option("The server's API key, or a gateway's"),
     json_output: str | None = json_option("the report"),
     fabric: bool = typer.Option(
         False, "--fabric", help="Only print settings that isolate KV traffic on InfiniBand or RoCE; untested"
@@ -58,7 +55,7 @@ def doctor(
     # The report is the result, so it goes to stdout, unless the JSON goes to stdout.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []
-    for check in _all(url, api_key, _key_source(context), _announce):
+    for check in _all(url, api_key, key_source(context), _announce):
         checks.append(check)
         _print(check, report)
     failed = [check for check in checks if check.ok is False]
@@ -68,15 +65,6 @@ def doctor(
     if json_output is not None:
         write_json({"ok": not failed, "checks": [asdict(check) for check in checks]}, json_output)
     raise typer.Exit(1 if failed else 0)
-
-
-def _key_source(context: typer.Context) -> str:
-    """Return the name of the option or environment variable that holds the API key; ``--api-key`` if there
-    is no key."""
-    source = context.get_parameter_source("api_key")
-    if source is None or source.name != "ENVIRONMENT":
-        return "--api-key"
-    return next(name for name in KEY_VARIABLES if os.environ.get(name))
 
 
 def _announce(what: str) -> None:

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from ..gateway.http.proxy_headers import GATEWAY
-from .cli_error import PASS_KEY
+from .api_key_option import PASS_KEY
 from .connection_advice import connection_advice
 
 STREAM_PATH = "/sojourn/v1/stream?once=1"

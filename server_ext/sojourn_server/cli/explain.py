@@ -16,7 +16,8 @@ from ..metrics.live_frame import LiveFrame, ProgramRow
 from ..metrics.move_descriptions import move_in_words
 from ..metrics.turn_explanation import NO_TOOL_SEEN, POLICY_OFF, Explanation, grants_no_leases, split_gap
 from ..policies.custom_policies import did_you_mean
-from .cli_error import KEY_VARIABLES, CliError
+from .api_key_option import api_key_option
+from .cli_error import CliError
 from .console import console, json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
 from .top_view import age_s, age_text, printable, untracked_text
@@ -60,7 +61,7 @@ def explain(
     ),
     turn: int | None = typer.Option(None, min=1, help="Number of the turn; without it the newest one"),
     url: str = typer.Option(DEFAULT_URL, help="The engine or gateway"),
-    api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="Its API key"),
+    api_key: str | None = api_key_option("Its API key"),
     json_output: str | None = json_option("the explanation"),
 ) -> None:
     """Print the explanation of one turn as a paragraph and a table. The numbers are from the turn ledger;

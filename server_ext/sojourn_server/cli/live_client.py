@@ -11,7 +11,8 @@ import msgspec
 from ..launch.redaction import without_userinfo
 from ..metrics.live_frame import LiveFrame
 from ..metrics.turn_explanation import Explanation
-from .cli_error import PASS_KEY, CliError
+from .api_key_option import PASS_KEY
+from .cli_error import CliError
 from .connection_advice import connection_advice
 
 API = "/sojourn/v1"

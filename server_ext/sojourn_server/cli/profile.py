@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from .cli_error import KEY_VARIABLES
+from .api_key_option import api_key_option
 from .console import (
     CliError,
     check_output_file,
@@ -97,7 +97,7 @@ def profile(
         None, min=1, help="Hidden size of the model. Default: its config.json on this machine"
     ),
     hardware: str | None = typer.Option(None, help="Name of the machine. Default: what is found here"),
-    api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="The server's API key"),
+    api_key: str | None = api_key_option(),
     json: str | None = json_option("the profile"),
 ) -> None:
     """Measure the server and print or write the profile. Without ``-o`` and ``--json`` the TOML goes to

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .cli_error import KEY_VARIABLES, PASS_KEY
+from .api_key_option import PASS_KEY, api_key_option
 from .console import CliError, complete_url, console, json_option, print_line, print_note, write_json
 from .simulate import next_step_for
 
@@ -60,7 +60,7 @@ def replay(
         min=1,
         help="The server's KV block size, for counting recomputed tokens. Default: the server's value, or 16",
     ),
-    api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="The server's API key"),
+    api_key: str | None = api_key_option(),
     json: str | None = json_option("the result"),
 ) -> None:
     """Replay ``trace`` on the server and print the results. Exits with code 1 if no program finished."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from .cli_error import KEY_VARIABLES, CliError
+from .api_key_option import api_key_option
+from .cli_error import CliError
 from .console import json_option, write_json
 from .live_client import DEFAULT_URL, AnswerError, LiveClient
 
@@ -31,9 +32,7 @@ def register(app: typer.Typer) -> None:
 
 def top(
     url: str = typer.Option(DEFAULT_URL, help="An engine or a gateway"),
-    api_key: str | None = typer.Option(
-        None, envvar=list(KEY_VARIABLES), help="The server's API key, or a gateway's"
-    ),
+    api_key: str | None = api_key_option("The server's API key, or a gateway's"),
     once: bool = typer.Option(False, "--once", help="Print one view and exit"),
     json_output: str | None = json_option("one view (then the command exits)"),
     interval_s: float = typer.Option(1.0, "--interval", min=MIN_INTERVAL_S, help="Seconds between two views"),

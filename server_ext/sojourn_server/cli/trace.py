@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .cli_error import KEY_VARIABLES
+from .api_key_option import api_key_option
 from .console import CliError, check_output_file, print_line, print_note
 from .live_client import DEFAULT_URL, LiveClient
 
@@ -67,7 +67,7 @@ def export(
     runs: list[Path] = typer.Argument(None, help="Files of sojourn simulate --save; none: ask --url"),
     perfetto: Path = typer.Option(..., "--perfetto", help="The file to write, .json or .json.gz"),
     url: str = typer.Option(DEFAULT_URL, help="The engine to ask"),
-    api_key: str | None = typer.Option(None, envvar=list(KEY_VARIABLES), help="The engine's API key"),
+    api_key: str | None = api_key_option("The engine's API key"),
     last_s: float = typer.Option(900.0, "--last", min=1.0, help="Seconds of the engine's past to export"),
     max_events: int = typer.Option(
         200_000, min=1000, help="Maximum number of events; older events are left out, with a note"
