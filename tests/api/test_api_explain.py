@@ -186,6 +186,25 @@ def test_a_tool_whose_start_was_deferred_is_named_with_its_time(text: str, ends:
     assert not any("whether a tool ran" in one for one in found["unknown"])
 
 
+@pytest.mark.parametrize("stops", ["21", "12", "1"], ids=["last first", "in order", "one still runs"])
+def test_of_tools_whose_starts_were_deferred_the_one_that_began_last_is_named(stops: str) -> None:
+    virtual = VirtualEngine()
+    request = virtual.arrive("a", prompt(40))
+    virtual.admit(request)
+    for call_id in "12":
+        virtual.wait(1.0)
+        virtual.send(ToolStart(program_id="a", seq=-1, call_id=call_id, tool=f"tool-{call_id}"))
+    virtual.wait(1.0)
+    virtual.finish(request)
+    for call_id in stops:
+        virtual.wait(1.0)
+        duration_s = virtual.now - int(call_id)
+        virtual.send(ToolStop(program_id="a", seq=-1, call_id=call_id, duration_s=duration_s))
+    virtual.turn("a", prompt(60))
+    before = asked(virtual, "a", 2)["before"]
+    assert (before["tool"], before["tool_s"]) == ("tool-2", 2.0 if len(stops) == 2 else None)
+
+
 def test_a_tool_that_ended_before_the_gap_is_not_the_tool_of_the_gap() -> None:
     virtual = VirtualEngine()
     request = virtual.arrive("a", prompt(40))

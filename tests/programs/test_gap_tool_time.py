@@ -35,3 +35,11 @@ def test_the_call_that_began_last_is_named_whatever_was_reported_last() -> None:
     time.add("late", 5.0, 6.0)
     time.add("early", 1.0, 9.0)
     assert (time.last_tool, time.last_started_s) == ("late", 5.0)
+
+
+def test_what_a_call_ran_before_the_gap_does_not_count() -> None:
+    time = GapToolTime(10.0)
+    time.add("t", 8.0, 9.0)
+    assert time.seconds == 0.0
+    time.add("t", 8.0, 12.0)
+    assert time.seconds == 2.0

@@ -18,17 +18,18 @@ class GapToolTime:
 
     __slots__ = ("_counted_s", "_counted_until_s", "_intervals", "last_started_s", "last_tool")
 
-    def __init__(self) -> None:
+    def __init__(self, gap_started_s: float = -math.inf) -> None:
+        """``gap_started_s``: time at which the gap began. What a call ran before it does not count."""
         self.last_tool = ""
         """History key of the call that began last."""
         self.last_started_s = -math.inf
-        """Time at which this call began."""
+        """Time at which this call began; it may lie before the gap."""
         self._intervals: list[tuple[float, float]] = []
         """Disjoint intervals (start, end), in order."""
         self._counted_s = 0.0
         """Seconds of the older intervals, which are no longer kept."""
-        self._counted_until_s = -math.inf
-        """End of the last of these older intervals."""
+        self._counted_until_s = gap_started_s
+        """End of the last of these older intervals, or else the gap's start. Nothing before it is added."""
 
     @property
     def seconds(self) -> float:

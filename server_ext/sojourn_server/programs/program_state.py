@@ -324,9 +324,8 @@ class ProgramState:
         if self.gap_started_s is None or tool.started_s + duration_s < self.gap_started_s:
             return
         if self.gap_tool_time is None:
-            self.gap_tool_time = GapToolTime()
-        start_s = max(tool.started_s, self.gap_started_s)
-        self.gap_tool_time.add(tool.key, start_s, min(tool.started_s + duration_s, now))
+            self.gap_tool_time = GapToolTime(self.gap_started_s)
+        self.gap_tool_time.add(tool.key, tool.started_s, min(tool.started_s + duration_s, now))
 
     def running_tool(self) -> RunningTool | None:
         """The reported tool call that has run longest; ``None`` without a reported call."""
