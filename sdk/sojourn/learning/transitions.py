@@ -7,8 +7,9 @@ failing check can be told from the third; a first-order chain cannot do this.
 
 Each run weighs 2^(1/20) times as much as the run before it, so 20 later runs halve the weight of a run.
 
-One thread writes. Other threads may read at the same time without a lock, since they copy a dict before they
-iterate over it. ``snapshot`` does not copy: only the writing thread may call it.
+One thread writes. Other threads may read at the same time without a lock. Before they iterate over a dict
+that the writer changes in place, they copy it. It replaces the tools of a node, so these need no copy.
+``snapshot`` copies nothing: only the writing thread may call it.
 """
 
 from __future__ import annotations
