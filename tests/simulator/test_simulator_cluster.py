@@ -278,12 +278,15 @@ class _Jealous(_Recaller):
         return actions
 
 
-def test_a_replica_has_the_kv_memory_that_its_engine_would_report():
-    """Engines report device and host memory to the gateway, so the disk does not count here either."""
+@pytest.mark.parametrize(
+    ("policy", "host_blocks"), [("mori/mori", 200), ("prefix-affinity/lru-offload", 0), ("saga/infercept", 0)]
+)
+def test_a_replica_has_the_kv_memory_that_its_engine_would_report(policy: str, host_blocks: int):
+    """Engines report no disk to the gateway, and host memory in blocks only with sojourn's connector."""
     loop = small_workload(seed=8, programs=2)
-    run = SmallCluster("mori/mori", loop, replicas=1, blocks=100, host_blocks=200, disk_blocks=400)
+    run = SmallCluster(policy, loop, replicas=1, blocks=100, host_blocks=200, disk_blocks=400)
     (replica,) = run.core.replicas()
-    assert (replica.capacity_tokens, replica.host_tokens) == (99 * BLOCK, 200 * BLOCK)
+    assert (replica.capacity_tokens, replica.host_tokens) == (99 * BLOCK, host_blocks * BLOCK)
 
 
 @pytest.mark.parametrize("engine", ["stock", "saga", "mori"])

@@ -160,12 +160,14 @@ class GatewayClients(SimulatedClients):
     def begin(self) -> None:
         for sim_replica in self._sim_replicas.values():
             options = sim_replica.engine.options
+            # As the real gateway: of vLLM's own connector an engine reports no blocks of host memory.
+            host_blocks = options.host_blocks if options.own_tiers else 0
             self._take(
                 routing_events.ReplicaRegistered(
                     sim_replica.replica,
                     "1",
                     (options.blocks - 1) * options.block_size,
-                    host_tokens=options.host_blocks * options.block_size,
+                    host_tokens=host_blocks * options.block_size,
                     max_running=options.max_num_seqs,
                     max_context_tokens=options.max_model_len,
                 )
