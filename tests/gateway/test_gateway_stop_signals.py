@@ -38,16 +38,17 @@ if sys.version_info < (3, 12):
 
 
 class UnwatchedEngine(FakeEngine):
-    """An engine that never answers viewers, so that their streams stay silent."""
+    """An engine that never answers viewers, so that their streams stay silent, nor ``/tokenize``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.views = 0
-        """Number of queries for a live frame."""
+        """Number of queries for a live frame or for tokens."""
 
     def _app(self) -> Starlette:
         app = super()._app()
         app.router.routes.insert(0, Route("/sojourn/v1/stream", self._stay_silent))
+        app.router.routes.insert(0, Route("/tokenize", self._stay_silent, methods=["POST"]))
         return app
 
     async def _stay_silent(self, request: Request) -> Response:
@@ -192,6 +193,22 @@ async def test_a_viewer_holds_up_no_stop() -> None:
         assert await page.content.read() == b""
         with contextlib.suppress(aiohttp.ClientError):
             assert (await top).status >= 500
+
+
+async def test_a_request_that_no_model_answers_is_cut_off() -> None:
+    endless = "import sojourn_server.gateway.http.engine_routes as routes; routes.ANY_ENGINE_TIMEOUT_S = 3600"
+    async with (
+        running(UnwatchedEngine()) as [engine],
+        aiohttp.ClientSession() as http,
+        started(engine, before=endless) as gateway,
+    ):
+        asked = asyncio.ensure_future(http.post(f"{gateway.url}/tokenize", json={"prompt": "a"}))
+        await until(lambda: engine.views)
+        gateway.process.send_signal(signal.SIGTERM)
+        said = await gateway.ended()
+        assert (await asked).status == 500
+        assert "finishing" not in said, said
+        assert "ERROR" not in said, said
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
