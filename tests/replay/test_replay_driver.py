@@ -6,6 +6,9 @@ import io
 import json
 import os
 import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +128,36 @@ async def test_forced_requests_do_not_tell_how_long_they_get_unless_an_oracle_is
                 assert oracle or 299 not in sent["prompt"] + forced[:-1]
         assert tally.document()["output_tokens"] == 28
         assert told == ([8, 20] if oracle else [20, 20])  # the longest, which a client has to allow
+
+
+@pytest.mark.parametrize(
+    ("tool_s", "gap_s", "shown_s"), [(0.05, 1.0, 0.05), (None, 0.2, 0.2), (9.0, 0.2, 0.2)]
+)
+async def test_a_call_is_reported_as_long_as_it_ran_not_as_long_as_the_gap(
+    tool_s: float | None, gap_s: float, shown_s: float
+) -> None:
+    turn = TraceTurn(
+        prompt_tokens=64, output_tokens=8, gap_s=gap_s, tools=(TraceToolRun(name="search", s=tool_s),)
+    )
+    then = TraceTurn(prompt_tokens=112, output_tokens=8, append_tokens=40)
+    called_s: list[float] = []
+
+    class Announcer(NullAnnouncer):
+        @asynccontextmanager
+        async def tool(self, name: str, tool_class: str | None) -> AsyncIterator[None]:
+            began_s = time.monotonic()
+            yield
+            called_s.append(time.monotonic() - began_s)
+
+    with FakeServer() as server:
+        async with CompletionsClient(server.url) as client:
+            programs = [TraceProgram(program_id="a", turns=(turn, then))]
+            served = await client.discover(None)
+            tally = await Replay(programs, client, served, Announcer(), ReplayOptions()).run()
+    (called,) = called_s
+    assert called >= shown_s - 0.01  # clocks differ a little
+    assert called < gap_s or shown_s == gap_s
+    assert tally.document()["completion_s"]["mean"] >= gap_s
 
 
 async def test_what_a_server_does_not_report_is_null_not_zero() -> None:

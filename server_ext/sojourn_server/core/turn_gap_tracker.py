@@ -175,5 +175,5 @@ class TurnGapTracker:
             if not program.gap_reported:
                 self._state.histories.tools.observe(program.pending_tool, gap_s)
                 program.gap_inferred_s = now
-        program.gap_started_s = None
+        program.gap_started_s = program.gap_tool_time = None
         return gap_s

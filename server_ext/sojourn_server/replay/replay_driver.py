@@ -268,14 +268,16 @@ class Replay:
         return max(1, limit - prompt_tokens)
 
     async def _gap(self, turn: TraceTurn) -> None:
-        idle_s = turn.idle_s / self._options.speed
-        run = turn.tool_run
-        if run is None or turn.gap_kind == "human":
-            await asyncio.sleep(idle_s)
-            return
-        is_shell = run.name.lower() in SHELL_TOOLS
-        async with self._announcer.tool(run.name, run.cmd if is_shell else None):
-            await asyncio.sleep(idle_s)
+        """Wait until the next turn is due. Report the tool call of the gap, if there is one. It lasts as long
+        as in the trace, or for the whole gap if its duration was not recorded."""
+        idle_s, run = turn.idle_s, turn.tool_run
+        if run is not None and turn.gap_kind != "human":
+            is_shell = run.name.lower() in SHELL_TOOLS
+            tool_s = idle_s if run.s is None else min(run.s, idle_s)
+            async with self._announcer.tool(run.name, run.cmd if is_shell else None):
+                await asyncio.sleep(tool_s / self._options.speed)
+            idle_s -= tool_s
+        await asyncio.sleep(idle_s / self._options.speed)
 
 
 def first_programs(programs: Sequence[TraceProgram], count: int | None) -> list[TraceProgram]:
