@@ -36,7 +36,7 @@ READING = re.compile(
 )
 """Calls that make values of bytes."""
 TRUSTED = {
-    "sojourn/testing/__init__.py": "a fake server for tests",
+    "sojourn/testing/fake_server.py": "a fake server for tests",
     "sojourn_integrations/litellm.py": "the agent's own request; its sender catches and counts every error",
     "sojourn_integrations/otel/outcome_fetcher.py": "its caller catches every error and counts it",
     "sojourn_server/api/engine_rpc.py": "this server's own engine",

@@ -52,7 +52,7 @@ def test_a_body_of_raw_bytes_goes_out_as_it_is(lingering, client):
 
 @pytest.mark.parametrize("body", [[1, 2], b'{"model":"m"}', "text"])
 def test_a_body_that_is_no_object_goes_out_as_it_is(lingering, client, body, monkeypatch):
-    from sojourn.testing import _Handler
+    from sojourn.testing.fake_server import _Handler
 
     seen = []
 
