@@ -1019,6 +1019,18 @@ def test_of_groups_of_tools_the_time_between_them_does_not_count(
     assert (turn.gap_s, turn.tool_s) == (pytest.approx(10.0), pytest.approx(tool_s))
 
 
+def test_a_closed_gap_keeps_no_intervals_of_tools() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8))
+    engine.send(ToolStart(program_id="p", seq=-1, call_id="1", tool="t"))
+    engine.wait(1.0)
+    engine.send(ToolStop(program_id="p", seq=-1, call_id="1", duration_s=1.0))
+    (program,) = engine.program_scheduler.state.programs
+    assert program.gap_tool_time is not None
+    engine.arrive("p", prompt(12))
+    assert program.gap_tool_time is None
+
+
 def test_an_id_that_arrives_again_ends_the_request_before_it() -> None:
     engine = VirtualEngine()
     first = engine.arrive("p", prompt(8))
