@@ -131,14 +131,25 @@ async def test_forced_requests_do_not_tell_how_long_they_get_unless_an_oracle_is
 
 
 @pytest.mark.parametrize(
-    ("tool_s", "tool_sleep_s", "rest_s"), [(0.5, 0.125, 0.375), (None, 0.5, 0.0), (9.0, 0.5, 0.0)]
+    ("tool_s", "tools_s", "tool_sleep_s", "rest_s"),
+    [
+        (0.5, None, 0.125, 0.375),
+        (0.5, 1.0, 0.125, 0.375),
+        (None, 1.0, 0.25, 0.25),
+        (None, 9.0, 0.5, 0.0),
+        (None, None, 0.5, 0.0),
+        (9.0, None, 0.5, 0.0),
+    ],
 )
 async def test_a_call_is_reported_as_long_as_it_ran_not_as_long_as_the_gap(
-    tool_s: float | None, tool_sleep_s: float, rest_s: float, monkeypatch: pytest.MonkeyPatch
+    tool_s: float | None,
+    tools_s: float | None,
+    tool_sleep_s: float,
+    rest_s: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    turn = TraceTurn(
-        prompt_tokens=64, output_tokens=8, gap_s=2.0, tools=(TraceToolRun(name="search", s=tool_s),)
-    )
+    tools = (TraceToolRun(name="search", s=tool_s),)
+    turn = TraceTurn(prompt_tokens=64, output_tokens=8, gap_s=2.0, tools=tools, tool_seconds=tools_s)
     then = TraceTurn(prompt_tokens=112, output_tokens=8, append_tokens=40)
     seen: list[str | float] = []
     really_sleep = asyncio.sleep

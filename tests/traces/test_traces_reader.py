@@ -183,5 +183,7 @@ def test_the_gap_is_the_first_that_is_recorded(fields: dict[str, Any], idle_s: f
 def test_the_tool_of_a_gap_is_the_longest_waited_for() -> None:
     runs = (TraceToolRun(name="a", s=1.0), TraceToolRun(name="b", s=2.0), TraceToolRun(name="c", s=9.0, bg=1))
     assert TraceTurn(prompt_tokens=1, output_tokens=1, tools=runs).tool_run == runs[1]
+    unknown = (runs[0], TraceToolRun(name="d"))  # it may have lasted for the whole gap
+    assert TraceTurn(prompt_tokens=1, output_tokens=1, tools=unknown).tool_run == unknown[1]
     assert TraceTurn(prompt_tokens=1, output_tokens=1, tool="x+y").tool_run == TraceToolRun(name="x")
     assert TraceTurn(prompt_tokens=1, output_tokens=1).tool_run is None

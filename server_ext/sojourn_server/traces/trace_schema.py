@@ -6,6 +6,7 @@ fields are ignored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -99,11 +100,12 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def tool_run(self) -> TraceToolRun | None:
         """The tool call that determines the gap; ``None`` without tools.
 
-        It is the longest foreground call or, if there is none, the longest background call. If ``tools`` was
-        not recorded, it is the first name in ``tool``, without a duration."""
+        It is the longest foreground call or, if there is none, the longest background call. A call without a
+        duration is longer than the others, since it may have lasted for the whole gap. If ``tools`` was not
+        recorded, it is the first name in ``tool``, without a duration."""
         runs = [run for run in self.tools or () if not run.bg] or list(self.tools or ())
         if runs:
-            return max(runs, key=lambda run: run.s or 0.0)
+            return max(runs, key=lambda run: math.inf if run.s is None else run.s)
         return TraceToolRun(name=self.tool.split("+")[0]) if self.tool else None
 
 
