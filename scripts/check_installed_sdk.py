@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 
 HEAVY = ("torch", "vllm", "ray", "httpx", "openai")
-MISSING = "sojourn: the command line needs httpx, rich, typer: {}\n"
+MISSING = "sojourn: the command line needs httpx, rich, typer: {}; sojourn run works without them\n"
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ instead; see ``sojourn.stats()``.
 
 from __future__ import annotations
 
+import sys
+
 
 class SojournError(Exception):
     """Base of all errors of this package."""
@@ -52,8 +54,11 @@ def tool_status_of(error: BaseException | None) -> str:
 
 def install_command(extras: str) -> str:
     """Return the command that installs ``extras`` (names separated by commas), for error messages. The
-    command names a checkout, since no package index has sojourn."""
-    return f"pip install '.[{extras}]' in a checkout of sojourn"
+    command names a checkout, since no package index has sojourn. On Linux it names PyTorch's index for the
+    CPU engine, whose build of PyTorch PyPI does not have."""
+    needs_index = sys.platform == "linux" and "cpu" in extras.split(",")
+    index = " --extra-index-url https://download.pytorch.org/whl/cpu" if needs_index else ""
+    return f"pip install '.[{extras}]'{index} in a checkout of sojourn"
 
 
 MAX_ERROR_CHARS = 1000

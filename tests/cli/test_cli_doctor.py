@@ -352,6 +352,11 @@ def test_make_setup_is_advised_only_in_a_checkout(monkeypatch, checkout, advised
     assert "torchvision" in broken.next_step
     absent = environment(monkeypatch, None)["vllm"]
     assert ("make setup" in absent.next_step) is advised
+    # PyPI has no build of PyTorch for the CPU engine on Linux.
+    on_linux = sys.platform == "linux"
+    assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in absent.next_step) is (
+        on_linux and not advised
+    )
     assert "pip install" in absent.next_step
 
 

@@ -83,7 +83,7 @@ def test_the_command_line_names_its_extra_in_one_line(arguments: tuple[str, ...]
     assert result.returncode == 1
     assert result.stderr == (
         "sojourn: the command line needs httpx, rich, typer: "
-        f"pip install '.[{extra}]' in a checkout of sojourn\n"
+        f"pip install '.[{extra}]' in a checkout of sojourn; sojourn run works without them\n"
     )
 
 

@@ -98,7 +98,10 @@ def main() -> None:
             run_agent(sys.argv[2:])
             return
         extra = "top" if sys.argv[1:2] and sys.argv[1] in LIGHT_COMMANDS else "server"
-        sys.exit(f"sojourn: the command line needs {', '.join(missing)}: {install_command(extra)}")
+        sys.exit(
+            f"sojourn: the command line needs {', '.join(missing)}: {install_command(extra)}; "
+            "sojourn run works without them"
+        )
     from .console import exit_on_cli_error
 
     try:

@@ -173,7 +173,8 @@ COLUMNS = (
     Column(
         "LOST", 5, lambda view: count(view.row.lost_tokens) if view.row.lost_tokens else "0",
         lambda view: (view.row.lost_tokens,),
-        "prompt tokens of all turns that were computed again, because their KV was lost",
+        "prompt tokens of all turns that were computed again: their KV was lost, or the client changed what "
+        "came before them",
     ),
 )  # fmt: skip
 """All columns. LEASE and REUSE are not shown together: see ``_columns``."""
@@ -404,6 +405,8 @@ def _tokens_line(engines: Sequence[EngineRow], width: int) -> Line:
         for cause, tokens in engine.lost_tokens.items():
             causes[cause] = causes.get(cause, 0) + tokens
     lost = sum(causes.values())
+    if engines and all(engine.error is not None for engine in engines):
+        return [("no engine answers, so there are no totals", DIM)]
     if not any(engine.blocks for engine in engines):
         return [("this key sees no totals of the engines", DIM)]
     if not prompt:

@@ -191,7 +191,7 @@ class Page {
       if (engine.forgotten) found.push(`Engine ${engine.engine} has removed ${engine.forgotten} programs from its full table.`);
     }
     if (frame && frame.total > this.live.rows.size) found.push(`${this.live.rows.size} of ${frame.total} programs are shown.`);
-    if (frame && !this.live.totals().known) found.push("This key sees no totals of the engines.");
+    if (frame && !this.live.totals().known && frame.engines.some((engine) => !engine.error)) found.push("This key sees no totals of the engines.");
     const text = found.join("\n");
     if (text === this.known) return;
     this.known = text;
