@@ -41,7 +41,7 @@ class Environment:
     once the code opens programs of its own or these requests overlap. ``sojourn run`` sets this variable."""
     reported: bool = False
     """``SOJOURN_REPORTED_URL`` is ``url``: ``sojourn run`` has told the user that no server answers there.
-    Only the warning of that is then left out."""
+    The SDK then does not warn of that again."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
     history: str | None = None

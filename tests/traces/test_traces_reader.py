@@ -187,3 +187,13 @@ def test_the_tool_of_a_gap_is_the_longest_waited_for() -> None:
     assert TraceTurn(prompt_tokens=1, output_tokens=1, tools=unknown).tool_run == unknown[1]
     assert TraceTurn(prompt_tokens=1, output_tokens=1, tool="x+y").tool_run == TraceToolRun(name="x")
     assert TraceTurn(prompt_tokens=1, output_tokens=1).tool_run is None
+    assert TraceTurn(prompt_tokens=1, output_tokens=1, tools=runs[2:]).tool_run == runs[2]
+
+
+def test_a_call_without_a_duration_gets_the_seconds_of_the_turn_s_tools() -> None:
+    made = (TraceToolRun(name="a", s=1.0), TraceToolRun(name="b"), TraceToolRun(name="c", bg=1))
+    turn = TraceTurn(prompt_tokens=1, output_tokens=1, tools=made, tool_seconds=0.5, gap_s=9.0)
+    assert turn.tool_runs == (made[0], TraceToolRun(name="b", s=0.5))
+    assert turn.tool_run == made[0]
+    named = TraceTurn(prompt_tokens=1, output_tokens=1, tool="x+y", tool_seconds=0.5)
+    assert named.tool_runs == (TraceToolRun(name="x", s=0.5), TraceToolRun(name="y", s=0.5))

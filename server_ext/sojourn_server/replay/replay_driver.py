@@ -269,12 +269,11 @@ class Replay:
 
     async def _gap(self, turn: TraceTurn) -> None:
         """Wait until the next turn is due. Report the tool call of the gap, if there is one. It lasts as long
-        as in the trace: its own duration, else the turn's ``tool_seconds``, else the whole gap."""
+        as in the trace, or for the whole gap if the trace has no duration."""
         idle_s, run = turn.idle_s, turn.tool_run
         if run is not None and turn.gap_kind != "human":
             is_shell = run.name.lower() in SHELL_TOOLS
-            recorded_s = turn.tool_seconds if run.s is None else run.s
-            tool_s = idle_s if recorded_s is None else min(recorded_s, idle_s)
+            tool_s = idle_s if run.s is None else min(run.s, idle_s)
             async with self._announcer.tool(run.name, run.cmd if is_shell else None):
                 await asyncio.sleep(tool_s / self._options.speed)
             idle_s -= tool_s

@@ -97,16 +97,23 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return max((run.s or 0.0 for run in self.tools or () if not run.bg), default=0.0)
 
     @property
-    def tool_run(self) -> TraceToolRun | None:
-        """The tool call that determines the gap; ``None`` without tools.
+    def tool_runs(self) -> tuple[TraceToolRun, ...]:
+        """The tool calls for which the next turn waits. If ``tools`` was not recorded, they are the names in
+        ``tool``. A call without a duration gets ``tool_seconds``; if that is ``None`` too, the call may have
+        lasted for the whole gap."""
+        runs = self.tools or [TraceToolRun(name=name) for name in (self.tool.split("+") if self.tool else ())]
+        return tuple(
+            msgspec.structs.replace(run, s=self.tool_seconds) if run.s is None else run
+            for run in runs
+            if not run.bg
+        )
 
-        It is the longest foreground call or, if there is none, the longest background call. A call without a
-        duration is longer than the others, since it may have lasted for the whole gap. If ``tools`` was not
-        recorded, it is the first name in ``tool``, without a duration."""
-        runs = [run for run in self.tools or () if not run.bg] or list(self.tools or ())
-        if runs:
-            return max(runs, key=lambda run: math.inf if run.s is None else run.s)
-        return TraceToolRun(name=self.tool.split("+")[0]) if self.tool else None
+    @property
+    def tool_run(self) -> TraceToolRun | None:
+        """The tool call that determines the gap; ``None`` without tools. It is the longest of ``tool_runs``
+        or, if there is none, the longest background call. A call without a duration is the longest."""
+        runs = self.tool_runs or self.tools or ()
+        return max(runs, key=lambda run: math.inf if run.s is None else run.s, default=None)
 
 
 ASSUMED_DECODE_S = 0.02

@@ -116,11 +116,7 @@ class ProgramPlan:
 
     def tool_runs(self, turn: int) -> tuple[TraceToolRun, ...]:
         """Tools that the client waits for after ``turn``, as the SDK reports them."""
-        recorded = self._turns[turn]
-        runs = [run for run in recorded.tools or () if not run.bg]
-        if not runs and not recorded.tools and recorded.tool:
-            runs = [TraceToolRun(name=name) for name in recorded.tool.split("+")]
-        return tuple(_sdk_tool(run) for run in runs)
+        return tuple(_sdk_tool(run) for run in self._turns[turn].tool_runs)
 
 
 class ProgramPlanner:
