@@ -55,12 +55,7 @@ def nothing_is_left(engine: Any) -> bool:
     connector, below = engine.scheduler.connector, planner(engine)
     pinned = any(entry.pins for entry in below.host._by_slot.values())
     return not (
-        pinned
-        or below.loads.by_request
-        or below.loads.keys
-        or connector._waiting
-        or connector._group_loads
-        or connector.loaded_tokens
+        pinned or below.loads.by_request or below.loads.keys or connector._waiting or connector._group_loads
     )
 
 
@@ -537,6 +532,40 @@ def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_fill
     engine.scheduler.sojourn.evict_unfilled({block_ids[3]})
     named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids[:30]]
     assert named == [True] * 3 + [False] * 27
+
+
+@pytest.mark.parametrize(("loads_async", "arrived"), [(False, 20), (True, 20), (True, 3), (True, 0)])
+def test_what_a_foreign_connector_loads_counts_as_host_tokens(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, loads_async: bool, arrived: int
+) -> None:
+    """``arrived``: of the 20 blocks behind the 10 on the device."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    engine = make_engine("continuum", blocks=41, host_blocks=60, max_model_len=640)
+    connector, scheduler = engine.scheduler.connector, engine.scheduler
+    scheduler.recompute_kv_load_failures = True
+    engine.add("a1", prompt(1, 160), max_tokens=2, program_id="A")
+    engine.run()
+    loads = iter([20 * BLOCK_TOKENS, 0])
+    monkeypatch.setattr(connector, "get_num_new_matched_tokens", lambda *_: (next(loads), loads_async))
+    monkeypatch.setattr(connector, "update_state_after_alloc", lambda *_: None)
+    monkeypatch.setattr(connector, "update_connector_output", lambda _: None)
+    request = engine.add("a2", prompt(1, 520), max_tokens=2, program_id="A")
+    planned = engine.plan()
+    if loads_async:
+        assert not planned.num_scheduled_tokens
+        filled = scheduler.kv_cache_manager.get_block_ids("a2")[0][10:30]
+        report = KVConnectorOutput(finished_recving={"a2"}, invalid_block_ids={*filled[arrived:]})
+        engine.update_from_output(planned, report)
+        planned = engine.plan()
+    assert planned.num_scheduled_tokens["a2"] == 520 - (10 + arrived) * BLOCK_TOKENS
+    engine.update_from_output(planned)
+    engine.run()
+    assert request.is_finished()
+    tokens = engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    assert (tokens["device"], tokens["host"]) == (160, arrived * BLOCK_TOKENS)
+    ledger = engine.ask("stats")["ledger"]
+    assert (ledger["device_tokens"], ledger["host_tokens"]) == (160, arrived * BLOCK_TOKENS)
 
 
 HOOKS = ["lookup", "load", "take_jobs", "take_loaded", "take_results", "abandon", "plan_save"]

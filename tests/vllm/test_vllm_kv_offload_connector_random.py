@@ -293,7 +293,6 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     planner = engine.scheduler.connector.planner
     assert not any(entry.pins for entry in planner.host)
     connector = engine.scheduler.connector
-    assert not connector.loaded_tokens
     assert not connector._waiting
     assert not connector._group_loads
     assert not planner.under_way - len(device.stores)

@@ -300,7 +300,6 @@ def nothing_is_left(on: Timed) -> None:
     connector = scheduler.connector
     assert not any(entry.pins for entry in connector.planner.host)
     assert not any(entry.rank == RetentionRank.WANTED for entry in connector.planner.host)
-    assert not connector.loaded_tokens
     assert scheduler.sojourn.failures == 0
     assert not connector.off
 

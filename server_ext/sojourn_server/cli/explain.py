@@ -25,7 +25,7 @@ from .turn_table import engine_detail, program_state
 
 _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "device": "reused",
-    "host": "reused, loaded from host memory",
+    "host": "reused, loaded from host memory, disk or another engine",
     "new": "computed for the first time",
     "tail": "in a partial block, which is never kept",
 }

@@ -63,7 +63,7 @@ class RequestAdmitted(_Event, tag="admit", frozen=True):
     resumed: bool
     """Whether the request had been preempted before."""
     host_tokens: int = 0
-    """Cached tokens that were loaded from host memory."""
+    """Cached tokens that a KV connector loaded: from host memory, disk or another engine."""
     most_tokens: int = 0
     """Maximum number of tokens that the request may still generate; 0: unknown."""
 

@@ -88,7 +88,7 @@ class TokenSplit:
     lost: dict[LossCause, int]
     """Tokens computed before and recomputed, by cause."""
     host: int = 0
-    """Tokens reused from host memory, including tokens that were first loaded from disk into host memory."""
+    """Tokens that a KV connector loaded: from host memory, disk or another engine."""
 
 
 def common_prefix_length(before: Sequence[Any], now: Sequence[Any]) -> int:
@@ -165,7 +165,7 @@ class TurnTokens(TypedDict):
     device: int
     """Reused from device memory."""
     host: int
-    """Reused from host memory, including tokens that were first loaded from disk into host memory."""
+    """Loaded by a KV connector: from host memory, disk or another engine."""
     new: int
     """Never computed for this program before."""
     tail: int

@@ -84,6 +84,7 @@ _NAMES = {
     "vllm.v1.kv_offload.base": "ReqContext, make_offload_key",
     "vllm.v1.kv_offload.cpu.policies.base": "ChunkStatus",
     "vllm.v1.kv_offload.cpu.policies.lru": "LRUCachePolicy",
+    "vllm.v1.metrics.stats": "PrefillStats",
     "vllm.v1.outputs": "AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput",
     "vllm.v1.request": "Request, RequestStatus",
     "vllm.v1.sample.logits_processor": "BatchUpdate, LogitsProcessor, MoveDirectionality",

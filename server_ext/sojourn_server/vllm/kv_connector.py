@@ -100,8 +100,6 @@ class MatchedTokens(NamedTuple):
     """Keys of the found blocks, if the planner needs them to load. Empty with several KV cache groups."""
     context: ContextKeys | None = None
     """The request's keys, for a model with several KV cache groups; otherwise ``None``."""
-    external: int = 0
-    """Number of tokens that can be supplied, for a model with several KV cache groups; otherwise 0."""
 
 
 class ConnectorWorker(Protocol[ResultsT_co]):

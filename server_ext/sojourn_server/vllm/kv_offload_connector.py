@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.offload_jobs import BlockKey, OffloadJobs, OffloadResults, OffloadStats, RankResults
 from ..kv_offload.offload_planner import OffloadPlanner
@@ -40,14 +40,6 @@ _FIELDS_OF_UNLIKE_LAYERS = (
     "sliding_window_pattern", "swa_num_key_value_heads",
 )  # fmt: skip
 """Fields of a model's configuration that only models with several kinds of attention layers have."""
-
-
-class _GroupLoad(NamedTuple):
-    """A request's load for a model with several KV cache groups."""
-
-    block_ids: list[int]
-    tokens: int
-    """Number of tokens that the load supplies if no block fails."""
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
@@ -88,9 +80,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """Unfinished requests with a load that has no result yet."""
             self._cancelled: set[str] = set()
             """Requests with a cancelled load that has no result yet."""
-            self.loaded_tokens: dict[str, int] = {}
-            """Request → number of tokens that its load has brought. The scheduler adapter removes the entry
-            when the request is admitted."""
             self._ahead: dict[str, LoadEnded] = {}
             """Name of a load ahead of need → the callback for its end."""
             self._ahead_number = 0
@@ -108,8 +97,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             of sliding windows are missing. The argument has the keys of the window blocks that the longer
             prefix needs. Only with several groups."""
             self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
-            self._group_loads: dict[str, _GroupLoad] = {}
-            """Request → its load, until the load has been reported as ended. Only with several groups."""
+            self._group_loads: dict[str, list[int]] = {}
+            """Request → ids of the device blocks that its load fills, until the load has been reported as
+            ended. Only with several groups."""
 
     # -- planner side -------------------------------------------------------------
 
@@ -142,7 +132,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         if is_new:  # a request may ask in every step
             self._report_missed_windows(request, tokens)
         found = tokens - context.start_tokens
-        return found, MatchedTokens(computed, is_async=found > 0, context=context, external=found)
+        return found, MatchedTokens(computed, is_async=found > 0, context=context)
 
     def _report_missed_windows(self, request: Request, tokens: int) -> None:
         """Call ``windows_missed`` if the request's look-up found only ``tokens`` tokens because blocks of
@@ -180,7 +170,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._ordered[request.request_id] = block_ids
         self._waiting.add(request.request_id)
         if match.context is not None:
-            self._group_loads[request.request_id] = _GroupLoad(block_ids, match.external)
+            self._group_loads[request.request_id] = block_ids
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[OffloadJobs]:
         ordered, self._ordered = self._ordered, {}
@@ -214,23 +204,18 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def _take_loaded(self, request_id: str) -> None:
         arrived = self.planner.take_loaded(request_id, self._load_errors)
-        load = self._group_loads.pop(request_id, None)
+        self._group_loads.pop(request_id, None)
         self._load_errors &= self._loading_blocks()
         if request_id in self._waiting:  # otherwise it was aborted meanwhile
             self._waiting.discard(request_id)
             if request_id in self._ahead:
                 self._ahead.pop(request_id)(request_id, arrived)
-            elif load is not None:
-                if arrived == len(load.block_ids):  # otherwise the request starts anew
-                    self.loaded_tokens[request_id] = load.tokens
-            elif arrived:
-                self.loaded_tokens[request_id] = arrived * self._block_size
 
     def _loading_blocks(self) -> set[int]:
         """Return the ids of the device blocks of all loads that have not been reported as ended. With several
         groups, rejected loads are included."""
         if self._has_groups:
-            return {block_id for load in self._group_loads.values() for block_id in load.block_ids}
+            return {block_id for block_ids in self._group_loads.values() for block_id in block_ids}
         return self.planner.loads.blocks()
 
     def take_failed_requests(self, output: KVConnectorOutput) -> set[str]:
@@ -245,8 +230,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 self._load_errors |= output.invalid_block_ids & self._loading_blocks()
                 output.invalid_block_ids = set()
             for request_id in self._waiting.intersection(output.finished_recving or ()):
-                load = self._group_loads.get(request_id)
-                if load is not None and not self._load_errors.isdisjoint(load.block_ids):
+                if not self._load_errors.isdisjoint(self._group_loads.get(request_id, ())):
                     failed.add(request_id)
                     self._take_loaded(request_id)
             if failed:  # aborted requests stay reported, because vLLM frees their blocks upon the report
@@ -270,11 +254,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return name
 
     def cancel_load(self, request_id: str) -> None:
-        """Cancel the load of a request that gives up its blocks. Its tokens count as not loaded. The caller
+        """Cancel the load of a request that gives up its blocks. The caller
         may free the blocks at once: the worker ends its writes to them before the next step computes."""
         unanswered = request_id in self._waiting
         self._waiting.discard(request_id)
-        self.loaded_tokens.pop(request_id, None)
         self._ahead.pop(request_id, None)
         if self.planner.cancel_load(request_id) or unanswered:
             self._cancelled.add(request_id)
@@ -314,7 +297,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         # vLLM frees the blocks at once. Sojourn saves useful content when they are reused, or earlier.
         # The load of an aborted request ends as usual, and vLLM frees its blocks then.
         self._waiting.discard(request.request_id)
-        self.loaded_tokens.pop(request.request_id, None)
         self.planner.abandon(request.request_id)
         return False, None
 

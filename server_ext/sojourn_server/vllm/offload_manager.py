@@ -315,11 +315,6 @@ class OffloadManager:
             "shared": connector.planner.limits.shared,
         }
 
-    def loaded_tokens(self, request_id: str) -> int:
-        """Return how many tokens an admitted request loaded from host memory or disk. A second call for the
-        same request returns 0."""
-        return self._connector.loaded_tokens.pop(request_id, 0)
-
     def state(self) -> dict[str, Any]:
         """Return numbers of blocks by tier and state (``host``, ``disk``), and statistics of copies.
 

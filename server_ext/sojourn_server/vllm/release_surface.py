@@ -112,8 +112,9 @@ READ: Mapping[str, tuple[str, ...]] = {
         "num_computed_tokens", "num_prompt_tokens", "priority", "request_id", "sampling_params",
         "skip_reading_prefix_cache", "spec_token_ids", "status", "num_tokens", "num_output_tokens",
         "output_token_ids", "all_token_ids", "is_finished", "has_encoder_inputs", "is_prefill_chunk",
-        "num_preemptions", "resumable",
+        "num_preemptions", "prefill_stats", "resumable",
     ),
+    "PrefillStats": ("num_external_cached_tokens", "num_local_cached_tokens"),
 }  # fmt: skip
 """Class → attributes that sojourn reads."""
 

@@ -62,11 +62,20 @@ from .tool_call_reader import ToolCallReader, turn_end
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
-    from .compat import KVConnectorOutput, Scheduler
+    from .compat import KVConnectorOutput, PrefillStats, Scheduler
 
 logger = logging.getLogger("vllm.sojourn")
 
 _TICK = Tick()
+
+
+def _loaded_tokens(request: Request, computed: int) -> int:
+    """Return how many of the first ``computed`` tokens of a request the KV connector loaded, whichever
+    connector it is. If a part of an asynchronous load failed, vLLM lowers ``computed``."""
+    found: PrefillStats | None = request.prefill_stats
+    if found is None:
+        return 0
+    return max(0, min(found.num_external_cached_tokens, computed - found.num_local_cached_tokens))
 
 
 class SchedulerAdapter:
@@ -527,7 +536,6 @@ class SchedulerAdapter:
         self.program_scheduler.recorder.observe("sojourn_policy_seconds", self._clock() - since, hook=hook)
 
     def _admitted(self, request_id: str, computed: int, now: float) -> None:
-        below = self._offload.loaded_tokens(request_id) if self._offload is not None else 0
         known = self.program_scheduler.request(request_id)
         request = self._scheduler.requests.get(request_id)
         if known is None or request is None:
@@ -546,7 +554,7 @@ class SchedulerAdapter:
             RequestAdmitted(
                 request_id=request_id,
                 cached_tokens=computed,
-                host_tokens=below,
+                host_tokens=_loaded_tokens(request, computed),
                 tokens=request.num_tokens,
                 block_hashes=request.block_hashes,
                 # vLLM also admits each further part of a prompt that a client streams.

@@ -13,7 +13,7 @@ const TURNS = 40; // newest turns shown
 // Parts of a prompt, as `sojourn explain` names them (cli/explain.py).
 const SOURCES = {
   device: "reused",
-  host: "reused, loaded from host memory",
+  host: "reused, loaded from host memory, disk or another engine",
   new: "computed for the first time",
   tail: "in a partial block, which is never kept",
 };
