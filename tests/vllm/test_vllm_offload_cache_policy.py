@@ -21,11 +21,11 @@ class HostMemory:
         self.policy = self.manager._policy
         self.policy.strict = True
 
-    def begin(self, request_id: str, program_id: str | None, numbers: Iterable[int]) -> Any:
+    def begin(self, request_id: str, program_id: str | None, numbers: Iterable[int], group: int = 0) -> Any:
         """A request that finds or stores these chunks, and still runs."""
         from vllm.v1.kv_offload.base import ReqContext
 
-        context, keys = ReqContext(req_id=request_id), [key(number) for number in numbers]
+        context, keys = ReqContext(req_id=request_id), [key(number, group) for number in numbers]
         for position, each in enumerate(keys):
             context.set_offload_key_position(each, position + 1)
         if program_id is not None and hasattr(self.policy, "arrived"):
@@ -42,18 +42,18 @@ class HostMemory:
         self.manager.complete_store(stored.keys_to_store, context)
         return context
 
-    def turn(self, request_id: str, program_id: str | None, *numbers: int) -> None:
-        self.manager.on_request_finished(self.begin(request_id, program_id, numbers))
+    def turn(self, request_id: str, program_id: str | None, *numbers: int, group: int = 0) -> None:
+        self.manager.on_request_finished(self.begin(request_id, program_id, numbers, group))
 
     @property
     def held(self) -> set[int]:
         return {number for number in range(100) if self.policy.get(key(number)) is not None}
 
 
-def key(number: int) -> bytes:
+def key(number: int, group: int = 0) -> bytes:
     from vllm.v1.kv_offload.base import make_offload_key
 
-    return make_offload_key(number.to_bytes(4, "big"), 0)
+    return make_offload_key(number.to_bytes(4, "big"), group)
 
 
 @pytest.fixture
@@ -74,15 +74,11 @@ def test_the_newest_kv_goes_first_if_its_program_has_ended(host: HostMemory) -> 
 
 def test_a_request_that_finds_chunks_uses_those_of_all_cache_groups(host: HostMemory) -> None:
     """A model with windows or states beside full attention has a chunk in each group."""
-    from vllm.v1.kv_offload.base import make_offload_key
-
     host.policy.groups = 2
     owner = host.policy._owner
-    both = [make_offload_key(b"\0\0\0\1", group) for group in range(2)]
+    both = [key(1, group) for group in range(2)]
     host.turn("a1", "A", 1)
-    for each in both[1:]:
-        host.policy.insert(each, host.policy.get(both[0]))
-        host.policy._used_all([[each]], "A")
+    host.turn("a2", "A", 1, group=1)
     assert [owner[each] for each in both] == ["A", "A"]
     host.policy.request_admitted("B", [b"\0\0\0\1"])
     assert [owner[each] for each in both] == [None, None], "of several programs"
