@@ -245,8 +245,8 @@ _ALL = (
     ),
     _counter(
         "sojourn_prompt_tokens_total",
-        "Prompt tokens of programs' turns: reused on the device, loaded by a KV connector (host), new, in the "
-        "last partial block, or recomputed because they were lost.",
+        "Prompt tokens of programs' turns: reused on the device, loaded by a KV connector (host), new, in "
+        "the last partial block, or recomputed because they were lost.",
         result=PROMPT_RESULTS,
     ),
     _counter(
