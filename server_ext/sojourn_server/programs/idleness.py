@@ -21,7 +21,7 @@ from enum import Enum
 from typing import NamedTuple
 
 WINDOW_CYCLES = 5
-"""k of eq. 1: number of newest cycles that count; 5 in all of the paper's experiments."""
+"""k of eq. 1: number of newest cycles that count. 5 is ours: our text of the paper lacks the number."""
 
 MAX_INTERVAL_S = 1e9
 """Longer intervals count as this many seconds, so that a clock jump cannot make the sums infinite."""
