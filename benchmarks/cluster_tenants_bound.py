@@ -376,7 +376,8 @@ def main() -> None:
             "",
             f"48 programs of seed 0 at {PAGE_RATE_PER_S} a second: {check['in_time']:.1%} in time, "
             f"completion {check['completion_s']:,.0f} s. [The simulator](cluster_tenants.md), "
-            f"`sojourn/saga`: {simulated['slo_attainment'][OVERALL]:.1%} and {simulated['completion_s']['mean']:,.0f} s.",
+            f"`sojourn/saga`: {simulated['slo_attainment'][OVERALL]:.1%} and "
+            f"{simulated['completion_s']['mean']:,.0f} s.",
             "",
             "## An even load",
             "",

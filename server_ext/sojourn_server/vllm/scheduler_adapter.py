@@ -75,7 +75,8 @@ def _loaded_tokens(request: Request, computed: int) -> int:
     found: PrefillStats | None = request.prefill_stats
     if found is None:
         return 0
-    return max(0, min(found.num_external_cached_tokens, computed - found.num_local_cached_tokens))
+    loaded: int = min(found.num_external_cached_tokens, computed - found.num_local_cached_tokens)
+    return max(0, loaded)
 
 
 class SchedulerAdapter:
