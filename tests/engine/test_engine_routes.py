@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,11 +24,15 @@ from sojourn.aeg import Aeg
 from sojourn.wire_codec import MAX_BATCH_BYTES
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.metrics.metric_catalog import METRIC_CATALOG
+from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.vllm.compat import installed_vllm
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).parents[2]
 KEY = "k-9d1f"
+PAGE_URL = "http://127.0.0.1:8000"
+"""The engine's address in commands of the documents."""
 GETS = ("capabilities", "programs", "programs/p", "graphs", "graphs/h", "stats", "decisions")
 POSTS = ("events", "programs/p/persist", "yield")
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
@@ -297,6 +302,29 @@ def test_decisions_can_be_walked(server: EngineServer) -> None:
     assert seen == sorted(set(seen))
     lines = call(server, "GET", "/sojourn/v1/decisions?format=ndjson&limit=2")
     assert [json.loads(line)["seq"] for line in lines.text.splitlines()] == seen[:2]
+
+
+@pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl or jq is missing")
+def test_the_commands_of_the_documents_make_a_trace_of_the_ledgers(
+    server: EngineServer, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "traces.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`GET /sojourn/v1/programs/\{id\}`.*?\n```bash\n(.*?)```", page, re.DOTALL)[0]
+    assert PAGE_URL in commands
+    prompt = "word " * 100
+    for turn in range(3):
+        ask_model(server, "runs/fix no. 1", prompt + "more " * 50 * turn)
+    (tmp_path / ".curlrc").write_text(f'header = "Authorization: Bearer {KEY}"\n')
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail\n{commands.replace(PAGE_URL, server.url)}"],
+        cwd=tmp_path, env={**os.environ, "PATH": path, "CURL_HOME": str(tmp_path), "no_proxy": "127.0.0.1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (trace,) = tmp_path.glob("*.jsonl.gz")
+    programs = {program.program_id: program for program in read_trace(trace)}
+    assert [turn.prompt_tokens for turn in programs["runs/fix no. 1"].turns] == [101, 151, 201]
 
 
 def test_bad_input_is_answered_and_harms_nothing(server: EngineServer) -> None:

@@ -32,7 +32,12 @@ def split(prompt: int, device: int, new: int, **lost: int) -> TokenSplit:
 
 
 def answer(*ledger: dict[str, Any], program: str = "p", **fields: Any) -> dict[str, Any]:
-    return {"program_id": program, "status": "ended", "agent_type": "coder", "ledger": list(ledger), **fields}
+    """As the server answers it: with the program's last decisions."""
+    decision = {"seq": 1, "at_s": 100.0, "kind": "keep", "program_id": program, "reason": "ttl"}
+    return {
+        "program_id": program, "status": "ended", "agent_type": "coder", "ledger": list(ledger),
+        "decisions": [decision], **fields,
+    }  # fmt: skip
 
 
 def write(path: Path, *documents: Any) -> Path:

@@ -111,7 +111,7 @@ class _SkippedCounts:
 
 
 def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
-    if isinstance(record, dict) and "decisions" in record:
+    if isinstance(record, dict) and "decisions" in record and "ledger" not in record:
         raise TraceError(
             f"{where}: this is a decision log, which has no lengths of prompts and outputs; "
             "expected the answer of GET /sojourn/v1/programs/{id}"
@@ -122,8 +122,8 @@ def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
         return
     if isinstance(record, dict) and "program_id" in record and "ledger" not in record:
         raise TraceError(
-            f"{where}: program {record['program_id']!r} has no ledger, as in the list of programs; "
-            "expected what GET /sojourn/v1/programs/{id} answers"
+            f"{where}: program {record['program_id']!r} has no ledger, as in the list of programs and "
+            "from a gateway; expected what GET /sojourn/v1/programs/{id} of an engine answers"
         )
     try:
         yield msgspec.convert(record, _LedgerProgram)
