@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import msgspec
 import pytest
+from live_frames import frame, row
+from test_cli_explain import FOUND
 
 
 @pytest.fixture
@@ -33,15 +37,42 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    for name in ("http_proxy", "https_proxy", "all_proxy"):
-        for each in (name, name.upper()):
-            monkeypatch.setenv(each, f"http://127.0.0.1:{server.server_port}")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    with serving(Proxy) as url:
+        for name in ("http_proxy", "https_proxy", "all_proxy"):
+            for each in (name, name.upper()):
+                monkeypatch.setenv(each, url)
+        yield asked
+
+
+@pytest.fixture
+def live_server() -> Iterator[str]:
+    """The address of a server with one program, ``fixer``, for ``sojourn top`` and ``sojourn explain``."""
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            explanation = {**FOUND, "program_id": "fixer"}
+            program = {"program_id": "fixer", "status": "acting", "turns": 2, "ledger": []}
+            answer = {"stream": frame(row("fixer")), "explain": explanation, "fixer": program}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(msgspec.json.encode(answer[path.rpartition("/")[2]]))
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with serving(Server) as url:
+        yield url
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
-    yield asked
+    yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
     thread.join()

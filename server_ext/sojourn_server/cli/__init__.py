@@ -6,8 +6,12 @@ Without the extra ``server`` only ``sojourn run`` works. Start reading at ``buil
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -81,6 +85,27 @@ def _replace_unencodable_characters() -> None:
             stream.reconfigure(errors="replace")
 
 
+@contextmanager
+def _exit_without_traceback() -> Iterator[None]:
+    """Exit if stdout cannot be written or Ctrl-C interrupts. A reader that left, such as ``head``, is told
+    nothing."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, as Python would fail at its end with a traceback
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what is left in the buffer
+        full = f"sojourn: cannot write the output: {error.strerror}; make room or name another place"
+        sys.exit(1 if error.errno == errno.EPIPE else full)
+
+
+@_exit_without_traceback()
 def main() -> None:
     """Run the ``sojourn`` command. If a package is missing, print which extra installs it, and exit with code
     1."""

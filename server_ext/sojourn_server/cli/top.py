@@ -54,13 +54,16 @@ def top(
         else:
             from .top_app import TopApp
 
-            TopApp(
+            app = TopApp(
                 client.frame,
                 lambda program_id: explanation_of(client, program_id),
                 url=client.shown_url,
                 interval_s=interval_s,
                 sort=sort,
-            ).run()
+            )
+            app.run()
+            # An app that died has printed why, and returned as usual.
+            raise typer.Exit(app.return_code or 0)
 
 
 def frame_document(frame: LiveFrame) -> dict[str, Any]:

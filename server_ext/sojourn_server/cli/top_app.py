@@ -41,10 +41,12 @@ from .top_view import (
 )
 
 Explain = Callable[[str], RenderableType]
+_PLAIN = Style()
+"""Style of every segment without another. With ``NO_COLOR``, textual fails at a segment that has none."""
 
 
-def _strip(line: Line, width: int, base: Style | None = None) -> Strip:
-    segments = [Segment(text, (base or Style()) + Style.parse(style)) for text, style in line]
+def _strip(line: Line, width: int, base: Style = _PLAIN) -> Strip:
+    segments = [Segment(text, base + Style.parse(style)) for text, style in line]
     return Strip(segments).adjust_cell_length(width, base)
 
 
@@ -122,8 +124,8 @@ class ProgramTable(ScrollView, can_focus=True):
         if not self.views and place == 0:
             return _strip(self.empty, self.size.width)
         if place >= len(self.views):
-            return Strip.blank(self.size.width)
-        base = Style(reverse=True) if place == self.cursor and self.has_focus else Style()
+            return Strip.blank(self.size.width, _PLAIN)
+        base = Style(reverse=True) if place == self.cursor and self.has_focus else _PLAIN
         strip = _strip(program_line(self.views[place], width, leases=self.leases), width, base)
         left = self.scroll_offset.x
         return strip.crop(left, left + self.size.width)
