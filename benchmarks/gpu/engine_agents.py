@@ -1,24 +1,34 @@
-"""The parts ``agents`` and ``simulator`` of ``engine.py``: coding agents on a server, and in virtual time."""
+"""Runs of ``engine.py``: agents on an arm's server, and in the simulator."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
+from engine_gates import Gate, GatedAnnouncer, GatedClient, SessionGate, ThunderAgentGate
+from engine_loads import Arm, Load, Setup
+from sojourn_server.metrics.summary_statistics import summarise
+from sojourn_server.replay.completions_client import CompletionsClient
+from sojourn_server.replay.program_announcer import NullAnnouncer, ProgramAnnouncer, SdkAnnouncer
+from sojourn_server.replay.replay_driver import Replay, ReplayOptions
+from sojourn_server.traces.prompt_builder import plan_turns
+from sojourn_server.traces.trace_schema import TraceProgram
 
 if TYPE_CHECKING:
     from sojourn_server.launch.engine_server import EngineServer
 
-BLOCK_TOKENS = 16
+GIB = 2**30
 SHAPE = "llama-3.1-8b"
 """The simulator's name of the model's shape."""
 LLAMA_8B = {
@@ -40,187 +50,261 @@ LLAMA_8B = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MAX_MODEL_LEN = 32_768
-STAGGER_S = 0.2
-"""Seconds between the starts of the agents."""
-METRIC_PREFIXES = (
-    "sojourn_tier", "sojourn_prompt_tokens", "sojourn_lost", "sojourn_evict", "sojourn_leases",
-    "sojourn_preempt", "sojourn_internal", "vllm:num_preemptions", "vllm:prefix_cache",
+CUDA_FLAGS = (
+    # Several servers share the device, so vLLM cannot measure what is free for itself.
+    "--gpu-memory-utilization", "0.05",
+    "--compilation-config", '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}',
+    "--load-format", "dummy",
 )  # fmt: skip
+START_LIMIT_S = 200.0
+VOCABULARY = 8_000
+CACHED, COMPUTED = "vllm:prompt_tokens_cached_by_source_total", "vllm:prompt_tokens_by_source_total"
+PREEMPTIONS = "vllm:num_preemptions_total"
 
 
-def coding_agents(arguments: argparse.Namespace) -> list[TraceProgram]:
-    """Return programs of one seed: a long first prompt, then turns whose prompts grow by tool results.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AloneSpeed:
+    """Speed of the engine for one request at a time. It gives the completion time of a program alone."""
 
-    Most tools take a second or less, some half a minute, as in traces of coding agents.
-    """
-    draw = random.Random(arguments.seed)
-    programs = []
-    for number in range(arguments.programs):
-        prompt, turns = draw.randint(6_000, 10_000), []
-        for turn in range(arguments.turns):
-            output = draw.randint(60, 180)
-            gap_s = min(40.0, draw.lognormvariate(0.7, 1.3))
-            last = turn == arguments.turns - 1
-            turns.append(
-                TraceTurn(
-                    prompt_tokens=prompt,
-                    output_tokens=output,
-                    append_tokens=prompt if turn == 0 else None,
-                    tool=None if last else "bash",
-                    tool_seconds=None if last else gap_s,
-                    gap_s=None if last else gap_s,
-                    gap_kind=None if last else "tool",
-                )
-            )
-            prompt += output + draw.randint(500, 3_000)
-        programs.append(TraceProgram(program_id=f"agent-{number}", turns=tuple(turns), agent_type="coder"))
-    return programs
+    request_s: float
+    prompt_token_s: float
+    output_token_s: float
+
+    def completion_s(self, program: TraceProgram) -> float:
+        """Return the time of the program on an idle engine that keeps all its KV."""
+        turns = plan_turns(program)
+        prompts_s = sum(self.request_s + turn.new_tokens * self.prompt_token_s for turn in turns)
+        outputs_s = sum(turn.output_tokens - 1 for turn in turns) * self.output_token_s
+        return prompts_s + outputs_s + sum(turn.idle_s for turn in program.turns[:-1])
 
 
-def server_of(policy: str, model: str, arguments: argparse.Namespace, log: Path) -> EngineServer:
-    """Return a server for the agents, not yet started."""
+def make_model(folder: Path, cuda: bool) -> str:
+    """Return the directory of the model: the shape of Llama 3.1 8B, or the tiny model on a CPU."""
+    from sojourn_server.models.model_cache import resolve_model
+
+    tiny = Path(resolve_model("tiny", progress=False))
+    if not cuda:
+        return str(tiny)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+    for file in tiny.glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return str(folder)
+
+
+def server_of(arm: Arm, model: str, setup: Setup, cuda: bool, runner: str, log: Path) -> EngineServer:
+    """Return the server of an arm, not yet started."""
     from sojourn_server.launch.engine_server import EngineServer
     from sojourn_server.launch.serve_command import FORCED_TOKENS
 
+    pool_bytes = setup.pool_tokens * setup.kv_bytes_per_token
     flags = [
-        "--load-format", "dummy",
-        "--max-model-len", str(MAX_MODEL_LEN),
+        "--max-model-len", str(setup.max_model_len),
         "--max-num-seqs", "64",
-        "--num-gpu-blocks-override", str(arguments.pool_tokens // BLOCK_TOKENS),
-        "--block-size", str(BLOCK_TOKENS),
-        "--logits-processors", FORCED_TOKENS + ("V2" if arguments.runner == "V2" else ""),
-        *arguments.flags.split(),
+        "--num-gpu-blocks-override", str(setup.pool_tokens // setup.block_tokens + 1),
+        "--block-size", str(setup.block_tokens),
+        "--logits-processors", FORCED_TOKENS + ("V2" if runner == "V2" and cuda else ""),
     ]  # fmt: skip
-    if policy != "stock":
-        flags += ["--kv-host-gib", str(arguments.host_gib)]
-    env = {"VLLM_USE_V2_MODEL_RUNNER": "1" if arguments.runner == "V2" else "0"}
-    return EngineServer(model, policy=policy, serve_args=flags, env=env, log_path=log)
-
-
-def run_agents(arguments: argparse.Namespace, kept: Path) -> Iterator[dict[str, Any]]:
-    """Let the agents run on each policy's server, and yield the figures of each run."""
-    model = _llama_8b(kept / "llama-8b")
-    for number in range(arguments.rounds):
-        # Every other round in the opposite order, so that no policy always comes first.
-        policies = arguments.policies.split(",")[:: -1 if number % 2 else 1]
-        servers = {
-            policy: server_of(
-                policy, model, arguments, (arguments.logs or kept) / f"serve-{policy}-{number}.log"
-            )
-            for policy in policies
-        }
-        try:
-            if not arguments.together:
-                for policy, server in servers.items():
-                    yield one_run(policy, arguments, server, server.start)
-                continue
-            with ThreadPoolExecutor() as pool:
-                starting = {policy: pool.submit(server.start) for policy, server in servers.items()}
-                for start in starting.values():
-                    start.exception()
-            for policy, server in servers.items():
-                yield one_run(policy, arguments, server, starting[policy].result)
-        finally:
-            for server in servers.values():
-                server.stop()
-
-
-def one_run(
-    policy: str, arguments: argparse.Namespace, server: EngineServer, start: Callable[[], Any]
-) -> dict[str, Any]:
-    """Call ``start``, let the agents run, stop the server, and return the figures."""
-    import httpx
-
-    try:
-        start()
-        figures = asyncio.run(_replay(server.url, arguments))
-        page = ""
-        with suppress(httpx.HTTPError):
-            page = httpx.get(f"{server.url}/metrics", timeout=20).text
-    except Exception as error:
-        return {"policy": policy, "failed": f"{type(error).__name__}: {error}"}
-    finally:
-        server.stop()
-    if figures["errors"] or not figures["turns"]:
-        figures["failed"] = f"{figures['first_error'] or 'no turn ended'}"
-    figures["metrics"] = [
-        line.replace(server.model, Path(server.model).name)
-        for line in page.splitlines()
-        if line.startswith(METRIC_PREFIXES) and "_created{" not in line
-    ]
-    return {"policy": policy, **figures}
-
-
-async def _replay(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    from sojourn_server.replay.completions_client import CompletionsClient
-    from sojourn_server.replay.program_announcer import NullAnnouncer, ProgramAnnouncer, SdkAnnouncer
-    from sojourn_server.replay.replay_driver import Replay, ReplayOptions
-
-    options = ReplayOptions(
-        concurrency=arguments.programs, stagger_s=STAGGER_S, force_tokens=True, block_size=BLOCK_TOKENS
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if not cuda:
+        flags.append("--enforce-eager")
+    else:
+        flags += [*CUDA_FLAGS, "--kv-cache-memory-bytes", str(pool_bytes + 64 * 2**20)]
+        env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    if arm.host:
+        flags += ["--kv-host-gib", str(arm.host * pool_bytes / GIB)]
+        flags += ["--tier-backend", "vllm"] if arm.policy == "stock" else []
+    if arm.disk:
+        flags += [
+            "--kv-disk",
+            str(log.with_suffix(".disk")),
+            "--kv-disk-gib",
+            str(arm.disk * pool_bytes / GIB),
+        ]
+    return EngineServer(
+        model, policy=arm.policy, serve_args=flags, env=env, log_path=log, ready_timeout_s=START_LIMIT_S
     )
+
+
+@contextmanager
+def started(
+    arms: Sequence[Arm], model: str, setup: Setup, cuda: bool, runner: str, logs: Path
+) -> Iterator[dict[tuple[str, float, float], EngineServer | Exception | str]]:
+    """Start the servers of these arms at the same time. Yield each server, the error of its start, or why it
+    was not started."""
+    kinds = {arm.server: arm for arm in arms}
+    servers: dict[tuple[str, float, float], EngineServer | Exception | str] = {}
+    made = []
+    for number, (kind, arm) in enumerate(kinds.items()):
+        if arm.policy == "stock" and arm.host and not cuda:
+            servers[kind] = "vLLM's own connector to host memory needs CUDA"
+            continue
+        log = logs / f"serve-{arm.group}-{number}-{arm.policy}.log"
+        made.append((kind, server_of(arm, model, setup, cuda, runner, log)))
+    try:
+        with ThreadPoolExecutor(max(1, len(made))) as pool:
+            starting = {kind: pool.submit(server.start) for kind, server in made}
+        for kind, server in made:
+            error = starting[kind].exception()
+            servers[kind] = error if isinstance(error, Exception) else server
+        yield servers
+    finally:
+        with ThreadPoolExecutor(max(1, len(made))) as pool:
+            for _, server in made:
+                pool.submit(server.stop)
+
+
+async def warm_up(url: str, setup: Setup) -> AloneSpeed:
+    """Send requests that share nothing with the agents. Kernels are compiled on first use. Return the speed
+    of single requests after that."""
+    draw = random.Random(1)
+    short, long = setup.max_model_len // 64, setup.max_model_len // 2
+    output = min(32, setup.max_output_tokens)
+
     async with CompletionsClient(url) as client:
         served = await client.discover(None)
-        # First requests pay for kernels that are compiled on first use. They share no blocks with the agents.
-        for length in (64, 500, 3000, 9000):
-            await client.complete(served.name, list(range(300, 300 + length)), 8)
-        announcer: ProgramAnnouncer = SdkAnnouncer(url, None) if served.speaks_sojourn else NullAnnouncer()
-        replay = Replay(coding_agents(arguments), client, served, announcer, options)
-        running = asyncio.ensure_future(replay.run())
+
+        async def one(tokens: int) -> tuple[float, float]:
+            prompt = [draw.randrange(100, VOCABULARY) for _ in range(tokens)]
+            answer = await client.complete(served.name, prompt, output)
+            return answer.ttft_s, answer.tpot_s or 0.0
+
+        await asyncio.gather(*(one(tokens) for tokens in (64, short, long, long // 2, short, short)))
+        await one(long)
+        shorts, longs = [await one(short) for _ in range(3)], [await one(long) for _ in range(3)]
+    short_s, long_s = min(ttft for ttft, _ in shorts), min(ttft for ttft, _ in longs)
+    slope_s = max(0.0, (long_s - short_s) / (long - short))
+    return AloneSpeed(
+        request_s=max(0.0, short_s - short * slope_s),
+        prompt_token_s=slope_s,
+        output_token_s=min(tpot for _, tpot in longs),
+    )
+
+
+def run_agents(
+    server: EngineServer,
+    arm: Arm,
+    load: Load,
+    programs: Sequence[TraceProgram],
+    speed: AloneSpeed,
+    setup: Setup,
+) -> dict[str, Any]:
+    """Let the agents of a load run on an arm. Return the figures; ``failed`` if requests failed."""
+    gate: Gate | None = None
+    if arm.gate == "sessions":
+        mean_tokens = sum(p.max_context_tokens for p in programs) / len(programs)
+        gate = SessionGate(max(1, int(setup.pool_tokens / mean_tokens)))
+    elif arm.gate == "thunderagent":
+        gate = ThunderAgentGate(setup.pool_tokens)
+    before = _counters(server)
+    replay = asyncio.run(_replay(server.url, programs, load, gate, setup))
+    after = _counters(server)
+    moved = Counter({key: after[key] - before.get(key, 0.0) for key in after})
+    tally = replay.tally
+    alone_s = {program.program_id: speed.completion_s(program) for program in programs}
+    document = tally.document()
+    ended = {p.program_id: p.completion_s for p in tally.finished if p.completion_s is not None}
+    document |= {
+        "programs": len(programs),
+        "slowdown": summarise(s / alone_s[name] for name, s in ended.items()),
+        "completions_s": {name: [round(s, 3), round(alone_s[name], 3)] for name, s in ended.items()},
+        "tokens_by_source": {
+            key.split('"')[1]: round(value)
+            for key, value in moved.items()
+            if key.startswith(CACHED) and value
+        },
+        "computed_by_engine": round(moved[f'{COMPUTED}"local_compute"']),
+        "preemptions": round(moved[PREEMPTIONS]),
+        "sojourn_metrics": {
+            key: value for key, value in moved.items() if key.startswith("sojourn_") and value
+        },
+    }
+    if document["errors"] or not document["turns"]:
+        document["failed"] = f"{document['first_error'] or 'no turn ended'}"[:300]
+    return document
+
+
+async def _replay(
+    url: str, programs: Sequence[TraceProgram], load: Load, gate: Gate | None, setup: Setup
+) -> Replay:
+    options = ReplayOptions(
+        concurrency=len(programs),
+        stagger_s=setup.stagger_s,
+        force_tokens=load.forced,
+        block_size=setup.block_tokens,
+    )
+    async with GatedClient(url, gate) if gate else CompletionsClient(url) as client:
+        served = await client.discover(None)
+        announcer: ProgramAnnouncer = NullAnnouncer()
+        if gate is not None:
+            announcer = GatedAnnouncer(gate)
+        elif served.speaks_sojourn:
+            announcer = SdkAnnouncer(url, None)
+        replay = Replay(programs, client, served, announcer, options)
+        running, began_s = asyncio.ensure_future(replay.run()), time.monotonic()
         try:
-            ended, _ = await asyncio.wait({running}, timeout=arguments.agents_limit_s)
+            ended, _ = await asyncio.wait({running}, timeout=setup.limit_s)
             if ended:
                 running.result()
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             announcer.close()
-    tally = replay.tally
     # A run that reaches its limit sets no duration.
-    tally.wall_s = tally.wall_s or arguments.agents_limit_s
-    document = tally.document()
-    document["programs"] = arguments.programs
-    document["completions_s"] = [round(p.completion_s, 2) for p in tally.finished if p.completion_s]
-    document["turn_ends_s"] = sorted(round(t.sent_s + t.completion.latency_s, 2) for t in tally.turns)
-    return document
+    replay.tally.wall_s = replay.tally.wall_s or time.monotonic() - began_s
+    return replay
 
 
-def simulate_agents(policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the agents in virtual time, and return figures like those of ``run_agents``."""
+def _counters(server: EngineServer) -> Counter[str]:
+    """Return the server's counters. Those of vLLM by source have names like ``NAME"host"``."""
+    import httpx
+
+    page = httpx.get(f"{server.url}/metrics", timeout=20).text
+    found: Counter[str] = Counter()
+    for line in page.splitlines():
+        name, _, value = line.rpartition(" ")
+        bare = name.partition("{")[0]
+        if bare in (CACHED, COMPUTED):
+            source = re.search(r'source="[^"]*"', name)
+            found[bare + (source.group().removeprefix("source=") if source else "")] += float(value)
+        elif bare == PREEMPTIONS:
+            found[bare] += float(value)
+        elif bare.startswith("sojourn_") and bare.endswith("_total"):
+            found[re.sub(r'(,?)model_name="[^"]*"', "", name)] += float(value)
+    return found
+
+
+def simulate_agents(
+    arm: Arm, load: Load, programs: Sequence[TraceProgram], profile: str, setup: Setup, seed: int
+) -> dict[str, Any]:
+    """Run the agents in virtual time. Return figures like those of ``run_agents``."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from sojourn_server.metrics.summary_statistics import summarise
-    from sojourn_server.simulator.latency.latency_profiles import load_model_shape
     from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
     from sojourn_server.simulator.workloads.arrival_processes import FiniteClosedLoop
     from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
 
-    kv_bytes = arguments.pool_tokens * load_model_shape(SHAPE).kv_bytes_per_token()
     spec = RunSpec(
-        policy=policy,
-        workload="the agents of benchmarks/gpu/engine.py",
-        hardware=str(arguments.profile),
+        policy=str(arm.simulated),
+        workload=load.name,
+        hardware=profile,
         model=SHAPE,
         async_scheduling=True,
-        cpu_ratio=arguments.host_gib * 2**30 / kv_bytes,
-        pool_tokens=arguments.pool_tokens,
-        max_model_len=MAX_MODEL_LEN,
-        programs=arguments.programs,
+        cpu_ratio=arm.host,
+        disk_ratio=arm.disk,
+        pool_tokens=setup.pool_tokens,
+        max_model_len=setup.max_model_len,
+        programs=len(programs),
         until_s=None,
-        seed=arguments.seed,
+        seed=seed,
     )
-    planner = ProgramPlanner(coding_agents(arguments), PlaybackOptions())
+    planner = ProgramPlanner(programs, PlaybackOptions())
     log = run_simulation(
-        spec, arrivals=FiniteClosedLoop(planner, arguments.programs, stagger_s=STAGGER_S)
+        spec, arrivals=FiniteClosedLoop(planner, len(programs), stagger_s=setup.stagger_s)
     ).log
-    limit_s = arguments.agents_limit_s
-    ended = [program for program in log.programs if (program.finished_s or limit_s) < limit_s]
-    turns = [
-        turn for program in log.programs for turn in program.turns if (turn.finished_s or limit_s) < limit_s
-    ]
+    ended = [program for program in log.programs if program.finished_s is not None]
+    turns = [turn for program in ended for turn in program.turns]
     return {
-        "policy": policy,
-        "programs": arguments.programs,
+        "programs": len(programs),
         "programs_finished": len(ended),
         "turns": len(turns),
         "completion_s": summarise(program.completion_s for program in ended),
@@ -231,17 +315,8 @@ def simulate_agents(policy: str, arguments: argparse.Namespace) -> dict[str, Any
             if turn.output_tokens > 1
         ),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
-        "cached_tokens": sum(turn.device_tokens + turn.host_tokens for turn in turns),
-        "turn_ends_s": sorted(round(turn.finished_s, 2) for turn in turns),
+        "tokens_by_source": {
+            "device": sum(turn.device_tokens for turn in turns),
+            "host": sum(turn.host_tokens for turn in turns),
+        },
     }
-
-
-def _llama_8b(folder: Path) -> str:
-    import transformers
-    from sojourn_server.models.model_cache import resolve_model
-
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model("tiny", progress=False))
-    tokenizer.save_pretrained(folder)
-    return str(folder)

@@ -1,12 +1,15 @@
-"""benchmarks/gpu/engine.py without a GPU: its agents in the simulator, its comparison and its page."""
+"""benchmarks/gpu without a GPU: loads, plan, gates, page, simulator, and the cut of a CUDA library."""
 
 from __future__ import annotations
 
-import argparse
+import asyncio
+import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 from script_modules import load_script
+from trace_windows import write_windows
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +18,10 @@ def script() -> Any:
 
 
 @pytest.fixture(scope="module")
-def agents() -> Any:
-    return load_script("benchmarks/gpu/engine_agents.py")
+def loads(script: Any) -> Any:
+    import engine_loads  # engine.py has put its folder on the path
+
+    return engine_loads
 
 
 @pytest.fixture(scope="module")
@@ -24,37 +29,102 @@ def tokens() -> Any:
     return load_script("benchmarks/gpu/engine_tokens.py")
 
 
-def arguments(**other: Any) -> argparse.Namespace:
-    usual: dict[str, Any] = {
-        "seed": 0, "programs": 4, "turns": 3, "pool_tokens": 32_768, "host_gib": 8.0, "profile": "h200",
-        "agents_limit_s": 300.0,
-    }  # fmt: skip
-    return argparse.Namespace(**{**usual, **other})
+@pytest.fixture
+def traces(loads: Any, tmp_path: Path) -> Any:
+    return loads.read_programs(write_windows(tmp_path / "traces.jsonl", programs=120))
 
 
-def test_agents_are_those_of_the_seed_and_their_prompts_grow(agents: Any) -> None:
-    programs = agents.coding_agents(arguments())
-    assert programs == agents.coding_agents(arguments())
-    assert programs != agents.coding_agents(arguments(seed=1))
-    for agent in programs:
-        lengths = [turn.prompt_tokens for turn in agent.turns]
-        outputs = [turn.output_tokens for turn in agent.turns]
-        assert len(lengths) == 3
-        assert all(
-            after >= before + output
-            for before, output, after in zip(lengths, outputs, lengths[1:], strict=False)
-        )
-        assert [turn.gap_s is None for turn in agent.turns] == [False, False, True]
+def test_a_load_fills_the_device_so_many_times_with_programs_of_its_kind(loads: Any, traces: Any) -> None:
+    for load in loads.LOADS:
+        programs, shortened = loads.draw_programs(traces, load, loads.H200, 0)
+        assert programs == loads.draw_programs(traces, load, loads.H200, 0)[0]
+        assert programs != loads.draw_programs(traces, load, loads.H200, 1)[0]
+        contexts = [program.max_context_tokens for program in programs]
+        assert 0 <= sum(contexts) - load.ratio * loads.H200.pool_tokens < max(contexts)
+        longest_s = max(turn.idle_s for program in programs for turn in program.turns)
+        is_long = load.tools == loads.LONG_TOOLS
+        assert longest_s == (loads.H200.max_gap_s[load.tools] if is_long else 0.2)
+        assert (shortened > 0) is is_long
+        for program in programs:
+            low, high = loads.H200.first_prompt_tokens
+            assert low <= program.turns[0].prompt_tokens <= high
+            for before, after in zip(program.turns, program.turns[1:], strict=False):
+                assert after.prompt_tokens > before.prompt_tokens + before.output_tokens
+    with pytest.raises(ValueError, match="expected 196608 tokens: name a directory with more traces"):
+        loads.draw_programs(traces[:4], loads.LOADS[0], loads.H200, 0)
 
 
-def test_the_simulator_runs_the_same_turns_and_finds_what_vllm_alone_lost(agents: Any) -> None:
-    stock, sojourn = (agents.simulate_agents(policy, arguments()) for policy in ("stock", "sojourn"))
-    assert stock["turns"] == sojourn["turns"] == 12
-    assert stock["prompt_tokens"] == sojourn["prompt_tokens"]
-    assert sojourn["cached_tokens"] > stock["cached_tokens"]
+def test_the_plan_takes_the_most_important_runs_and_pays_for_each_start(loads: Any) -> None:
+    costs = {(arm.name, load.name): 30.0 for arm in loads.ARMS for load in loads.LOADS}
+
+    def plan(budget_s: float, done: Any = ()) -> tuple[list[Any], list[Any]]:
+        runs = loads.plan_runs(budget_s, loads.ARMS, loads.LOADS, costs, range(2), loads.H200, done)
+        return [run for run in runs if not run.left_out], [run for run in runs if run.left_out]
+
+    chosen, out = plan(loads.H200.start_s + 4 * 30)
+    assert [run.arm.name for run in chosen] == ["vLLM", "sojourn + 1x", "vLLM + 1x", "sojourn"]
+    assert {run.load for run in chosen} == {loads.LOADS[0]}
+    assert plan(loads.H200.start_s + 4 * 30 - 1)[0] == chosen[:3]
+    assert {run.left_out for run in out} == {"does not fit the budget"}
+    every, none = plan(1e6)
+    assert none == []
+    assert len(every) == len(chosen) + len(out)
+    assert [run.arm.group for run in every] == sorted(run.arm.group for run in every)
+    turned = [run.arm.name for run in every if run.seed == 1 and run.load == loads.LOADS[0]]
+    assert turned.index("sojourn + 1x") < turned.index("vLLM")
+    first = {(run.arm.name, run.load.name, run.seed) for run in chosen}
+    assert not first & {(run.arm.name, run.load.name, run.seed) for run in plan(1e6, first)[0]}
+
+
+def test_session_gate_keeps_a_slot_until_the_program_ends() -> None:
+    from engine_gates import SessionGate
+
+    async def run() -> None:
+        gate = SessionGate(1)
+        await gate.enter("a", 10)
+        gate.turn_ended("a", 12)
+        await gate.enter("a", 20)
+        other = asyncio.ensure_future(gate.enter("b", 10))
+        await asyncio.sleep(0)
+        assert not other.done()
+        gate.program_ended("a")
+        await asyncio.wait_for(other, 10)
+
+    asyncio.run(run())
+
+
+def test_thunderagents_gate_holds_back_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    import engine_gates
+
+    monkeypatch.setattr(engine_gates.ThunderAgentRouter, "tick_s", 0.01)
+
+    async def run() -> None:
+        gate = engine_gates.ThunderAgentGate(1_000)
+        await gate.enter("a", 600)
+        other = asyncio.ensure_future(gate.enter("b", 600))
+        await asyncio.sleep(0.05)
+        assert not other.done()
+        gate.turn_ended("a", 650)
+        await gate.enter("a", 700)
+        gate.program_ended("a")
+        await asyncio.wait_for(other, 10)
+
+    asyncio.run(run())
+
+
+def test_the_simulator_runs_the_same_turns_and_finds_what_vllm_alone_lost(loads: Any, traces: Any) -> None:
+    from engine_agents import simulate_agents
+
+    load = loads.LOADS[1]
+    programs, _ = loads.draw_programs(traces, load, loads.H200, 0)
+    arms = {arm.name: arm for arm in loads.ARMS}
+    stock, sojourn = (
+        simulate_agents(arms[name], load, programs, "h200", loads.H200, 0)
+        for name in ("vLLM", "sojourn + 1x")
+    )
+    assert stock["turns"] == sojourn["turns"] == 5 * len(programs)
+    assert sum(sojourn["tokens_by_source"].values()) > sum(stock["tokens_by_source"].values())
     assert sojourn["completion_s"]["mean"] < stock["completion_s"]["mean"]
-    cut = agents.simulate_agents("stock", arguments(agents_limit_s=stock["turn_ends_s"][5] + 0.01))
-    assert cut["turns"] == 6
 
 
 def found(tokens: list[list[int]], loaded: int = 0, staged: int = 0, **other: Any) -> dict[str, Any]:
@@ -100,35 +170,69 @@ def test_an_arm_fails_with_other_tokens_without_a_reference_and_where_nothing_wa
     assert tokens.token_row(brief, found(wrong, 5), expected)["failed"] == "other tokens"
 
 
-def test_the_page_has_what_failed_and_the_ratio_only_of_policies_that_ran(script: Any, agents: Any) -> None:
-    run = agents.simulate_agents("stock", arguments(programs=1))
+def test_the_page_compares_arms_and_says_what_failed_and_what_did_not_run(script: Any, loads: Any) -> None:
+    load = loads.LOADS[0].name
 
-    def page(*rows: dict[str, Any]) -> str:
-        part = {"command": "python x", "made_with": "a GPU", "rows": rows, "remarks": ["By hand."]}
-        text: str = script.page({"device": "GPU", "agents": part})
-        assert text.endswith("By hand.\n")
-        return text
+    def run(arm: str, mean_s: float, **other: Any) -> dict[str, Any]:
+        figures = {"mean": mean_s, "p50": mean_s, "p95": 2 * mean_s}
+        return {
+            "arm": arm, "load": load, "seed": 0, "turns": 3, "programs": 2, "programs_finished": 2,
+            "completion_s": figures, "slowdown": figures, "ttft_s": figures, "tpot_s": {"mean": 0.01},
+            "prompt_tokens": 100, "tokens_by_source": {"device": 40, "host": 30}, "regenerated_tokens": 7,
+            "preemptions": 1, **other,
+        }  # fmt: skip
 
-    one = page(run, {"policy": "sojourn", "failed": "ServerStartError: why"})
-    assert "| sojourn | failed |" in one
-    assert "ServerStartError: why" in one
-    assert "Mean completion time of vLLM alone over" not in one
-    assert "Mean completion time of vLLM alone over" not in page(run, {**run, "policy": "mori"})
-    empty = agents.simulate_agents("sojourn", arguments(programs=1, agents_limit_s=0.001))
-    assert empty["turns"] == 0
-    assert "| sojourn | 0 of 1 | – |" in page(run, empty)
-    assert "5 of its requests" in page(run, {**run, "policy": "sojourn", "failed": "5 of its requests"})
-    faster = {**run, "policy": "sojourn", "completion_s": {"mean": run["completion_s"]["mean"] / 2}}
-    assert "**2.00**" in page(run, faster)
+    rows = [run("sojourn + 1x", 5.0), run("vLLM", 10.0), {**run("sojourn", 1.0), "failed": "5 requests"}]
+    rows.append({"arm": "vLLM + 1x", "load": load, "seed": 0, "failed": "ServerStartError: why"})
+    found = {
+        "commands": ["python x"], "made_with": "a GPU", "rows": rows, "remarks": ["By hand."],
+        "setup": {"pool_tokens": 1000, "limit_s": 100.0}, "loads": {f"{load}, seed 0": "with seed 0 two"},
+        "left_out": [{"load": load, "arm": "vLLM + 4x", "left out": "the budget was spent"}],
+    }  # fmt: skip
+    page: str = script.page({"device": "GPU", "agents": found})
+    assert page.endswith("By hand.\n")
+    assert page.index("| vLLM | 0 | 2 of 2 | 10.0, 10.0, 20.0 |") < page.index(
+        "| sojourn + 1x | 0 | 2 of 2 |"
+    )
+    assert "| vLLM | 1.0 | 2.0 |" in page
+    assert "over sojourn |" not in page  # a run with failed requests is compared with nothing
+    assert "5 requests" in page
+    assert "ServerStartError: why" in page
+    assert "| the budget was spent |" in page
 
 
-def test_wrong_parts_and_a_missing_profile_are_named(script: Any, capsys: Any, monkeypatch: Any) -> None:
+def test_wrong_arguments_are_named(script: Any, capsys: Any, monkeypatch: Any) -> None:
     for given, said in (
-        (["token"], "--parts of tokens, agents, attention, simulator"),
-        (["simulator"], "needs --profile"),
-        (["tokens", "--arms", "99"], "--arms of 0, 1,"),
+        (["--parts", "token"], "--parts of agents, simulator, tokens"),
+        (["--arms", "vLLm"], "--arms of vLLM; sojourn + 1x"),
+        ([], "need --traces"),
+        (["--parts", "simulator", "--traces", "x"], "needs --profile"),
     ):
-        monkeypatch.setattr("sys.argv", ["engine.py", "--out", "x", "--parts", *given])
+        monkeypatch.setattr("sys.argv", ["engine.py", "--out", "x", *given])
         with pytest.raises(SystemExit):
             script.main()
         assert said in capsys.readouterr().err
+
+
+def test_a_cut_library_keeps_code_for_the_device_at_its_place(tmp_path: Path) -> None:
+    pack = load_script("benchmarks/gpu/pack.py")
+
+    def entry(kind: int, architecture: int, code: bytes) -> bytes:
+        head = struct.pack("<HHIQIIHHI", kind, 1, 64, len(code), 0, 0, 0, 0, architecture)
+        return head.ljust(64, b"\0") + code
+
+    big = pack.SMALL_BYTES + 1
+    codes = [b"k" * big, b"o" * big, b"p" * big, b"s" * 10, b"flash_fwd_hdim64_bf16".ljust(big, b"f")]
+    codes += [b"flash_fwd_hdim128_bf16_paged".ljust(big, b"g")]
+    kinds = [(2, 90), (2, 80), (1, 90), (2, 80), (2, 90), (2, 90)]
+    entries = b"".join(entry(*kind, code) for kind, code in zip(kinds, codes, strict=True))
+    container = b"\x50\xed\x55\xba" + struct.pack("<HHQ", 1, 16, len(entries)) + entries
+    library = tmp_path / "x.so"
+    before = b"host code \x50\xed\x55\xba" + b"\xff" * 40 + container + b"the end"
+    library.write_bytes(before)
+    assert pack.cut_library(library) == (3 * big, 2 * big + 10)
+    after = library.read_bytes()
+    for code, kept in zip(codes, (True, False, False, True, False, True), strict=True):
+        at = before.index(code)
+        assert after[at : at + len(code)] == (code if kept else bytes(len(code)))
+    assert after.endswith(b"the end")

@@ -1,0 +1,36 @@
+"""benchmarks/gpu/engine.py on the CPU engine: it runs, and its page compares what ran."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trace_windows import write_windows
+
+pytestmark = pytest.mark.engine
+ENGINE = Path(__file__).parents[2] / "benchmarks" / "gpu" / "engine.py"
+
+
+def test_arms_run_on_the_cpu_engine_and_what_needs_cuda_is_on_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    traces = write_windows(tmp_path / "traces.jsonl")
+    command = [sys.executable, str(ENGINE), "--small", "--out", str(tmp_path), "--traces", str(traces)]
+    command += ["--seeds", "1", "--loads", "1", "--arms", "vLLM;vLLM + 1x;vLLM, sessions;sojourn + 1x"]
+    command += ["--logs", str(tmp_path / "logs")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    made = json.loads((tmp_path / "gpu_agents.json").read_text())["agents"]
+    rows = {row["arm"]: row for row in made["rows"]}
+    assert list(rows) == ["vLLM", "sojourn + 1x", "vLLM, sessions"]
+    for row in rows.values():
+        assert row["programs_finished"] == row["programs"] == 4
+        assert row["notes"] == []  # outputs were forced, and cached tokens reported
+        assert row["slowdown"]["mean"] > 0
+    # The contexts do not fit, and the gate lets in only what does.
+    assert rows["vLLM"]["regenerated_tokens"] > rows["vLLM, sessions"]["regenerated_tokens"]
+    page = (tmp_path / "gpu_agents.md").read_text()
+    assert "| arm | over vLLM | over sojourn + 1x | over vLLM, sessions |" in page
+    assert "| vLLM + 1x | 0 | 3 | vLLM's own connector to host memory needs CUDA |" in page
