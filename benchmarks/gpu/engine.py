@@ -100,7 +100,16 @@ def agents_sections(found: Row) -> list[str]:
             parts.append("Mean completion of the row's arm over that of the column's, medians of the seeds:")
             parts.append(table(ratios))
     if found.get("left_out"):
-        parts += ["### What did not run", table(found["left_out"])]
+        whys: dict[tuple[str, int, str], list[str]] = {}
+        for run in found["left_out"]:
+            whys.setdefault((run["load"], run["seed"], run["left out"]), []).append(
+                f"{run['arm']} ({run['expected s']} s)"
+            )
+        rows = [
+            {"load": load, "seed": seed, "arms (expected)": "; ".join(arms), "why": why}
+            for (load, seed, why), arms in whys.items()
+        ]
+        parts += ["### What did not run", table(rows)]
     return parts
 
 
@@ -112,7 +121,8 @@ def _place(run: Row) -> tuple[int, int, int]:
 def agents_row(run: Row) -> Row:
     """Return one row of a load's table."""
     if "turns" not in run:
-        return {"arm": run["arm"], "seed": run["seed"], "ended": "failed", "failed": run["failed"]}
+        why = run["failed"].strip().splitlines()[-1][:200]
+        return {"arm": run["arm"], "seed": run["seed"], "ended": "failed", "failed": why}
     completion, slowdown, ttft = (run.get(name) or {} for name in ("completion_s", "slowdown", "ttft_s"))
     sources = run["tokens_by_source"]
     row = {
@@ -293,7 +303,7 @@ def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: 
                         raise server
                     found = run_agents(server, run.arm, run.load, programs, speed, setup)
                 except Exception as error:  # other arms still run
-                    found = {"failed": f"{type(error).__name__}: {error}"[-300:]}
+                    found = {"failed": f"{type(error).__name__}: {error}"[-4000:]}
                 row = {"arm": run.arm.name, "load": run.load.name, "seed": run.seed, **found}
                 row |= {"expected_s": run.expected_s, "took_s": time.monotonic() - run_began_s}
                 made["rows"] = [r for r in made["rows"] if _place(r) != _place(row)] + [row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,15 +108,15 @@ ARMS = (
     Arm(name="vLLM + 1x", about=_OFFLOAD, host=1, importance=0, simulated="lru-offload"),
     Arm(name="sojourn", about="sojourn on the device alone", policy="sojourn", importance=0,
         simulated="sojourn"),
-    Arm(name="vLLM + 1x, ThunderAgent", about=_THUNDER, host=1, gate="thunderagent", importance=1,
-        simulated="thunderagent-offload"),
-    Arm(name="vLLM + 1x, sessions", about=_SESSIONS, host=1, gate="sessions", importance=1),
     Arm(name="sojourn + 4x", about="sojourn and host memory", policy="sojourn", host=4, importance=1,
         simulated="sojourn"),
     Arm(name="vLLM + 4x", about=_OFFLOAD, host=4, importance=1, simulated="lru-offload"),
+    Arm(name="vLLM + 1x, ThunderAgent", about=_THUNDER, host=1, gate="thunderagent", importance=1,
+        simulated="thunderagent-offload"),
+    Arm(name="vLLM + 1x, sessions", about=_SESSIONS, host=1, gate="sessions", importance=2),
     Arm(name="vLLM, ThunderAgent", about=_THUNDER, gate="thunderagent", importance=2,
         simulated="thunderagent"),
-    Arm(name="vLLM, sessions", about=_SESSIONS, gate="sessions", importance=2),
+    Arm(name="vLLM, sessions", about=_SESSIONS, gate="sessions", importance=3),
     Arm(name="vLLM + 4x, ThunderAgent", about=_THUNDER, host=4, gate="thunderagent", importance=3,
         simulated="thunderagent-offload"),
     Arm(name="sojourn + 1x + disk", about="sojourn, host memory, and a disk of 4 times the device's memory",
@@ -303,10 +304,14 @@ def plan_runs(
             chosen.append(run)
         else:
             left_out.append(replace(run, left_out="does not fit the budget"))
+    # One arm alone compares nothing.
+    together = Counter((run.load, run.seed) for run in chosen)
+    kept = [run for run in chosen if together[run.load, run.seed] > 1 or done or len(arms) == 1]
+    left_out += [replace(run, left_out="nothing to compare with") for run in chosen if run not in kept]
     order = {arm.name: number for number, arm in enumerate(arms)}
 
     def place(run: PlannedRun) -> tuple[int, int, int, int]:
         turned = -1 if run.seed % 2 else 1
         return run.arm.group, run.seed, run.load.importance, turned * order[run.arm.name]
 
-    return sorted(chosen, key=place) + left_out
+    return sorted(kept, key=place) + left_out

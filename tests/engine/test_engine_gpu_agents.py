@@ -33,4 +33,4 @@ def test_arms_run_on_the_cpu_engine_and_what_needs_cuda_is_on_the_page(tmp_path:
     assert rows["vLLM"]["regenerated_tokens"] > rows["vLLM, sessions"]["regenerated_tokens"]
     page = (tmp_path / "gpu_agents.md").read_text()
     assert "| arm | over vLLM | over sojourn + 1x | over vLLM, sessions |" in page
-    assert "| vLLM + 1x | 0 | 3 | vLLM's own connector to host memory needs CUDA |" in page
+    assert "| vLLM + 1x (3 s) | vLLM's own connector to host memory needs CUDA |" in page

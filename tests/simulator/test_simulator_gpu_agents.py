@@ -65,6 +65,7 @@ def test_the_plan_takes_the_most_important_runs_and_pays_for_each_start(loads: A
     assert [run.arm.name for run in chosen] == ["vLLM", "sojourn + 1x", "vLLM + 1x", "sojourn"]
     assert {run.load for run in chosen} == {loads.LOADS[0]}
     assert plan(loads.H200.start_s + 4 * 30 - 1)[0] == chosen[:3]
+    assert plan(loads.H200.start_s + 5 * 30)[0] == chosen  # one arm on the next load has nothing beside it
     assert {run.left_out for run in out} == {"does not fit the budget"}
     every, none = plan(1e6)
     assert none == []
@@ -187,7 +188,9 @@ def test_the_page_compares_arms_and_says_what_failed_and_what_did_not_run(script
     found = {
         "commands": ["python x"], "made_with": "a GPU", "rows": rows, "remarks": ["By hand."],
         "setup": {"pool_tokens": 1000, "limit_s": 100.0}, "loads": {f"{load}, seed 0": "with seed 0 two"},
-        "left_out": [{"load": load, "arm": "vLLM + 4x", "left out": "the budget was spent"}],
+        "left_out": [
+            {"load": load, "arm": arm, "seed": 0, "expected s": 9, "left out": "no time"} for arm in "ab"
+        ],
     }  # fmt: skip
     page: str = script.page({"device": "GPU", "agents": found})
     assert page.endswith("By hand.\n")
@@ -198,7 +201,7 @@ def test_the_page_compares_arms_and_says_what_failed_and_what_did_not_run(script
     assert "over sojourn |" not in page  # a run with failed requests is compared with nothing
     assert "5 requests" in page
     assert "ServerStartError: why" in page
-    assert "| the budget was spent |" in page
+    assert f"| {load} | 0 | a (9 s); b (9 s) | no time |" in page
 
 
 def test_wrong_arguments_are_named(script: Any, capsys: Any, monkeypatch: Any) -> None:
