@@ -134,28 +134,35 @@ def agents_row(run: Row) -> Row:
         "TTFT s: mean, median, P95": _three(ttft, 2),
         "TPOT ms": _rounded(1e3 * ((run["tpot_s"] or {}).get("mean") or 0), 1),
         "prompt tokens": run["prompt_tokens"],
-        **{f"from {source}": sources.get(source, 0) for source in ("device", "host", "disk")},
+        "from device": sources.get("device", 0),
+        "from host or disk": sum(sources.values()) - sources.get("device", 0),
     }
-    for column, name in (("again", "regenerated_tokens"), ("preemptions", "preemptions")):
+    for column, name in (
+        ("again", "regenerated_tokens"), ("preemptions", "preemptions"), ("blocks from disk", "disk_blocks"),
+    ):  # fmt: skip
         if name in run:
             row[column] = run[name]
     return row | ({"failed": run["failed"]} if "failed" in run else {})
 
 
 def ratio_rows(runs: Sequence[Row]) -> list[Row]:
-    """Return one row for each arm, with the ratio of its mean completion time to each other arm's."""
-    means: dict[str, list[float]] = {}
+    """Return one row for each arm, with the ratio of its mean completion time to each other arm's: the median
+    over the seeds that both ran."""
+    means: dict[str, dict[int, float]] = {}
     for run in runs:
         mean_s = (run.get("completion_s") or {}).get("mean")
         if mean_s is not None and "failed" not in run:
-            means.setdefault(run["arm"], []).append(mean_s)
-    medians = {arm: statistics.median(values) for arm, values in means.items()}
-    if len(medians) < 2:
+            means.setdefault(run["arm"], {})[run["seed"]] = mean_s
+    if len(means) < 2:
         return []
-    return [
-        {"arm": arm} | {f"over {other}": _rounded(mean / medians[other], 2) for other in medians}
-        for arm, mean in medians.items()
-    ]
+    rows = []
+    for arm, mine in means.items():
+        row: Row = {"arm": arm}
+        for other, theirs in means.items():
+            ratios = [mine[seed] / theirs[seed] for seed in mine.keys() & theirs.keys()]
+            row[f"over {other}"] = _rounded(statistics.median(ratios) if ratios else None, 2)
+        rows.append(row)
+    return rows
 
 
 def _three(figures: Row, digits: int) -> str:

@@ -60,6 +60,8 @@ START_LIMIT_S = 200.0
 VOCABULARY = 8_000
 CACHED, COMPUTED = "vllm:prompt_tokens_cached_by_source_total", "vllm:prompt_tokens_by_source_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
+FROM_DISK = 'what="staged"'
+"""Label of sojourn's moves from disk to host memory, in blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,10 @@ def run_agents(
     before = _counters(server)
     replay = asyncio.run(_replay(server.url, programs, load, gate, setup))
     after = _counters(server)
+    for _ in range(3):  # sojourn publishes its counters at intervals
+        earlier, after = after, _counters(server, wait_s=1.0)
+        if earlier == after:
+            break
     moved = Counter({key: after[key] - before.get(key, 0.0) for key in after})
     tally = replay.tally
     alone_s = {program.program_id: speed.completion_s(program) for program in programs}
@@ -215,6 +221,7 @@ def run_agents(
         },
         "computed_by_engine": round(moved[f'{COMPUTED}"local_compute"']),
         "preemptions": round(moved[PREEMPTIONS]),
+        "disk_blocks": round(sum(value for key, value in moved.items() if FROM_DISK in key)),
         "sojourn_metrics": {
             key: value for key, value in moved.items() if key.startswith("sojourn_") and value
         },
@@ -255,10 +262,12 @@ async def _replay(
     return replay
 
 
-def _counters(server: EngineServer) -> Counter[str]:
-    """Return the server's counters. Those of vLLM by source have names like ``NAME"host"``."""
+def _counters(server: EngineServer, wait_s: float = 0.0) -> Counter[str]:
+    """Return the server's counters after ``wait_s``. Those of vLLM by source have names like
+    ``NAME"host"``."""
     import httpx
 
+    time.sleep(wait_s)
     page = httpx.get(f"{server.url}/metrics", timeout=20).text
     found: Counter[str] = Counter()
     for line in page.splitlines():

@@ -29,6 +29,7 @@ def test_arms_run_on_the_cpu_engine_and_what_needs_cuda_is_on_the_page(tmp_path:
         assert row["programs_finished"] == row["programs"] == 4
         assert row["notes"] == []  # outputs were forced, and cached tokens reported
         assert row["slowdown"]["mean"] > 0
+    assert rows["sojourn + 1x"]["tokens_by_source"].get("external_unspecified", 0) > 0
     # The contexts do not fit, and the gate lets in only what does.
     assert rows["vLLM"]["regenerated_tokens"] > rows["vLLM, sessions"]["regenerated_tokens"]
     page = (tmp_path / "gpu_agents.md").read_text()

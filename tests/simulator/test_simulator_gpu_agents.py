@@ -183,11 +183,17 @@ def test_the_page_compares_arms_and_says_what_failed_and_what_did_not_run(script
             "preemptions": 1, **other,
         }  # fmt: skip
 
-    rows = [run("sojourn + 1x", 5.0), run("vLLM", 10.0), {**run("sojourn", 1.0), "failed": "5 requests"}]
+    rows = [
+        run("sojourn + 1x", 5.0),
+        run("vLLM", 10.0),
+        run("vLLM", 99.0, seed=1),
+        {**run("sojourn", 1.0), "failed": "5 requests"},
+    ]
     rows.append({"arm": "vLLM + 1x", "load": load, "seed": 0, "failed": "ServerStartError: why"})
     found = {
         "commands": ["python x"], "made_with": "a GPU", "rows": rows, "remarks": ["By hand."],
-        "setup": {"pool_tokens": 1000, "limit_s": 100.0}, "loads": {f"{load}, seed 0": "with seed 0 two"},
+        "setup": {"pool_tokens": 1000, "limit_s": 100.0},
+        "loads": {f"{load}, seed {seed}": f"with seed {seed} two" for seed in (0, 1)},
         "left_out": [
             {"load": load, "arm": arm, "seed": 0, "expected s": 9, "left out": "no time"} for arm in "ab"
         ],
