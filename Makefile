@@ -10,7 +10,7 @@
 #
 # PYTHON=python3.12           another interpreter (3.11 or newer: the CPU engine needs it)
 # EXTRAS=vllm,demo,dev        the CUDA engine in place of the CPU build
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu   needed on Linux: PyPI has no CPU builds of PyTorch
+# PIP_EXTRA_INDEX_URL=URL     an index with CPU builds of PyTorch (default on Linux, if pip has no index set: PyTorch's own)
 # INSTALLER=pip               without uv, which installs the same packages in less time; pip does too where uv fails
 # TESTS="tests/launch -k x"   what test, fast and frameworks run
 # WORKERS=4                   processes of make test (default: 3, and one for tox); a test file runs in one process

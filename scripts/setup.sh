@@ -33,29 +33,42 @@ install() { "$py" scripts/install.py --quiet "$@"; }
 install --upgrade pip || echo "setup: pip could not be upgraded; going on with $("$py" -m pip --version | cut -d' ' -f2)"
 
 # --- the engine ------------------------------------------------------------------------------------
+# PyPI has no CPU builds of PyTorch for Linux; PyTorch's index has them. With an index of the user's own, it is not asked.
+settings=$("$py" -m pip config list)
+if wants cpu && [[ $(uname -s) == Linux ]] && ! grep -qE "\.((extra-)?index-url|no-index)=['\"][^'\"]" <<<"$settings"; then
+    export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+fi
+
 # pip looks for each of many packages at an index that does not answer, and uv gives up. So it is left out.
-answers() { # whether the address answers; true if that is not known
+answers() { # whether the address answers within seconds; true if that is not known
     "$py" - "$1" <<'PY'
-import ssl, sys, urllib.error, urllib.request
-try:
-    urllib.request.urlopen(sys.argv[1], timeout=10).close()
-except urllib.error.HTTPError:
-    pass  # it answers
-except OSError as error:
-    if not isinstance(getattr(error, "reason", error), ssl.SSLError):  # pip may know another certificate
-        sys.exit(1)
-except Exception:
-    pass  # pip says what is wrong with it
+import os, ssl, sys, threading, urllib.error, urllib.request
+def ask():
+    try:
+        urllib.request.urlopen(sys.argv[1], timeout=3).close()
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except OSError as error:
+        if not isinstance(getattr(error, "reason", error), ssl.SSLError):  # pip may know another certificate
+            return
+    except Exception:
+        pass  # pip says what is wrong with it
+    os._exit(0)
+# A name has several addresses, each with a timeout of its own, and the look-up of the name has none.
+thread = threading.Thread(target=ask, daemon=True)
+thread.start()
+thread.join(6)
+os._exit(1)
 PY
 }
 # With a proxy of pip's own, only pip can reach an index.
-if [[ -n ${PIP_EXTRA_INDEX_URL:-} ]] && ! "$py" -m pip config list | grep -q proxy; then
+if [[ -n ${PIP_EXTRA_INDEX_URL:-} ]] && ! grep -q proxy <<<"$settings"; then
     indexes=()
     for index in $PIP_EXTRA_INDEX_URL; do
         if [[ $index != http* ]] || answers "$index"; then
             indexes+=("$index")
         else
-            echo "setup: an index of PIP_EXTRA_INDEX_URL does not answer and is left out: ${index##*@}" >&2
+            echo "setup: this package index does not answer and is left out: ${index##*@}" >&2
         fi
     done
     export PIP_EXTRA_INDEX_URL="${indexes[*]:-}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -163,3 +164,46 @@ def test_pip_installs_what_uv_does_not(
     monkeypatch.setenv("INSTALLER", installer)
     assert script.main(["--quiet", "msgspec"]) == 0
     assert calls == by
+
+
+PYTORCH = "https://download.pytorch.org/whl/cpu"
+PYTHON_OF_A_USER = """#!/bin/sh
+case "$*" in
+"-m pip config list") printf '%s\\n' "$LISTING" ;;
+"- http"*) exit "$STATUS_OF_INDEX" ;;
+*"--quiet torch=="*) echo "index: $PIP_EXTRA_INDEX_URL"; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyPI has PyTorch's CPU builds")
+@pytest.mark.parametrize(
+    ("listing", "settings", "asked"),
+    [
+        ("global.find-links='/wheels'", {}, PYTORCH),
+        ("global.find-links='/wheels'", {"STATUS_OF_INDEX": "1"}, ""),
+        ("global.index-url='https://mirror/simple'", {}, ""),
+        ("user.timeout='5'\nglobal.extra-index-url='https://mirror/simple'", {}, ""),
+        (":env:.no-index='1'", {}, ""),
+        (":env:.extra-index-url='file:///a'", {"PIP_EXTRA_INDEX_URL": "file:///a"}, "file:///a"),
+        (":env:.extra-index-url=''", {"PIP_EXTRA_INDEX_URL": ""}, PYTORCH),
+        ("", {"EXTRAS": "demo"}, None),
+    ],
+)  # fmt: skip
+def test_setup_asks_pytorchs_index_unless_the_user_has_named_one(
+    listing: str, settings: dict[str, str], asked: str | None, tmp_path: Path
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON_OF_A_USER, encoding="utf-8")
+    python.chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment |= {"PYTHON": sys.executable, "LISTING": listing, "STATUS_OF_INDEX": "0", "EXTRAS": "cpu"}
+    done = subprocess.run(
+        ["bash", script], env=environment | settings, capture_output=True, text=True, timeout=60
+    )
+    indexes = [line.removeprefix("index: ") for line in done.stdout.splitlines() if line.startswith("index:")]
+    assert indexes == ([] if asked is None else [asked]), done.stdout + done.stderr
+    assert (f"does not answer and is left out: {PYTORCH}" in done.stderr) is ("STATUS_OF_INDEX" in settings)
