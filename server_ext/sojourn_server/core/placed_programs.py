@@ -63,6 +63,8 @@ class PlacedProgram:
     """Time at which an admitted request last left the engine; before that, the program's arrival."""
     returning: bool = False
     """Whether a request of the program was admitted before."""
+    exchanged: bool = False
+    """Whether an exchange dropped the program's KV in this gap, or would have."""
     tools_ended_s: float | None = None
     """Time at which the client reported the end of the gap's last tool call; ``None``: not reported."""
     tool_reports: int = 0
@@ -165,14 +167,15 @@ class PlacedProgramViews:
         }
 
     def _rebuild_s(self, place: PlacedProgram) -> float:
-        """Seconds to compute the context again, without the prefix that another context on the device has;
-        0.0 without a cached context."""
+        """Seconds to compute again what the next prompt is expected to reuse of the context, without the
+        prefix that another context on the device has; 0.0 without a cached context."""
         if not place.context_blocks:
             return 0.0
         tokens = place.program.context_tokens
         shared_tokens = min(tokens - 1, place.on_device * self._pool.block_size)
         whole_s = self._reload.seconds(tokens)
-        return whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
+        own_s = whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
+        return place.program.reused_share * own_s
 
     def _service_s(self, program: ProgramState) -> tuple[float, ...]:
         """Return quantiles of the service of ended programs of this program's agent type. *Service* is the

@@ -33,10 +33,10 @@ class SchedulerLimits:
     """Maximum seconds for which placement may keep a request waiting (parked). After that, the request is
     refused with an error. Applies only if the placement policy refuses requests; else ``hold_timeout_s``
     applies."""
-    hold_timeout_s: float = 1500.0
+    hold_timeout_s: float = 240.0
     """Maximum seconds for which a request is parked, if the placement policy refuses no requests. After that,
-    the request is released. The default is shorter than the three attempts of 600 s each after which OpenAI's
-    clients give up."""
+    the request is released. The default leaves time for the answer in the 600 s after which OpenAI's clients
+    give up."""
     queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges.
 

@@ -8,6 +8,7 @@ evictions are ordered by program.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..policies.prefetch.prefetch_policies import NO_LOAD_AHEAD, LoadAhead
 from ..policies.workflow.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
+from ..programs.tool_and_turn_history import SlidingMean, recent_entry
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import StepPrefixes
 from .decision_recorder import DecisionRecorder
@@ -35,6 +37,8 @@ from .scheduler_state import SchedulerState
 REUSED_SHARE_WEIGHT = 0.5
 """Weight of the newest turn in ``ProgramState.reused_share``, a moving average: the share of a turn's context
 that the next prompt reuses."""
+MAX_TYPES = 256
+"""Maximum number of agent types whose mean reused share is kept."""
 PREFETCH_HORIZON_S = 300.0
 """Maximum seconds from now to the start of a planned prefetch; a later prefetch is not planned. Equal to the
 default of ``SchedulerLimits.max_hinted_ttl_s``."""
@@ -64,6 +68,8 @@ class WorkflowPredictor:
         self._table = state.programs
         self._predicts = preset.workflow_prediction.is_used
         self._evicts_by_program = preset.eviction.by_program
+        self._reused_shares: OrderedDict[str, SlidingMean] = OrderedDict()
+        """Agent type → mean share of a context that the next prompt reused."""
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
@@ -107,13 +113,15 @@ class WorkflowPredictor:
             self._begun[program.id] = (
                 program.last_turn_s if program.last_turn_s is not None else program.arrived_s
             )
+        if shared_blocks is not None and before_blocks:
+            share = shared_blocks / before_blocks
+            program.reused_share += REUSED_SHARE_WEIGHT * (share - program.reused_share)
+            name = agent_type_name(program)
+            recent_entry(self._reused_shares, name, SlidingMean, MAX_TYPES).observe(share)
         if not self._predicts:
             return
         if program.prompt_type is None and not program.turns:
             program.prompt_type = prompt_type(block_hashes, self._pool.block_size)
-        if shared_blocks is not None and before_blocks:
-            share = shared_blocks / before_blocks
-            program.reused_share += REUSED_SHARE_WEIGHT * (share - program.reused_share)
 
     def turn_finished(
         self, program: ProgramState, request_state: RequestState, blocks: int, now: float
@@ -122,6 +130,9 @@ class WorkflowPredictor:
         end. ``blocks``: number of blocks that the turn left in the cache."""
         program.last_turn_s = now
         program.cached_blocks = blocks
+        of_type = self._reused_shares.get(agent_type_name(program))
+        if program.turns == 1 and of_type is not None:
+            program.reused_share = of_type.mean()
         self.eviction_key_changed(program)
         program.prefetch_tries = 0
         if self._predicts:

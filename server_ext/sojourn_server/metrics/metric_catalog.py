@@ -125,7 +125,7 @@ MOVE_REASONS = frozenset(reason.value for reason in MoveReason)
 _BELOW = (Tier.HOST, Tier.DISK, Tier.WAITING)
 _UP = (
     MoveReason.FREE_CAPACITY, MoveReason.OVERDUE, MoveReason.STANDSTILL, MoveReason.ABSENT,
-    MoveReason.EXCHANGE, MoveReason.KEPT, MoveReason.GIVEN_UP,
+    MoveReason.EXCHANGE, MoveReason.FUTILE, MoveReason.KEPT, MoveReason.GIVEN_UP,
 )  # fmt: skip
 _DOWN = (MoveReason.OVER_CAPACITY, MoveReason.OVERDUE, MoveReason.STANDSTILL, MoveReason.ABSENT)
 PLACEMENTS = frozenset(

@@ -205,7 +205,8 @@ class ProgramState:
     steps_begin: bool = True
     """Whether ``steps`` begins with the program's first step; false after older steps were dropped."""
     reused_share: float = 1.0
-    """Share of the cached context that the next prompt reuses; a moving average."""
+    """Share of the context that the next prompt reuses. A moving average, which begins with the mean of the
+    agent type."""
     cached_blocks: int = 0
     """Full blocks that the last turn left in the prefix cache, shared ones included."""
     last_turn_s: float | None = None

@@ -19,7 +19,7 @@ from ..costs.reload_estimate import restore_s
 from ..forecasting.context_growth import growth_reserve
 from . import gittins_index as gittins
 from .placement_plan import PlacementPlan, PlacementRules, Ranking, RankingKey, has_elapsed, is_ready
-from .placement_policy import LOOKAHEAD, MoveReason, TierMove, WaitingKey
+from .placement_policy import LOOKAHEAD, MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 from .programs_with_kv import ProgramsWithKv
 
@@ -32,6 +32,13 @@ program's request is released earlier by default, after ``hold_timeout_s``."""
 BEGIN_WORTH = 0.9
 """On a fully used device, a program without a saved context waits only for programs with at least this share
 of its worth. The share is below 1 so that programs of similar worth wait for each other."""
+FUTILE_SHARE = 0.4
+"""Keeping contexts is futile if more than this share of them is exchanged before the program returns. On
+loads where keeping pays, the share is 0 to 0.1; where computing again is cheap, it is above 0.9."""
+SMALL_SHARE = 0.25
+SMALL_PATIENCE_S = 5.0
+"""A program whose predicted peak takes at most ``SMALL_SHARE`` of the free blocks waits at most
+``SMALL_PATIENCE_S`` for the growth of other programs. It would end before they need its blocks."""
 
 
 class ResidencyPriceRules(PlacementRules, Protocol):
@@ -69,9 +76,11 @@ class ResidencyPricePlan(PlacementPlan):
 
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
-        if self.is_settled:
+        if self._keeping_is_futile:
+            self._enter_at_once()
+        elif self.is_settled:
             return ()
-        if self._promote_overdue():
+        elif self._promote_overdue():
             self._demote_until_free(0, MoveReason.OVER_CAPACITY)
             while self._fill() or self._demote_overflow():
                 pass
@@ -80,6 +89,30 @@ class ResidencyPricePlan(PlacementPlan):
         return self.answer()
 
     # -- entering the device --------------------------------------------------------------------
+
+    @property
+    def _keeping_is_futile(self) -> bool:
+        """Whether the engine's own order serves programs better than places on the device. With a tier below,
+        an exchange is only a copy, and contexts are kept there."""
+        return self._view.exchanged_share > FUTILE_SHARE and not self._below_blocks
+
+    def _enter_at_once(self) -> None:
+        """Promote all ready programs, also those that do not fit: the engine lets them run in the order of
+        their arrival. Acting programs that exchanges would drop stay, and are marked, so that it shows when
+        keeping pays again."""
+        waiting = (*self._view.waiting, *self._view.further_waiting, *self._view.longest_waiting)
+        for program in {program.program_id: program for program in waiting if is_ready(program)}.values():
+            self._promote(program, MoveReason.FUTILE)
+        reserve = self._reserve()
+        room = self._room(reserve)
+        here = (*self._staying.values(), *self._entered.values())
+        active = [self._policy.device_blocks(p) for p in here if p.activity is not ProgramActivity.ACTING]
+        price = self._headroom * len(active) / sum(active) if active else 0.0
+        for hold, _, program_id in self._acting_by_hold_value():
+            if room >= 0 or hold >= price:
+                break
+            room += self._reserved_blocks(self._staying[program_id], reserve)
+            self._moved[program_id] = TierMove(program_id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FUTILE)
 
     def _candidates(self) -> list[ProgramTierView]:
         """Return candidates for the device, in promotion order: all ready programs in lower tiers, the first
@@ -147,7 +180,7 @@ class ResidencyPricePlan(PlacementPlan):
         for program in self._candidates():
             # At least 1, since the budget is 0 or less while untracked requests use the whole device.
             wanted = max(1, min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks))
-            fits = wanted <= room or not (self._staying or self._entered)
+            fits = wanted <= room or not (self._staying or self._entered) or self._is_small_and_late(program)
             misses += not fits and program.tier is not Tier.WAITING
             is_late = program.tier is not Tier.WAITING and misses > LOOKAHEAD
             if not fits and (is_late or self._exchanges == LOOKAHEAD):
@@ -171,6 +204,13 @@ class ResidencyPricePlan(PlacementPlan):
                     )
             room -= wanted
         return len(self._entered) > before
+
+    def _is_small_and_late(self, program: ProgramTierView) -> bool:
+        """Return whether a program need not wait any longer for the growth of others."""
+        blocks = max(self._policy.device_blocks(program), program.turn_blocks, program.peak_blocks)
+        return blocks <= SMALL_SHARE * self._free[Tier.DEVICE] and has_elapsed(
+            program.waiting_since_s, SMALL_PATIENCE_S, self._now
+        )
 
     def _room(self, reserve: float) -> float:
         """Return the blocks of the device minus the ``_reserved_blocks`` of all programs on the device."""
