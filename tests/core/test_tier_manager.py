@@ -157,9 +157,16 @@ class Engine(VirtualEngine):
             seconds -= 10.0
 
 
-def order(engine: Engine, policy: Watched, program: str, to: Tier, when: MoveTiming = MoveTiming.NOW) -> None:
+def order(
+    engine: Engine,
+    policy: Watched,
+    program: str,
+    to: Tier,
+    when: MoveTiming = MoveTiming.NOW,
+    reason: MoveReason = MoveReason.OVER_CAPACITY,
+) -> None:
     """Have the scripted policy make one move at the next step."""
-    policy.answer = [TierMove(ProgramId(program), to, when, MoveReason.OVER_CAPACITY)]
+    policy.answer = [TierMove(ProgramId(program), to, when, reason)]
     engine.program_scheduler._tiers._trigger = PlacementTrigger.CAPACITY
     engine.step()
     assert not policy.answer
@@ -431,6 +438,46 @@ def test_a_turn_runs_since_its_longest_running_request_does() -> None:
     assert since_s() == began + 10.0
     engine.program_scheduler.preempted(requests[1], engine.now)
     assert since_s() == math.inf
+
+
+def test_returns_after_an_exchange_raise_the_exchanged_share_and_others_lower_it() -> None:
+    policy = Watched()
+    engine = Engine(policy)
+    shares = []
+    for mark in (None, (WAITING, MoveReason.EXCHANGE), (DEVICE, MoveReason.FUTILE), None):
+        engine.a_turn("a", 5)
+        shares.append(policy.views[-1].exchanged_share)
+        if mark is not None:
+            told = len(engine.done), engine.reasons("to_device")
+            order(engine, policy, "a", mark[0], reason=mark[1])
+            if mark[1] is MoveReason.FUTILE:
+                assert engine.tier("a") is DEVICE
+                assert (len(engine.done), engine.reasons("to_device")) == told, "nothing moves"
+                assert engine.counter("sojourn_placements_total", to="device", reason="futile") == 0
+        engine.wait(TICK_S)
+    engine.a_turn("a", 5)
+    shares.append(policy.views[-1].exchanged_share)
+    assert shares == pytest.approx([0.0, 0.0, 1 / 8, 15 / 64, 105 / 512])
+
+
+def test_a_context_is_worth_what_the_next_prompt_finds_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rebuild_s(program: str) -> float:
+        shown = engine.program_scheduler._tiers._by_id[ProgramId(program)].seen
+        assert shown is not None
+        return shown.rebuild_s
+
+    engine = Engine(ResidencyPricePlacement(), blocks=200)
+    reload = engine.program_scheduler._tiers._views._reload
+    monkeypatch.setattr(type(reload), "seconds", lambda _, tokens: 0.01 * tokens)
+    head = prompt(4, 99)
+    for turn in range(8):  # prompts of ten blocks, of which the first is always the same
+        engine.turn("a", [*head, *prompt(36, 100 + turn)])
+        engine.wait(1.0)
+    engine.turn("b", prompt(40, 200))
+    engine.wait(1.0)
+    for name in "ab":  # "b" is a new program of that type
+        whole_s = 0.01 * engine.program(name).context_tokens
+        assert rebuild_s(name) == pytest.approx(0.1 * whole_s, rel=0.2)
 
 
 def test_nobody_is_placed_where_the_policy_says_stay() -> None:
@@ -1057,12 +1104,14 @@ def test_a_clock_that_jumps_back_stops_nobody() -> None:
     assert engine.tier("a") is HOST
 
 
-def test_a_policy_that_refuses_none_leaves_long_parked_requests_to_the_engine() -> None:
-    policy = ResidencyPricePlacement(patience_s=math.inf)
-    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=60.0))
+@pytest.mark.parametrize(("limits", "held_s"), [(SchedulerLimits(hold_timeout_s=60.0), 60.0), (None, 240.0)])
+def test_a_policy_that_refuses_none_leaves_long_parked_requests_to_the_engine(
+    limits: SchedulerLimits | None, held_s: float
+) -> None:
+    engine = Engine(ResidencyPricePlacement(patience_s=math.inf), limits=limits)
     engine.run("a", 15)
     request = engine.come("b", 10)
-    engine.spend(59.9)
+    engine.spend(held_s - 0.1)
     assert engine.parked(request)
     engine.spend(0.2)
     assert not engine.parked(request), "vLLM's own order decides from here on"

@@ -23,7 +23,11 @@ from sojourn_server.policies.placement.residency_price import (
     ResidencyPricePlacement,
     program_worth,
 )
-from sojourn_server.policies.placement.residency_price_plan import ResidencyPricePlan
+from sojourn_server.policies.placement.residency_price_plan import (
+    FUTILE_SHARE,
+    SMALL_PATIENCE_S,
+    ResidencyPricePlan,
+)
 from sojourn_server.policies.preset import load_preset
 from sojourn_server.programs.idleness import Idleness
 
@@ -58,6 +62,7 @@ def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float 
 def view_of(
     *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None,
     queue_s: float = 0.0, shortage_s: float = NOW, overdue_s: float = float("-inf"),
+    exchanged: float = 0.0,
 ) -> PlacementView:  # fmt: skip
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     return PlacementView(
@@ -67,6 +72,7 @@ def view_of(
         disk=TierCapacity(capacity_blocks=0),
         on_device=groups[DEVICE], on_host=groups[HOST], on_disk=groups[DISK], waiting=groups[WAITING],
         last_shortage_s=shortage_s, last_overdue_promotion_s=overdue_s,
+        exchanged_share=exchanged,
     )  # fmt: skip
 
 
@@ -311,6 +317,37 @@ def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
             prefill_share=prefill_share, kv_read_share=kv_read_share, **groups,
         )  # fmt: skip
         assert bool(ResidencyPricePlacement().moves(view, NOW)) is moved
+
+
+def test_where_keeping_is_futile_all_ready_programs_enter_and_acting_ones_are_only_marked() -> None:
+    def moves(exchanged: float = 0.9, **view: Any) -> dict[str, TierMove]:
+        # The ready ones gain 4 programs / 62 blocks; "long" costs 2 / 15 / 60 per block, "short" 2 / 15.
+        return answer(
+            acting("long", 15, (60.0,)), acting("short", 15, (1.0,)), program("r", DEVICE, REASONING, 5),
+            program("back", WAITING, READY, 12, returning=True), program("new", WAITING, READY, 5),
+            program("large", WAITING, READY, 40), exchanged=exchanged, device=40, **view,
+        )  # fmt: skip
+
+    found = moves()
+    assert set(found) == {"long", "back", "new", "large"}, "also those beyond the device, none leaves"
+    assert {(move.to, move.when, move.reason) for move in found.values()} == {
+        (DEVICE, MoveTiming.NOW, MoveReason.FUTILE)
+    }
+    for other in (moves(exchanged=FUTILE_SHARE), moves(host=40, load_s=0.01)):
+        assert all(move.reason is not MoveReason.FUTILE for move in other.values())
+    alone = answer(acting("long", 15, (60.0,)), exchanged=0.9)
+    assert alone == {}, "no program waits: an exchange would drop nothing"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "waited_s", "enters"), [(7, SMALL_PATIENCE_S, True), (7, 4.9, False), (8, 60.0, False)]
+)
+def test_a_small_program_waits_for_seconds_for_the_growth_of_others(
+    blocks: int, waited_s: float, enters: bool
+) -> None:
+    resident = program("a", DEVICE, REASONING, 10, peak=60)  # reserves 45 of 40 blocks, and leaves 30 free
+    small = program("b", WAITING, READY, 2, peak=blocks, since_s=NOW - waited_s)
+    assert ("b" in answer(resident, small, device=40)) is enters
 
 
 # -- room to grow --------------------------------------------------------------------------------
