@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 os.environ["SOJOURN_HISTORY"] = "off"  # no test writes its history into the user's home
+# At its import mini-swe-agent makes this folder, and reads settings in it.
+os.environ["MSWEA_GLOBAL_CONFIG_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "mini-swe-agent")
 # At its first logprobs, an engine compiles a function of vLLM, which takes three seconds. The servers of
 # tests/engine/test_engine_server.py and test_engine_several_workers.py compile, as a user's server does.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -33,6 +35,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from gc_tools import imports, old_objects_passed_over
 from warm_python import fork_for_multiprocessing, forks_simulations, start_engines_warm
+
+# A user's settings of the terminal, the proxy and Python change what the tested commands print and reach. A
+# test sets the ones that it needs.
+SETTINGS_OF_A_USER = {
+    "CLICOLOR_FORCE", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "PYTHONSAFEPATH", "PYTHONWARNINGS",
+}  # fmt: skip
+for name in list(os.environ):
+    if name in SETTINGS_OF_A_USER or name.lower().endswith("_proxy"):
+        del os.environ[name]
 
 if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
     start_engines_warm()
@@ -125,7 +136,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @cache
 def how_long(file: Path) -> int:
     """Index of the first entry of ``LONG`` that is part of the path; ``len(LONG)`` if there is none."""
-    return next((i for i, name in enumerate(LONG) if name in file.parts), len(LONG))
+    parts = file.relative_to(Path(__file__).parent).parts  # a folder above may have such a name: /home/ray
+    return next((i for i, name in enumerate(LONG) if name in parts), len(LONG))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -83,8 +83,11 @@ def test_the_script_fixes_the_repository(
 
 @pytest.mark.parametrize("turns", [MIN_TURNS, FULL_TURNS - 2])
 def test_a_shortened_script_fixes_the_repository_too(
-    turns: int, tokenizer: Tokenizer, tmp_path: Path
+    turns: int, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(
+        "PYTHONSAFEPATH", "1"
+    )  # of the user: keeps python -m unittest from importing the tests
     for task in TASKS:
         if task.name in WAITING:
             continue

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faulty_file_system import FILE_BYTES, identity, key, payload
 from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome, StoreError
 from sojourn_server.kv_offload.file_system import LocalFileSystem
 from sojourn_server.kv_offload.shared_store import SiblingStores
 from sojourn_server.kv_offload.store_folder import folder_name
-
-from tests.kv_offload.faulty_file_system import FILE_BYTES, identity, key, payload
 
 KEY = key(1)
 NAME = KEY.hex()

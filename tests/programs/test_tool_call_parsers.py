@@ -14,8 +14,7 @@ from sojourn_server.programs.tool_call_parsers import (
     ParsedToolCall,
     parse_tool_calls,
 )
-
-from tests.support.tool_call_samples import SAMPLES
+from tool_call_samples import SAMPLES
 
 
 def keys(text: str) -> list[str]:

@@ -98,6 +98,7 @@ def shell_environment() -> dict[str, str]:
         "PATH": path,
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "0",
+        "PYTHONSAFEPATH": "",  # "1" hides the modules of the repository
         "LC_ALL": "C",
         "PAGER": "cat",
         "COLUMNS": "100",
