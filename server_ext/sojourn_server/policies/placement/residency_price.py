@@ -63,6 +63,12 @@ class ResidencyPricePlacement:
     sizes are unknown, or while all programs on the device run tools. So if all programs take about equally
     long, a new program waits until another ends.
 
+    *A small program that has waited* for ``SMALL_PATIENCE_S`` enters without a reserve if its predicted peak
+    takes at most ``SMALL_SHARE`` of the free blocks.
+
+    *Futile keeping.* If exchanges drop more than ``FUTILE_SHARE`` of the contexts before their programs
+    return, and there is no tier below, all ready programs enter at once. Then the engine's own order applies.
+
     *Room in all tiers.* With a tier below the device, a program without a saved context must also fit all
     tiers together: size ≤ free blocks − share · growth.
 
