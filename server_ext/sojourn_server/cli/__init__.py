@@ -100,8 +100,10 @@ def _exit_without_traceback() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # takes what is left in the buffer
-        full = f"sojourn: cannot write the output: {error.strerror}; make room or name another place"
+        with open(os.devnull, "w") as devnull:
+            os.dup2(devnull.fileno(), 1)  # takes what is left in the buffer
+        what = error.filename or "the output"
+        full = f"sojourn: cannot write {what}: {error.strerror}; make room or name another place"
         sys.exit(1 if error.errno == errno.EPIPE else full)
 
 

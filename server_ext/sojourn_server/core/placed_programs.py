@@ -171,11 +171,11 @@ class PlacedProgramViews:
         prefix that another context on the device has; 0.0 without a cached context."""
         if not place.context_blocks:
             return 0.0
-        tokens = place.program.context_tokens
+        # Not 0 tokens, since 0 seconds mean that the time is unknown.
+        tokens = max(1, int(place.program.context_tokens * place.program.reused_share))
         shared_tokens = min(tokens - 1, place.on_device * self._pool.block_size)
         whole_s = self._reload.seconds(tokens)
-        own_s = whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
-        return place.program.reused_share * own_s
+        return whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
 
     def _service_s(self, program: ProgramState) -> tuple[float, ...]:
         """Return quantiles of the service of ended programs of this program's agent type. *Service* is the

@@ -128,9 +128,6 @@ class TierManager:
             place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, last_active_s=now)
             place.returning = program.turns > 0
             self._by_id[program.id] = self._by_tier[Tier.WAITING][program.id] = place
-        if place.returning and place.activity is ProgramActivity.ACTING:
-            self._exchanged_share += EXCHANGED_SHARE_WEIGHT * (place.exchanged - self._exchanged_share)
-            place.exchanged = False
         self._arrivals = request_state.arrival
         place.clock.arrived(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
@@ -155,6 +152,9 @@ class TierManager:
         place.tool_reports = 0  # not at the arrival, since a client may abort a request that never ran
         if not place.returning:
             self._contexts.first_admitted(place, chain)
+        elif len(place.running) == 1:
+            self._exchanged_share += EXCHANGED_SHARE_WEIGHT * (place.exchanged - self._exchanged_share)
+            place.exchanged = False
         place.returning = True
         moves = place.tier is not Tier.DEVICE  # the program runs, so it is on the device
         if moves:
@@ -272,9 +272,13 @@ class TierManager:
         return place.tier if place is not None else None
 
     def dropped(self) -> Iterable[ProgramId]:
-        """Return the programs in the tier WAITING, whose KV is in no memory and on no disk. The program that
-        has been there longest comes first. Empty if placement is off."""
-        return self._by_tier[Tier.WAITING] if self.places else ()
+        """Return the programs in the tier WAITING, whose KV is in no memory and on no disk, the one that has
+        been there longest first. Then those on the device whose KV other programs take while keeping is
+        futile. Empty if placement is off."""
+        if not self.places:
+            return ()
+        on_device = self._by_tier[Tier.DEVICE].items()
+        return [*self._by_tier[Tier.WAITING], *(each for each, place in on_device if place.exchanged)]
 
     def take_overdue(self, limit_s: float, now: float) -> Iterable[RequestState]:
         """Return the requests to refuse: parked requests that have waited for ``limit_s`` seconds, each once.
@@ -402,10 +406,10 @@ class TierManager:
             if move.reason is MoveReason.OVER_CAPACITY and move.to is Tier.WAITING and place.context_blocks:
                 self._last_shortage_s = now
             if move.reason is MoveReason.FUTILE and place.tier is Tier.DEVICE:
-                place.exchanged = True
+                place.exchanged = place.context_blocks > 0
                 return
             if move.reason is MoveReason.EXCHANGE and move.to is Tier.WAITING:
-                place.exchanged = True
+                place.exchanged = place.context_blocks > 0
             if move.to is not place.tier:
                 self._move_to_tier(place, move.to)
         self._update_view(place, now)

@@ -113,7 +113,9 @@ class WorkflowPredictor:
             self._begun[program.id] = (
                 program.last_turn_s if program.last_turn_s is not None else program.arrived_s
             )
-        if shared_blocks is not None and before_blocks:
+        # A side request, such as one for a title, has a short prompt and leaves a short context.
+        context_blocks = max(len(block_hashes), program.peak_tokens // self._pool.block_size)
+        if shared_blocks is not None and before_blocks and 2 * before_blocks >= context_blocks:
             share = shared_blocks / before_blocks
             program.reused_share += REUSED_SHARE_WEIGHT * (share - program.reused_share)
             name = agent_type_name(program)

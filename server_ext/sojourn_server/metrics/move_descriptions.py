@@ -16,7 +16,7 @@ _WHY_IN = {
     "standstill": "it was ready while nothing ran on the device",
     "absent": "it was ready while the tool of a program on the device had run for too long",
     "exchange": "it was ready while the tool of a program on the device ran",
-    "futile": "most contexts are lost before their programs return, so none waits for a place",
+    "futile": "many contexts were lost before their programs returned, so none waits for a place",
     "kept": "it was to leave after its turn, and may stay",
     "given_up": "the policy failed, and all programs are admitted",
 }

@@ -90,7 +90,7 @@ class ProgramTierView:
     gap_since_s: float = 0.0
     """Reported end of the tool call, else its reported start, else the end of the last turn."""
     rebuild_s: float = 0.0
-    """Seconds to compute the context again; 0: unknown."""
+    """Seconds to compute again what the next prompt is expected to reuse of the context; 0: unknown."""
     service_s: tuple[float, ...] = ()
     """Equally likely total seconds of service (running requests) of a program of this type, ascending; empty:
     unknown."""

@@ -34,7 +34,8 @@ BEGIN_WORTH = 0.9
 of its worth. The share is below 1 so that programs of similar worth wait for each other."""
 FUTILE_SHARE = 0.4
 """Keeping contexts is futile if more than this share of them is exchanged before the program returns. On
-loads where keeping pays, the share is 0 to 0.1; where computing again is cheap, it is above 0.9."""
+simulated loads where keeping pays, the share was 0 to 0.1; where computing again is cheap, above 0.9
+(``docs/policy-rules.md``)."""
 SMALL_SHARE = 0.25
 SMALL_PATIENCE_S = 5.0
 """A program whose predicted peak takes at most ``SMALL_SHARE`` of the free blocks waits at most
@@ -70,6 +71,8 @@ class ResidencyPricePlan(PlacementPlan):
         self._acting_room = (0, 0)
         """Free blocks in host memory and on disk when the values in ``_acting`` were computed."""
         self._with_kv = ProgramsWithKv(policy, view, now)
+        self._small_growth_blocks = 0
+        """Predicted growth of the small programs that enter without a reserve."""
         self._droppable: Ranking | None = None
         """Acting programs of all tiers, by the value per block that is lost if their KV is dropped, the
         lowest first; ``None`` until first used."""
@@ -105,6 +108,8 @@ class ResidencyPricePlan(PlacementPlan):
             self._promote(program, MoveReason.FUTILE)
         reserve = self._reserve()
         room = self._room(reserve)
+        if room >= 0:
+            return
         here = (*self._staying.values(), *self._entered.values())
         active = [self._policy.device_blocks(p) for p in here if p.activity is not ProgramActivity.ACTING]
         price = self._headroom * len(active) / sum(active) if active else 0.0
@@ -208,9 +213,12 @@ class ResidencyPricePlan(PlacementPlan):
     def _is_small_and_late(self, program: ProgramTierView) -> bool:
         """Return whether a program need not wait any longer for the growth of others."""
         blocks = max(self._policy.device_blocks(program), program.turn_blocks, program.peak_blocks)
-        return blocks <= SMALL_SHARE * self._free[Tier.DEVICE] and has_elapsed(
-            program.waiting_since_s, SMALL_PATIENCE_S, self._now
-        )
+        free_blocks = self._free[Tier.DEVICE] - self._small_growth_blocks
+        if blocks > SMALL_SHARE * free_blocks:
+            return False
+        is_late = has_elapsed(program.waiting_since_s, SMALL_PATIENCE_S, self._now)
+        self._small_growth_blocks += is_late * (blocks - self._policy.device_blocks(program))
+        return is_late
 
     def _room(self, reserve: float) -> float:
         """Return the blocks of the device minus the ``_reserved_blocks`` of all programs on the device."""
