@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -41,7 +40,7 @@ ON_RAY = {
     "OMP_WAIT_POLICY": "PASSIVE",
     **SMALL_SERVER,
     # Models are cached in the user's home, but the gateway's own home is a new folder.
-    "HOME": os.environ.get("HOME", ""),
+    "HOME": str(Path.home()),
 }
 """Environment of servers that a gateway starts on Ray."""
 

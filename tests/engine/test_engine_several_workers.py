@@ -3,6 +3,7 @@ and disk."""
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from engine_tools import LOUD_BLOCK_BYTES, one_thread
 from multi_turn_programs import BLOCKS, OUTPUT_TOKENS, TURNS, added_tokens, first_prompt, generate, usual_hint
 from sojourn_server.launch.engine_server import EngineServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500),
+    pytest.mark.skipif(
+        Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").free < 512 << 20,
+        reason="vLLM's several workers need 512 MiB of /dev/shm: docker run --shm-size=1g",
+    ),
+]  # fmt: skip
 
 GIB = 1 << 30
 HOST_GIB = 2 * 40 * LOUD_BLOCK_BYTES / GIB

@@ -242,6 +242,18 @@ def test_the_nodes_with_memory_are_counted(tmp_path, status, nodes):
     assert count_memory_nodes(tmp_path / "missing") == 1
 
 
+def test_an_engine_on_cpus_starts_with_the_shared_memory_of_a_container():
+    """vLLM wants 240 MiB for each queue between an engine and its worker; Docker's default is 64 MiB."""
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    small = replace(CPU, shared_memory_bytes=64 << 20)
+    assert build(facts=small).env[name] == "0"
+    assert build(policy="stock", facts=small).env[name] == "0"
+    assert name not in build("-tp", "2", facts=small).env, "two workers need it: vLLM says how to get more"
+    assert name not in build(facts=small, environ={name: "1"}).env
+    assert name not in build(facts=replace(small, shared_memory_bytes=1 << 30)).env
+    assert name not in build(facts=replace(CUDA, shared_memory_bytes=64 << 20)).env
+
+
 def test_what_the_user_says_about_the_cpu_wins():
     command = build(
         "--block_size=64", "--no-enforce-eager", "--kv-cache-memory-bytes", "9", "--max-num-batched-tokens=7",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import sys
 from contextlib import suppress
@@ -27,6 +28,7 @@ def detect_launch_environment() -> LaunchEnvironment:
         hostname=socket.gethostname(),
         cpus=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
         memory_nodes=count_memory_nodes(),
+        shared_memory_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
     )
 
 

@@ -90,6 +90,8 @@ class LaunchEnvironment:
     """Ids of the CPUs that this process may use."""
     memory_nodes: int = 1
     """Number of NUMA nodes whose memory this process may use."""
+    shared_memory_bytes: int | None = None
+    """Free bytes of ``/dev/shm``; ``None`` if it is not there."""
     hostname: str = "localhost"
 
 
@@ -434,6 +436,8 @@ CPU_KV_GIB = "1"
 """GiB of memory for the KV cache of an engine on CPUs, if no flag sets the size."""
 _MEMORY_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
 """Flags that set the size of the KV cache. vLLM ignores them if an environment variable sets the size too."""
+WORKER_SHARED_MEMORY_BYTES = 256 << 20
+"""Free bytes of ``/dev/shm`` with which vLLM starts a process for the worker; it checks for 240 MiB."""
 _COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
 
 
@@ -456,6 +460,10 @@ def _cpu_environment(
         # instead of 33 tokens per second), so threads sleep while they wait.
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, facts.cpus))
         wanted["OMP_WAIT_POLICY"] = "PASSIVE"
+    free = facts.shared_memory_bytes
+    if workers == 1 and free is not None and free < WORKER_SHARED_MEMORY_BYTES:
+        # vLLM does not start with the 64 MiB of a container, unless the engine's process is the worker.
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
