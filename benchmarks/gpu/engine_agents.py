@@ -143,15 +143,15 @@ def started(
             continue
         log = logs / f"serve-{arm.group}-{number}-{arm.policy}.log"
         made.append((kind, server_of(arm, model, setup, cuda, runner, log)))
-    try:
-        with ThreadPoolExecutor(max(1, len(made))) as pool:
+    # Twice as many threads: SIGTERM stops servers whose starts are still running.
+    with ThreadPoolExecutor(2 * len(made) + 1) as pool:
+        try:
             starting = {kind: pool.submit(server.start) for kind, server in made}
-        for kind, server in made:
-            error = starting[kind].exception()
-            servers[kind] = error if isinstance(error, Exception) else server
-        yield servers
-    finally:
-        with ThreadPoolExecutor(max(1, len(made))) as pool:
+            for kind, server in made:
+                error = starting[kind].exception()
+                servers[kind] = error if isinstance(error, Exception) else server
+            yield servers
+        finally:
             for _, server in made:
                 pool.submit(server.stop)
 

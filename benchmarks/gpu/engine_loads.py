@@ -52,6 +52,8 @@ class Setup:
 
 
 H200 = Setup()
+EXPECTATIONS = ("start_s", "prefill_tokens_per_s", "decode_s")
+"""Settings that plan the runs and change none."""
 SMALL = Setup(
     block_tokens=32,
     pool_tokens=1_024,
@@ -291,7 +293,8 @@ def plan_runs(
         for arm in arms
         if (load.forced or arm.importance == 0) and (arm.name, load.name, seed) not in done
     ]
-    # A second seed of the main arms comes after their loads, and before the disk.
+    # 3 to 2: the main arms have the second load before other arms have the first, but not the third.
+    # 8: a second seed of the main arms comes after all their loads (4 steps), and before the disk (12).
     every.sort(key=lambda run: 2 * run.load.importance + 3 * run.arm.importance + 8 * run.seed)
     left_s = budget_s
     started: set[int] = set()

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import struct
+import sys
+import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +198,7 @@ def test_the_page_compares_arms_and_says_what_failed_and_what_did_not_run(script
         {**run("sojourn", 1.0), "failed": "5 requests"},
     ]
     rows.append({"arm": "vLLM + 1x", "load": load, "seed": 0, "failed": "ServerStartError: why"})
+    rows.append(run("an earlier arm", 7.0))
     found = {
         "commands": ["python x"], "made_with": "a GPU", "rows": rows, "remarks": ["By hand."],
         "setup": {"pool_tokens": 1000, "limit_s": 100.0},
@@ -215,12 +224,96 @@ def test_wrong_arguments_are_named(script: Any, capsys: Any, monkeypatch: Any) -
         (["--parts", "token"], "--parts of agents, simulator, tokens"),
         (["--arms", "vLLm"], "--arms of vLLM; sojourn + 1x"),
         ([], "need --traces"),
+        (["--parts", "tokens", "--dry-run"], "need --traces"),
         (["--parts", "simulator", "--traces", "x"], "needs --profile"),
     ):
         monkeypatch.setattr("sys.argv", ["engine.py", "--out", "x", *given])
         with pytest.raises(SystemExit):
             script.main()
         assert said in capsys.readouterr().err
+
+
+def test_onto_refuses_runs_of_another_vllm_and_names_the_difference(
+    script: Any, capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    setup = {"model runner": "V1", "vLLM": "0.1", "model": "tiny", "pool_tokens": 1_024}
+    document = {"device": "CPU: shows that it runs, the figures mean nothing"}
+    (tmp_path / "x.json").write_text(json.dumps({**document, "agents": {"setup": setup}}))
+    given = ["--small", "--traces", "x", "--out", "x", "--onto", str(tmp_path / "x.json")]
+    monkeypatch.setattr("sys.argv", ["engine.py", *given])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit):
+        script.main()
+    said = capsys.readouterr().err
+    assert "vLLM 0.1, here " in said
+    assert "pool_tokens" not in said
+
+
+def test_a_dry_run_continues_a_document_of_other_parts(
+    script: Any, capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    write_windows(tmp_path / "traces.jsonl", programs=120)
+    (tmp_path / "x.json").write_text(json.dumps({"device": "GPU", "tokens": {}}))
+    given = ["--dry-run", "--traces", str(tmp_path), "--out", "x", "--onto", str(tmp_path / "x.json")]
+    monkeypatch.setattr("sys.argv", ["engine.py", *given])
+    assert script.main() == 0
+    assert " runs, " in capsys.readouterr().out
+
+
+def test_other_arms_run_beside_a_server_that_dies_while_it_warms_up(
+    script: Any, traces: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    import engine_agents
+
+    async def warm_up(url: str, setup: Any) -> Any:
+        if url == "stock":
+            raise OSError("out of memory")
+        return engine_agents.AloneSpeed(request_s=1.0, prompt_token_s=0.0, output_token_s=0.0)
+
+    monkeypatch.setattr(
+        script,
+        "started",
+        lambda arms, *_: nullcontext({a.server: SimpleNamespace(url=a.policy) for a in arms}),
+    )
+    monkeypatch.setattr(script, "warm_up", warm_up)
+    monkeypatch.setattr(script, "make_model", lambda *_: "model")
+    monkeypatch.setattr(script, "run_agents", lambda *_: {"failed": "it ran"})
+    monkeypatch.setattr(script, "read_programs", lambda _: traces)
+    monkeypatch.setattr(script, "write", lambda *_: None)
+    arguments = SimpleNamespace(
+        setup=script.H200, traces=None, arms="vLLM;sojourn", loads="1", seeds=1, budget_s=1e6, logs=tmp_path,
+        runner="V2", commit="c",
+    )  # fmt: skip
+    document: dict[str, Any] = {"agents": {"rows": []}}
+    script._run_agents(arguments, document, True, tmp_path, time.monotonic())
+    failed = {row["arm"]: row["failed"] for row in document["agents"]["rows"]}
+    assert failed == {"vLLM": "OSError: out of memory", "sojourn": "it ran"}
+    assert document["agents"]["alone"]["arm"] == "sojourn"
+
+
+def test_an_end_of_the_job_stops_servers_that_are_still_starting(
+    loads: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    import engine_agents
+
+    stopped, ended_early = threading.Event(), []
+
+    def start() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended_early.append(stopped.wait(20))
+
+    server = SimpleNamespace(start=start, stop=stopped.set)
+    monkeypatch.setattr(engine_agents, "server_of", lambda *_: server)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with (
+            pytest.raises(SystemExit),
+            engine_agents.started(loads.ARMS[:1], "model", loads.H200, True, "V2", tmp_path),
+        ):
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended_early == [True]
 
 
 def test_a_cut_library_keeps_code_for_the_device_at_its_place(tmp_path: Path) -> None:
