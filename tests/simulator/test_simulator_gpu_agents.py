@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import struct
 import sys
 import threading
@@ -296,24 +294,29 @@ def test_an_end_of_the_job_stops_servers_that_are_still_starting(
 ) -> None:
     import engine_agents
 
-    stopped, ended_early = threading.Event(), []
+    stopped, stopped_in_time = threading.Event(), []
 
-    def start() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        ended_early.append(stopped.wait(20))
+    class Starting:
+        stop = stopped.set
 
-    server = SimpleNamespace(start=start, stop=stopped.set)
-    monkeypatch.setattr(engine_agents, "server_of", lambda *_: server)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with (
-            pytest.raises(SystemExit),
-            engine_agents.started(loads.ARMS[:1], "model", loads.H200, True, "V2", tmp_path),
-        ):
-            pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert ended_early == [True]
+        def start(self) -> None:
+            stopped_in_time.append(stopped.wait(20))
+
+    class Ended:
+        stop = stopped.set
+
+        @property
+        def start(self) -> Any:
+            sys.exit(143)  # as the handler of SIGTERM does
+
+    servers = iter([Starting(), Ended()])
+    monkeypatch.setattr(engine_agents, "server_of", lambda *_: next(servers))
+    with (
+        pytest.raises(SystemExit),
+        engine_agents.started(loads.ARMS[:2], "model", loads.H200, True, "V2", tmp_path),
+    ):
+        pass
+    assert stopped_in_time == [True]
 
 
 def test_a_cut_library_keeps_code_for_the_device_at_its_place(tmp_path: Path) -> None:
