@@ -474,7 +474,7 @@ def test_a_context_is_worth_what_the_next_prompt_finds_of_it(
     engine = Engine(ResidencyPricePlacement(), blocks=200)
     reload = engine.program_scheduler._tiers._views._reload
     monkeypatch.setattr(type(reload), "seconds", lambda _, tokens: 0.01 * tokens)
-    for turn in range(8):  # prompts of ten blocks, of which at most the first is always the same
+    for turn in range(8):  # Each prompt has ten blocks. Only the first block may repeat.
         engine.turn("a", [*prompt(4, 99 if kept_blocks else 10 + turn), *prompt(36, 100 + turn)])
         engine.wait(1.0)
         if turn == 5:

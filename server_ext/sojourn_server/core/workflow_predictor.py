@@ -1,8 +1,8 @@
 """Predicts each program's next workflow step with the workflow prediction policy, and plans prefetches.
 
-Without such a policy (``workflow_prediction`` in presets) nothing is learned or predicted. This module also
-lists the programs whose eviction key may have changed. The engine reads that list before each engine step if
-evictions are ordered by program.
+Without such a policy (``workflow_prediction`` in presets) only the share of a context that prompts reuse is
+learned, and nothing is predicted. This module also lists the programs whose eviction key may have changed.
+The engine reads that list before each engine step if evictions are ordered by program.
 """
 
 from __future__ import annotations

@@ -254,8 +254,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return name
 
     def cancel_load(self, request_id: str) -> None:
-        """Cancel the load of a request that gives up its blocks. The caller
-        may free the blocks at once: the worker ends its writes to them before the next step computes."""
+        """Cancel the load of a request that gives up its blocks. The caller may free the blocks at once: the
+        worker ends its writes to them before the next step computes."""
         unanswered = request_id in self._waiting
         self._waiting.discard(request_id)
         self._ahead.pop(request_id, None)
