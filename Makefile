@@ -4,6 +4,7 @@
 # make test    setup, then every test: those that start an engine too, and the agent frameworks'
 # make frameworks  setup, then the tests of the agent frameworks, with the newest and oldest releases we support
 # make fast    setup, then the tests that start no engine (6 minutes)
+# make nightly  setup, then what make test leaves out: tests marked nightly, the oldest releases, packages, the site
 # make packages  setup, then the wheel in a clean environment of each Python of this machine
 # make site    setup, then the documents as a site in out/site
 # make check   setup, then ruff, mypy and the checks of imports, file sizes and names (scripts/house.py)
@@ -34,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: setup demo test fast frameworks packages site check clean
+.PHONY: setup demo test fast nightly frameworks packages site check clean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -71,6 +72,12 @@ frameworks: setup
 
 fast: setup
 	$(BIN)/python -m pytest -m "not engine and not slow" $(TESTS)
+
+nightly: setup
+	$(PYTEST) -m nightly $(TESTS)
+	$(TOX) run -e frameworks-oldest,vllm-0.31
+	bash scripts/check_packages.sh
+	$(BIN)/python scripts/site.py
 
 packages: setup
 	bash scripts/check_packages.sh

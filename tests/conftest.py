@@ -69,7 +69,6 @@ LONG = (
     "test_engine_models.py",
     "test_engine_kv_transfer.py",
     "test_engine_restarts.py",
-    "test_engine_async_scheduling.py",
     "test_engine_tokens.py",
     "test_engine_routes.py",
     "engine",
@@ -121,12 +120,16 @@ def starts_processes(item: pytest.Item) -> bool:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the long tests first. A file's tests stay together, in order. Tests that start processes may fail
-    once.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out nightly tests unless ``-m`` names them. Run the long tests first. A file's tests stay
+    together, in order. Tests that start processes may fail once.
 
     A test that timed out is not repeated, because ``pytest-timeout`` counts both runs of a test together.
     """
+    if "nightly" not in config.option.markexpr:
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     for item in items:
         if starts_processes(item):
             item.add_marker(pytest.mark.flaky(reruns=1, rerun_except="Timeout .* from pytest-timeout"))

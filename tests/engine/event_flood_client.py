@@ -3,7 +3,7 @@
 A connection sends its next batch when the last one is answered. Prints a line at each connection's first
 answer.
 
-    python event_flood_client.py PORT
+    python event_flood_client.py PORT KEY
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CONNECTIONS = 8
 BATCH_EVENTS = 1000
 
 
-def batch(number: int) -> bytes:
+def batch(number: int, key: str) -> bytes:
     """A request with one event for each of ``BATCH_EVENTS`` programs."""
     common = {"type": "tool_start", "tool": "bash"}
     events = [
@@ -24,12 +24,13 @@ def batch(number: int) -> bytes:
         for n in range(BATCH_EVENTS)
     ]
     body = json.dumps({"v": 1, "emitter": f"flood{number}", "events": events}).encode()
-    return b"POST /sojourn/v1/events HTTP/1.1\r\nHost: e\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    head = f"POST /sojourn/v1/events HTTP/1.1\r\nHost: e\r\nAuthorization: Bearer {key}\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
-async def flood(port: int, number: int) -> None:
+async def flood(port: int, key: str, number: int) -> None:
     """Flood over one connection, and open it again whenever it is closed."""
-    sent = batch(number)
+    sent = batch(number, key)
     answered = False
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -47,7 +48,7 @@ async def flood(port: int, number: int) -> None:
 
 async def main() -> None:
     """Flood over all connections at once."""
-    await asyncio.gather(*(flood(int(sys.argv[1]), number) for number in range(CONNECTIONS)))
+    await asyncio.gather(*(flood(int(sys.argv[1]), sys.argv[2], number) for number in range(CONNECTIONS)))
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ def test_late_copies_give_the_tokens_of_stock(loud_model, late_copies, tmp_path,
     assert not cuda.pinned, "host memory was unpinned at the end"
 
 
+@pytest.mark.nightly
 def test_without_waiting_for_saves_the_tokens_are_wrong(loud_model, late_copies, monkeypatch):
     """Or the copies were not late enough to tell."""
     monkeypatch.setattr(CudaDeviceBackend, "hold_compute", lambda backend, copy: None)

@@ -12,7 +12,7 @@ from gateway_process import GatewayProcess
 from gateway_programs import PROGRAMS, TURNS, Run, play, share_that_found, share_that_stayed
 from sojourn_server.launch.engine_server import EngineServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 FLAGS = (
     "--data-parallel-size", "2", "--max-model-len", "1024", "--max-num-seqs", "32",

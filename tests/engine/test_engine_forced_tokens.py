@@ -50,16 +50,6 @@ def test_a_request_without_ids_beside_a_forced_one_is_its_own(llm):
     assert alone[0] != ids
 
 
-def test_the_end_token_ends_the_request(llm):
-    eos = llm.get_tokenizer().eos_token_id
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=50, extra_args={"replay_ids": [50, 60, eos]})
-    (output,) = llm.generate([token_prompt(1, 20)], params, use_tqdm=False)
-    assert list(output.outputs[0].token_ids) == [50, 60, eos]
-    assert output.outputs[0].finish_reason == "stop"
-
-
 def test_ids_survive_preemption(llm):
     from engine_tools import count_preemptions
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 import time
@@ -39,15 +38,12 @@ from gateway_programs import (
 from migrating_programs import OUTPUT_TOKENS, PATIENCE_S, Turn, contexts_after_two_turns, third
 from sojourn_server.gateway.http import program_migrator
 from sojourn_server.launch.engine_server import EngineServer
-from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 KILL_AFTER = 40
 """Answers after which an engine is killed."""
 MAX_RUNNING = 8
-CALM_TOKENS = 8000
-"""Tokens of a calm tenant's answer. ``MAX_RUNNING`` of them are as many as an engine's KV cache holds."""
 FLAGS = (
     "--max-model-len", "8192", "--max-num-seqs", str(MAX_RUNNING), "--num-gpu-blocks-override", "4096",
     "--enable-prompt-tokens-details", "--dtype", "float32", "--enforce-eager",
@@ -183,120 +179,6 @@ def test_programs_of_a_drained_engine_take_their_kv_along(
         # The context after its second turn: that turn's prompt, and what was answered but for the last token.
         moved = len(prompt_of(int(name[1:]), 1))
         assert run.cached[name][2] >= 0.95 * moved // 16 * 16, "its KV came from the disk"
-
-
-class Stream:
-    """A streamed completion through a gateway, and what has come of it so far."""
-
-    def __init__(
-        self, http: aiohttp.ClientSession, url: str, program: str, tokens: int, *, start: int, due_s: float
-    ) -> None:
-        """``program``: its name begins with its tenant's, up to a hyphen. ``start``: first token of the
-        prompt."""
-        self.tokens: list[int] = []
-        self.replica = ""
-        self.began_s = math.inf
-        self._asking = http.post(
-            f"{url}/v1/completions",
-            headers={"Authorization": f"Bearer key-of-{program.partition('-')[0]}"},
-            json={
-                "model": "tiny", "prompt": list(range(start, start + 40)), "max_tokens": tokens,
-                "stream": True, "temperature": 0, "ignore_eos": True,
-                "logprobs": 0, "return_tokens_as_token_ids": True,
-                "vllm_xargs": {
-                    "agentic_context": json.dumps({"program_id": program, "deadline_seconds": due_s})
-                },
-            },
-        )  # fmt: skip
-        self.task = asyncio.ensure_future(self._read())
-
-    async def _read(self) -> None:
-        async with self._asking as answer:
-            assert answer.status == 200, await answer.text()
-            self.replica = answer.headers["X-Sojourn-Replica"]
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    told = json.loads(line[6:])["choices"][0]["logprobs"]["tokens"]
-                    self.tokens += [int(token.removeprefix("token_id:")) for token in told]
-                    self.began_s = min(self.began_s, time.monotonic())
-
-    async def has(self, tokens: int) -> None:
-        """Wait until it has so many tokens."""
-        while len(self.tokens) < tokens:
-            await asyncio.sleep(0.01)
-            if self.task.done():
-                await self.task
-                assert len(self.tokens) >= tokens
-
-    async def has_run(self, seconds: float) -> None:
-        """Wait until its answer began so long ago."""
-        await self.has(1)
-        while time.monotonic() - self.began_s < seconds:
-            await self.has(len(self.tokens) + 1)
-
-
-def behind(one: Stream, streams: list[Stream]) -> int:
-    """How many tokens it is behind its replica's longest answer. A step of the engine gives each of them a
-    token, so that only steps without ``one`` change this, however late the tokens arrive."""
-    return max(len(other.tokens) for other in streams if other.replica == one.replica) - len(one.tokens)
-
-
-async def urgent_among_calm(url: str, engines: list[str]) -> tuple[Stream, Stream, Stream]:
-    """An urgent tenant's answer among a calm one's that fill both engines; the calm one that made way; the
-    same prompt undisturbed."""
-    timeout, least_s = aiohttp.ClientTimeout(total=300), UrgencyPreemption().least_run_s
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-        for tenant in ("calm", "urgent"):  # so that the gateway knows how long a turn takes
-            await Stream(http, url, f"{tenant}-first", 8, start=3000, due_s=60.0).task
-
-        def calm(number: int) -> Stream:
-            return Stream(http, url, f"calm-{number}", CALM_TOKENS, start=1000 + 60 * number, due_s=1e6)
-
-        streams = [calm(number) for number in range(2 * MAX_RUNNING - len(engines))]
-        for one in streams:
-            await one.has(1)
-        last = {}
-        for number in range(len(streams), 2 * MAX_RUNNING):
-            streams.append(one := calm(number))
-            await one.has(1)
-            last[one.replica] = one
-        assert sorted(last) == sorted(engines), "both are full"
-        for one in last.values():
-            await one.has_run(least_s)
-        before = {name: behind(one, streams) for name, one in last.items()}
-        urgent = Stream(http, url, "urgent-1", 64, start=3100, due_s=1.0)
-        await urgent.task
-        assert not any(one.task.done() for one in streams), "no place was free"
-        yielded = last[urgent.replica]  # the one that was sent last
-        await yielded.has(len(yielded.tokens) + 16)
-        if not any(one.task.done() for one in streams):  # else a slow machine has freed its place
-            assert behind(yielded, streams) - before[urgent.replica] > 32, "it was held"
-        for one in streams:
-            if one is not yielded:
-                one.task.cancel()
-        yielded.task.cancel()
-        await asyncio.gather(*(one.task for one in streams), return_exceptions=True)
-        number = streams.index(yielded)
-        again = Stream(http, url, "calm-again", len(yielded.tokens), start=1000 + 60 * number, due_s=1e6)
-        await again.task
-    return urgent, yielded, again
-
-
-def test_a_running_request_yields_to_an_urgent_tenants_and_its_tokens_stay_the_same(
-    servers: list[EngineServer], tmp_path: Path
-) -> None:
-    tenants = tmp_path / "tenants.toml"
-    tenants.write_text("[tenants]\n" + "".join(f'{name} = "key-of-{name}"\n' for name in ("calm", "urgent")))
-    urls, log = [server.url for server in servers], tmp_path / "gateway.log"
-    flags = ("--policy", "saga", "--tenants", str(tenants))
-    with GatewayProcess(urls, log, *flags) as gateway:
-        names = [url.removeprefix("http://") for url in urls]
-        urgent, yielded, again = asyncio.run(urgent_among_calm(gateway.url, names))
-        counted = httpx.get(f"{gateway.url}/metrics", timeout=30, trust_env=False).text
-    assert "sojourn_gateway_yields_total 1.0" in counted
-    assert "sojourn_gateway_refused_yields_total 0.0" in counted
-    assert len(urgent.tokens) == 64
-    assert yielded.tokens == again.tokens
 
 
 def test_an_engine_killed_in_the_middle_fails_nobody(servers: list[EngineServer], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from trace_windows import write_windows
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 ENGINE = Path(__file__).parents[2] / "benchmarks" / "gpu" / "engine.py"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,25 +90,7 @@ def test_hidden_states_come_out_and_no_token_is_another(
     assert known["network"]["skipped_states"] == 0
 
 
-def test_a_network_of_another_model_is_refused_at_start(make_llm: Any, tmp_path: Path) -> None:
-    from sojourn_server.predictors.length_network import LengthNetwork
-    from sojourn_server.predictors.weights_file import WeightsError, save_weights
-
-    file = tmp_path / "lengths"
-    save_weights(file, LengthNetwork(64), model="org/other", examples=1)
-    before = file.read_bytes()
-    with pytest.raises(WeightsError, match="model 'org/other'; expected 'tiny") as refused:
-        make_llm(
-            "tetris-learned",
-            sojourn={"network_file": str(file)},
-            worker_cls=WORKER_CLASSES["cpu"],
-        )
-    assert str(file) in str(refused.value)
-    assert file.read_bytes() == before
-    refused.value.__traceback__ = None
-    gc.collect()
-
-
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_server_learns_tells_of_it_and_keeps_it(tmp_path: Path) -> None:

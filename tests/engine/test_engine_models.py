@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from engine_tools import VOCABULARY, new_processes, save_tokenizer, with_tiers
-from multi_turn_programs import BLOCKS, gaps_to_the_best, generate
+from multi_turn_programs import gaps_to_the_best, generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -116,24 +116,7 @@ def says_what_stock_says(
     assert not loads or report["stats"]["ledger"]["lost_tokens"] == {}
 
 
-def test_a_mixture_of_experts_says_what_it_says_on_stock(make_model: Callable[[str], str]) -> None:
-    says_what_stock_says(make_model("experts"))
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["as they are", "kept whole"])
-def test_a_model_of_sliding_windows_says_what_it_says_on_stock(
-    make_model: Callable[[str], str], whole: bool
-) -> None:
-    """vLLM frees the blocks behind the window, so host memory is off."""
-    model = make_model("sliding windows")
-    says_what_stock_says(model, programs=16, loads=False, stores=False, disable_hybrid_kv_cache_manager=whole)
-
-
-def test_sliding_windows_beside_full_attention_are_kept_whole(make_model: Callable[[str], str]) -> None:
-    model = make_model("sliding windows and full attention")
-    says_what_stock_says(model, disable_hybrid_kv_cache_manager=True)
-
-
+@pytest.mark.nightly
 @pytest.mark.skipif("avx512f" not in flags_of_cpu(), reason="vLLM's CPU engine needs AVX-512 for KV in fp8")
 def test_kv_in_fp8_says_what_it_says_on_stock(loud_model: str) -> None:
     says_what_stock_says(loud_model, policies=["mori"], kv_cache_dtype="fp8")
@@ -145,6 +128,7 @@ def test_adapters_say_what_they_say_on_stock(loud_model: str, tmp_path: Path) ->
     says_what_stock_says(loud_model, policies=["mori"], enable_lora=True, max_loras=2, adapters=adapters)
 
 
+@pytest.mark.nightly
 def test_images_say_what_they_say_on_stock(tiny_model: str, tmp_path: Path) -> None:
     """Two programs of each prompt, with an image each: a block's key has the image's hash, else they would
     share KV."""
@@ -188,6 +172,7 @@ def make_model_with_images(tokenizer: str, target: Path) -> str:
     return str(target)
 
 
+@pytest.mark.nightly
 def test_speculative_decoding_says_what_it_says_on_stock(
     loud_model: str, in_a_process: Callable[..., Any]
 ) -> None:
@@ -222,13 +207,14 @@ def test_a_window_and_full_attention_say_what_they_say_on_stock(make_model: Call
     model = make_model("sliding windows and full attention")
     stock, _ = generate(model, None, hints=False, blocks=GROUP_BLOCKS)
     found = {}
-    for policy in ("observe", "continuum", "saga"):
+    for policy in ("observe", "continuum"):
         tokens, report = generate(model, {"policy": policy}, hints=True, blocks=GROUP_BLOCKS)
         assert tokens == stock, policy
         found[policy] = report["stats"]["ledger"]["device_tokens"]
     assert found["continuum"] > found["observe"]
 
 
+@pytest.mark.nightly
 def test_a_model_with_states_continues_from_the_right_state(
     make_model: Callable[[str], str], in_a_process: Callable[..., Any]
 ) -> None:
@@ -277,18 +263,3 @@ def test_windows_beside_full_attention_are_found_in_host_memory(
     )
     ((slots, fit),) = opened
     assert slots == fit
-
-
-def test_tiers_refuse_what_they_do_not_support(
-    make_model: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    model = make_model("sliding windows and full attention")
-    with pytest.raises(Exception, match="--disable-hybrid-kv-cache-manager"):
-        generate(
-            model,
-            {"policy": "continuum"},
-            hints=True,
-            blocks=3 * BLOCKS,
-            **with_tiers(host_bytes=HOST_BYTES, disk=str(tmp_path), disk_bytes=HOST_BYTES),
-        )

@@ -192,6 +192,7 @@ def test_a_hundred_preemptions_change_no_token(loud_model: str, stock: Report, p
     assert max(ours.times.values()) <= 2 * BestFitVictim().most_preemptions
 
 
+@pytest.mark.nightly
 def test_kv_that_comes_back_spoilt_would_show(
     loud_model: str, stock: Report, policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,13 @@ import pytest
 from engine_tools import ON_RAY
 from ray_gateway import RayGateway, started
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.engine,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 
 START_S = 400.0
 """What engines may take to be there, on a machine that has much else to do; else a minute or less."""

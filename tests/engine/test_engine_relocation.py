@@ -14,7 +14,7 @@ import pytest
 from gateway_process import GatewayProcess
 from sojourn_server.launch.engine_server import EngineServer
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 POOL_TOKENS = 8192
 LONG_PROMPT, LONG_OUTPUT = 5900, 2200

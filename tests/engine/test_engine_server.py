@@ -51,13 +51,6 @@ def post(server, **body):
     )
 
 
-def test_a_token_comes_with_its_logprob(server):
-    """PyTorch compiles how, which the other tests' engines do without."""
-    answer = post(server, messages=[{"role": "user", "content": "Hi"}], max_tokens=1, logprobs=True)
-    (token,) = answer.json()["choices"][0]["logprobs"]["content"]
-    assert token["logprob"] <= 0
-
-
 def test_a_turn_finds_the_whole_turn_before_in_the_cache(server, tokenizer):
     """Template, forced tokens, tool parser and prefix cache agree to the token."""
     messages = [{"role": "system", "content": "You fix bugs. " * 20}, {"role": "user", "content": "Fix it."}]
@@ -87,12 +80,6 @@ def test_a_turn_finds_the_whole_turn_before_in_the_cache(server, tokenizer):
             {"role": "assistant", "content": message["content"], "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "content": "output\n" * 30},
         ]
-
-
-def test_bad_ids_are_a_400_with_the_reason(server):
-    answer = post(server, messages=[{"role": "user", "content": "x"}], vllm_xargs={"replay_ids": [1, -2]})
-    assert answer.status_code == 400
-    assert "replay_ids[1] is -2" in answer.text
 
 
 def test_an_id_beyond_the_vocabulary_does_not_take_the_engine_down(server):

@@ -15,6 +15,7 @@ from multi_turn_programs import BLOCKS, OUTPUT_TOKENS, TURNS, added_tokens, firs
 from sojourn_server.launch.engine_server import EngineServer
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500),
     pytest.mark.skipif(
         Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").free < 512 << 20,

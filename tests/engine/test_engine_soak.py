@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_short_soak_leaks_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

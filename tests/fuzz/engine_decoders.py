@@ -1,0 +1,345 @@
+"""Decoders of what clients, models, peers and disks give an engine, and of its operator's settings."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from decoder import Decoder, in_file, json_bytes, of_text
+from sojourn.aeg import END, START, Aeg
+from sojourn.hints import AgenticContext, SojournContext
+from sojourn.wire_codec import (
+    EventBatch,
+    EventOutcome,
+    Outcome,
+    OutcomeBatch,
+    WireError,
+    decode_batch,
+    decode_context,
+    decode_event,
+    decode_outcomes,
+    encode,
+)
+from sojourn.wire_events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn_server.core.engine_service import UnknownOperation
+from sojourn_server.core.request_hints import read_identity
+from sojourn_server.kv_offload.block_file import (
+    HEADER_BYTES,
+    BlockCorrupt,
+    KvIdentity,
+    read_block,
+    write_block,
+)
+from sojourn_server.kv_offload.file_system import LocalFileSystem
+from sojourn_server.kv_transfer.peer_transport import UnknownTransport, check_address
+from sojourn_server.kv_transfer.transfer_request import parse_transfer_params
+from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, PeerWireError, decode, decode_head
+from sojourn_server.kv_transfer.transfer_wire import encode as encode_message
+from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
+from sojourn_server.policies.preset import preset_text, read_preset
+from sojourn_server.policies.preset_store import PresetError
+from sojourn_server.programs.declared_graphs import GraphError, GraphStore
+from sojourn_server.programs.tool_call_parsers import MAX_CALLS, parse_tool_calls
+from sojourn_server.vllm.history_file import HistoryFile
+from virtual_engine import VirtualEngine, prompt
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GRAPH = Aeg(
+    {"plan": (), "act": ("bash", "edit")},
+    [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9), ("act", END, 0.1)],
+)
+EVENTS = (
+    ProgramStart(program_id="p", seq=0, name="fixer", agent_type="coder", parent_program_id="q", tenant="t"),
+    ToolStart(
+        program_id="p", seq=1, age_s=0.5, call_id="c1", tool="bash", tool_class="pytest", expected_s=2.0
+    ),
+    ToolStop(program_id="p", seq=2, call_id="c1", duration_s=1.25, status="nonzero"),
+    Heartbeat(program_id="p", seq=3, age_s=0.25),
+    AegReport(program_id="p", seq=4, graph_hash=GRAPH.hash, agent_type="coder", graph=GRAPH.wire()),
+    ProgramEnd(program_id="p", seq=5, status="error"),
+)
+CONTEXT = AgenticContext(
+    program_id="p",
+    parent_program_id="q",
+    expected_resume=False,
+    priority=3,
+    expected_output_length=80,
+    kv_retention_ttl_seconds=30.0,
+    sojourn=SojournContext(
+        emitter="e",
+        agent_type="coder",
+        node="plan",
+        tenant="t",
+        expected_steps_left=2.5,
+        events=[msgspec.Raw(encode(event)) for event in EVENTS[:4]],
+    ),
+)
+BATCH = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(event)) for event in EVENTS], dropped=2)
+XARGS = {"session_id": "beside", "agentic_context": encode(CONTEXT).decode()}
+OPERATIONS = ("capabilities", "programs", "program", "graphs", "graph", "stats", "decisions", "drain_metrics")
+OUTPUTS = (
+    b'{"type": "function_call", "name": "bash", "arguments": "{\\"command\\": \\"cd x && pytest | tail\\"}"}',
+    b'<tool_call>\n{"name": "bash", "arguments": {"command": ["bash", "-lc", "ls"]}}\n</tool_call>',
+    b"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value></tool_call>",
+    b"<function=bash><parameter=command>\nls -l\n</parameter></function>",
+    b'<invoke name="search"><parameter name="q">x</parameter></invoke>',
+    b"thought</think>[search(q='a', n=1), bash(command=\"ls\")]",
+    b'{"commands": [{"keystrokes": "ls\\n"}]}',
+    b"Let us see.\n```bash\ntimeout 60 pytest -q <<'EOF' | tail\nx\nEOF\n```\n<|im_end|>",
+)
+FRAMES = tuple(path.read_bytes() for path in sorted((GOLDEN / "paths").glob("*.bin")))
+MESSAGES = tuple(
+    frame[HEAD_BYTES : HEAD_BYTES + decode_head(frame[:HEAD_BYTES]).message_bytes] for frame in FRAMES
+)
+PARAMS = (
+    {"do_remote_decode": True, "transfer": "t", "peer": "tcp:h:1", "decode_share": 0.5, "epoch": "e"},
+    {"do_remote_prefill": True, "transfer": "t", "context": "t.0", "epoch": "e", "stored": 12},
+)
+IDENTITY = KvIdentity(
+    model="tiny@1 float32",
+    kv_dtype="float32",
+    block_tokens=64,
+    block_bytes=96,
+    layers=2,
+    hash_scheme="sha256/seed=0/16",
+    vllm_version="0.32.0",
+)
+KEY, PAYLOAD = bytes(range(32)), bytes(range(96))
+
+
+def whole_batch(data: bytes, folder: Path) -> Any:
+    batch = decode_batch(data)
+    found: list[Any] = []
+    for raw in batch.events:
+        try:
+            found.append(decode_event(raw))
+        except WireError:
+            continue
+    return batch.emitter, batch.dropped, found
+
+
+def encoded_batch(value: Any) -> bytes:
+    emitter, dropped, events = value
+    raw = [msgspec.Raw(encode(one)) for one in events]
+    return encode(EventBatch(v=1, emitter=emitter, dropped=dropped, events=raw))
+
+
+_engine = VirtualEngine()
+
+
+def call_engine(data: bytes, folder: Path) -> Any:
+    """Call an engine operation, which the first line names. The answer must be JSON."""
+    operation, _, payload = data.decode("utf-8", "surrogateescape").partition("\n")
+    return json.loads(_engine.service.call(operation, payload, _engine.now))
+
+
+def identify(data: bytes, folder: Path) -> Any:
+    """Identify a request by its session header and extra arguments, as the engine does."""
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        given = {}
+    given = given if isinstance(given, dict) else {}
+    xargs = given.get("vllm_xargs")
+    found = read_identity(given.get("session_id"), xargs if isinstance(xargs, dict) else None)
+    assert len(found.reason) < 1000
+    return found
+
+
+def follow_graph(data: bytes, folder: Path) -> Any:
+    event = decode_event(data)
+    graphs = GraphStore()
+    if isinstance(event, AegReport) and graphs.follow(event.graph_hash, event.graph, event.agent_type):
+        (known,) = graphs
+        for node in (START, END, *known.aeg.nodes):
+            known.following(node)
+
+
+def read_calls(text: str) -> Any:
+    calls = parse_tool_calls(text)
+    assert len(calls) <= MAX_CALLS
+    assert all(len(call.key) <= 300 for call in calls)
+    return calls
+
+
+def read_params(data: bytes, folder: Path) -> Any:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return parse_transfer_params(found if isinstance(found, dict) else None)
+
+
+def written(write: Callable[[Path], Any]) -> bytes:
+    """Return the bytes that ``write`` writes to a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / "example")
+        return (Path(folder) / "example").read_bytes()
+
+
+def write_example_block(path: Path) -> None:
+    partial = path.with_suffix(".partial")
+    write_block(
+        LocalFileSystem(), path, partial, KEY, IDENTITY.digest(), [memoryview(PAYLOAD)], parent=b"p" * 16
+    )
+
+
+def with_header_checksum(data: bytes) -> bytes:
+    """Return the bytes with a valid checksum in the header."""
+    if len(data) < HEADER_BYTES:
+        return data
+    checksum = struct.pack("<I", zlib.crc32(data[: HEADER_BYTES - 4]))
+    return data[: HEADER_BYTES - 4] + checksum + data[HEADER_BYTES:]
+
+
+def read_store_file(path: Path) -> Any:
+    found = bytearray(len(PAYLOAD))
+    read_block(LocalFileSystem(), path, KEY, IDENTITY.digest(), [memoryview(found)])
+    assert found == PAYLOAD, "a block with other bytes was taken for this one"
+    return bytes(found)
+
+
+def save_histories(path: Path) -> None:
+    engine = VirtualEngine("saga")
+    for turn in range(3):
+        engine.turn("a", prompt(40 + 20 * turn))
+        engine.send(ToolStart(program_id="a", seq=-1, call_id=f"c{turn}", tool="bash", tool_class="pytest"))
+        engine.wait(2.0)
+        engine.send(ToolStop(program_id="a", seq=-1, call_id=f"c{turn}", duration_s=2.0))
+    engine.send(ProgramEnd(program_id="a", seq=-1))
+    HistoryFile(str(path), 0.0).save(engine.program_scheduler.histories)
+
+
+def use_histories(path: Path) -> Any:
+    """Load a server's histories, and call the queries that policies use."""
+    histories = HistoryFile(str(path), 0.0).load()
+    histories.turns.mean_turns()
+    histories.turns.memoryfulness()
+    histories.tools.quantiles("bash:pytest", 4)
+    histories.output_lengths.sorted_lengths("coder", None, 1)
+    for part in (histories.tools, histories.turns, histories.workflows, histories.output_lengths):
+        json.dumps(part.snapshot(), allow_nan=False)
+
+
+def profile(text: str) -> EngineProfile:
+    found = EngineProfile.from_toml(text)
+    found.prefill.seconds(4096)
+    return found
+
+
+PROFILE = EngineProfile(
+    model="m",
+    hardware="h",
+    engine="vllm 0.32.0",
+    block_size=16,
+    prefill=PrefillCurve(0.01, 1e-5, 1e-10),
+    points=((1000, 0.02), (2000, 0.04)),
+    decode_points=((1000, 0.01),),
+    versions={"vllm": "0.32.0"},
+)
+OUTCOMES = OutcomeBatch(outcomes=[EventOutcome(outcome=Outcome.CLIPPED, reason="x", program_id="p", seq=3)])
+
+ENGINE_DECODERS: dict[str, Decoder] = {
+    "event batch": Decoder(
+        decode=whole_batch, encode=encoded_batch, examples=(encode(BATCH),), errors=(WireError,)
+    ),
+    "event": Decoder(
+        decode=lambda data, folder: decode_event(data),
+        encode=encode,
+        examples=tuple(map(encode, EVENTS)),
+        refused=(json_bytes({"type": "x" * 5000}),),
+        errors=(WireError,),
+    ),
+    "hint": Decoder(
+        decode=lambda data, folder: decode_context(data),
+        encode=encode,
+        examples=(encode(CONTEXT), b'{"program_id":"p"}'),
+        errors=(WireError,),
+    ),
+    "outcomes": Decoder(
+        decode=lambda data, folder: decode_outcomes(data),
+        encode=encode,
+        examples=(encode(OUTCOMES),),
+        refused=(json_bytes({"outcomes": [{"outcome": "x" * 5000}]}),),
+        errors=(WireError,),
+    ),
+    "engine call": Decoder(
+        decode=call_engine,
+        examples=(
+            b"event_batches\n[" + encode(BATCH) + b"]",
+            *(
+                f'{name}\n{{"limit": 3, "since": 0, "program_id": "p", "graph_hash": "h"}}'.encode()
+                for name in OPERATIONS
+            ),
+        ),
+        refused=(json_bytes(["x" * 5000]), b"event_batches\n{"),
+        errors=(WireError, UnknownOperation),
+    ),
+    "request identity": Decoder(
+        decode=identify, examples=(json_bytes({"session_id": "s", "vllm_xargs": XARGS}),)
+    ),
+    "execution graph": Decoder(
+        decode=follow_graph, examples=(encode(EVENTS[4]),), errors=(WireError, GraphError)
+    ),
+    "model output": Decoder(decode=of_text(read_calls), examples=OUTPUTS),
+    "peer frame head": Decoder(
+        decode=lambda data, folder: decode_head(data),
+        examples=tuple(frame[:HEAD_BYTES] for frame in FRAMES),
+        refused=(b"SJ\x01",),
+        errors=(PeerWireError,),
+    ),
+    "peer message": Decoder(
+        decode=lambda data, folder: decode(data),
+        encode=lambda message: encode_message(message)[HEAD_BYTES:],
+        examples=MESSAGES,
+        refused=(msgspec.msgpack.encode(["x" * 5000]),),
+        errors=(PeerWireError,),
+    ),
+    "peer address": Decoder(
+        decode=of_text(check_address),
+        examples=(b"tcp:10.0.0.7:8500", b"tcp:[::1]:1", b"unix:/run/a"),
+        refused=(b"nixl:x", b"[" * 5000 + b":x"),
+        errors=(ValueError, UnknownTransport),
+    ),
+    "KV transfer parameters": Decoder(
+        decode=read_params,
+        examples=tuple(map(json_bytes, PARAMS)),
+        refused=(
+            json_bytes(PARAMS[0] | {"decode_share": 10**400}),
+            json_bytes(PARAMS[1] | {"stored": "x" * 5000}),
+        ),
+        errors=(ValueError,),
+    ),
+    "block file": Decoder(
+        decode=in_file(read_store_file),
+        examples=(written(write_example_block),),
+        wrap=with_header_checksum,
+        errors=(BlockCorrupt,),
+    ),
+    "server history": Decoder(decode=in_file(use_histories), examples=(written(save_histories),)),
+    "preset": Decoder(
+        decode=in_file(read_preset, "input.toml"),
+        examples=tuple(
+            preset_text(name).encode() for name in ("continuum", "saga", "mori", "tetris", "sojourn")
+        ),
+        refused=(
+            b'retention = { policy = "subprocess:Popen", args = ["touch", "x"] }\nextends = "saga"\n',
+            b"name = " + b"[" * 5000,
+            b"x" * 5000 + b" = 1",
+        ),
+        errors=(PresetError,),
+    ),
+    "engine profile": Decoder(
+        decode=of_text(profile),
+        encode=lambda found: found.to_toml().encode("utf-8", "surrogateescape"),
+        examples=(PROFILE.to_toml().encode(),),
+        refused=(PROFILE.to_toml().replace("0.04", "nan").encode(), b"model = " + b"[" * 5000),
+        errors=(ValueError,),
+    ),
+}
