@@ -57,7 +57,7 @@ def gateway_specs() -> dict[str, MetricSpec]:
     """The gateway's metrics by their name on the ``/metrics`` page."""
     found = {}
     metrics = GatewayMetrics()
-    for family in (*metrics.registry.collect(), *metrics.replica_registry.collect()):
+    for family in metrics.registry.collect():
         kind = MetricKind(family.type)
         name = family.name + ("_total" if kind is MetricKind.COUNTER else "")
         found[name] = MetricSpec(name=name, kind=kind, help=family.documentation)

@@ -1,4 +1,4 @@
-"""Two real engines on Ray, twenty programs: an engine and the coordinator are killed, and nobody fails."""
+"""Two real engines on Ray, twenty programs: an engine is killed, and nobody fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -27,11 +26,10 @@ from ray_gateway import RayGateway, started
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ENGINE_AFTER, COORDINATOR_AFTER = 40, 60
-"""Answers after which each is killed."""
+ENGINE_AFTER = 40
+"""Answers after which an engine is killed."""
 START_S = 400.0
 """What engines may take to be there, on a machine that has much else to do; else a minute or less."""
-COORDINATOR = "ray::CoordinatorActor"
 ENGINES: dict[str, Any] = {
     "min": 2,
     "num_cpus": 0.1,
@@ -44,16 +42,6 @@ ENGINES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Alive:
-    """Who there is: what a kill changes."""
-
-    instances: dict[str, str]
-    """Of engines that are up, by replica."""
-    coordinator: int
-    """Its process; 0: there is none."""
-
-
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[RayGateway]:
     pytest.importorskip("vllm")
@@ -62,7 +50,8 @@ def gateway() -> Iterator[RayGateway]:
         yield made
 
 
-def alive(gateway: RayGateway) -> Alive:
+def alive(gateway: RayGateway) -> dict[str, str]:
+    """Instances of engines that are up, by replica."""
     try:
         answer = httpx.get(
             f"{gateway.url}/sojourn/v1/replicas",
@@ -71,11 +60,10 @@ def alive(gateway: RayGateway) -> Alive:
         states = answer.json()["replicas"]
     except httpx.HTTPError:
         states = []
-    up = {state["replica"]: state["instance"] for state in states if state["health"] == "up"}
-    return Alive(up, next(iter(gateway.pids(COORDINATOR)), 0))
+    return {state["replica"]: state["instance"] for state in states if state["health"] == "up"}
 
 
-def when(gateway: RayGateway, holds: Callable[[Alive], bool]) -> Alive:
+def when(gateway: RayGateway, holds: Callable[[dict[str, str]], bool]) -> dict[str, str]:
     """Looks until it holds."""
     end = time.monotonic() + START_S
     while not holds(now := alive(gateway)):
@@ -84,13 +72,11 @@ def when(gateway: RayGateway, holds: Callable[[Alive], bool]) -> Alive:
     return now
 
 
-def harmed(before: Alive, after: Alive, run: Run) -> set[str]:
+def harmed(before: dict[str, str], after: dict[str, str], run: Run) -> set[str]:
     """What there is to show that something was killed while the programs ran."""
     seen = set()
-    if before.instances.items() - after.instances.items():
+    if before.items() - after.items():
         seen.add("engine")
-    if after.coordinator != before.coordinator:
-        seen.add("coordinator")
     if run.broken:
         seen.add("streams")
     return seen
@@ -99,17 +85,17 @@ def harmed(before: Alive, after: Alive, run: Run) -> set[str]:
 def test_nothing_is_lost_where_nothing_is_killed(gateway: RayGateway) -> None:
     """What the next test takes for the signs of a kill is not there without one."""
     run = Run(prefix="quiet", first_token=3000)
-    before = when(gateway, lambda now: len(now.instances) == 2 and now.coordinator != 0)
+    before = when(gateway, lambda now: len(now) == 2)
     asyncio.run(play(gateway.url, run, turns=range(2)))
     assert run.failed == run.silent == []
     assert run.over
     assert harmed(before, alive(gateway), run) == set()
 
 
-def test_a_killed_engine_and_a_killed_coordinator_fail_nobody(gateway: RayGateway) -> None:
+def test_a_killed_engine_fails_nobody(gateway: RayGateway) -> None:
     run = Run(prefix=f"{time.monotonic_ns()}-")  # tried again, these are programs without a home
-    before = when(gateway, lambda now: len(now.instances) == 2 and now.coordinator != 0)
-    dead, other = sorted(before.instances)
+    before = when(gateway, lambda now: len(now) == 2)
+    dead, other = sorted(before)
     group = os.getpgid(gateway.listens_at(int(dead.rpartition(":")[2])))
     assert group != os.getpgid(0)
 
@@ -117,8 +103,6 @@ def test_a_killed_engine_and_a_killed_coordinator_fail_nobody(gateway: RayGatewa
         await answered(run, ENGINE_AFTER)
         await streams_from(run, dead)
         os.killpg(group, signal.SIGKILL)
-        await answered(run, COORDINATOR_AFTER)
-        os.kill(before.coordinator, signal.SIGKILL)
 
     asyncio.run(play(gateway.url, run, harm))
     log = gateway.log.read_text()[-3000:]
@@ -132,9 +116,9 @@ def test_a_killed_engine_and_a_killed_coordinator_fail_nobody(gateway: RayGatewa
     assert share_that_found(run, other) >= 0.9, "their KV was there"
 
     # A new engine takes the place of the dead one. Who stayed has no reason to go there.
-    after = when(gateway, lambda now: len(now.instances) == 2 and now.coordinator != 0)
-    assert harmed(before, after, run) == {"engine", "coordinator", "streams"}
-    assert after.instances[other] == before.instances[other]
+    after = when(gateway, lambda now: len(now) == 2)
+    assert harmed(before, after, run) == {"engine", "streams"}
+    assert after[other] == before[other]
     run.finished = 0
     asyncio.run(play(gateway.url, run, turns=range(TURNS, TURNS + 1)))
     assert run.failed == run.silent == []

@@ -110,10 +110,10 @@ async def world(
 
 
 @asynccontextmanager
-async def served(gateway: Gateway, app: Starlette) -> AsyncIterator[World]:
-    """Run a gateway that listens on a port."""
+async def served(gateway: Gateway, app: Starlette, port: int = 0) -> AsyncIterator[World]:
+    """Run a gateway that listens on a port; 0: any free one."""
     bound = socket.socket(proto=socket.IPPROTO_TCP)
-    bound.bind(("127.0.0.1", 0))
+    bound.bind(("127.0.0.1", port))
     server = uvicorn.Server(
         uvicorn.Config(
             app,

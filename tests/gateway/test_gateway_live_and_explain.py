@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import pytest
 from fake_engine import FakeEngine, running
 from gateway_harness import World, until, world
 from sojourn.wire_events import ProgramEnd, ProgramStart
@@ -192,19 +190,10 @@ async def test_a_live_frame_says_why_an_engine_gets_no_requests() -> None:
 
 
 async def test_a_live_frame_counts_the_engines_that_ray_has_not_started() -> None:
-    pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.ray.deployments import RayEngineMonitor
-    from sojourn_server.gateway.ray.ray_config import EngineGroup, EnginesConfig
-
-    backend: Any = SimpleNamespace(places={})
-    groups = [
-        EngineGroup("Prefill", "prefill", EnginesConfig(min=1)),
-        EngineGroup("Decode", "decode", EnginesConfig(min=2)),
-    ]
     fake = VirtualFakeEngine()
     async with gateway(fake) as it:
         await until(lambda: len(it.gateway.replicas) == 1)
-        it.gateway.monitor = RayEngineMonitor(backend, lambda: it.http, None, groups)
+        it.gateway.monitor.watch({fake.url: None}, ["Prefill", "Decode", "Decode"])
         rows = {row.engine: row.error for row in (await frame(it, "root")).engines}
         assert rows == {fake.name: None, "Prefill": "does not answer", "Decode": "2 do not answer"}
 

@@ -29,12 +29,7 @@ _NAME = re.compile(r"sojourn_gateway_[a-z_]+[a-z]")
 def exposed() -> set[str]:
     """Names of the series, as a query writes them."""
     metrics = GatewayMetrics()
-    return {
-        sample
-        for registry in (metrics.registry, metrics.replica_registry)
-        for family in registry.collect()
-        for sample in _series(family.name, family.type)
-    }
+    return {sample for family in metrics.registry.collect() for sample in _series(family.name, family.type)}
 
 
 def _series(name: str, kind: str) -> list[str]:
@@ -108,7 +103,7 @@ def test_the_spread_of_loads_is_that_of_replicas_that_share_the_work() -> None:
     def spread(*states: ReplicaStatus) -> float | None:
         metrics = GatewayMetrics()
         metrics.exposition(states, {})
-        return metrics.replica_registry.get_sample_value("sojourn_gateway_load_spread")
+        return metrics.registry.get_sample_value("sojourn_gateway_load_spread")
 
     assert spread() == 0.0
     assert spread(_replica("a", "up", 0.8), _replica("b", "draining", 0.0)) == 0.0
@@ -116,20 +111,6 @@ def test_the_spread_of_loads_is_that_of_replicas_that_share_the_work() -> None:
     prefill, decode = _pair_engine("p", "prefill", 0.1), _pair_engine("d", "decode", 0.8)
     assert spread(prefill, decode) == 0.0
     assert spread(prefill, decode, _pair_engine("e", "decode", 0.3)) == pytest.approx(0.5)
-
-
-def test_gateways_at_one_address_tell_there_what_they_all_know() -> None:
-    metrics = GatewayMetrics(["home"], shares_address=True)
-    metrics.sent("home", 0.1)
-    shared = metrics.exposition([_replica("a", "up", 0.8)], {}, missing=2).decode()
-    assert 'sojourn_gateway_replicas{health="missing"} 2.0' in shared
-    assert 'sojourn_gateway_replica_load{replica="a"} 0.8' in shared
-    for name in ("requests_total", "wait_seconds", "waiting"):
-        assert f"sojourn_gateway_{name}" not in shared
-    own = metrics.own_exposition().decode()
-    assert 'sojourn_gateway_requests_total{reason="home"} 1.0' in own
-    assert "sojourn_gateway_waiting 0.0" in own
-    assert "sojourn_gateway_replica" not in own
 
 
 def _preset(question: str, name: str) -> str:

@@ -1,4 +1,5 @@
-"""The command on Ray, without a cluster: what it says while engines start, how long it waits at its end."""
+"""The application on Ray Serve, without a cluster: progress, its end, and what gateways read of the
+directory."""
 
 from __future__ import annotations
 
@@ -8,28 +9,32 @@ import inspect
 import re
 import threading
 from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
-import httpx
 import pytest
-from gateway_harness import no_more_files, until
-from sojourn_server.gateway.http.engine_client import open_session
-from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
+from sojourn_server.gateway.http.replica_addresses import rank_addresses
+from sojourn_server.gateway.ray.ray_config import RayConfig, parse_config
+from sojourn_server.routing.routing_events import PairRole, ReplicaRegistered
+
+pytest.importorskip("ray.serve")
+
+from sojourn_server.gateway.ray import deployments, fleet_directory, ray_application
+from sojourn_server.gateway.ray.fleet_directory import SILENT_S, Announcement, FleetDirectory
 from sojourn_server.gateway.ray.ray_application import (
     REPEAT_INTERVAL_S,
     RunningReplicas,
     StartupProgress,
     report_progress,
-    summarize_error,
 )
-from sojourn_server.gateway.ray.ray_config import RayConfig, parse_config
-from sojourn_server.routing.routing_events import ProbeReplica
 
 DEADLINE_S = 60.0
 
 
 def config(**engines: Any) -> RayConfig:
     return parse_config({"model": "tiny", "engines": engines}, source="f.yaml")
+
+
+# -- starting and stopping ------------------------------------------------------------------
 
 
 def test_each_change_is_reported_once_and_repeated_after_a_while() -> None:
@@ -41,43 +46,21 @@ def test_each_change_is_reported_once_and_repeated_after_a_while() -> None:
         lines.line(RunningReplicas(0, 2), 104.0 + REPEAT_INTERVAL_S)
         == "0 of 2 engines and 2 of 2 gateways are up after 19 s"
     )
-    assert lines.line(RunningReplicas(0, 2), 105.0 + REPEAT_INTERVAL_S) is None
-    assert (
-        lines.line(RunningReplicas(1, 2), 106.0 + REPEAT_INTERVAL_S)
-        == "1 of 2 engines and 2 of 2 gateways are up after 21 s"
-    )
-
-
-def test_the_first_line_comes_even_if_nothing_changes() -> None:
-    lines = StartupProgress(1, 2, began_s=0.0)
-    assert (
-        lines.line(RunningReplicas(0, 0), REPEAT_INTERVAL_S)
-        == "0 of 1 engines and 0 of 2 gateways are up after 15 s"
-    )
-
-
-def test_an_engine_that_does_not_start_is_reported_in_one_line() -> None:
     trouble = (
         "A replica failed to start with exception. Retrying 2 more time(s). Error:\n"
         "Traceback (most recent call last):\n  many lines\n"
-        "EngineFailed: the engine ended with code 1 while starting:\nValueError: no such model\n\n"
+        f"EngineFailed: the engine ended with code 1 while starting:\nValueError: {'x' * 10_000}\n\n"
     )
-    line = StartupProgress(1, 2, began_s=0.0).line(RunningReplicas(0, 2, trouble), 3.0)
-    assert line == (
-        "0 of 1 engines and 2 of 2 gateways are up after 3 s; A replica failed to start with exception. "
-        "Retrying 2 more time(s). ValueError: no such model"
+    line = lines.line(RunningReplicas(1, 2, trouble), 130.0)
+    assert line is not None
+    assert line.startswith(
+        "1 of 2 engines and 2 of 2 gateways are up after 30 s; A replica failed to start with exception. "
+        "Retrying 2 more time(s). ValueError: xxx"
     )
+    assert len(line) < 500
 
 
-@pytest.mark.parametrize(
-    "trouble", ["x" * 10_000, "x" * 10_000 + "\n" + "y" * 10_000, "one", "Error:\n", "a\n", "\n"]
-)
-def test_an_error_summary_is_one_short_line(trouble: str) -> None:
-    assert "\n" not in summarize_error(trouble)
-    assert len(summarize_error(trouble)) < 500
-
-
-def test_a_cluster_that_does_not_answer_any_more_hides_nothing() -> None:
+def test_lines_come_beside_what_waits_and_tell_that_ray_does_not_answer() -> None:
     said: list[str] = []
     came = threading.Event()
     answers = [RunningReplicas(1, 2)]
@@ -101,27 +84,6 @@ def test_a_cluster_that_does_not_answer_any_more_hides_nothing() -> None:
         "1 of 2 engines and 2 of 2 gateways are up after 1 s",
         "1 of 2 engines and 2 of 2 gateways are up after 16 s; Ray does not answer",
     ]
-
-
-def test_lines_come_beside_what_waits_and_end_with_it() -> None:
-    said: list[str] = []
-    came = threading.Event()
-    looks = 0
-
-    def look() -> RunningReplicas:
-        nonlocal looks
-        looks += 1
-        if looks < 3:
-            raise RuntimeError("the controller is not there yet")
-        return RunningReplicas(looks, 2)
-
-    def say(text: str) -> None:
-        said.append(text)
-        came.set()
-
-    with report_progress(StartupProgress(9, 2, 0.0), look, say, clock=lambda: 5.0, poll_s=0.001):
-        assert came.wait(DEADLINE_S)
-    assert said[0] == "3 of 9 engines and 2 of 2 gateways are up after 5 s"
     assert not any(thread.name == "start-progress" for thread in threading.enumerate())
 
 
@@ -140,58 +102,29 @@ class FakeServe:
 
 
 @pytest.fixture
-def on_ray(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``serving``, over a Ray that is not there; a minute goes by whenever somebody looks at the clock."""
-    pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.ray import ray_application
-
-    class FakeRay:
-        calls: ClassVar[list[str]] = []
-
-        @staticmethod
-        def get_actor(name: str, namespace: str) -> None:
-            raise ValueError(name)
-
-        @staticmethod
-        def kill(actor: None) -> None:
-            raise AssertionError("there is none")
-
-        @classmethod
-        def shutdown(cls) -> None:
-            cls.calls.append("shutdown")
-
-    class FakeTime:
-        now = 0.0
-
-        @classmethod
-        def monotonic(cls) -> float:
-            cls.now += 60.0
-            return cls.now
-
-    monkeypatch.setattr(ray_application, "ray", FakeRay)
-    monkeypatch.setattr(ray_application, "time", FakeTime)
-    return ray_application
+def shutdowns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of Ray, which is not there; a minute goes by at each look at the clock."""
+    calls: list[str] = []
+    minutes = iter(range(10**6))
+    monkeypatch.setattr(ray_application, "ray", SimpleNamespace(shutdown=lambda: calls.append("shutdown")))
+    monkeypatch.setattr(ray_application, "time", SimpleNamespace(monotonic=lambda: 60.0 * next(minutes)))
+    return calls
 
 
-def test_engines_get_their_time_to_be_left_by_all(on_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeServe(ends_after=4)
-    monkeypatch.setattr(on_ray, "serve", fake)
-    on_ray.stop_application(config(drain_s=600))
-    assert fake.calls == ["delete sojourn"] * 4
-    assert on_ray.ray.calls == ["shutdown"]
-
-
-def test_it_does_not_wait_for_ever(on_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeServe(ends_after=1_000)
-    monkeypatch.setattr(on_ray, "serve", fake)
-    on_ray.stop_application(config(drain_s=120))
-    assert 2 <= fake.calls.count("delete sojourn") <= 4
-    assert on_ray.ray.calls == ["shutdown"]
+@pytest.mark.parametrize(("drain_s", "ends_after", "calls"), [(600, 4, {4}), (120, 1000, {2, 3, 4})])
+def test_engines_get_their_time_to_be_left_by_all_and_no_more(
+    shutdowns: list[str], monkeypatch: pytest.MonkeyPatch, drain_s: int, ends_after: int, calls: set[int]
+) -> None:
+    fake = FakeServe(ends_after)
+    monkeypatch.setattr(ray_application, "serve", fake)
+    ray_application.stop_application(config(drain_s=drain_s))
+    assert len(fake.calls) in calls
+    assert shutdowns == ["shutdown"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the cluster has 1 CPUs"), KeyboardInterrupt()])
 def test_what_was_not_begun_is_not_taken_off(
-    on_ray: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    shutdowns: list[str], monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """On a cluster that runs, somebody else may have an application of this name."""
 
@@ -199,20 +132,19 @@ def test_what_was_not_begun_is_not_taken_off(
         raise error
 
     fake = FakeServe(ends_after=1)
-    monkeypatch.setattr(on_ray, "serve", fake)
-    monkeypatch.setattr(on_ray, "connect", connect)
-    monkeypatch.setattr(on_ray, "_handle_signals", lambda handler: None)
+    monkeypatch.setattr(ray_application, "serve", fake)
+    monkeypatch.setattr(ray_application, "connect", connect)
+    monkeypatch.setattr(ray_application, "_handle_signals", lambda handler: None)
     said: list[str] = []
     with contextlib.suppress(RuntimeError):
-        on_ray.serve_until_stopped(config(), said.append)
+        ray_application.serve_until_stopped(config(), said.append)
     assert fake.calls == []
-    assert on_ray.ray.calls == ["shutdown"]
+    assert shutdowns == ["shutdown"]
     assert said == ([] if isinstance(error, RuntimeError) else ["stopped while engines were starting"])
 
 
 def test_running_replicas_are_those_that_serve_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     schema: Any = pytest.importorskip("ray.serve.schema")
-    from sojourn_server.gateway.ray import ray_application
 
     def deployment(message: str, **states: int) -> Any:
         trigger = schema.DeploymentStatusTrigger.UNSPECIFIED
@@ -228,10 +160,6 @@ def test_running_replicas_are_those_that_serve_reports(monkeypatch: pytest.Monke
     slow = "1 replicas have taken more than 30s to initialize.\nThis may be caused by a slow __init__ or so."
     now = status(Engine=deployment(slow, STARTING=1, RUNNING=1), Gateway=deployment("", RUNNING=2))
     assert ray_application.running_replicas(config(min=2)) == RunningReplicas(1, 2)
-    now = status(Engine=deployment("A replica failed to start", STARTING=2), Gateway=deployment(""))
-    assert ray_application.running_replicas(config(min=2)) == RunningReplicas(
-        0, 0, "A replica failed to start"
-    )
     # A cluster of our own neither grows nor installs anything: what is reserved is what matters.
     waits = "Deployment 'Engine' has 1 replicas that wait. "
     hint = f"{waits}{ray_application.CLUSTER_SCALING_HINT}Resources required: 9 CPUs."
@@ -242,22 +170,15 @@ def test_running_replicas_are_those_that_serve_reports(monkeypatch: pytest.Monke
 
 
 def test_serve_still_writes_the_text_that_is_removed() -> None:
-    pytest.importorskip("ray.serve")
     from ray.serve._private import deployment_state
-    from sojourn_server.gateway.ray import ray_application
 
     source = re.sub(r'"\s+f?"', "", inspect.getsource(deployment_state))
     assert ray_application.CLUSTER_SCALING_HINT in source
 
 
 def test_a_failed_start_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.ray import ray_application
-
     def run(*_: Any, **__: Any) -> None:
-        raise RuntimeError(
-            "Deploying application sojourn failed: Failed to update the deployments ['Engine']."
-        )
+        raise RuntimeError("Deploying application sojourn failed: Failed to update ['Engine'].")
 
     trouble = "A replica failed to start with exception. Error:\nTraceback\nValueError: no such model\n"
     monkeypatch.setattr(ray_application, "serve", SimpleNamespace(start=lambda **_: None, run=run))
@@ -266,108 +187,105 @@ def test_a_failed_start_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RuntimeError) as raised:
         ray_application.deploy_application(config())
     assert str(raised.value).endswith(
-        "the deployments ['Engine']. A replica failed to start with exception. ValueError: no such model"
+        "['Engine']. A replica failed to start with exception. ValueError: no such model"
     )
     assert "\n" not in str(raised.value)
 
 
-def test_both_ports_are_announced() -> None:
-    pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.ray import ray_application
+# -- engines and gateways ---------------------------------------------------------------------
 
+
+def test_the_directory_lists_those_that_announced_themselves_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(fleet_directory, "time", SimpleNamespace(monotonic=lambda: now_s))
+    it = FleetDirectory(on_loopback=False)
+    old, new = Announcement("http://a:1", "Engine"), Announcement("http://b:1", "Engine")
+    assert it.announce(old) == [old]
+    now_s = SILENT_S / 2
+    leaving = new._replace(is_draining=True)
+    assert it.announce(new) == [old, new]
+    assert it.announce(leaving) == [old, leaving]
+    now_s = SILENT_S
+    assert it.announce(leaving) == [leaving]
+
+
+async def test_a_gateway_follows_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "model": "m",
+        "prefill": {},
+        "decode": {"min": 2},
+        "pairs": {"store": "/kv", "read_side": "split"},
+    }
+    pairs = parse_config(given, source="f.yaml")
+    gateway, _ = deployments.build_ray_gateway(pairs, "http://g:1")
+    assert gateway.options.read_side == "split"
+    assert gateway.monitor is not None
+    rounds = 0
+
+    async def announce(one: Announcement) -> list[Announcement]:
+        nonlocal rounds
+        rounds += 1
+        assert one == Announcement("http://g:1", "Gateway")
+        if rounds == 1:
+            raise RuntimeError("the directory is being replaced")
+        return [one, Announcement("http://d:1", "Decode"), Announcement("http://p:1", "Prefill")]
+
+    watched: list[Any] = []
+    monkeypatch.setattr(deployments, "announce", announce)
+    monkeypatch.setattr(deployments, "ANNOUNCE_S", 0.001)
+    monkeypatch.setattr(gateway.monitor, "watch", lambda *told: watched.append(told))
+    following = asyncio.ensure_future(deployments.follow_directory(gateway, pairs, "http://g:1"))
+    while not watched:
+        await asyncio.sleep(0.001)
+    following.cancel()
+    roles = {"http://d:1": PairRole.DECODE, "http://p:1": PairRole.PREFILL}
+    assert watched[0] == (roles, ["Decode"]), "one decode engine of two is absent"
+
+
+async def test_an_engine_that_is_about_to_stop_gets_no_new_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, _ = deployments.build_ray_gateway(config(), "http://g:1")
+    [address] = rank_addresses("http://a:1", 1)
+    gateway.replicas.add(address)
+    gateway.routing_backend.tell(ReplicaRegistered(address.replica_id, "1", 1000))
+
+    async def announce(one: Announcement) -> list[Announcement]:
+        return [Announcement("http://a:1", "Engine", is_draining=True)]
+
+    monkeypatch.setattr(deployments, "announce", announce)
+    following = asyncio.ensure_future(deployments.follow_directory(gateway, config(), "http://g:1"))
+    while [one.health for one in await gateway.routing_backend.replicas()] != ["draining"]:
+        await asyncio.sleep(0.001)
+    following.cancel()
+
+
+@pytest.mark.parametrize(
+    ("reported", "wanted"),
+    [
+        ({}, 5),
+        ({"a": 0.0}, 1),
+        ({"a": 1.0, "b": 1.0}, 2),
+        ({"a": 1.19, "b": 1.19}, 3),
+        ({"a": 0.3, "b": 0.3}, 1),
+    ],
+)
+def test_there_are_as_many_engines_as_carry_the_load_at_the_target_use(
+    reported: dict[str, float], wanted: int
+) -> None:
+    metrics = {deployments.ENGINES_METRIC: reported} if reported else None
+    context: Any = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=5)
+    assert deployments.autoscaling_policy(context) == (wanted, {})
+
+
+def test_each_gateway_of_a_node_takes_the_next_port() -> None:
+    with deployments.own_socket("127.0.0.1", None) as first:
+        port = first.getsockname()[1]
+        with deployments.own_socket("127.0.0.1", port) as second:
+            assert port < second.getsockname()[1]
+
+
+def test_both_ports_are_announced() -> None:
     assert ray_application.listen_addresses(config()) == "http://127.0.0.1:8100 answers"
     direct = parse_config({"model": "tiny", "direct_port": 8101}, source="f.yaml")
     assert ray_application.listen_addresses(direct) == (
         "http://127.0.0.1:8100 answers, and http://127.0.0.1:8101 without Serve's proxy"
     )
-
-
-def test_an_engine_that_ray_should_run_and_nobody_knows_is_missing() -> None:
-    pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.http.engine_descriptions import EngineDescription
-    from sojourn_server.gateway.ray.coordinator_messages import ReplicaInfo
-    from sojourn_server.gateway.ray.deployments import build_gateway
-
-    gateway, routing_backend, _ = build_gateway(config(min=2))
-    assert gateway.monitor is not None
-    assert gateway.monitor.missing() == ["Engine", "Engine"]
-    described = EngineDescription(2, "1", 10_000, 0, 0, 0, False, True)
-    ranks = [ReplicaInfo(f"a:1/{n}", "http://a:1", n, described, "up", True, True) for n in range(2)]
-    routing_backend.places.update(ranks, 1)
-    assert gateway.monitor.missing() == ["Engine"]
-
-
-async def test_a_gateway_of_pairs_says_which_engine_reads_stored_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.ray import deployments
-    from sojourn_server.gateway.ray.coordinator_messages import CoordinatorUnavailable
-
-    class NoCoordinator:
-        def __init__(self, config: RayConfig) -> None:
-            pass
-
-        async def state(self) -> NoReturn:
-            raise CoordinatorUnavailable
-
-    monkeypatch.setattr(deployments, "CoordinatorActorClient", NoCoordinator)
-    given = {"model": "m", "prefill": {}, "decode": {}, "pairs": {"store": "/kv", "read_side": "split"}}
-    for document, shown in ((given, "split"), ({"model": "tiny"}, None)):
-        _, _, app = deployments.build_gateway(parse_config(document, source="f.yaml"))
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=app), base_url="http://gateway"
-        ) as client:
-            answer = await client.get("/sojourn/v1/replicas")
-        assert answer.json().get("read_side") == shown
-
-
-async def test_a_probe_that_fails_in_the_gateway_itself_is_no_vote() -> None:
-    pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.http.engine_descriptions import EngineDescription
-    from sojourn_server.gateway.ray.coordinator_messages import ReplicaInfo
-    from sojourn_server.gateway.ray.deployments import RayEngineMonitor
-
-    described = EngineDescription(1, "1", 10_000, 0, 0, 0, False, True)
-    votes: list[tuple[str, str, bool]] = []
-    backend: Any = SimpleNamespace(
-        places={"a": ReplicaInfo("a", "http://127.0.0.1:1", None, described, "up", True, True)},
-        probed=lambda *vote: votes.append(vote),
-    )
-    session = open_session()
-    monitor = RayEngineMonitor(backend, lambda: session, None)
-    with no_more_files():
-        await monitor._probe(ProbeReplica("a", "1"))
-    assert votes == []
-    await monitor._probe(ProbeReplica("a", "1"))
-    assert votes == [("a", "1", False)], "the connection was refused"
-    await session.close()
-
-
-async def test_each_gateway_of_a_node_tells_what_it_counts_at_a_port_of_its_own(caplog: Any) -> None:
-    pytest.importorskip("ray.serve")
-    from sojourn_server.gateway.ray import deployments
-
-    caplog.set_level("INFO")
-    with deployments.bound_socket("127.0.0.1", 0) as direct:
-        taken = direct.getsockname()[1]
-        direct.listen()
-        told = parse_config({"model": "tiny", "metrics_port": taken}, source="f.yaml")
-        serving = []
-        for number in (1, 2):
-            metrics = GatewayMetrics(["home"], shares_address=True)
-            for _ in range(number):
-                metrics.sent("home", 0.1)
-            serving.append(asyncio.ensure_future(deployments.serve_metrics(metrics, told)))
-
-        def ports() -> list[int]:
-            return [int(one) for one in re.findall(r"metrics of this gateway are at port (\d+)", caplog.text)]
-
-        await until(lambda: len(ports()) == 2)
-        first, second = ports()
-        assert taken < first < second
-        async with httpx.AsyncClient() as http:
-            for number, port in enumerate((first, second), 1):
-                page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
-                assert f'sojourn_gateway_requests_total{{reason="home"}} {number}.0' in page
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)

@@ -52,7 +52,6 @@ class RayGateway:
             "model": "tiny",
             "port": self.served,
             "direct_port": self.direct,
-            "checkpoint": str(home / "checkpoint"),
             "keys": {"admin": "ADMIN"},
             "engines": {"log_dir": str(home / "e"), **engines},
         }

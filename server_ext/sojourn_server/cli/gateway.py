@@ -20,6 +20,7 @@ from .console import CliError, check_free_port, is_given, print_line, print_note
 if TYPE_CHECKING:
     from sojourn_server.gateway.http.engine_routes import GatewayApplication
     from sojourn_server.gateway.http.gateway_app import Gateway
+    from sojourn_server.gateway.http.peers import Peers
     from sojourn_server.gateway.http.tenant_keys import TenantKeys
     from sojourn_server.gateway.ray.ray_config import RayConfig
     from sojourn_server.policies.cluster_preset import ClusterPreset
@@ -110,6 +111,16 @@ def gateway(
         1800.0, min=1.0, help="Seconds until a program that sends nothing is forgotten"
     ),
     state: Path | None = typer.Option(None, help="File that keeps program affinities across a restart"),
+    peers: list[str] = typer.Option(
+        [],
+        help="Addresses of all gateways that serve the same engines, or of the others, separated by commas "
+        "or repeated. Each program belongs to one of them, which the others pass its requests on to",
+    ),
+    own_url: str | None = typer.Option(
+        None,
+        help="With --peers: the address by which the others name this gateway. Default: http://HOST:PORT of "
+        "--host and --port",
+    ),
     log_level: str = typer.Option("info", help="debug, info, warning or error"),
     ray: Path | None = typer.Option(
         None,
@@ -135,6 +146,7 @@ def gateway(
         both = in_pairs and twice[0] in urls["prefill"] and twice[0] in urls["decode"]
         how = "with --prefill and with --decode" if both else "twice"
         raise CliError(f"{', '.join(twice)} is given {how}", "name each engine once")
+    others = _peers(peers, own_url, host, port)
     for name, key in (("--api-key", api_key), ("--engine-key", engine_key), ("--admin-key", admin_key)):
         if key is not None and not key.strip():
             raise CliError(f"{name} is empty", "leave it out, or give a key")
@@ -182,7 +194,7 @@ def gateway(
             high_tokens_ratio=high_tokens_ratio,
         )
         made, app = build_prefill_decode_gateway(
-            urls["prefill"], urls["decode"], known, options, rules=rules, limits=limits
+            urls["prefill"], urls["decode"], known, options, rules=rules, limits=limits, peers=others
         )
         served = f"pairs: {len(urls['prefill'])} prefill, {len(urls['decode'])} decode"
     else:
@@ -190,7 +202,7 @@ def gateway(
 
         if state is not None:
             _check_state(state)
-        made, app = build_gateway(every, preset, known, options, limits=limits, state=state)
+        made, app = build_gateway(every, preset, known, options, limits=limits, state=state, peers=others)
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     check_free_port(host, port, "choose another --port")
     url = local_url(host, port)
@@ -247,6 +259,29 @@ def _urls(role: str, texts: list[str], example: str) -> list[str]:
     if not urls:
         raise CliError(f"no {'engines' if role == 'engines' else f'{role} engines'} were named", example)
     return urls
+
+
+def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers | None:
+    """Return the other gateways; ``None``: none are named."""
+    from sojourn_server.gateway.http.peers import Peers
+    from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
+
+    example = (
+        "sojourn gateway --engines ... --peers http://HOST:PORT,http://HOST:PORT --own-url http://HOST:PORT"
+    )
+    if not texts:
+        if own_url is not None:
+            raise CliError("--own-url is given without --peers", example)
+        return None
+    if own_url is None and (port == 0 or host in ("0.0.0.0", "::")):
+        raise CliError("--peers needs the address by which the others name this gateway", example)
+    try:
+        own = parse_engine_url(own_url or local_url(host, port))
+        return Peers(
+            own, [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
+        )
+    except InvalidReplicaAddress as error:
+        raise CliError(str(error).replace("an engine's address", "a gateway's address"), example) from None
 
 
 def _serve(gateway: Gateway, app: GatewayApplication, host: str, port: int, log_level: str) -> None:

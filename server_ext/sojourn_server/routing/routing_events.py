@@ -233,8 +233,7 @@ class SendRequest(RoutingAction, frozen=True, tag="Send"):
     request_id: str
     replica_id: str
     reason: str
-    """Why this replica was chosen: a value of ``routing_reasons``. For a request that a gateway sent without
-    asking the core, it is ``sent_by_gateway``, ``home`` or ``coordinator_away``."""
+    """Why this replica was chosen: a value of ``routing_reasons``."""
     moved_from: str | None = None
     """The program's former home, if the program moves with this request; ``None``: the program does not
     move."""
@@ -333,9 +332,7 @@ HOME_LEFT_REASONS = ("drain", "failed")
 """Why a program had to leave its home. ``drain``: the home drains. ``failed``: the request failed there."""
 
 REJECTION_CODES = (
-    "bad_request",
     "context_too_long",
-    "coordinator_away",
     "duplicate_request",
     "gateway_failed",
     "no_room",

@@ -1,9 +1,5 @@
-"""``python pairs_on_cluster.py CONFIG PAIRS up|down`` starts or ends a second application on the cluster, of
-pairs.
-
-``CONFIG`` is the config file of the first application, which already runs. ``PAIRS`` is the config file of
-the second one. Its address behind Serve's proxy is ``/pairs``, which is not used.
-"""
+"""``python pairs_on_cluster.py CONFIG PAIRS up|down`` starts or ends an application of pairs on a cluster that
+runs another application. ``CONFIG``: that one's file, not read. ``PAIRS``: the file of the pairs."""
 
 from __future__ import annotations
 
@@ -19,15 +15,13 @@ def main(_first: str, path: str, what: str) -> None:
     set_ray_environment(config)
     import ray
     from ray import serve
-    from sojourn_server.gateway.ray.coordinator_settings import ACTOR_NAME
     from sojourn_server.gateway.ray.deployments import application
 
-    ray.init(address="auto", namespace=config.namespace, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     if what == "up":
         serve.run(application(config), name=config.name, route_prefix="/pairs")
     else:
         serve.delete(config.name)
-        ray.kill(ray.get_actor(ACTOR_NAME, namespace=config.namespace))
     print(what, flush=True)
     ray.shutdown()
 

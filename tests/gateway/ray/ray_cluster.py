@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +15,9 @@ from gateway_harness import until
 from ray_gateway import DEADLINE_S, RayGateway, free_port
 
 HERE = Path(__file__).parent
+GATEWAYS = "ServeReplica:sojourn:Gateway"
+MOST_PORTS = 20
+"""Ports that are tried for the gateways' own addresses."""
 
 
 class Cluster(RayGateway):
@@ -23,19 +25,16 @@ class Cluster(RayGateway):
 
     def __init__(self, home: Path) -> None:
         fake = [sys.executable, str(HERE.parent / "fake_engine_process.py"), "{host}", "{port}"]
-        engines = {"min": 2, "max": 3, "shrink_after_s": 5, "num_cpus": 0.1, "drain_s": 5, "command": fake}
+        engines = {"min": 2, "max": 3, "shrink_after_s": 3, "num_cpus": 0.1, "drain_s": 5, "command": fake}
         super().__init__(home, engines)
         self.config["metrics_port"] = free_port()
-
-    def on_cluster(self, what: str) -> Any:
-        """Return the JSON that ``on_cluster.py`` prints."""
-        return json.loads(self.run(HERE / "on_cluster.py", what))
 
 
 class Client:
     """Client that repeats requests after connection errors, as an SDK does."""
 
-    def __init__(self, cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    def __init__(self, cluster: Any, http: aiohttp.ClientSession) -> None:
+        """``cluster``: has the attribute ``url``."""
         self.cluster, self.http = cluster, http
         self.repeated = 0
 
@@ -68,26 +67,41 @@ class Client:
             began(answer.headers["X-Sojourn-Replica"])
             return await answer.read()
 
-    async def get(self, path: str) -> Any:
-        """Return the JSON of a GET, with the operator's key."""
+    async def get(self, path: str, url: str | None = None) -> Any:
+        """Return the JSON of a GET, with the operator's key. ``url``: of a gateway; ``None``: of any."""
         headers = {"Authorization": "Bearer root"}
-        async with self.http.get(self.cluster.url + path, headers=headers) as answer:
+        async with self.http.get((url or self.cluster.url) + path, headers=headers) as answer:
             return await answer.json()
 
-    async def replicas(self) -> dict[str, str]:
+    async def gateways(self) -> list[str]:
+        """Own addresses of the gateways that answer."""
+        first, found = self.cluster.config["metrics_port"], []
+        for port in range(first, first + MOST_PORTS):
+            url = f"http://127.0.0.1:{port}"
+            try:
+                await self.get("/health", url)
+            except aiohttp.ClientError:
+                continue
+            found.append(url)
+        return found
+
+    async def replicas(self, url: str | None = None) -> dict[str, str]:
         """Instances of the replicas that are up, by replica."""
-        states = (await self.get("/sojourn/v1/replicas"))["replicas"]
+        states = (await self.get("/sojourn/v1/replicas", url))["replicas"]
         return {state["replica"]: state["instance"] for state in states if state["health"] == "up"}
 
     async def settled(self, engines: int = 2, gateways: int = 2) -> None:
-        """Wait until exactly this many engines and gateways are up."""
+        """Wait until exactly this many engines and gateways are up, and all gateways know all engines."""
 
         async def there() -> bool:
             try:
-                up = len(await self.replicas()) == engines
+                urls = await self.gateways()
+                known = [await self.replicas(url) for url in urls]
             except aiohttp.ClientError:
                 return False
-            return up and len(self.cluster.pids("ServeReplica:sojourn:Gateway")) == gateways
+            if len(urls) != gateways or len(self.cluster.pids(GATEWAYS)) != gateways:
+                return False
+            return all(one == known[0] and len(one) == engines for one in known)
 
         await until(there)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -13,6 +14,7 @@ from typing import Protocol
 import aiohttp
 
 from ...routing import routing_events
+from ...routing.routing_events import PairRole
 from .engine_descriptions import EngineDescription, describe_engine, registration_event
 from .engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from .replica_addresses import ReplicaAddress, ReplicaAddresses, parse_replica_id, rank_addresses
@@ -93,8 +95,13 @@ class EngineMonitorProtocol(Protocol):
     ``refused`` are empty."""
 
     def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Start to check whether a replica is alive, and report the result to the routing core or the
-        coordinator."""
+        """Start to check whether a replica is alive, and report the result to the routing core."""
+        ...
+
+    def watch(self, engines: Mapping[str, PairRole | None], absent: Iterable[str] = ()) -> None:
+        """Monitor these engines from now on, by URL, and those that still answer. ``absent``: names of
+        engines that should run and do not, for ``missing``. A role is given for prefill and decode
+        engines."""
         ...
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
@@ -129,9 +136,11 @@ class EngineMonitor(EngineMonitorProtocol):
         """``engine_key``: key sent to engines; ``None``: no key. ``poll_s``: seconds between two polls.
         ``read``: function that builds an engine's description from its answers. ``clock``: time in
         seconds."""
-        self._watched = {
-            url: MonitoredEngine(EngineProbe(url, session, key=engine_key, read=read)) for url in urls
-        }
+        self._open_probe = functools.partial(EngineProbe, session=session, key=engine_key, read=read)
+        self._watched = {url: MonitoredEngine(self._open_probe(url)) for url in urls}
+        self._absent: tuple[str, ...] = ()
+        self._is_running = False
+        self._pollers: dict[str, asyncio.Task[None]] = {}
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._poll_s = poll_s
@@ -140,7 +149,35 @@ class EngineMonitor(EngineMonitorProtocol):
 
     async def run(self) -> None:
         """Poll all engines regularly, until cancelled."""
-        await asyncio.gather(*(self._poll_regularly(watched) for watched in self._watched.values()))
+        self._is_running = True
+        self._start_pollers()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._is_running = False
+            for task in self._pollers.values():
+                task.cancel()
+            await asyncio.gather(*self._pollers.values(), return_exceptions=True)
+
+    def watch(self, engines: Mapping[str, PairRole | None], absent: Iterable[str] = ()) -> None:
+        """Monitor these engines from now on, by URL, and those that still answer. ``absent``: names of
+        engines that should run and do not, for ``missing``. A role is given for prefill and decode
+        engines."""
+        for url in [url for url, one in self._watched.items() if url not in engines and not one.description]:
+            del self._watched[url]
+            if url in self._pollers:
+                self._pollers.pop(url).cancel()
+        for url in engines:
+            if url not in self._watched:
+                self._watched[url] = MonitoredEngine(self._open_probe(url))
+        self._absent = tuple(absent)
+        if self._is_running:
+            self._start_pollers()
+
+    def _start_pollers(self) -> None:
+        for url, watched in self._watched.items():
+            if url not in self._pollers:
+                self._pollers[url] = asyncio.ensure_future(self._poll_regularly(watched))
 
     async def poll_all(self) -> None:
         """Poll all engines once."""
@@ -194,11 +231,12 @@ class EngineMonitor(EngineMonitorProtocol):
     def missing(self) -> list[str]:
         """Return the addresses at which no engine answers. Addresses with replicas of a saved state are left
         out, because the core still lists these replicas."""
-        return [
+        unknown = [
             watched.url
             for watched in self._watched.values()
             if watched.description is None and not watched.expected
         ]
+        return [*unknown, *self._absent]
 
     async def _poll_regularly(self, watched: MonitoredEngine) -> None:
         """Poll one engine every ``poll_s`` seconds, until cancelled. Errors of a poll are logged."""

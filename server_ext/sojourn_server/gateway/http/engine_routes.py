@@ -27,6 +27,7 @@ from .client_json import InvalidGenerationRequest
 from .engine_client import EngineAnswer, ReplicaRequestError, send_to_engine
 from .engine_connection import GatewayConnectError
 from .generation_request import parse_generation_request
+from .peers import Peers, is_passed
 from .proxy_context import ProxyContext
 from .proxy_headers import RawHeaders, client_response_headers, engine_request_headers, without_credentials
 from .proxy_request import AsgiScope, ParsedRequest, ProxyRequest
@@ -84,8 +85,10 @@ class GenerationRoutes:
         bodies: BodyBudget | None = None,
         *,
         reads_prefixes: bool = False,
+        peers: Peers,
     ) -> None:
         self._shared = shared
+        self._peers = peers
         self._tenants = tenants
         self._names = shared.forwarder.names
         self._reads_prefixes = reads_prefixes
@@ -139,6 +142,11 @@ class GenerationRoutes:
             if body is None:
                 return
             read = await self._read(api, body, proxy_headers.first_value(raw, proxy_headers.SESSION), tenant)
+            program_id = read.question.program_id
+            if program_id is not None and not is_passed(raw):
+                owner = self._peers.owner(tenant, program_id)
+                if owner and await self._peers.pass_on(owner, api, scope, body, receive, send):
+                    return
             del body  # replaced by ``read.body``, which has the engines' program ids
             held.set_size(len(read.body))
             exchange = ProxyRequest(self._shared, api, scope, send, tenant, read, held)
@@ -148,6 +156,9 @@ class GenerationRoutes:
             return
         except InvalidGenerationRequest as error:
             await self._shared.refuse(send, api, RequestRejected(400, "bad_request", str(error)))
+            return
+        except OSError:  # the client has left while another gateway answered
+            self._shared.metrics.count_disconnect()
             return
         except Exception:
             await self._shared.send_internal_error(send, api)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 from sojourn.wire_codec import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -45,6 +46,7 @@ from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import GATEWAY_OPERATIONS
 from .live_engines import GatewayLiveSource
 from .multi_engine_queries import EngineQueries
+from .peers import Peers
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
 from .proxy_context import ProxyContext
@@ -102,13 +104,18 @@ class Gateway:
         tenants: TenantKeys,
         options: GatewayOptions,
         metrics: GatewayMetrics,
+        peers: Peers | None = None,
     ) -> None:
-        """Raises ``TenantKeysError`` if the admin key is a tenant's key."""
+        """``peers``: the other gateways; ``None``: there are none. Raises ``TenantKeysError`` if the admin
+        key is a tenant's key."""
         self.routing_backend = routing_backend
         self.replicas = replicas
         self.metrics = metrics
         self.options = options
         self.monitor: EngineMonitorProtocol | None = None
+        self.peers = peers or Peers()
+        self.tasks: list[Callable[[], Awaitable[Any]]] = [self.peers.run]
+        """Functions whose coroutines run while the application does."""
         self._access = ClientAccess(tenants, options.admin_key, metrics)
         self.connections = EngineConnectionPool()
         """Connections for clients' requests."""
@@ -142,7 +149,9 @@ class Gateway:
         bodies = BodyBudget(
             options.max_body_bytes, options.max_held_bytes, several_tenants=len(tenants.names) > 1
         )
-        self.generation = GenerationRoutes(shared, tenants, bodies, reads_prefixes=options.reads_prefixes)
+        self.generation = GenerationRoutes(
+            shared, tenants, bodies, reads_prefixes=options.reads_prefixes, peers=self.peers
+        )
         self._any = AnyEngineRoutes(shared, bodies)
         self._status = StatusRoutes(
             routing_backend,
@@ -154,6 +163,7 @@ class Gateway:
             self._access,
             lambda: self.monitor,
             policy=options.policy,
+            peers=self.peers,
             in_pairs=options.in_pairs,
             read_side=options.read_side,
         )
@@ -173,19 +183,14 @@ class Gateway:
             await self._open.close()
             self._open = None
 
-    def app(
-        self,
-        background: Callable[[], list[Awaitable[Any]]],
-        before_start: Callable[[], Awaitable[None]] | None = None,
-    ) -> GatewayApplication:
-        """Build the ASGI application. At its start, it awaits ``before_start()``. Until its end, it runs the
-        awaitables that ``background()`` returns, as background tasks."""
+    def app(self, before_start: Callable[[], Awaitable[None]]) -> GatewayApplication:
+        """Build the ASGI application. At its start, it awaits ``before_start()``. Until its end, it runs
+        ``tasks``."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            if before_start is not None:
-                await before_start()
-            tasks = [asyncio.ensure_future(one) for one in background()]
+            await asyncio.gather(before_start(), self.peers.check_all())
+            tasks = [asyncio.ensure_future(run()) for run in self.tasks]
             for task in tasks:
                 task.add_done_callback(_log_task_failure)
             try:
@@ -248,9 +253,12 @@ class Gateway:
             batch = decode_batch(body)
         except WireError as error:
             raise ApiError(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
-        outcomes = await self.forwarder.forward_batch(
-            batch, tenant_name(request), engine_authorization(request)
-        )
+        tenant = tenant_name(request)
+        passed = await self.peers.report(batch, tenant, request.scope["headers"])
+        rest = [raw for place, raw in enumerate(batch.events) if place not in passed]
+        mine = msgspec.structs.replace(batch, events=rest)
+        own = iter(await self.forwarder.forward_batch(mine, tenant, engine_authorization(request)))
+        outcomes = [passed.get(place) or next(own) for place in range(len(batch.events))]
         return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
 
     async def _capabilities(self, request: Request) -> Response:

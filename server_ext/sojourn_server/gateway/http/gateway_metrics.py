@@ -22,7 +22,6 @@ MAX_LOGGED_MOVES = 1_000
 """Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _HEALTH_LABELS = tuple(health.value for health in ReplicaHealth)
-_ELSEWHERE = b"# Several gateways share this address. What each of them counts is at its metrics_port.\n"
 
 
 class ProgramMove(msgspec.Struct, frozen=True):
@@ -55,21 +54,11 @@ class GatewayMetrics:
         self,
         reasons: Iterable[str] = (),
         clock: Callable[[], float] = time.time,
-        *,
-        shares_address: bool = False,
     ) -> None:
         """``reasons``: all known values of ``SendRequest.reason``. Their counters start at 0, so that
-        ``rate()`` sees the first increment. ``clock``: Unix time in seconds.
-
-        ``shares_address``: whether several gateways listen at one address. If so, ``exposition`` returns only
-        the gauges that are equal at each gateway. ``own_exposition`` returns the other metrics.
-        """
+        ``rate()`` sees the first increment. ``clock``: Unix time in seconds."""
         self._clock = clock
-        self._shares_address = shares_address
         self.registry = CollectorRegistry()
-        """Metrics that this gateway itself counts."""
-        self.replica_registry = CollectorRegistry()
-        """Gauges of replicas and tenants. All gateways of one coordinator have the same values."""
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
         self._number = 0
 
@@ -77,7 +66,7 @@ class GatewayMetrics:
             return Counter(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"sojourn_gateway_{name}", text, labels, registry=self.replica_registry)
+            return Gauge(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
 
         self._requests = counter("requests", "Requests sent to a replica, by why it was chosen.", "reason")
         self._refused = counter(
@@ -252,10 +241,6 @@ class GatewayMetrics:
         ]
         return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
 
-    def own_exposition(self) -> bytes:
-        """Return the metrics that this gateway itself counts, in Prometheus' text format."""
-        return generate_latest(self.registry)
-
     def exposition(
         self,
         replicas: Sequence[ReplicaStatus],
@@ -264,8 +249,7 @@ class GatewayMetrics:
         missing: int = 0,
         up_by_role: Mapping[str, int] | None = None,
     ) -> bytes:
-        """Update the gauges, and return them in Prometheus' text format. The result includes the metrics of
-        ``own_exposition``, unless other gateways share the address.
+        """Update the gauges, and return all metrics in Prometheus' text format.
 
         ``uses``: used capacity ÷ share, by tenant. ``missing``: number of engines that do not answer and are
         not among ``replicas``. ``up_by_role``: number of engines that are up, by role; ``None``: the engines
@@ -298,8 +282,7 @@ class GatewayMetrics:
         self._users |= uses.keys()
         for tenant, use in uses.items():
             self._use.labels(tenant).set(use)
-        shown = generate_latest(self.replica_registry)
-        return _ELSEWHERE + shown if self._shares_address else self.own_exposition() + shown
+        return generate_latest(self.registry)
 
 
 def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:

@@ -115,6 +115,11 @@ class PairMonitor(EngineMonitor):
             named[PairRole.DECODE],
         )
 
+    def watch(self, engines: Mapping[str, PairRole | None], absent: Iterable[str] = ()) -> None:
+        self._roles |= {url: role for url, role in engines.items() if role is not None}
+        super().watch(engines, absent)
+        self._roles = {url: role for url, role in self._roles.items() if url in self._watched}
+
     def refused(self) -> Mapping[str, str]:
         """Return the URLs of engines that answer but get no requests, with the reasons."""
         return dict(self._refused)

@@ -9,6 +9,9 @@ RawHeaders = Collection[tuple[bytes, bytes]]
 SESSION = b"x-session-id"
 """Request header with the program's id, in lower case. The hint and the body's ``session_id`` take
 precedence."""
+PASSED = b"x-sojourn-passed"
+"""Request header, in lower case, of requests that another gateway has passed on. They are not passed on
+again."""
 RANK = b"x-data-parallel-rank"
 """Request header that chooses a data-parallel rank of an engine, in lower case."""
 REPLICA = "X-Sojourn-Replica"
@@ -24,7 +27,9 @@ _HOP_BY_HOP = frozenset(
 _SERVER_HEADERS = frozenset((b"date", b"server"))
 # The gateway handles these itself: it reads the body, chooses the rank, names the session, and agrees with
 # the engine on the encoding of the answer.
-_CONSUMED_HEADERS = frozenset((b"host", b"content-length", b"expect", b"accept-encoding", RANK, SESSION))
+_CONSUMED_HEADERS = frozenset(
+    (b"host", b"content-length", b"expect", b"accept-encoding", RANK, SESSION, PASSED)
+)
 _NOT_SENT = _HOP_BY_HOP | _CONSUMED_HEADERS
 _NOT_SENT_WITH_KEY = _NOT_SENT | {b"authorization", b"x-api-key"}
 _NOT_RETURNED = _HOP_BY_HOP | _SERVER_HEADERS
@@ -62,6 +67,11 @@ def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[
     passed = _without(headers, _NOT_RETURNED)
     passed.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
     return passed
+
+
+def end_to_end_headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """Return the headers that another gateway, or the client of its answer, gets. Names are in lower case."""
+    return _without(headers, _NOT_RETURNED)
 
 
 def first_value(headers: RawHeaders, name: bytes) -> str | None:

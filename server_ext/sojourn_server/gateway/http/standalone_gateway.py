@@ -1,10 +1,10 @@
-"""Builds a gateway for one machine: a core in this process, engines at given addresses, a state file."""
+"""Builds a gateway: a routing core in this process, and a monitor of its engines."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...policies.cluster_preset import ClusterPreset
@@ -24,6 +24,7 @@ from .engine_routes import GatewayApplication
 from .gateway_app import Gateway, GatewayOptions
 from .gateway_metrics import GatewayMetrics
 from .pair_monitor import PairMonitor
+from .peers import Peers
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import LocalRoutingBackend
 from .routing_state_file import RoutingStateFile
@@ -39,15 +40,16 @@ def build_gateway(
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
     state: Path | None = None,
+    peers: Peers | None = None,
 ) -> tuple[Gateway, GatewayApplication]:
     """Build a gateway in front of the engines at ``urls``. Return it with its ASGI application.
 
     ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
     an engine. ``state``: file that keeps the core's state until the next start; ``None``: the state is not
-    kept.
+    kept. ``peers``: the other gateways; ``None``: there are none.
     """
     core = build_routing_core(preset, limits)
-    gateway, backend = _build(core, tenants, options, routing_reasons(preset))
+    gateway, backend = _build(core, tenants, options, routing_reasons(preset), peers)
     monitor = EngineMonitor(
         urls, backend, gateway.replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s
     )
@@ -64,18 +66,15 @@ def build_gateway(
         gateway.queries,
         speaks_sojourn,
     )
-    state_file = RoutingStateFile(state, core) if state is not None else None
-    if state_file is not None:
+    gateway.tasks += [monitor.run, backend.run, dropped_kv.run]
+    if state is not None:
+        state_file = RoutingStateFile(state, core)
         state_file.restore()
         core.suspect_all(time.monotonic())  # engines may have ended with the former gateway
         for replica in list(core.fleet):
             monitor.expect(replica.replica_id, replica.instance)
-
-    def background() -> list[Awaitable[None]]:
-        tasks: list[Awaitable[None]] = [monitor.run(), backend.run(), dropped_kv.run()]
-        return [*tasks, state_file.run()] if state_file is not None else tasks
-
-    return gateway, gateway.app(background, monitor.poll_all)
+        gateway.tasks.append(state_file.run)
+    return gateway, gateway.app(monitor.poll_all)
 
 
 def build_prefill_decode_gateway(
@@ -87,33 +86,41 @@ def build_prefill_decode_gateway(
     rules: PrefillDecodeRules | None = None,
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
+    expects_engines: bool = False,
+    peers: Peers | None = None,
 ) -> tuple[Gateway, GatewayApplication]:
     """Build a gateway in front of prefill and decode engines. Return it with its ASGI application.
 
     ``prefill``, ``decode``: URLs of the engines. ``rules``: how pairs are chosen; ``None``: the defaults of
     ``PrefillDecodeRules``. ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``:
-    seconds between two polls of an engine. Raises ``ValueError`` if URLs are missing or repeated, or for
-    wrong rules.
-    """
+    seconds between two polls of an engine. ``expects_engines``: whether further engines may be named later,
+    so that requests wait for them. ``peers``: the other gateways; ``None``: there are none. Raises
+    ``ValueError`` if URLs are missing or repeated, or for wrong rules."""
     rules = rules or PrefillDecodeRules()
-    core = build_pair_core(rules, limits)
+    core = build_pair_core(rules, limits, expects_engines=expects_engines)
     roles = {**dict.fromkeys(prefill, PairRole.PREFILL), **dict.fromkeys(decode, PairRole.DECODE)}
-    if not prefill or not decode or len(roles) < len(prefill) + len(decode):
+    is_incomplete = not (prefill and decode) and not expects_engines
+    if is_incomplete or len(roles) < len(prefill) + len(decode):
         raise ValueError("expected addresses of prefill engines and of decode engines, each address once")
     options = dataclasses.replace(options, in_pairs=True, read_side=rules.read_side)
-    gateway, backend = _build(core, tenants, options, PAIR_REASONS)
+    gateway, backend = _build(core, tenants, options, PAIR_REASONS, peers)
     monitor = PairMonitor(
         roles, backend, gateway.replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s
     )
     backend.links_of = monitor.links_of
     gateway.monitor = monitor
-    return gateway, gateway.app(lambda: [monitor.run(), backend.run()], monitor.poll_all)
+    gateway.tasks += [monitor.run, backend.run]
+    return gateway, gateway.app(monitor.poll_all)
 
 
 def _build(
-    core: RoutingCore, tenants: TenantKeys, options: GatewayOptions, reasons: Iterable[str]
+    core: RoutingCore,
+    tenants: TenantKeys,
+    options: GatewayOptions,
+    reasons: Iterable[str],
+    peers: Peers | None,
 ) -> tuple[Gateway, LocalRoutingBackend]:
     metrics = GatewayMetrics(reasons)
     backend = LocalRoutingBackend(core)
     backend.on_action = metrics.decided
-    return Gateway(backend, ReplicaAddresses(), tenants, options, metrics), backend
+    return Gateway(backend, ReplicaAddresses(), tenants, options, metrics, peers), backend

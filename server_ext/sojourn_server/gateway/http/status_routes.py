@@ -40,6 +40,7 @@ from .gateway_route_types import (
     RoutedProgramList,
 )
 from .multi_engine_queries import EngineQueries
+from .peers import Peers
 from .program_id_mapper import ProgramIdMapper
 from .program_listing import ProgramListing
 from .proxy_headers import REPLICA
@@ -72,13 +73,14 @@ class StatusRoutes:
         monitor: Callable[[], EngineMonitorProtocol | None],
         *,
         policy: str,
+        peers: Peers,
         in_pairs: bool = False,
         read_side: str | None = None,
     ) -> None:
         """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet. ``policy``: name of
-        the cluster preset, or of the policy for pairs. ``in_pairs``: whether the engines are prefill and
-        decode engines. ``read_side``: name of the policy that chooses which engine of a pair reads KV from
-        storage; ``None``: not shown."""
+        the cluster preset, or of the policy for pairs. ``peers``: the other gateways, which drain with this
+        one. ``in_pairs``: whether the engines are prefill and decode engines. ``read_side``: name of the
+        policy that chooses which engine of a pair reads KV from storage; ``None``: not shown."""
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._queries = queries
@@ -88,6 +90,7 @@ class StatusRoutes:
         self._access = access
         self._monitor = monitor
         self._policy = policy
+        self._peers = peers
         self._in_pairs = in_pairs
         self._read_side = read_side
         self._listing = ProgramListing(routing_backend.programs)
@@ -408,6 +411,7 @@ class StatusRoutes:
         if event is routing_events.ReplicaDrainStarted:
             self._replica(replica_id)
         self._routing_backend.tell(event(replica_id))
+        await self._peers.repeat(request.scope["path"], request.scope["headers"])
         if self._replicas.get(replica_id) is not None:
             logger.info("%s: %s", replica_id, event.__name__)
         else:

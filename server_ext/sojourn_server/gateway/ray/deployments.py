@@ -1,5 +1,4 @@
-"""Ray Serve's deployments of engines and gateways. Also the gateways' own HTTP servers beside Serve's
-proxies."""
+"""What runs on Ray Serve: the deployments of engines, of gateways, and of the directory that lists them."""
 
 from __future__ import annotations
 
@@ -7,229 +6,146 @@ import asyncio
 import contextlib
 import getpass
 import logging
+import math
 import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import ray
 import uvicorn
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from ...policies.cluster_preset import ClusterPreset
-from ...routing.routing_events import PairRole, ProbeReplica
-from ...routing.routing_from_preset import PAIR_POLICY, routing_reasons
+from ...metrics.rate_limited_log import RateLimitedLog
+from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_cluster_preset
+from ...routing.routing_events import PairRole, ReplicaDrainStarted
+from ...routing.routing_from_preset import PAIR_POLICY, PrefillDecodeRules
+from ...routing.routing_limits import RoutingLimits
 from ..http.client_connection import DeadlineProtocol, log_accept_errors_rarely, raise_open_file_limit
-from ..http.engine_descriptions import EngineDescription
-from ..http.engine_monitor import EngineMonitorProtocol
-from ..http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from ..http.gateway_app import Gateway, GatewayOptions
-from ..http.gateway_metrics import GatewayMetrics
-from ..http.replica_addresses import ReplicaAddresses
-from ..http.status_routes import METRICS_MEDIA_TYPE
+from ..http.peers import Peers
+from ..http.standalone_gateway import build_gateway, build_prefill_decode_gateway
 from ..http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
-from .coordinated_routing_backend import CoordinatedRoutingBackend
-from .coordinator_actor import CoordinatorActorClient, load_policy_preset, routing_rules
 from .engine_process import STOP_GRACE_S, EngineProcess
-from .engine_supervisor import EngineSupervisor
+from .fleet_directory import (
+    ANNOUNCE_S,
+    DIRECTORY,
+    Announcement,
+    FleetDirectory,
+    announce,
+    restrict_to_loopback,
+)
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 
 logger = logging.getLogger(__name__)
 
+GATEWAY = "Gateway"
+"""Name of the gateways' deployment."""
+GATEWAY_CPUS = 0.1
+"""CPUs that Ray reserves for a gateway."""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection of a client stays open. The time is longer than the usual limits of clients
 and load balancers, because they should close idle connections first."""
-MAX_TRIED_PORTS = 100
-"""Maximum number of ports that a gateway tries for its own metrics."""
-
-
-async def serve_http(app: Starlette, host: str, port: int) -> None:
-    """Serve ``app`` until cancelled. Then let running requests finish, for at most ``STREAM_GRACE_S``.
-    Several processes may share the port. Raises ``OSError`` if a process uses the port without sharing it."""
-    await _serve(app, bound_socket(host, port))
-
-
-async def serve_metrics(metrics: GatewayMetrics, config: RayConfig) -> None:
-    """Serve this gateway's own metrics (``own_exposition``) until cancelled. Use the first free port from
-    ``metrics_port`` on. If no port is free, log an error and return."""
-    assert config.metrics_port is not None
-    used = (config.port, config.direct_port)
-    bound = first_free_socket(config.host, config.metrics_port, used)
-    if bound is None:
-        logger.error("no port from %d on is free for the metrics of this gateway", config.metrics_port)
-        return
-    logger.info("the metrics of this gateway are at port %d", bound.getsockname()[1])
-
-    async def metrics_route(request: Request) -> Response:
-        return Response(metrics.own_exposition(), media_type=METRICS_MEDIA_TYPE)
-
-    await _serve(Starlette(routes=[Route("/metrics", metrics_route)]), bound)
-
-
-async def _serve(app: Starlette, bound: socket.socket) -> None:
-    """Serve ``app`` at a bound socket until cancelled."""
-    config = uvicorn.Config(
-        app,
-        http=DeadlineProtocol,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        ws="none",
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=round(STREAM_GRACE_S),
-        server_header=False,
-        proxy_headers=False,
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.ensure_future(server.serve(sockets=[bound]))
-    try:
-        await asyncio.shield(serving)
-    except asyncio.CancelledError:
-        server.should_exit = True
-        await serving
-        raise
-
-
-def bound_socket(host: str, port: int, *, shared: bool = True) -> socket.socket:
-    """Open a TCP socket at an address. ``shared``: whether several processes may share the address. Raises
-    ``OSError`` if the address is in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm, which costs 40 ms, only for sockets declared as TCP.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # The kernel spreads connections over the gateways of a node, and skips dead ones.
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-    try:
-        bound.bind((host, port))
-        if not shared:
-            bound.listen()  # with SO_REUSEADDR, others can bind the port until it listens
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def first_free_socket(host: str, first: int, used: Collection[int | None]) -> socket.socket | None:
-    """Open a TCP socket at the first free port from ``first`` on, for this process alone. Return ``None`` if
-    none of ``MAX_TRIED_PORTS`` ports is free. ``used``: ports to skip."""
-    for port in range(first, min(first + MAX_TRIED_PORTS, 65536)):
-        if port not in used:
-            with contextlib.suppress(OSError):
-                return bound_socket(host, port, shared=False)
-    return None
-
-
-def restrict_to_loopback() -> None:
-    """Restrict the server of a Serve replica to the loopback interface. Serve opens this server on all
-    interfaces, for calls between deployments, and has no setting to change this.
-
-    Call this in the replica's process before the replica is ready. Raises ``RuntimeError`` if this release of
-    Ray works differently.
-    """
-    from ray.serve._private import replica
-
-    opens: Any = getattr(replica, "add_port_to_grpc_server", None)
-    if opens is None:
-        raise RuntimeError(
-            "this release of Ray opens its replicas' ports differently from 2.60; expected 2.60, or "
-            "loopback_only: false"
-        )
-    if getattr(opens, "keeps_to_loopback", False):
-        return
-
-    def on_loopback(server: Any, address: str) -> Any:
-        return opens(server, address.replace("[::]:", "127.0.0.1:").replace("0.0.0.0:", "127.0.0.1:"))
-
-    on_loopback.keeps_to_loopback = True  # type: ignore[attr-defined]
-    replica.add_port_to_grpc_server = on_loopback  # type: ignore[attr-defined,unused-ignore]
-
-
-GATEWAY = "Gateway"
-"""Name of the gateways' deployment."""
-WANTED_ENGINES_METRIC = "wanted_engines"
-"""Name under which engine replicas report the wanted number of engines to Serve."""
-GATEWAY_CPUS = 0.1
-"""CPUs that Ray reserves for a gateway."""
-MAX_ONGOING_REQUESTS = 100_000
-"""Serve's limit of requests per gateway. It is high, because the coordinator already limits waiting
-requests."""
 STREAM_GRACE_S = 60.0
 """Maximum seconds that a stopping gateway waits for running requests to end."""
+MAX_TRIED_PORTS = 100
+"""Maximum number of ports that a gateway tries for its own address."""
+MAX_ONGOING_REQUESTS = 100_000
+"""Serve's limit of requests per gateway. It is high, because each gateway limits its waiting requests."""
+ENGINES_METRIC = "engines"
+"""Name under which an engine's replica reports to Serve how many engines its load would fill to the
+target."""
 
 
 class EngineReplica:
     """One engine as a Serve replica. Gateways send requests to the engine's own address, not through
     Serve."""
 
-    async def __init__(self, config: dict[str, Any], name: str) -> None:  # type: ignore[misc]
-        """Start the engine and wait until it answers. ``config``: a document that ``parse_config`` reads.
-        ``name``: name of the deployment, equal to that of its ``EngineGroup``."""
-        read = parse_config(config, source="the deployment")
-        if read.on_loopback:
+    async def __init__(self, config: RayConfig, name: str) -> None:  # type: ignore[misc]
+        """Start the engine and wait until it answers. ``name``: name of the deployment, equal to that of its
+        ``EngineGroup``."""
+        if config.on_loopback:
             restrict_to_loopback()
         context = serve.get_replica_context()
-        group = next(one for one in read.groups if one.name == name)
-        engines = group.engines
-        host = "127.0.0.1" if read.on_loopback else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        process = EngineProcess(
-            engine_command(read, group, host),
+        group = next(one for one in config.groups if one.name == name)
+        self._engines, self._name = group.engines, name
+        host = node_address(config)
+        self._process = EngineProcess(
+            engine_command(config, group, host),
             engine_id=context.replica_id.unique_id,
             host=host,
-            log_dir=Path(engines.log_dir) if engines.log_dir is not None else log_dir(),
-            environment=engines.environment,
-            key=read_key(read.keys.engine, "keys.engine"),
-            start_timeout_s=engines.start_timeout_s,
-            role=PairRole(group.role) if group.role is not None else None,
+            log_dir=Path(group.engines.log_dir) if group.engines.log_dir is not None else log_dir(),
+            environment={key: str(value) for key, value in group.engines.environment.items()},
+            key=read_key(config.keys.engine, "keys.engine"),
+            start_timeout_s=group.engines.start_timeout_s,
             # A restarted engine uses its predecessor's store.
             words={"{node}": _node_name(), "{rank}": str(context.rank.rank)},
         )
-        self._supervisor = EngineSupervisor(process, CoordinatorActorClient(read), drain_s=engines.drain_s)
-        await self._supervisor.start()
+        self._is_draining = False
+        self._log = RateLimitedLog(logger)
+        await self._process.start()
+        self._tasks = [asyncio.ensure_future(one) for one in (self._process.watch(), self._announce())]
 
     def check_health(self) -> None:
         """Raise ``EngineFailed`` if the engine is gone, so that Serve replaces this replica."""
-        self._supervisor.check()
+        self._process.check()
 
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the statistics that ``autoscaling_policy`` reads. Empty if the wanted number of engines is
-        unknown, because a reported zero would lower Serve's average over time."""
-        wanted = self._supervisor.wanted_engines
-        return {WANTED_ENGINES_METRIC: float(wanted)} if wanted else {}
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the statistics that ``autoscaling_policy`` reads; empty if the engine does not answer."""
+        load = await self._process.load()
+        return {} if load is None else {ENGINES_METRIC: load.kv_use / self._engines.target_use}
 
     async def __call__(self) -> str:
-        return self._supervisor.process.url
+        return self._process.url
 
     async def __del__(self) -> None:
-        if hasattr(self, "_supervisor"):
-            await self._supervisor.stop()
+        if not hasattr(self, "_tasks"):
+            return
+        self._is_draining = True
+        try:
+            await self._announce_once()
+            # Gateways read the list every ``ANNOUNCE_S``, and may send turns until then.
+            await self._process.drain(ANNOUNCE_S + 1.0, self._engines.drain_s)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._process.end()
+
+    async def _announce(self) -> None:
+        """Announce the engine while it runs."""
+        while self._process.code is None:
+            await self._announce_once()
+            await asyncio.sleep(ANNOUNCE_S)
+
+    async def _announce_once(self) -> None:
+        """Announce the engine. It goes on while the directory is away."""
+        try:
+            await announce(Announcement(self._process.url, self._name, self._is_draining))
+        except Exception as error:
+            self._log.log(logging.WARNING, "the engine was not announced: %s", error)
 
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Serve's autoscaling policy. Return (number of engines that the coordinator wants, empty policy state).
-
-    Engine replicas receive the number when they register, and report it to Serve as a metric. The highest
-    reported number counts. Without a report, the present number of engines stays.
-    """
-    reported = (context.aggregated_metrics or {}).get(WANTED_ENGINES_METRIC, {})
-    wanted = int(max(reported.values(), default=0))
-    return wanted or context.target_num_replicas, {}
+    """Serve's autoscaling policy. Return (number of engines that have the present load at the target use,
+    empty policy state). Serve keeps the number within its bounds, and waits before it stops an engine.
+    Without a report, the present number of engines stays."""
+    reported = (context.aggregated_metrics or {}).get(ENGINES_METRIC, {})
+    wanted = math.ceil(round(sum(reported.values()), 6)) if reported else context.target_num_replicas
+    return max(wanted, 1), {}
 
 
 def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str]:
     """Return the command that starts an engine of a group, with placeholders such as ``{port}``. ``host``:
     address at which a prefill or decode engine listens for KV."""
     if group.engines.command:
-        return list(group.engines.command)
-    args = list(group.engines.args)
+        return [str(part) for part in group.engines.command]
+    args = [str(part) for part in group.engines.args]
     if group.role is not None:
         args = [*_role_args(config, group.role, args, host), *args]
     elif not any(one == "--policy" or one.startswith(("--policy=", "--policy-file")) for one in args):
@@ -261,61 +177,22 @@ def _node_name() -> str:
     return str(node_id)
 
 
-class RayEngineMonitor(EngineMonitorProtocol):
-    """Monitor of a gateway on Ray. It probes replicas at the coordinator's request, and returns the engine
-    descriptions that the coordinator reported."""
-
-    def __init__(
-        self,
-        routing_backend: CoordinatedRoutingBackend,
-        session: Callable[[], aiohttp.ClientSession],
-        engine_key: str | None,
-        groups: Sequence[EngineGroup] = (),
-    ) -> None:
-        """``engine_key``: key sent to engines; ``None``: no key. ``groups``: engines that Ray is to run."""
-        self._routing_backend = routing_backend
-        self._groups = groups
-        self._session = session
-        self._engine_key = engine_key
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def probe(self, action: ProbeReplica) -> None:
-        """Start to check whether a replica is alive, and report the result to the coordinator. A probe that
-        fails in the gateway itself is not reported."""
-        task = asyncio.ensure_future(self._probe(action))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _probe(self, action: ProbeReplica) -> None:
-        place = self._routing_backend.places.get(action.replica_id)
-        if place is None:
-            return
-        probe = EngineProbe(place.url, self._session, key=self._engine_key)
-        alive = await probe.check_health(PROBE_TIMEOUT_S)
-        if not probe.failed_here:
-            self._routing_backend.probed(action.replica_id, action.instance, alive is True)
-
-    def description_of(self, replica_id: str) -> EngineDescription | None:
-        """Return the last description of a replica's engine; ``None``: unknown."""
-        place = self._routing_backend.places.get(replica_id)
-        return place.description if place is not None else None
-
-    def missing(self) -> list[str]:
-        """Return the names of the deployments with fewer engines than their minimum, each name once per
-        missing engine. An engine is missing if the coordinator does not know it."""
-        places = self._routing_backend.places.values()
-        engines = {
-            (place.url, place.paths.role.value if place.paths is not None else None) for place in places
-        }
-        known = Counter(role for _, role in engines)
-        return [group.name for group in self._groups for _ in range(group.engines.min - known[group.role])]
+def node_address(config: RayConfig) -> str:
+    """Return the address at which engines and gateways of this node reach each other."""
+    return "127.0.0.1" if config.on_loopback else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend, Starlette]:
-    """Build a gateway whose decisions come from the remote coordinator. Return (gateway, its routing backend,
-    its ASGI application)."""
-    rules = routing_rules(config)
-    preset = rules if isinstance(rules, ClusterPreset) else None
+def load_policy_preset(config: RayConfig) -> ClusterPreset:
+    """Load the cluster preset that the configuration names. Raises ``PresetError``."""
+    if config.policy_file is not None:
+        return read_cluster_preset(Path(config.policy_file), allowed_modules=config.allow_policy_modules)
+    return load_cluster_preset(config.policy)
+
+
+def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlette]:
+    """Build a gateway without engines; ``follow_directory`` names them. ``own_url``: the address at which
+    other gateways reach it. Return (gateway, its ASGI application)."""
+    preset = None if config.in_pairs else load_policy_preset(config)
     options = GatewayOptions(
         policy=preset.name if preset is not None else PAIR_POLICY,
         engine_key=read_key(config.keys.engine, "keys.engine"),
@@ -323,34 +200,51 @@ def build_gateway(config: RayConfig) -> tuple[Gateway, CoordinatedRoutingBackend
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
         reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=config.silent_program_s,
-        in_pairs=config.in_pairs,
-        read_side=config.pairs.read_side if config.in_pairs else None,
     )
-    # A gateway adds its own reasons, for known homes and for decisions without the coordinator.
-    own = {"home", "sent_by_gateway"} if preset is not None else set()
-    reasons = {*routing_reasons(rules), *own, "coordinator_away"}
-    metrics = GatewayMetrics(reasons, shares_address=config.gateways > 1)
-    replicas = ReplicaAddresses()
-    routing_backend = CoordinatedRoutingBackend(CoordinatorActorClient(config), replicas)
-    routing_backend.on_action = metrics.decided
-    gateway = Gateway(routing_backend, replicas, load_tenants(config), options, metrics)
-    key = options.engine_key
-    gateway.monitor = RayEngineMonitor(routing_backend, gateway.session, key, config.groups)
-    # Another gateway has moved the program, so send this gateway's records of it to the new home.
-    routing_backend.on_affinity_change = lambda key, home: gateway.forwarder.catch_up(key, home[0])
+    limits = RoutingLimits(
+        most_waiting=config.max_waiting, wait_s=config.wait_s, silent_program_s=config.silent_program_s
+    )
+    tenants = load_tenants(config)
+    if preset is not None:
+        return build_gateway([], preset, tenants, options, limits=limits, peers=Peers(own_url))
+    pairs = config.pairs
+    rules = PrefillDecodeRules(
+        pairs.read_side, pairs.short_queue_s, pairs.most_prefill_s, pairs.high_tokens_ratio
+    )
+    return build_prefill_decode_gateway(
+        [],
+        [],
+        tenants,
+        options,
+        rules=rules,
+        limits=limits,
+        expects_engines=True,
+        peers=Peers(own_url),
+    )
 
-    def background() -> list[Awaitable[Any]]:
-        running: list[Awaitable[Any]] = [routing_backend.run()]
-        if config.direct_port is not None:
-            running.append(serve_http(app, config.host, config.direct_port))
-        if config.metrics_port is not None:
-            running.append(serve_metrics(metrics, config))
-        return running
 
-    raise_open_file_limit(config.max_waiting)
-    log_accept_errors_rarely()
-    app = gateway.app(background)
-    return gateway, routing_backend, app
+async def follow_directory(gateway: Gateway, config: RayConfig, own_url: str) -> None:
+    """Announce a gateway, and keep its lists of engines and of other gateways, until cancelled."""
+    assert gateway.monitor is not None
+    roles = {group.name: PairRole(group.role) if group.role else None for group in config.groups}
+    log = RateLimitedLog(logger)
+    while True:
+        try:
+            listed = await announce(Announcement(own_url, GATEWAY))
+            engines = [one for one in listed if one.kind in roles]
+            running = Counter(one.kind for one in engines)
+            absent = [
+                group.name for group in config.groups for _ in range(group.engines.min - running[group.name])
+            ]
+            gateway.monitor.watch({one.url: roles[one.kind] for one in engines}, absent)
+            await gateway.peers.set_urls(one.url for one in listed if one.kind == GATEWAY)
+            draining = {one.url for one in engines if one.is_draining}
+            for address in gateway.replicas:
+                if address.url in draining:
+                    gateway.routing_backend.tell(ReplicaDrainStarted(address.replica_id))
+        except Exception as error:
+            log.log(logging.WARNING, "the list of engines and gateways is not known: %s", error)
+        await asyncio.sleep(ANNOUNCE_S)
 
 
 def load_tenants(config: RayConfig) -> TenantKeys:
@@ -361,11 +255,89 @@ def load_tenants(config: RayConfig) -> TenantKeys:
     return TenantKeys({key: DEFAULT_TENANT} if key else None)
 
 
+def gateway_class(config: RayConfig) -> type[Any]:
+    """Return the class of the gateways' deployment, which is Serve's ingress. Each replica builds its own
+    ASGI application."""
+
+    def build_app() -> Starlette:
+        if config.on_loopback:
+            restrict_to_loopback()
+        host = node_address(config)
+        own = own_socket(host, config.metrics_port)
+        name = f"[{host}]" if ":" in host else host
+        own_url = f"http://{name}:{own.getsockname()[1]}"
+        gateway, app = build_ray_gateway(config, own_url)
+        gateway.tasks.append(lambda: serve_http(app, own))
+        direct = config.direct_port
+        if direct is not None:
+            gateway.tasks.append(lambda: serve_http(app, bound_socket(config.host, direct, shared=True)))
+        gateway.tasks.append(lambda: follow_directory(gateway, config, own_url))
+        raise_open_file_limit(config.max_waiting)
+        log_accept_errors_rarely()
+        logger.info("this gateway's own address is %s", own_url)
+        return app
+
+    ingress: type[Any] = serve.ingress(build_app)()
+    return ingress
+
+
+def own_socket(host: str, first: int | None) -> socket.socket:
+    """Open a TCP socket for one gateway: at the first free port from ``first`` on, or at any free port if
+    ``first`` is ``None`` or its neighbours are all in use."""
+    for port in range(first, min(first + MAX_TRIED_PORTS, 65536)) if first is not None else ():
+        with contextlib.suppress(OSError):
+            return bound_socket(host, port, shared=False)
+    return bound_socket(host, 0, shared=False)
+
+
+def bound_socket(host: str, port: int, *, shared: bool) -> socket.socket:
+    """Open a TCP socket at an address. ``shared``: whether several processes may share the address. Raises
+    ``OSError`` if the address is in use."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio disables Nagle's algorithm, which costs 40 ms, only for sockets declared as TCP.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # The kernel spreads connections over the gateways of a node, and skips dead ones.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+    try:
+        bound.bind((host, port))
+        if not shared:
+            bound.listen()  # with SO_REUSEADDR, others can bind the port until it listens
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+async def serve_http(app: Starlette, bound: socket.socket) -> None:
+    """Serve ``app`` at a bound socket until cancelled. Then let running requests finish, for at most
+    ``STREAM_GRACE_S``."""
+    config = uvicorn.Config(
+        app,
+        http=DeadlineProtocol,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(STREAM_GRACE_S),
+        server_header=False,
+        proxy_headers=False,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[bound]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        await serving
+        raise
+
+
 def application(config: RayConfig) -> Any:
-    """Return the Serve application of gateways and engines, for ``serve.run``."""
-    document = config.plain()
+    """Return the Serve application of gateways, engines and the directory, for ``serve.run``."""
     gateway: Any = serve.deployment(
-        gateway_class(document),
+        gateway_class(config),
         name=GATEWAY,
         num_replicas=config.gateways,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
@@ -374,8 +346,12 @@ def application(config: RayConfig) -> Any:
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=STREAM_GRACE_S,
     )
-    # Engines are bound only to be deployed together; tokens do not pass through Serve.
-    return gateway.bind(*(_engine_deployment(group).bind(document, group.name) for group in config.groups))
+    directory: Any = serve.deployment(
+        FleetDirectory, name=DIRECTORY, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}
+    )
+    # Engines and directory are bound only to be deployed together; tokens do not pass through Serve.
+    engines = [_engine_deployment(group).bind(config, group.name) for group in config.groups]
+    return gateway.bind(directory.bind(on_loopback=config.on_loopback), *engines)
 
 
 def _engine_deployment(group: EngineGroup) -> Any:
@@ -387,9 +363,8 @@ def _engine_deployment(group: EngineGroup) -> Any:
                 min_replicas=engines.min,
                 max_replicas=engines.max or engines.min,
                 initial_replicas=engines.min,
-                # The coordinator has already waited ``shrink_after_s``.
                 upscale_delay_s=0.0,
-                downscale_delay_s=0.0,
+                downscale_delay_s=engines.shrink_after_s,
                 metrics_interval_s=1.0,
                 look_back_period_s=2.0,
                 policy=AutoscalingPolicy(policy_function=autoscaling_policy),  # type: ignore[no-untyped-call]
@@ -409,20 +384,6 @@ def _engine_deployment(group: EngineGroup) -> Any:
         graceful_shutdown_timeout_s=engines.drain_s + STOP_GRACE_S + 10.0,
         **number,
     )
-
-
-def gateway_class(document: dict[str, Any]) -> type[Any]:
-    """Return the class of the gateways' deployment, which is Serve's ingress. Each replica builds its own
-    ASGI application. ``document``: a configuration that ``parse_config`` reads."""
-
-    def build_app() -> Starlette:
-        config = parse_config(document, source="the deployment")
-        if config.on_loopback:
-            restrict_to_loopback()
-        return build_gateway(config)[2]
-
-    ingress: type[Any] = serve.ingress(build_app)()
-    return ingress
 
 
 def build(args: dict[str, Any]) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 import ray
 from ray import serve
 
-from .coordinator_settings import ACTOR_NAME
 from .deployments import GATEWAY, GATEWAY_CPUS, STREAM_GRACE_S, application, log_dir
 from .engine_process import STOP_GRACE_S
 from .ray_config import RayConfig
@@ -198,11 +197,8 @@ def running_replicas(config: RayConfig) -> RunningReplicas:
 
 
 def stop_application(config: RayConfig) -> None:
-    """Drain the engines, remove the application and the coordinator, and disconnect from Ray. A local cluster
-    is stopped."""
+    """Drain the engines, remove the application, and disconnect from Ray. A local cluster is stopped."""
     _remove_application(config)
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(ACTOR_NAME, namespace=config.namespace))
     # Serve ends with a local cluster. Its own shutdown takes seconds longer, and Ray reports the end of its
     # controller as an error.
     ray.shutdown()
@@ -241,7 +237,7 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
     try:
         _handle_signals(stop_now)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this process reports progress itself
-        connect(config, log_to_driver=False, logging_level=logging.WARNING, namespace=config.namespace)
+        connect(config, log_to_driver=False, logging_level=logging.WARNING)
         # Ray's own handlers end the process at once, without draining the engines.
         _handle_signals(stop_now)
         say(f"{_describe_engines(config)} of {config.model} start; logs: {log_directories(config)}")

@@ -1,0 +1,309 @@
+"""Gateways that serve the same engines and share nothing.
+
+A program belongs to one gateway: the one that a rendezvous hash of its tenant and id names among the gateways
+that answer. When a gateway goes, only its own programs get another owner. A gateway that receives a request
+or an event of another's program passes it on, once (``PASSED`` marks it), and so each gateway decides about
+its own programs as a single one does. If the owner cannot be reached, the gateway decides itself: it asks the
+engines which programs have KV, so most turns still go where their KV is.
+
+Requests without a program stay where they arrive. Each gateway counts the capacity, the waiting requests and
+the tenants' shares of what it decides itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from sojourn.wire_codec import (
+    EVENTS_PATH,
+    EventBatch,
+    EventOutcome,
+    WireError,
+    decode_event,
+    decode_outcomes,
+    encode,
+)
+from yarl import URL
+
+from .client_apis import (
+    GATEWAY_STOPPING,
+    REPLICA_LOST,
+    AsgiSend,
+    ClientApi,
+    RequestRejected,
+    error_event,
+    send_rejection,
+)
+from .proxy_headers import PASSED, RawHeaders, end_to_end_headers
+from .request_bodies import AsgiReceive
+from .response_meter import SseEventBuffer
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 1.0
+"""Seconds between two checks whether another gateway answers."""
+CHECK_TIMEOUT_S = 3.0
+"""Seconds within which a gateway has to answer a check."""
+MAX_FAILED_CHECKS = 2
+"""Number of checks in a row without an answer in time after which a gateway counts as gone."""
+CONNECT_TIMEOUT_S = 3.0
+EVENTS_TIMEOUT_S = 10.0
+"""Seconds to wait for another gateway's answer about events or a drain."""
+_PEER_GONE = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Another gateway."""
+
+    url: str
+    is_alive: bool = False
+    failed_checks: int = 0
+    session: aiohttp.ClientSession | None = None
+
+
+class Peers:
+    """The other gateways, as one of them sees them."""
+
+    def __init__(self, own_url: str = "", urls: Iterable[str] = ()) -> None:
+        """``own_url``: the address by which the others know this gateway. ``urls``: addresses of all
+        gateways, or of the others."""
+        self._own_url = own_url
+        self._peers = {url: _Peer(url) for url in urls if url != own_url}
+
+    async def set_urls(self, urls: Iterable[str]) -> None:
+        """Replace the list of gateways. Those that are not listed stay while they answer."""
+        listed = [url for url in urls if url != self._own_url]
+        for url in listed:
+            self._peers.setdefault(url, _Peer(url))
+        for url, peer in list(self._peers.items()):
+            if url not in listed and not peer.is_alive:
+                del self._peers[url]
+                await self._close(peer)
+
+    def owner(self, tenant: str, program_id: str) -> str | None:
+        """Return the URL of the gateway to which a program belongs; ``None``: to this one."""
+        alive = [url for url, peer in self._peers.items() if peer.is_alive]
+        if not alive:
+            return None
+        name = f"\0{tenant}\0{program_id}".encode("utf-8", "replace")
+
+        def weight(url: str) -> bytes:
+            return hashlib.blake2b(url.encode() + name, digest_size=8).digest()
+
+        found = max([self._own_url, *alive], key=weight)
+        return found if found != self._own_url else None
+
+    # -- whether they are there -------------------------------------------------------
+
+    async def run(self) -> None:
+        """Check the other gateways regularly, until cancelled."""
+        try:
+            while True:
+                await self.check_all()
+                await asyncio.sleep(CHECK_S)
+        finally:
+            for peer in self._peers.values():
+                await self._close(peer)
+
+    async def check_all(self) -> None:
+        """Check each of the other gateways once."""
+        await asyncio.gather(*(self._check(peer) for peer in list(self._peers.values())))
+
+    async def _check(self, peer: _Peer) -> None:
+        timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
+        try:
+            async with self._session(peer).get(f"{peer.url}/ping", timeout=timeout) as answer:
+                await answer.read()
+        except TimeoutError:  # it may be slow
+            peer.failed_checks += 1
+            if peer.failed_checks >= MAX_FAILED_CHECKS:
+                self._set_gone(peer)
+                await self._close(peer)  # or requests would wait there
+        except (aiohttp.ClientError, OSError):
+            self._set_gone(peer)  # one that stops still finishes its requests
+        else:
+            if not peer.is_alive:
+                logger.info("gateway %s answers", peer.url)
+            peer.is_alive, peer.failed_checks = True, 0
+
+    def _set_gone(self, peer: _Peer) -> None:
+        """Leave a gateway out until it answers a check."""
+        if peer.is_alive:
+            logger.warning("gateway %s does not answer; its programs go on at the others", peer.url)
+        peer.is_alive = False
+
+    async def _close(self, peer: _Peer) -> None:
+        session, peer.session = peer.session, None
+        if session is not None:
+            await session.close()
+
+    def _session(self, peer: _Peer) -> aiohttp.ClientSession:
+        if peer.session is None:
+            peer.session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("User-Agent", "Accept", "Content-Type", "Accept-Encoding"),
+                trust_env=False,
+            )
+        return peer.session
+
+    # -- requests ---------------------------------------------------------------------
+
+    async def pass_on(
+        self, owner: str, api: ClientApi, scope: Any, body: bytes, receive: AsgiReceive, send: AsgiSend
+    ) -> bool:
+        """Pass a client's request on to the gateway that ``owner`` returned, and the answer to the client.
+        Return False if that gateway cannot be reached; then nothing was sent. The client's leave ends the
+        request there too."""
+        relay = _Relay(api, send)
+        passing = asyncio.ensure_future(self._relay(relay, owner, scope, body))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return passing.result() if passing.done() else True
+        except asyncio.CancelledError:
+            await relay.end("the gateway stops; send the request again", GATEWAY_STOPPING)
+            raise
+        finally:
+            for task in (passing, leaving):
+                task.cancel()
+            await asyncio.gather(passing, leaving, return_exceptions=True)
+
+    async def _relay(self, relay: _Relay, owner: str, scope: Any, body: bytes) -> bool:
+        peer = self._peers.get(owner)
+        if peer is None:
+            return False
+        query = scope.get("query_string", b"").decode("latin-1")
+        url = URL(f"{owner}{relay.api.value}{'?' if query else ''}{query}", encoded=True)
+        try:
+            answer = await self._session(peer).post(url, data=body, headers=_passed(scope["headers"]))
+        except _PEER_GONE as error:
+            logger.warning("gateway %s did not answer a request: %s", owner, error)
+            self._set_gone(peer)
+            return False
+        async with answer:
+            try:
+                first = await answer.content.readany()
+            except _PEER_GONE:
+                self._set_gone(peer)
+                return False
+            await relay.pass_back(answer, first)
+        return True
+
+    # -- events and drains ------------------------------------------------------------
+
+    async def report(self, batch: EventBatch, tenant: str, headers: RawHeaders) -> dict[int, EventOutcome]:
+        """Pass the events of other gateways' programs on. Return the outcomes by the event's place in the
+        batch. Events without an outcome are this gateway's: their programs, or their gateways are gone."""
+        places: dict[str, list[int]] = {}
+        if not is_passed(headers):
+            for place, raw in enumerate(batch.events):
+                with contextlib.suppress(WireError):
+                    owner = self.owner(tenant, decode_event(raw).program_id)
+                    if owner is not None:
+                        places.setdefault(owner, []).append(place)
+        found: dict[int, EventOutcome] = {}
+
+        async def post(owner: str, owned: Sequence[int]) -> None:
+            part = EventBatch(v=batch.v, emitter=batch.emitter, events=[batch.events[one] for one in owned])
+            answer = await self._post(owner, EVENTS_PATH, headers, encode(part))
+            with contextlib.suppress(WireError, ValueError):
+                found.update(zip(owned, decode_outcomes(answer or b"").outcomes, strict=True))
+
+        await asyncio.gather(*(post(owner, owned) for owner, owned in places.items()))
+        return found
+
+    async def repeat(self, path: str, headers: RawHeaders) -> None:
+        """Repeat a client's order at all other gateways, unless another one has passed it on."""
+        if not is_passed(headers):
+            alive = [url for url, peer in self._peers.items() if peer.is_alive]
+            await asyncio.gather(*(self._post(url, path, headers, b"") for url in alive))
+
+    async def _post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> bytes | None:
+        """Send a POST to another gateway. Return the body of its answer; ``None``: no answer with status
+        200."""
+        timeout = aiohttp.ClientTimeout(total=EVENTS_TIMEOUT_S)
+        peer = self._peers.get(url)
+        if peer is None:
+            return None
+        try:
+            target = URL(url + path, encoded=True)
+            async with self._session(peer).post(
+                target, data=body, headers=_passed(headers), timeout=timeout
+            ) as answer:
+                return await answer.read() if answer.status == 200 else None
+        except _PEER_GONE as error:
+            logger.warning("gateway %s did not answer: %s", url, error)
+            return None
+
+
+class _Relay:
+    """One answer of another gateway on its way to the client."""
+
+    def __init__(self, api: ClientApi, send: AsgiSend) -> None:
+        self.api = api
+        self._send = send
+        self._has_begun = self._is_over = False
+        self._events: SseEventBuffer | None = None
+
+    async def pass_back(self, answer: aiohttp.ClientResponse, first: bytes) -> None:
+        """Pass an answer to the client. ``first``: its first bytes; empty if it has none. A stream that
+        breaks off ends with an error event; another answer stays incomplete, so that the server closes the
+        connection. Raises ``OSError`` if the client has left."""
+        self._events = SseEventBuffer() if answer.content_type == "text/event-stream" else None
+        self._has_begun = True
+        headers = end_to_end_headers(answer.raw_headers)
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        chunk = first
+        while chunk:
+            whole = self._events.push(chunk) if self._events is not None else chunk
+            if whole:
+                await self._send({"type": "http.response.body", "body": whole, "more_body": True})
+            try:
+                chunk = await answer.content.readany()
+            except _PEER_GONE:
+                await self.end("the gateway that was answering is gone; send the request again", REPLICA_LOST)
+                return
+        self._is_over = True
+        rest = self._events.rest() if self._events is not None else b""
+        await self._send({"type": "http.response.body", "body": rest})
+
+    async def end(self, message: str, code: str) -> None:
+        """End the answer with an error: a rejection, or an error event in an open stream."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if not self._has_begun:
+            await send_rejection(self._send, self.api, RequestRejected(503, code, message, 5.0))
+        elif self._events is not None:
+            event = error_event(self.api, code, message)
+            with contextlib.suppress(OSError):
+                await self._send({"type": "http.response.body", "body": event})
+
+
+def is_passed(headers: RawHeaders) -> bool:
+    """Whether another gateway has passed a request on. A client that sends the header itself changes only
+    where its request is decided."""
+    return any(name == PASSED for name, _ in headers)
+
+
+def _passed(headers: RawHeaders) -> list[tuple[str, str]]:
+    """Return the headers of a request to another gateway."""
+    own = (b"host", b"content-length", b"expect")
+    passed = [pair for pair in end_to_end_headers(headers) if pair[0] not in own]
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in [*passed, (PASSED, b"1")]]
+
+
+async def _disconnected(receive: AsgiReceive) -> None:
+    with contextlib.suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,232 @@
+"""Gateways that share engines and nothing else: who owns a program, and what happens when an owner goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fake_engine import FakeEngine, engines
+from gateway_harness import DEADLINE_S, World, served, until
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.gateway.http import peers as peers_module
+from sojourn_server.gateway.http.gateway_app import GatewayOptions
+from sojourn_server.gateway.http.peers import Peers
+from sojourn_server.gateway.http.standalone_gateway import build_gateway
+from sojourn_server.gateway.http.tenant_keys import TenantKeys
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
+
+KEYS = {"key-a": "a", "key-b": "b"}
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in found]
+
+
+def views(count: int) -> list[Peers]:
+    """What each of ``count`` gateways sees if all answer."""
+    urls = [f"http://g:{number}" for number in range(count)]
+    made = [Peers(url, urls) for url in urls]
+    for view in made:
+        for peer in view._peers.values():
+            peer.is_alive = True
+    return made
+
+
+@given(st.lists(st.tuples(st.text(max_size=9), st.text(max_size=9)), max_size=50), st.integers(1, 6))
+def test_all_gateways_name_one_owner_and_a_lost_one_moves_its_programs_alone(
+    programs: list[tuple[str, str]], count: int
+) -> None:
+    def owners(gateways: list[Peers]) -> dict[tuple[str, str], str]:
+        named = {}
+        for key in programs:
+            every = {view.owner(*key) or view._own_url for view in gateways}
+            [named[key]] = every
+        return named
+
+    every = views(count)
+    before = owners(every)
+    if count > 1:
+        lost = every.pop(0)
+        for view in every:
+            view._peers[lost._own_url].is_alive = False
+        after = owners(every)
+        assert {key for key in before if before[key] != after[key]} == {
+            key for key in before if before[key] == lost._own_url
+        }
+
+
+@asynccontextmanager
+async def gateways(fakes: list[FakeEngine], **options: Any) -> AsyncIterator[list[World]]:
+    """Two gateways in front of the same engines."""
+    preset = parse_cluster_preset('routing = "session-affinity"', source="test")
+    ports = free_ports(2)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    async with AsyncExitStack() as stack:
+        worlds = []
+        for url, port in zip(urls, ports, strict=True):
+            gateway, app = build_gateway(
+                [fake.url for fake in fakes],
+                preset,
+                TenantKeys(KEYS),
+                GatewayOptions(policy=preset.name, **options),
+                poll_s=0.05,
+                peers=Peers(url, urls),
+            )
+            worlds.append(await stack.enter_async_context(served(gateway, app, port)))
+        for it in worlds:
+            await until(lambda it=it: len(it.gateway.replicas) == len(fakes) and _owned(it, False))
+        yield worlds
+
+
+def _owned(it: World, here: bool) -> str | None:
+    """A program of tenant a that is this gateway's own, or another's; ``None`` if there is none."""
+    names = (f"p{number}" for number in range(50))
+    return next((one for one in names if (it.gateway.peers.owner("a", one) is None) is here), None)
+
+
+async def known(it: World) -> set[str]:
+    return {place.program_id for place in await it.gateway.routing_backend.programs()}
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "CHECK_S", 0.05)
+
+
+async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -> None:
+    async with engines(2) as fakes, gateways(fakes) as (one, other):
+        mine = _owned(one, True)
+        assert mine is not None
+        for it in (one, other):
+            for stream in (False, True):
+                answer = await it.chat(mine, "key-a", stream=stream)
+                assert answer.status == 200
+                assert "X-Sojourn-Replica" in answer.headers
+                if stream:
+                    assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+            [outcome] = await it.events(
+                {"type": "tool_start", "program_id": mine, "call_id": it.url, "tool": "t", "seq": 1},
+                key="key-a",
+                emitter=it.url,
+            )
+            assert outcome["outcome"] == "applied"
+        assert mine in await known(one)
+        assert sorted(len(fake.requests) for fake in fakes) == [0, 4], "all at one engine"
+        assert all(fake.headers[-1].get("x-sojourn-passed") is None for fake in fakes if fake.headers)
+        assert (await other.chat(mine, "wrong")).status == 401
+        assert (await other.chat(None, "key-a")).status == 200, "without a program it stays where it is"
+
+
+async def test_a_request_that_was_passed_on_is_decided_where_it_arrives() -> None:
+    async with engines(1) as fakes, gateways(fakes) as (one, _):
+        others = _owned(one, False)
+        body = {"model": "tiny", "messages": []}
+        headers = {"X-Session-ID": str(others), "Authorization": "Bearer key-a", "X-Sojourn-Passed": "1"}
+        async with one.http.post(f"{one.url}/v1/chat/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200
+        assert others in await known(one)
+
+
+async def test_a_client_that_leaves_ends_its_request_at_the_owner_and_its_engine() -> None:
+    async with engines(1) as fakes, gateways(fakes) as (one, other):
+        fakes[0].hold = asyncio.Event()
+        asked = asyncio.ensure_future(other.chat(_owned(one, True), "key-a"))
+        await until(lambda: fakes[0].requests)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await until(lambda: fakes[0].gave_up == 1)
+
+
+async def test_a_drain_reaches_all_gateways() -> None:
+    async with engines(2) as fakes, gateways(fakes, admin_key="root") as (one, other):
+        url = f"{one.url}/sojourn/v1/replicas/{fakes[0].name}/drain"
+        async with one.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
+            assert answer.status == 200
+        for it in (one, other):
+            states = {state.replica: state.health for state in await it.gateway.routing_backend.replicas()}
+            assert states == {fakes[0].name: "draining", fakes[1].name: "up"}
+
+
+async def start(engine_urls: list[str], urls: list[str], own: str) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-m", "sojourn_server.cli", "gateway", "--engines", ",".join(engine_urls)]
+    command += ["--port", own.rpartition(":")[2], "--peers", ",".join(urls), "--log-level", "error"]
+    return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+
+
+async def test_of_two_gateway_processes_one_is_killed_under_load_and_no_later_request_fails() -> None:
+    async with AsyncExitStack() as stack:
+        command = [sys.executable, str(Path(__file__).with_name("fake_engine_process.py")), "127.0.0.1"]
+        ports = free_ports(4)
+        running: list[asyncio.subprocess.Process] = []
+
+        async def end() -> None:
+            for process in running:
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
+
+        stack.push_async_callback(end)
+        for port in ports[:2]:
+            running.append(await asyncio.create_subprocess_exec(*command, str(port)))
+        engine_urls = [f"http://127.0.0.1:{port}" for port in ports[:2]]
+        urls = [f"http://127.0.0.1:{port}" for port in ports[2:]]
+        for url in urls:
+            running.append(await start(engine_urls, urls, url))
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+
+        async def ready(url: str) -> bool:
+            try:
+                async with http.get(f"{url}/health") as answer:
+                    return bool((await answer.json())["up"] == 2)
+            except aiohttp.ClientError:
+                return False
+
+        for url in urls:
+            await until(lambda url=url: ready(url))
+        dead, alive = urls
+
+        async def turn(program: str, **more: Any) -> tuple[int, str]:
+            body = {"model": "tiny", "messages": [], **more}
+            async with http.post(
+                f"{alive}/v1/chat/completions", json=body, headers={"X-Session-ID": program}
+            ) as answer:
+                return answer.status, await answer.text()
+
+        names = [f"p{number}" for number in range(20)]
+        assert {status for status, _ in await asyncio.gather(*map(turn, names))} == {200}
+        slow = [asyncio.ensure_future(turn(name, delay_s=1.0)) for name in names]
+        streams = {
+            name: asyncio.ensure_future(turn(name, stream=True, events=40, gap_s=0.1)) for name in names[:10]
+        }
+        view = Peers(alive, urls)
+        view._peers[dead].is_alive = True
+        passed = {name for name in names if view.owner("default", name) == dead}
+        assert passed & streams.keys()
+        await asyncio.sleep(0.5)
+        os.kill(running[2].pid, signal.SIGKILL)
+        later = [asyncio.ensure_future(turn(name)) for _ in range(5) for name in names]
+        assert {status for status, _ in await asyncio.gather(*slow, *later)} == {200}
+        for name, stream in streams.items():
+            status, text = await stream
+            assert status == 200
+            assert ('"type":"replica_lost"' in text) is (name in passed), text[-200:]
+            assert text.endswith("data: [DONE]\n\n")
+        running[2] = await start(engine_urls, urls, dead)
+        await until(lambda: ready(dead))
+        again = await asyncio.gather(*map(turn, names))
+        assert {status for status, _ in again} == {200}
