@@ -25,7 +25,7 @@ BATCH = {
 }
 PERSISTED = {"program_id": "p", "state": "writing", "context_tokens": 70, "stored_tokens": 32}
 GETS = (
-    "capabilities", "programs", "programs/p", "dropped", "stats", "decisions", "stream?once=1", "graphs",
+    "capabilities", "programs", "programs/p", "load", "stats", "decisions", "stream?once=1", "graphs",
     "graphs/h",
 )  # fmt: skip
 
@@ -91,7 +91,7 @@ def engine_answers(**changed: Any) -> dict[str, Any]:
         "graph": lambda payload: {"graph_hash": "h"} if payload["graph_hash"] == "h" else None,
         "snapshot": {"engine": {"engine": "0", "now_s": 1.0}, "programs": [], "total": 0, "full": True},
         "stats": {"programs": {"acting": 1}, "policy": "continuum", "lost_tokens": 10},
-        "dropped": {"programs": ["p"], "next": 4},
+        "load": {"requests": 1, "programs": [{"program_id": "p", "tokens": 8, "context_tokens": 9}]},
         "decisions": {"decisions": [{"seq": 4, "kind": "keep"}, {"seq": 5, "kind": "drop"}], "next": 6},
         **changed,
     }

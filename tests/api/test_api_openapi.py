@@ -111,8 +111,8 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
     ask(contract, client, "/yield", 400, json={"to": "b"})
     for url in (
         "/programs",
-        "/dropped",
         "/capabilities",
+        "/load",
         "/stats",
         "/decisions",
         "/stream?once=1",

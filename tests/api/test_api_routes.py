@@ -45,8 +45,7 @@ def test_reads_answer_what_the_engine_says(client: TestClient, engine: ScriptedE
     assert client.get("/sojourn/v1/programs?limit=7&status=acting").json()["shown"] == 1
     assert engine.calls[-1] == ("programs", '{"limit":7,"status":"acting"}')
     assert client.get("/sojourn/v1/programs/p").json() == {"program_id": "p", "turns": 2}
-    assert client.get("/sojourn/v1/dropped?skip=3").json() == {"engines": [["p"]], "next": 4}
-    assert engine.calls[-1] == ("dropped", '{"skip":3}')
+    assert client.get("/sojourn/v1/load").json()["engines"][0]["requests"] == 1
     assert client.get("/sojourn/v1/stats").json()["lost_tokens"] == 10
     assert client.get("/sojourn/v1/graphs").json()["total"] == 1
     assert client.get("/sojourn/v1/graphs/h").json() == {"graph_hash": "h"}
@@ -110,17 +109,6 @@ def test_running_requests_are_ordered_to_yield(client: TestClient, engine: Scrip
     assert len(engine.calls) == 1
 
 
-def test_an_id_that_ends_in_persist_can_be_looked_up(client: TestClient, engine: ScriptedEngine) -> None:
-    check_error(client.get("/sojourn/v1/programs/p/persist"), 404)
-    assert engine.calls == [("program", '{"program_id":"p/persist"}')]
-
-
-def test_each_time_the_engine_is_asked_how_far_it_is(client: TestClient, engine: ScriptedEngine) -> None:
-    for _ in range(2):
-        client.post("/sojourn/v1/programs/p/persist")
-    assert len(engine.calls) == 2, "an answer of half a second ago is of no use to who waits for it"
-
-
 def test_decisions_as_json_and_as_lines(client: TestClient, engine: ScriptedEngine) -> None:
     document = client.get("/sojourn/v1/decisions?since=4&limit=2").json()
     assert document["next"] == 6
@@ -164,7 +152,7 @@ def test_several_engines_answer_as_one() -> None:
             graph={"graph_hash": "i", "nodes": ["x"]},
             stats={"programs": {"acting": 2, "ended": 1}, "policy": "continuum", "lost_tokens": 5},
             decisions={"decisions": [{"seq": 0}], "next": 1},
-            dropped={"programs": [], "next": None},
+            load={"requests": 2, "programs": []},
         ),
     )
     client = client_of(engine)
@@ -176,7 +164,7 @@ def test_several_engines_answer_as_one() -> None:
     assert [stats["engines"][index]["lost_tokens"] for index in ("0", "1")] == [10, 5]
     assert client.get("/sojourn/v1/capabilities").json()["engines"] == 2
     assert "tiers" not in client.get("/sojourn/v1/capabilities").json()
-    assert client.get("/sojourn/v1/dropped").json() == {"engines": [["p"], []], "next": 4}
+    assert [one["requests"] for one in client.get("/sojourn/v1/load").json()["engines"]] == [1, 2]
     graphs = client.get("/sojourn/v1/graphs").json()
     assert ([g["graph_hash"] for g in graphs["graphs"]], graphs["total"]) == (["h", "i"], 2)
     assert (graphs["bytes"], graphs["forgotten"]) == (18, 3)
@@ -184,12 +172,6 @@ def test_several_engines_answer_as_one() -> None:
     assert client.get("/sojourn/v1/decisions?engine=1").json()["next"] == 1
     assert client.get("/sojourn/v1/decisions").json()["engines"] == ["0", "1"]
     check_error(client.get("/sojourn/v1/decisions?engine=2"), 404)
-
-
-def test_of_several_engines_the_one_that_ran_the_program_writes_it() -> None:
-    other = {**PERSISTED, "turns": 0, "context_tokens": 0, "state": "done"}
-    engine = ScriptedEngine(engine_answers(persist=other), engine_answers(), engine_answers(persist=None))
-    assert client_of(engine).post("/sojourn/v1/programs/p/persist").json() == PERSISTED
 
 
 # --- keys -------------------------------------------------------------------
@@ -267,33 +249,6 @@ def test_nobody_gets_in_before_the_keys_are_known() -> None:
     check_error(client.get("/sojourn/v1/stats"), 401)
     keys.configure([])
     assert client.get("/sojourn/v1/stats").status_code == 200
-
-
-def test_an_empty_key_is_no_key() -> None:
-    keys = ApiKeys()
-    keys.configure(["", KEY])
-    assert not keys.allow("Bearer ")
-    assert keys.allow(f"Bearer {KEY}")
-
-
-def test_the_routes_describe_themselves(client: TestClient) -> None:
-    paths = client.get("/openapi.json").json()["paths"]
-    assert set(paths) == {
-        f"/sojourn/v1/{path}"
-        for path in (
-            *GETS[:2],
-            *(path.partition("?")[0] for path in GETS[3:-1]),
-            "events",
-            "openapi.json",
-            "programs/{program_id}",
-            "programs/{program_id}/explain",
-            "programs/{program_id}/persist",
-            "graphs/{graph_hash}",
-            "yield",
-        )
-    }
-    limits = {p["name"]: p["schema"] for p in paths["/sojourn/v1/programs"]["get"]["parameters"]}
-    assert limits["limit"]["maximum"] == 1000
 
 
 @pytest.mark.parametrize(

@@ -357,3 +357,25 @@ def test_an_order_that_exists_can_be_renewed_when_there_is_room_for_no_other(
 
     assert [ordered(program) for program in ("p0", "p1", "p2")] == [["applied"], ["applied"], ["rejected"]]
     assert ordered("p0") == ["applied"], "it adds no entry"
+
+
+def test_a_report_of_load_has_the_programs_whose_kv_is_there(engine: VirtualEngine) -> None:
+    """What the engine has evicted is gone, under every policy; what runs is there."""
+    told = engine.ask("load")
+    assert (told["requests"], told["request_tokens"], told["complete"]) == (1, 8, True)
+    programs = {one["program_id"]: one for one in told["programs"]}
+    assert set(programs) == {"a"}, "b has computed nothing yet, c has ended"
+    assert programs["a"]["tokens"] == programs["a"]["context_tokens"] > 40
+    assert programs["a"]["idle_s"] >= 2.0
+    engine.cached.clear()
+    assert engine.ask("load")["programs"] == []
+
+
+def test_a_report_of_load_counts_the_pending_nodes_of_a_declared_graph() -> None:
+    engine = VirtualEngine("saga")
+    edges = [(START, "plan"), ("plan", "edit"), ("edit", "test"), ("test", "edit", 0.5), ("test", END, 0.5)]
+    graph = Aeg(["plan", "edit", "test"], edges)
+    engine.turn("a", prompt(40), sojourn={"node": "plan"})
+    engine.send(AegReport(program_id="a", seq=-1, graph_hash=graph.hash, graph=graph.wire()))
+    [program] = engine.ask("load")["programs"]
+    assert program["steps_left"] == pytest.approx(4.0, abs=0.01)  # edit and test, twice on average

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core import engine_service, parked_requests, placed_programs
+from sojourn_server.core import parked_requests, placed_programs
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
@@ -243,19 +243,17 @@ def test_what_is_parked_is_the_waiting_request_and_not_the_program() -> None:
     assert engine.parked(later)
 
 
-def test_all_programs_without_kv_can_be_listed_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_service, "MAX_DROPPED_SHOWN", 2)
+def test_a_report_of_load_names_the_programs_that_wait_without_kv() -> None:
     policy = Watched()
     engine = Engine(policy)
-    for name in "abcdef":
+    for name in "abc":
         engine.come(name, 1)
     order(engine, policy, "b", DEVICE)
-    assert engine.ask("dropped") == {"programs": ["a", "c"], "next": 2}
-    assert engine.ask("dropped", skip=2) == {"programs": ["d", "e"], "next": 4}
-    assert engine.ask("dropped", skip=4) == {"programs": ["f"], "next": None}
+    told = engine.ask("load")
+    assert (told["waiting"], told["requests"]) == (["a", "c"], 3)
     nowhere = VirtualEngine("continuum")
     nowhere.arrive("p", prompt(8))
-    assert nowhere.ask("dropped") == {"programs": [], "next": None}, "it places no programs"
+    assert nowhere.ask("load")["waiting"] == [], "it places no programs"
 
 
 def test_while_a_preempted_request_waits_its_program_is_not_getting_busier() -> None:

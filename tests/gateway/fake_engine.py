@@ -62,8 +62,10 @@ class FakeEngine:
         self.first_event: str | None = None
         """First event of streams; ``None`` for the usual one."""
         self.tokenizes_never = False
-        self.waiting: list[str] = []
-        """Programs that it has placed in no tier, neither on the device nor below."""
+        self.served: set[str] = set()
+        """Programs that this process has answered."""
+        self.lost: list[str] = []
+        """Programs whose KV it has lost."""
         self.yields: list[dict[str, Any]] = []
         """Orders that running requests yield."""
         self.yield_outcomes: list[str] | None = ["applied"]
@@ -109,6 +111,7 @@ class FakeEngine:
     async def restart(self) -> None:
         """Start a new process of the engine at the same port."""
         self.started_s += 1.0
+        self.served.clear()
         await self.start()
 
     def of(self, program_id: str) -> list[str]:
@@ -131,7 +134,7 @@ class FakeEngine:
                 Route("/sojourn/v1/yield", self._yield, methods=["POST"]),
                 Route("/sojourn/v1/stats", self._stats),
                 Route("/sojourn/v1/decisions", self._decisions),
-                Route("/sojourn/v1/dropped", self._dropped),
+                Route("/sojourn/v1/load", self._load),
                 Route("/sojourn/v1/programs/{name:path}/persist", self._persist, methods=["POST"]),
                 Route("/sojourn/v1/programs/{name:path}", self._program),
             ]
@@ -213,8 +216,12 @@ class FakeEngine:
     async def _stats(self, request: Request) -> Response:
         return JSONResponse({"programs": len(self.events)})
 
-    async def _dropped(self, request: Request) -> Response:
-        return JSONResponse({"engines": [self.waiting], "next": None})
+    async def _load(self, request: Request) -> Response:
+        there = [
+            {"program_id": name, "tokens": 100, "context_tokens": 105}
+            for name in sorted(self.served.difference(self.lost))
+        ]
+        return JSONResponse({"engines": [{"programs": there}]})
 
     async def _program(self, request: Request) -> Response:
         return JSONResponse({"program_id": request.path_params["name"], "status": "acting"})
@@ -234,6 +241,7 @@ class FakeEngine:
             return JSONResponse({"error": {"message": "no JSON that can be read", "code": 400}}, 400)
         self.requests.append(body)
         self.headers.append(dict(request.headers))
+        self.served.add(request.headers.get("x-session-id", ""))
         self.raw_headers.append(list(request.scope["headers"]))
         if self.dead_core:
             message = "EngineCore encountered an issue. See stack trace (above) for the root cause."

@@ -330,13 +330,13 @@ async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.Mo
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)
         assert await it.home("p") == home
-        engine.waiting = ["p", "nobody"]
+        engine.lost = ["p", "nobody"]
 
         async def has_none() -> bool:
             return await it.home("p") is None
 
         await until(has_none)
-        engine.waiting = []
+        engine.lost = []
         assert (await it.chat("p")).status == 200
 
 

@@ -280,6 +280,6 @@ async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: 
     monkeypatch.setattr(dropped_kv_poller, "DROPPED_KV_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
         of = await homes(it, fakes)
-        of["alice"].waiting = of["bob"].waiting = ["p", "bob/p", "stranger/p"]
+        of["alice"].lost = of["bob"].lost = ["p", "bob/p", "stranger/p"]
         await until(lambda: it.gateway.routing_backend.home("bob", "p") is None)
         assert it.gateway.routing_backend.home("alice", "p") == of["alice"].name

@@ -199,7 +199,7 @@ async def test_a_shortened_name_in_an_engines_answer_finds_its_program(
     async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
         await it.chat(LONGEST, key="kb")
         assert it.gateway.routing_backend.home("bob", LONGEST) == fake.name
-        fake.waiting = [fake.headers[-1]["x-session-id"]]
+        fake.lost = [fake.headers[-1]["x-session-id"]]
         await until(lambda: it.gateway.routing_backend.home("bob", LONGEST) is None)
 
 

@@ -61,3 +61,15 @@ def only(actions: list[Any]) -> Any:
 def sends(actions: list[Any]) -> list[str]:
     """Ids of the requests that the actions send, in order."""
     return [action.request_id for action in actions if isinstance(action, routing_events.SendRequest)]
+
+
+def kv_lost(core: Any, program_id: str, tenant: str, at: str) -> routing_events.KvReported:
+    """The report of a replica that has the KV of all its programs but this one."""
+    kept = [p for p in core.programs if p.home == at and p.key != (tenant, program_id)]
+    replica = core.fleet.get(at)
+    return routing_events.KvReported(
+        replica_id=at,
+        instance=replica.instance if replica is not None else "",
+        programs=tuple(routing_events.ResidentKv(*program.key, 1, 1) for program in kept),
+        waiting=((tenant, program_id),),
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from routing_builders import build_core, sends
+from routing_builders import build_core, kv_lost, sends
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
@@ -117,7 +117,7 @@ def test_of_ten_thousand_waiting_requests_only_eligible_ones_are_routed(sharing:
         routing_events.Tick(),
         routing_events.Tick(),
         routing_events.RequestFinished(name, replica_id="e3"),
-        routing_events.KvDropped("nobody", "t", "e3"),
+        kv_lost(it, "nobody", "t", "e3"),
     ):
         it.take(fact, 1.0)
         assert routing.asked == 0, f"{fact} makes no room"
@@ -312,7 +312,7 @@ def test_returning_programs_are_served_before_new_ones_the_least_idle_first() ->
     for name, acts_s in (("idle", 9.0), ("busy", 1.0)):
         assert sends(it.take(asked(name, 400), 10.0 - acts_s)) == [name]
         it.take(routing_events.RequestFinished(name, 1), 20.0 - acts_s)
-        it.take(routing_events.KvDropped(name, "t", "a"), 20.0 - acts_s)
+        it.take(kv_lost(it, name, "t", "a"), 20.0 - acts_s)
     assert sends(it.take(asked("running", 1000), 20.0)) == ["running"]
     for name in ("new", "idle", "busy"):
         request = routing_events.RequestReceived(f"{name}/2", "t", 600, name)
@@ -387,7 +387,7 @@ def test_a_program_that_waits_in_its_engine_moves_once_where_another_has_room() 
     it.take(asked("p", 400), 0.0)
     it.take(routing_events.RequestFinished("p", 1), 1.0)
     assert sends(it.take(routing_events.RequestReceived("p/2", "t", 500, "p"), 1.0)) == ["p/2"]
-    dropped = routing_events.KvDropped("p", "t", "a")
+    dropped = kv_lost(it, "p", "t", "a")
     assert it.take(dropped, 10.0) == [], "no other replica"
     it.take(seen("b"), 10.0)
     assert it.take(dropped, 4.0) == [], "it may have been sent after the engine's report"
@@ -396,7 +396,7 @@ def test_a_program_that_waits_in_its_engine_moves_once_where_another_has_room() 
     assert release == routing_events.ReleaseProgramKv("p", "a", "t")
     assert (send.request_id, send.replica_id, send.reason) == ("p/2", "b", "relocated")
     assert it.programs.get(("t", "p")).home == "b"
-    assert it.take(routing_events.KvDropped("p", "t", "b"), 30.0) == [], "never back and forth"
+    assert it.take(kv_lost(it, "p", "t", "b"), 30.0) == [], "never back and forth"
     it.take(routing_events.FirstByteSent("p/2", "b"), 31.0)
     it.take(routing_events.RequestFinished("p/2", 1, "b"), 32.0)
     assert it.counts.relocations == 1
@@ -408,7 +408,7 @@ def test_a_request_that_is_answered_stays_although_its_engine_reports_no_kv() ->
         it.take(seen(name), 0.0)
     [send] = it.take(asked("p", 400), 0.0)
     it.take(routing_events.FirstByteSent("p", send.replica_id), 1.0)
-    assert it.take(routing_events.KvDropped("p", "t", send.replica_id), 20.0) == []
+    assert it.take(kv_lost(it, "p", "t", send.replica_id), 20.0) == []
 
 
 def full_with_one_that_waits() -> AffinityCore:
@@ -425,13 +425,13 @@ def full_with_one_that_waits() -> AffinityCore:
 def test_a_request_that_waits_for_a_home_without_its_kv_goes_where_there_is_room() -> None:
     it = full_with_one_that_waits()
     it.take(seen("b", 300), 2.0)
-    assert sends(it.take(routing_events.KvDropped("p", "t", "a"), 3.0)) == ["p/2"]
+    assert sends(it.take(kv_lost(it, "p", "t", "a"), 3.0)) == ["p/2"]
     assert it.programs.get(("t", "p")).home == "b"
 
 
 def test_a_program_that_waits_for_its_full_home_is_at_home_where_it_is_computed() -> None:
     it = full_with_one_that_waits()
-    it.take(routing_events.KvDropped("p", "t", "a"), 3.0)
+    it.take(kv_lost(it, "p", "t", "a"), 3.0)
     assert sends(it.take(routing_events.RequestFinished("other", 1, "a"), 4.0)) == ["p/2"]
     it.take(routing_events.RequestFinished("p/2", 1, "a"), 5.0)
     program = it.programs.get(("t", "p"))

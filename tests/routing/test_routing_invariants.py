@@ -10,6 +10,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from routing_builders import kv_lost
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.fairness.tenant_preemption import NoTenantPreemption, UrgencyPreemption
 from sojourn_server.policies.routing.baseline_routing import (
@@ -329,9 +330,7 @@ class AnyLife(RuleBasedStateMachine):
     )
     def a_program(self, program: str, tenant: str, drop: bool, at: str) -> None:
         self.take(
-            routing_events.KvDropped(program, tenant, at)
-            if drop
-            else routing_events.ProgramEnded(program, tenant)
+            kv_lost(self.core, program, tenant, at) if drop else routing_events.ProgramEnded(program, tenant)
         )
 
     @rule(seconds=st.floats(-5, 40))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from routing_builders import build_core, sends, with_replicas
+from routing_builders import build_core, kv_lost, sends, with_replicas
 from sojourn_server.policies.cluster_preset import load_cluster_preset, parse_cluster_preset
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
@@ -328,7 +328,7 @@ def test_residents_are_those_that_a_look_at_every_program_finds(steps: Any) -> N
         elif step == "over":
             it.take(routing_events.ProgramEnded(name, "t"), now)
         elif step == "dropped":
-            it.take(routing_events.KvDropped(name, "t", replica_id), now)
+            it.take(kv_lost(it, name, "t", replica_id), now)
         elif step == "drain":
             it.take(routing_events.ReplicaDrainStarted(replica_id), now)
         elif step == "gone":

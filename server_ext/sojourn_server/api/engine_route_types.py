@@ -18,7 +18,6 @@ from .openapi import Operation, either
 
 MAX_PROGRAMS = 1000
 MAX_DECISIONS = 5000
-MAX_SKIPPED = 2**31
 MAX_DELTA_S = 86_400
 NDJSON = "application/x-ndjson"
 
@@ -62,20 +61,10 @@ class ProgramsQuery(msgspec.Struct):
     """Only programs with this status."""
 
 
-class DroppedPrograms(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of the programs whose KV is in no tier."""
+class LoadByRank(msgspec.Struct, frozen=True):
+    """Load and programs with KV of each data-parallel rank."""
 
-    engines: list[list[str]]
-    """Ids of programs, for each data-parallel rank."""
-    next: int | None
-    """``skip`` of the next request; ``null`` if there are no more programs."""
-
-
-class DroppedQuery(msgspec.Struct):
-    """Query parameters of ``GET /dropped``."""
-
-    skip: Annotated[int, Meta(ge=0, le=MAX_SKIPPED)] = 0
-    """Number of programs of each rank to leave out."""
+    engines: list[engine_answers.EngineLoad]
 
 
 class YieldOrder(msgspec.Struct, frozen=True):
@@ -124,7 +113,7 @@ ENGINE_OPERATIONS = {
     ("POST", "/events"): Operation(OutcomeBatch, body=EventBatch),
     ("GET", "/capabilities"): Operation(Annotated[Any, either(ServerCapabilities, StockServerCapabilities)]),
     ("GET", "/programs"): Operation(engine_answers.ProgramList, ProgramsQuery),
-    ("GET", "/dropped"): Operation(DroppedPrograms, DroppedQuery),
+    ("GET", "/load"): Operation(LoadByRank),
     ("GET", "/programs/{program_id}"): Operation(engine_answers.ProgramDetail),
     ("GET", "/programs/{program_id}/explain"): Operation(Explanation, ExplainQuery),
     ("POST", "/programs/{program_id}/persist"): Operation(engine_answers.PersistProgress),

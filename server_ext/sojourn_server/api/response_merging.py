@@ -58,13 +58,6 @@ def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
     return {"programs": shown, "total": total, "shown": len(shown), "forgotten": forgotten}
 
 
-def merge_dropped(answers: Sequence[Any]) -> dict[str, Any]:
-    """Return ``engines`` (one list of programs per engine, in the order of ``answers``) and ``next`` (where
-    the next page begins; ``None`` if no engine has more programs)."""
-    following = [answer["next"] for answer in answers if answer["next"] is not None]
-    return {"engines": [answer["programs"] for answer in answers], "next": max(following, default=None)}
-
-
 def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
     """Return the answer of the engine that ran the most turns of the program; ``None`` if no engine knows the
     program."""

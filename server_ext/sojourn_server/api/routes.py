@@ -33,7 +33,6 @@ from .engine_route_types import (
     MAX_DECISIONS,
     MAX_DELTA_S,
     MAX_PROGRAMS,
-    MAX_SKIPPED,
     NDJSON,
     YieldOrder,
 )
@@ -51,7 +50,6 @@ from .openapi import PREFIX, openapi_document
 from .response_merging import (
     encode_json,
     merge_capabilities,
-    merge_dropped,
     merge_graphs,
     merge_persisted,
     merge_program,
@@ -98,9 +96,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
                 f'send {{"v": {WIRE_VERSION}, "emitter": ID, "events": [...]}}; '
                 f"{PREFIX}/capabilities lists what is understood",
             ) from None
-        peer = request.client
-        client = (peer.host, str(peer.port)) if peer is not None else ("", "")
-        outcomes = await events.submit(client, batch, EVENTS_TIMEOUT_S)
+        outcomes = await events.submit(batch, EVENTS_TIMEOUT_S)
         return Response(encode(outcomes), media_type="application/json")
 
     @router.get("/capabilities")
@@ -118,11 +114,10 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         found = await query("programs", limit=limit, status=None if status is None else status.value)
         return JSONResponse(merge_programs(found, limit))
 
-    @router.get("/dropped")
-    async def get_dropped(skip: int = Query(0, ge=0, le=MAX_SKIPPED)) -> JSONResponse:
-        """List the ids of programs whose KV is in no tier, for each data-parallel rank. ``next`` of the
-        answer is ``skip`` of the next page. It is ``null`` on the last page."""
-        return JSONResponse(merge_dropped(await query("dropped", skip=skip)))
+    @router.get("/load")
+    async def get_load() -> JSONResponse:
+        """Return the load of each data-parallel rank, and its programs with KV."""
+        return JSONResponse({"engines": await query("load")})
 
     @router.get("/programs/{program_id:path}/explain")
     async def get_explanation(program_id: str, turn: int | None = Query(None, ge=1)) -> Response:

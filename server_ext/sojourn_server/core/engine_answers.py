@@ -161,12 +161,49 @@ class ProgramList(msgspec.Struct, frozen=True, kw_only=True):
     """Number of programs that were removed from a full table."""
 
 
-class DroppedPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of the list of programs whose KV is in no tier of an engine."""
+class LinkStats(msgspec.Struct, frozen=True):
+    """Current state of one link of an engine of a pair, to storage or to other engines."""
 
-    programs: list[str]
-    next: int | None
-    """``skip`` of the next request; ``None``: there are no more."""
+    queued_bytes: int = 0
+    """Bytes that wait to be moved."""
+    queued_s: float | None = None
+    """Seconds until the link's queue is empty; ``None``: unknown."""
+    moved_bytes: int = 0
+    """Bytes moved so far."""
+
+
+class ResidentProgram(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A program whose KV is in the engine, in any tier."""
+
+    program_id: str
+    tokens: int
+    """Number of the context's tokens whose KV is there."""
+    context_tokens: int
+    idle_s: float = 0.0
+    """Seconds since the program's last contact."""
+    steps_left: float | None = None
+    """Expected number of further turns, by the client's hint or the declared graph; ``None``: unknown."""
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Load of an engine, or of one data-parallel rank, and its programs with KV."""
+
+    requests: int = 0
+    """Number of requests in the engine."""
+    request_tokens: int = 0
+    """Prompt tokens of these requests."""
+    free_tokens: int = 0
+    """Tokens of KV for which the device has free blocks; cached blocks of no running request count."""
+    programs: list[ResidentProgram] = []
+    """At most 2,000 programs, the latest contact first."""
+    complete: bool = True
+    """Whether ``programs`` has all programs with KV."""
+    waiting: list[str] = []
+    """Programs that wait with a request, and whose KV placement keeps in no tier until it has room."""
+    links: dict[str, LinkStats] = {}
+    """Links of an engine of a pair, by name."""
+    epoch: str = ""
+    """Instance of the KV transfer manager of an engine of a pair."""
 
 
 class ToolSummary(msgspec.Struct, frozen=True, kw_only=True):

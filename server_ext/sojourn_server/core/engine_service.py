@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -24,9 +23,10 @@ from sojourn.wire_codec import (
 from ..metrics.link_metrics import LinkMetrics
 from ..metrics.live_frame import EngineSnapshot
 from ..metrics.metrics_recorder import MetricsRecorder
+from ..policies.placement.placement_views import Tier
 from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
-from ..programs.program_status import ProgramStatus
+from ..programs.program_status import OVER_STATUSES, ProgramStatus
 from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, ClientEventDecoder, EventHandler
 from .events_and_actions import EventAnswered, YieldOrdered
@@ -37,13 +37,14 @@ from .request_hints import unused_fields
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
-MAX_DROPPED_SHOWN = 5000
+MAX_RESIDENT_SHOWN = 2000
+"""Maximum number of programs with KV in the answer to ``load``."""
 MAX_SNAPSHOT_PROGRAMS = 20_000
 MAX_TOOLS_SHOWN = 256
 """Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
 MAX_YIELDING_PROGRAMS = 64
 """Maximum number of programs in one ``yield``."""
-STOCK_OPERATIONS = ("capabilities", "drain_metrics", "stats")
+STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
 """Operations that ``StockEngineService`` answers."""
 
 _batches = msgspec.json.Decoder(list[msgspec.Raw])
@@ -65,7 +66,7 @@ class UnknownOperation(InputError):
 
 
 class EngineService:
-    """Carries out the operations ``events, event_batches, capabilities, programs, program, dropped, explain,
+    """Carries out the operations ``events, event_batches, capabilities, programs, program, load, explain,
     persist, graphs, graph, stats, snapshot, decisions, drain_metrics, refusal`` and ``yield``.
 
     ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
@@ -136,7 +137,7 @@ class EngineService:
             "capabilities": self._capabilities,
             "programs": self._programs,
             "program": self._program,
-            "dropped": self._dropped,
+            "load": self._load,
             "explain": self._explain,
             "persist": self._persist,
             "graphs": self._graphs,
@@ -233,12 +234,61 @@ class EngineService:
             decisions=[one.own_dict() for one in self._state.decisions.of_program(program.id)],
         )
 
-    def _dropped(self, arguments: dict[str, Any], now: float) -> answers.DroppedPage:
-        skip = _int_argument(arguments, "skip", 0, 0, 2**31)
-        until = skip + MAX_DROPPED_SHOWN
-        found: list[str] = list(islice(self._program_scheduler.dropped_programs(), skip, until + 1))
-        more = len(found) > MAX_DROPPED_SHOWN
-        return answers.DroppedPage(programs=found[:MAX_DROPPED_SHOWN], next=until if more else None)
+    def _load(self, arguments: dict[str, Any], now: float) -> answers.EngineLoad:
+        state = self._state
+        requests = state.requests.states.values()
+        programs, waiting = [], []
+        for program in state.programs:
+            if program.status in OVER_STATUSES:
+                continue
+            found = map(state.requests.states.get, program.live_requests)
+            own = [request for request in found if request is not None]
+            if self._program_scheduler.placed_tier(program.id) is Tier.WAITING:
+                if own:
+                    waiting.append(str(program.id))
+                continue
+            runs = any(one.running for one in own)
+            tokens = program.context_tokens if runs else self._resident_tokens(program)
+            if tokens or runs:
+                programs.append((program.last_contact_s, program, tokens, len(own)))
+        programs.sort(key=lambda one: one[0], reverse=True)
+        blocks, paths = self._pool_state(), self._paths
+        return answers.EngineLoad(
+            requests=len(requests),
+            request_tokens=sum(one.prompt_tokens for one in requests),
+            free_tokens=int((blocks["cached"] + blocks["free"]) * state.pool.tokens_per_block),
+            programs=[
+                answers.ResidentProgram(
+                    program.id,
+                    tokens,
+                    program.context_tokens,
+                    round(max(0.0, now - contact_s), 3),
+                    self._steps_left(program, own),
+                )
+                for contact_s, program, tokens, own in programs[:MAX_RESIDENT_SHOWN]
+            ],
+            complete=len(programs) <= MAX_RESIDENT_SHOWN,
+            waiting=waiting[:MAX_RESIDENT_SHOWN],
+            **pair_load(paths),
+        )
+
+    def _resident_tokens(self, program: ProgramState) -> int:
+        """Return the number of tokens of a program's context whose KV is in any tier. A context that fills no
+        block counts as there, since nothing of it is kept."""
+        per_block = self._state.pool.tokens_per_block
+        full = int(program.context_tokens / per_block)
+        blocks = self._owned_blocks(program.id) + sum(self._below_blocks(program.id))
+        return program.context_tokens if blocks >= full else int(blocks * per_block)
+
+    def _steps_left(self, program: ProgramState, requests: int) -> float | None:
+        """Return the expected number of turns that have not ended: by the client's hint, or else the
+        pending nodes of the declared graph. ``None``: unknown. ``requests``: number of the program's open
+        requests."""
+        left, node = program.expected_steps_left, program.node
+        if left is None and program.graph_hash and node is not None:
+            graph = self._state.graphs.get(program.graph_hash)
+            left = graph.steps_after(node) if graph is not None else None
+        return round(left + requests, 3) if left is not None else None
 
     def _explain(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
         program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
@@ -460,11 +510,21 @@ class StockEngineService:
             answer: Any = answers.StockCapabilities(wire=[], engine=self._engine(), paths=paths)
         elif operation == "stats":
             answer = answers.StockStats(paths=self._paths.stats())
+        elif operation == "load":
+            answer = answers.EngineLoad(complete=False, **pair_load(self._paths))
         elif operation == "drain_metrics":
             answer = self._recorder.drain(self._links.count_growth(self._paths.stats()))
         else:
             answer = {"error": "stock", "answers": STOCK_OPERATIONS}
         return encode(answer).decode()
+
+
+def pair_load(paths: KVTransferStatus | None) -> dict[str, Any]:
+    """Return the fields ``links`` and ``epoch`` of an ``EngineLoad``; empty if the engine is in no pair."""
+    capabilities, stats = (paths.capabilities(), paths.stats()) if paths is not None else (None, None)
+    if capabilities is None or stats is None:
+        return {}
+    return {"epoch": capabilities["epoch"], "links": stats.get("links", {})}
 
 
 def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:

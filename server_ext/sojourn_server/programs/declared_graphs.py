@@ -24,6 +24,8 @@ from sojourn.wire_codec import (
 )
 from sojourn.wire_events import AegGraph
 
+MAX_STEPS_AFTER = 64
+"""Maximum number of steps that ``KnownGraph.steps_after`` looks ahead."""
 TYPES_PER_GRAPH = 4
 """Maximum number of stored agent types, as a multiple of ``max_graphs``; the least recently used are
 dropped. Several types can share a graph."""
@@ -41,6 +43,7 @@ class KnownGraph:
     size_bytes: int
     """Size of the graph as JSON, in bytes."""
     _following: dict[str, tuple[tuple[str, float], ...]] = field(default_factory=dict, repr=False)
+    _after: dict[str, float] = field(default_factory=dict, repr=False)
 
     def following(self, node: str) -> tuple[tuple[str, float], ...]:
         """Return the successors of ``node``, with probabilities that sum to one; empty if it has none.
@@ -51,6 +54,26 @@ class KnownGraph:
             if node in self.aeg.nodes:
                 self._following[node] = found
         return found
+
+    def steps_after(self, node: str) -> float:
+        """Return the expected number of nodes that follow ``node`` (SAGA §6.1, the pending nodes). A cycle
+        counts for at most ``MAX_STEPS_AFTER`` nodes. Cached."""
+        if node in self._after:
+            return self._after[node]
+        at, steps = {node: 1.0}, 0.0
+        for _ in range(MAX_STEPS_AFTER):
+            following: dict[str, float] = {}
+            for one, probability in at.items():
+                for name, share in self.following(one):
+                    if name != END:
+                        following[name] = following.get(name, 0.0) + probability * share
+            steps += sum(following.values())
+            at = {name: probability for name, probability in following.items() if probability > 1e-3}
+            if not at:
+                break
+        if node in self.aeg.nodes:
+            self._after[node] = steps
+        return steps
 
 
 class GraphStore:

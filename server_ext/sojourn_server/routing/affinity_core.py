@@ -88,7 +88,7 @@ class AffinityCore(RoutingCore):
         self._ending: dict[Key, None] = {}
         """Keys of ended programs that still have requests in progress."""
         self._handlers[routing_events.ReplicaRegistered] = self._registered
-        self._handlers[routing_events.KvDropped] = self._dispatcher.kv_dropped
+        self._handlers[routing_events.KvReported] = self._kv_reported
         self._handlers[routing_events.YieldAnswered] = self._dispatcher.yield_answered
 
     # -- questions ----------------------------------------------------------------
@@ -372,6 +372,38 @@ class AffinityCore(RoutingCore):
         else:
             why = f"it was sent to {times} replica{'s' * (times > 1)} and not answered; no other is left"
         self._reject_failed(request.request_id, why)
+
+    def _kv_reported(self, event: routing_events.KvReported, now: float) -> None:
+        """Process a replica's report. Programs whose KV it has lost lose their home. Programs that are
+        unknown here, as after a restart, get their home there. A request that waits in the engine for room
+        may move."""
+        replica = self.fleet.get(event.replica_id)
+        if replica is None or replica.instance != event.instance:
+            return
+        there = {
+            (one.tenant, one.program_id): one
+            for one in event.programs
+            if 2 * one.tokens >= one.context_tokens
+        }
+        waiting = set(event.waiting)
+        for program in self.programs.unordered() if event.complete else ():
+            is_at = program.home == event.replica_id and program.key not in there
+            if (
+                is_at
+                and (program.key in waiting or not program.in_flight)
+                and program.last_s <= now - event.age_s
+            ):
+                self._dispatcher.kv_dropped(program, event.replica_id, now)
+        for key, one in there.items():
+            found = self.programs.get(key)
+            if found is None:
+                last_s = now - one.idle_s
+                found = RoutedProgram(key, None, None, last_s, last_s, turns=1)
+                self.programs.add(found)
+            if found.home is None and found.is_idle and key not in self._ending:
+                found.context_tokens = max(found.context_tokens, one.context_tokens)
+                self.homes.set_home(found, replica, found.context_tokens, now)
+                found.cached = True
 
     # -- replicas -----------------------------------------------------------------
 

@@ -151,18 +151,15 @@ class RequestDispatcher:
         with self.counted_failures():
             self._tables.counts.recalls += self._preemption.yield_answered(event, now)
 
-    def kv_dropped(self, event: routing_events.KvDropped, now: float) -> None:
-        """Handle the report that a replica has no KV of a program any more. If this replica is the program's
-        home, the program loses its home, and its requests that wait for the replica are routed again. A
-        program with requests in flight is passed to ``relocate`` instead."""
-        program = self._tables.programs.get((event.tenant, event.program_id))
-        if program is None or program.home != event.replica_id:
-            return
+    def kv_dropped(self, program: RoutedProgram, replica_id: str, now: float) -> None:
+        """Handle the report that a program's home has no KV of it any more. The program loses its home,
+        and its requests that wait for the replica are routed again. A program with requests in flight is
+        passed to ``relocate`` instead."""
         if program.in_flight:
-            self.relocate(program, event.replica_id, now)
+            self.relocate(program, replica_id, now)
             return
         self._tables.homes.leave(program, now)
-        queue = self._requests.queues.get(event.replica_id)
+        queue = self._requests.queues.get(replica_id)
         for request in queue.of(program) if queue is not None else ():
             self._requests.take_out(request)
             self.enqueue_for_any(request)

@@ -191,12 +191,37 @@ class YieldAnswered(RoutingEvent, frozen=True):
     silent."""
 
 
-class KvDropped(RoutingEvent, frozen=True):
-    """A replica no longer has a program's KV in any tier."""
+class ResidentKv(msgspec.Struct, frozen=True, array_like=True):
+    """A program whose KV an engine still has, in any tier."""
 
-    program_id: str
     tenant: str
+    program_id: str
+    tokens: int
+    """Number of the context's tokens whose KV is there."""
+    context_tokens: int
+    idle_s: float = 0.0
+    """Seconds since the program's last contact with the engine."""
+    steps_left: float | None = None
+    """Expected number of further turns, by the program's declared graph or the client's hint; ``None``:
+    unknown."""
+
+
+class KvReported(RoutingEvent, frozen=True, kw_only=True):
+    """A replica reports its load, and the programs whose KV it has."""
+
     replica_id: str
+    instance: str
+    programs: tuple[ResidentKv, ...] = ()
+    waiting: tuple[tuple[str, str], ...] = ()
+    """(tenant, program id) of programs that wait in the engine until it has room for their KV."""
+    complete: bool = True
+    """Whether ``programs`` lists all programs with KV."""
+    requests: int = 0
+    """Number of requests in the engine."""
+    request_tokens: int = 0
+    """Context tokens of these requests."""
+    age_s: float = 0.0
+    """Maximum seconds since the engine wrote the report."""
 
 
 class Tick(RoutingEvent, frozen=True):
@@ -218,7 +243,7 @@ AnyRoutingEvent = (
     | RequestFailed
     | ProgramEnded
     | YieldAnswered
-    | KvDropped
+    | KvReported
     | Tick
 )
 

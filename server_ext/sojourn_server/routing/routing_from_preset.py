@@ -39,7 +39,7 @@ READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeRules:
     """An operator's settings for prefill and decode engines, used instead of a cluster preset. The defaults
-    are those of ``sojourn simulate-pd``."""
+    are those of ``benchmarks/dualpath``."""
 
     read_side: str = "shorter"
     """A key of ``READ_SIDE_POLICIES``."""

@@ -11,9 +11,11 @@ from sojourn_server.policies.cluster_preset import ClusterPreset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routed_programs import RoutedProgram
 from sojourn_server.routing.routing_events import (
+    KvReported,
     RecallRequest,
     RejectRequest,
     ReleaseProgramKv,
+    ResidentKv,
     SendRequest,
     YieldAnswered,
     YieldPrograms,
@@ -24,7 +26,7 @@ from sojourn_server.routing.routing_limits import RoutingLimits
 from .event_queue import EventQueue
 from .latency.latency_protocol import LatencyModel, StepWork
 from .request_router import UNLIMITED_S, RoutableRequest
-from .run_log import SLO_FACTOR, RunLog
+from .run_log import RunLog
 from .simulated_clients import ActiveProgram, SimulatedClients, agent_type_of
 from .simulated_replica import SimulatedReplica
 from .token_accounting import InFlightTurn
@@ -85,7 +87,7 @@ TICK_INTERVAL_S = 0.1
 on time: those that move waiting requests to other engines (work stealing, SAGA §5.2), divide capacity between
 tenants, or make requests yield (SAGA §6.2)."""
 RESIDENCY_POLL_S = 5.0
-"""Virtual seconds between two polls. A poll asks each engine which programs' KV it has dropped."""
+"""Virtual seconds between two polls. A poll asks each engine which programs' KV it has."""
 PREFIX_CHUNK_TOKENS = 256
 """Prompt tokens per hash that the routing core compares to find common prefixes."""
 MAX_WAITING_REQUESTS = 1_000_000
@@ -135,9 +137,7 @@ class GatewayClients(SimulatedClients):
     """Clients behind the gateway's routing core.
 
     The clients state no deadlines, since a client does not know how long its program will take. The core
-    derives deadlines from the mean duration of earlier programs of the same agent type. With ``oracle``,
-    clients with a tenant state a deadline: the arrival plus ``SLO_FACTOR`` × the expected time (alone on an
-    empty engine).
+    derives deadlines from the mean duration of earlier programs of the same agent type.
     """
 
     def __init__(
@@ -147,13 +147,10 @@ class GatewayClients(SimulatedClients):
         loop: ArrivalProcess,
         gateway: SimulatedGateway,
         log: RunLog,
-        *,
-        oracle: bool,
         **options: Any,
     ) -> None:
         super().__init__(sim_replicas, event_queue, loop, gateway, log, **options)  # type: ignore[arg-type]
         self._gateway = gateway
-        self._oracle = oracle
         self._target_of: dict[str, str] = {}
         """Request → name of the engine that the routing core chose."""
 
@@ -181,15 +178,29 @@ class GatewayClients(SimulatedClients):
         self._event_queue.schedule_at(due_s, self._poll_residency, background=True)
 
     def _poll_residency(self) -> None:
-        """Report to the routing core the programs whose home engine has dropped their KV from all tiers."""
+        """Report to the routing core the programs that have their KV on an engine."""
         for name, sim_replica in self._sim_replicas.items():
-            adapter = sim_replica.engine.adapter
-            for program_id in list(adapter.program_scheduler.dropped_programs()) if adapter else ():
-                active = self.active.get(program_id)
-                tenant = (active.plan.tenant if active is not None else None) or DEFAULT_TENANT
-                if self._gateway.core.home(tenant, program_id) == name:
-                    self._take(routing_events.KvDropped(program_id, tenant, name))
+            if sim_replica.engine.adapter is None:
+                continue
+            load = sim_replica.engine.ask("load")
+            programs = (
+                ResidentKv(
+                    self._tenant_of(one["program_id"]),
+                    one["program_id"],
+                    one["tokens"],
+                    one["context_tokens"],
+                    one.get("idle_s", 0.0),
+                )
+                for one in load["programs"]
+                if one["program_id"] in self.active
+            )
+            waiting = tuple((self._tenant_of(one), one) for one in load["waiting"])
+            self._take(KvReported(replica_id=name, instance="1", programs=tuple(programs), waiting=waiting))
         self._schedule_residency_poll()
+
+    def _tenant_of(self, program_id: str) -> str:
+        active = self.active.get(program_id)
+        return (active.plan.tenant if active is not None else None) or DEFAULT_TENANT
 
     def first_token(self, turn: InFlightTurn) -> None:
         assert turn.log.replica is not None
@@ -208,9 +219,6 @@ class GatewayClients(SimulatedClients):
     def _route_request(self, request: RoutableRequest) -> None:
         active = self._submitted[request.request_id].active
         plan, log = active.plan, active.log
-        deadline_s = None
-        if self._oracle and plan.tenant is not None and log.expected_s is not None:
-            deadline_s = log.arrived_s + SLO_FACTOR * log.expected_s
         prefix: tuple[int, ...] = ()
         if self._gateway.reads_prefixes:
             prefix = prefix_hashes(self._submitted[request.request_id].prompt)
@@ -222,7 +230,6 @@ class GatewayClients(SimulatedClients):
                 program_id=request.program_id,
                 parent_id=log.parent,
                 agent_type=agent_type_of(plan, is_child=log.parent is not None),
-                deadline_s=deadline_s,
                 prefix=prefix,
                 exact=True,
             )

@@ -1,38 +1,35 @@
-"""Finds programs whose KV the engines have dropped."""
+"""Asks engines for their load and the programs whose KV they have, and reports both to the routing core."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
-from ...routing.routing_events import KvDropped
+from ...core.engine_answers import EngineLoad
+from ...routing.routing_events import KvReported, ResidentKv
+from .engine_descriptions import EngineDescription
 from .multi_engine_queries import EngineQueries
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RoutingBackend
 
 DROPPED_KV_POLL_S = 5.0
-"""Seconds between two polls of ``DroppedKVPoller``, equal to MORI's control interval."""
-MAX_DROPPED_KV_PAGES = 16
-"""Maximum number of pages of dropped programs that one poll reads from an engine. A page has up to 5,000
-programs. By default, an engine remembers up to 20,000 programs."""
+"""Seconds between two polls, equal to MORI's control interval."""
 
 
-class _DroppedPrograms(msgspec.Struct):
-    """An engine's answer to ``/sojourn/v1/dropped``: one page."""
+class _Loads(msgspec.Struct):
+    """An engine's answer to ``/sojourn/v1/load``: one entry for each data-parallel rank."""
 
-    engines: list[list[str]] = []
-    """Ids of programs whose KV is in no tier, for each data-parallel rank."""
-    next: int | None = None
-    """``skip`` of the next page; ``None``: this is the last page."""
+    engines: list[EngineLoad]
 
 
 class DroppedKVPoller:
-    """Polls engines for programs whose KV they have dropped, and reports these programs to the routing core
-    (``KvDropped``). Such a program may use any replica again (MORI §4.3.1)."""
+    """Polls the engines that run sojourn. A program whose KV an engine has dropped may use any replica
+    again (MORI §4.3.1). A gateway that has just started learns from the engines where programs have their
+    KV."""
 
     def __init__(
         self,
@@ -40,15 +37,13 @@ class DroppedKVPoller:
         replicas: ReplicaAddresses,
         names: ProgramIdMapper,
         queries: EngineQueries,
-        speaks: Callable[[ReplicaAddress], bool],
+        description_of: Callable[[str], EngineDescription | None],
     ) -> None:
-        """``speaks`` returns whether an engine runs sojourn. Only such engines have the route that is
-        polled."""
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._names = names
         self._queries = queries
-        self._speaks = speaks
+        self._description_of = description_of
 
     async def run(self) -> None:
         """Poll the engines regularly, until cancelled."""
@@ -57,45 +52,35 @@ class DroppedKVPoller:
             await self.poll_all()
 
     async def poll_all(self) -> None:
-        """Poll each engine that runs sojourn once: all ranks, and up to ``MAX_DROPPED_KV_PAGES`` pages."""
-        skips: dict[str | None, int] = {None: 0}
-        for _ in range(MAX_DROPPED_KV_PAGES):
-            pages = [self._poll_page(url, skip) for url, skip in skips.items()]
-            following = [found for page in await asyncio.gather(*pages) for found in page.items()]
-            skips = {url: skip for url, skip in following if skip is not None}
-            if not skips:
-                break
+        """Poll each engine that runs sojourn once."""
+        asked_s, key = time.monotonic(), self._names.key
+        asked = await self._queries.ask("/sojourn/v1/load", None, only=self._speaks)
+        for address in list(self._replicas):
+            described = self._description_of(address.replica_id)
+            try:
+                load = msgspec.convert(asked.documents.get(address.url), _Loads).engines[address.rank or 0]
+            except (msgspec.ValidationError, IndexError):
+                continue
+            if described is None:
+                continue
+            programs = (
+                ResidentKv(*found, one.tokens, one.context_tokens, one.idle_s, one.steps_left)
+                for one in load.programs
+                if (found := key(one.program_id)) is not None
+            )
+            self._routing_backend.tell(
+                KvReported(
+                    replica_id=address.replica_id,
+                    instance=described.instance,
+                    programs=tuple(programs),
+                    waiting=tuple(found for name in load.waiting if (found := key(name)) is not None),
+                    complete=load.complete,
+                    requests=load.requests,
+                    request_tokens=load.request_tokens,
+                    age_s=time.monotonic() - asked_s,
+                )
+            )
 
-    async def _poll_page(self, url: str | None, skip: int) -> dict[str, int | None]:
-        """Poll one page of the engine at ``url``; ``None``: of each engine. Report each listed program to the
-        core if its home is the replica that has dropped its KV.
-
-        Return the ``skip`` of the next page for each engine's URL; ``None``: the engine has no further page.
-        """
-
-        def is_asked(one: ReplicaAddress) -> bool:
-            return url in (None, one.url) and self._speaks(one)
-
-        asked = await self._queries.ask(f"/sojourn/v1/dropped?skip={skip}", None, only=is_asked)
-        at = {(one.url, one.rank or 0): one.replica_id for one in self._replicas}
-        following: dict[str, int | None] = {}
-        for engine, document in asked.documents.items():
-            page = _dropped(document)
-            following[engine] = page.next if page.next is not None and page.next > skip else None
-            for rank, names in enumerate(page.engines):
-                for tenant, program_id in filter(None, map(self._names.key, names)):
-                    replica_id = at.get((engine, rank))
-                    if (
-                        replica_id is not None
-                        and self._routing_backend.home(tenant, program_id) == replica_id
-                    ):
-                        self._routing_backend.tell(KvDropped(program_id, tenant, replica_id))
-        return following
-
-
-def _dropped(document: dict[str, Any]) -> _DroppedPrograms:
-    """Return the page of dropped programs in an engine's answer. It is empty if the answer cannot be read."""
-    try:
-        return msgspec.convert(document, _DroppedPrograms)
-    except msgspec.ValidationError:
-        return _DroppedPrograms()
+    def _speaks(self, address: ReplicaAddress) -> bool:
+        described = self._description_of(address.replica_id)
+        return described is not None and described.speaks_sojourn

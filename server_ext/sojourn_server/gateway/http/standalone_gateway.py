@@ -25,7 +25,7 @@ from .gateway_app import Gateway, GatewayOptions
 from .gateway_metrics import GatewayMetrics
 from .pair_monitor import PairMonitor
 from .peers import Peers
-from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .replica_addresses import ReplicaAddresses
 from .routing_backend import LocalRoutingBackend
 from .routing_state_file import RoutingStateFile
 from .tenant_keys import TenantKeys
@@ -55,17 +55,14 @@ def build_gateway(
     )
     gateway.monitor = monitor
 
-    def speaks_sojourn(address: ReplicaAddress) -> bool:
-        description = monitor.description_of(address.replica_id)
-        return description is not None and description.speaks_sojourn
-
     dropped_kv = DroppedKVPoller(
-        backend,
-        gateway.replicas,
-        gateway.forwarder.names,
-        gateway.queries,
-        speaks_sojourn,
+        backend, gateway.replicas, gateway.forwarder.names, gateway.queries, monitor.description_of
     )
+
+    async def poll() -> None:
+        await monitor.poll_all()
+        await dropped_kv.poll_all()  # the engines know the programs of the former gateway
+
     gateway.tasks += [monitor.run, backend.run, dropped_kv.run]
     if state is not None:
         state_file = RoutingStateFile(state, core)
@@ -74,7 +71,7 @@ def build_gateway(
         for replica in list(core.fleet):
             monitor.expect(replica.replica_id, replica.instance)
         gateway.tasks.append(state_file.run)
-    return gateway, gateway.app(monitor.poll_all)
+    return gateway, gateway.app(poll)
 
 
 def build_prefill_decode_gateway(
