@@ -72,18 +72,6 @@ def test_a_turn_that_waits_is_explained_while_it_waits() -> None:
     assert "no token yet after 3.00 s" in found["text"]
 
 
-def test_a_turn_that_decodes_says_for_how_long() -> None:
-    virtual = VirtualEngine()
-    request = virtual.arrive("a", prompt(20))
-    virtual.admit(request)
-    virtual.program_scheduler.first_token(request, virtual.now)
-    virtual.wait(6.0)
-    found = asked(virtual, "a")
-    assert found["outcome"] == "running"
-    assert found["text"].endswith("It has been decoding for 6.00 s.")
-    assert "output tokens" not in found["text"]
-
-
 def waited(*moves: dict[str, Any], queued_s: float = 6.5) -> Explanation:
     """A turn that waited before ``moves`` let it on."""
     virtual = VirtualEngine("sojourn")
@@ -128,29 +116,6 @@ def test_a_turn_that_no_move_kept_out_waited_for_the_engine() -> None:
     assert "the device had no place for it" in waited({**entered, "after_s": 6.0}).text
 
 
-def test_a_gap_in_which_no_tool_was_seen_is_told_as_time_between_the_turns() -> None:
-    virtual = VirtualEngine()
-    virtual.turn("a", prompt(40), "no call")
-    virtual.wait(3.0)
-    virtual.turn("a", prompt(60))
-    found = asked(virtual, "a", 2)
-    assert "3.00 s passed between the turns" in found["text"]
-    assert "tool" not in found["text"]
-    assert found["unknown"] == [
-        "whether a tool ran before the turn: neither the client nor the output named one"
-    ]
-
-
-def test_the_gap_before_a_turn_is_not_called_the_run_time_of_its_tool() -> None:
-    virtual = VirtualEngine()
-    virtual.turn("a", prompt(40))
-    virtual.wait(3.5)
-    virtual.turn("a", prompt(60))
-    found = asked(virtual, "a", 2)
-    assert f"Before it 3.50 s passed, in which the tool {TOOL} ran" in found["text"]
-    assert found["before"]["tool_s"] is None
-
-
 def test_the_gap_before_a_turn_is_split_by_the_reported_durations_of_tools() -> None:
     virtual = VirtualEngine()
     virtual.turn("a", prompt(40))
@@ -184,53 +149,6 @@ def test_a_tool_whose_start_was_deferred_is_named_with_its_time(text: str, ends:
     told = "3.50 s passed: 0.50 s with a tool (half) and 3.00 s without"
     assert (told if ends else "3.50 s passed, in which the tool half ran") in found["text"]
     assert not any("whether a tool ran" in one for one in found["unknown"])
-
-
-@pytest.mark.parametrize("stops", ["21", "12", "1"], ids=["last first", "in order", "one still runs"])
-def test_of_tools_whose_starts_were_deferred_the_one_that_began_last_is_named(stops: str) -> None:
-    virtual = VirtualEngine()
-    request = virtual.arrive("a", prompt(40))
-    virtual.admit(request)
-    for call_id in "12":
-        virtual.wait(1.0)
-        virtual.send(ToolStart(program_id="a", seq=-1, call_id=call_id, tool=f"tool-{call_id}"))
-    virtual.wait(1.0)
-    virtual.finish(request)
-    for call_id in stops:
-        virtual.wait(1.0)
-        duration_s = virtual.now - int(call_id)
-        virtual.send(ToolStop(program_id="a", seq=-1, call_id=call_id, duration_s=duration_s))
-    virtual.turn("a", prompt(60))
-    before = asked(virtual, "a", 2)["before"]
-    assert (before["tool"], before["tool_s"]) == ("tool-2", 2.0 if len(stops) == 2 else None)
-
-
-def test_a_tool_that_ended_before_the_gap_is_not_the_tool_of_the_gap() -> None:
-    virtual = VirtualEngine()
-    request = virtual.arrive("a", prompt(40))
-    virtual.admit(request)
-    virtual.wait(1.0)
-    virtual.send(ToolStart(program_id="a", seq=-1, call_id="1", tool="half", age_s=0.75))
-    virtual.wait(1.0)
-    virtual.finish(request)
-    virtual.send(ToolStop(program_id="a", seq=-1, call_id="1", duration_s=0.5))
-    virtual.wait(3.0)
-    virtual.turn("a", prompt(60))
-    found = asked(virtual, "a", 2)
-    assert f"Before it 3.00 s passed, in which the tool {TOOL} ran" in found["text"]
-    assert (found["before"]["tool"], found["before"]["tool_s"]) == (TOOL, None)
-
-
-def test_the_seconds_with_and_without_a_tool_add_up_as_they_are_shown() -> None:
-    virtual = VirtualEngine()
-    virtual.turn("a", prompt(40))
-    virtual.send(ToolStart(program_id="a", seq=-1, call_id="1", tool="half"))
-    virtual.wait(0.503)
-    virtual.send(ToolStop(program_id="a", seq=-1, call_id="1", duration_s=0.503))
-    virtual.wait(0.503)
-    virtual.turn("a", prompt(60))
-    text = asked(virtual, "a", 2)["text"]
-    assert "Before it 1.01 s passed: 0.50 s with a tool (half) and 0.51 s without" in text
 
 
 def test_a_program_s_slowest_turn_is_named() -> None:
@@ -312,24 +230,6 @@ def test_no_longer_hint_is_advised_than_the_engine_grants() -> None:
     assert advice["saves_s"] > 0
 
 
-@pytest.mark.parametrize(
-    ("limit_s", "named"),
-    [
-        (600.0, "max_ttl_s of the preset's retention"),
-        (300.0, "--sojourn-max-ttl-s and max_ttl_s of the preset's retention"),
-    ],
-)
-@pytest.mark.parametrize("preset", ["static-ttl", "continuum", "saga"])
-def test_no_longer_hint_is_advised_than_the_policy_grants(preset: str, limit_s: float, named: str) -> None:
-    limits = SchedulerLimits(max_hinted_ttl_s=limit_s)
-    granted = VirtualEngine(preset, limits=limits).turn("a", prompt(40), kv_retention_ttl_seconds=400.0)
-    assert granted is not None
-    assert granted.ttl_s == 300.0
-    advice = advice_after(VirtualEngine(preset, curve=CURVE, limits=limits), 400.0)
-    assert (advice["hint"], advice["saves_s"]) == (None, None)
-    assert f"longer than any hinted TTL of this server (300 s; {named})" in advice["text"]
-
-
 @pytest.mark.parametrize("preset", ["static-ttl", "sojourn"])
 def test_after_a_turn_that_was_announced_as_the_last_no_ttl_is_advised(preset: str) -> None:
     advice = advice_after(VirtualEngine(preset, curve=CURVE), 20.0, expected_resume=False)
@@ -351,9 +251,3 @@ def test_no_hint_is_advised_where_it_is_refused_as_well(hint: dict[str, float]) 
     assert advice["text"].startswith(
         "No hint: other leases held all that leases may hold (--sojourn-lease-budget)"
     )
-
-
-def test_no_hint_is_advised_that_the_policy_ignores() -> None:
-    advice = advice_after(VirtualEngine("fixed-ttl", curve=CURVE), 20.0)
-    assert (advice["hint"], advice["saves_s"]) == (None, None)
-    assert advice["text"].startswith("No hint: this policy does not use hinted TTLs; the lease was 10.00 s.")

@@ -16,8 +16,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from sojourn_server.api import prometheus_bridge
-from sojourn_server.api.engine_rpc import EngineError, StockEngineError
-from sojourn_server.api.prometheus_bridge import PrometheusBridge, bridge_for, drain_once, poll_forever
+from sojourn_server.api.engine_rpc import EngineError
+from sojourn_server.api.prometheus_bridge import PrometheusBridge, drain_once, poll_forever
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
     METRIC_CATALOG,
@@ -106,46 +106,6 @@ async def test_one_engine_one_server() -> None:
     assert value(series, "sojourn_tool_gap_seconds_sum", tool="bash") == pytest.approx(5003.07)
 
 
-async def test_two_servers_that_drain_at_once_add_up_to_what_was_counted() -> None:
-    engine = CountingEngine()
-    registries = [CollectorRegistry(), CollectorRegistry()]
-    bridges = [PrometheusBridge(registry) for registry in registries]
-    rng, pauses = random.Random(3), random.Random(4)
-    counted, gaps = 0, []
-
-    async def work() -> None:
-        nonlocal counted
-        for _ in range(2000):
-            tokens = rng.randrange(1, 100)
-            counted += tokens
-            engine.recorder.count("sojourn_lost_tokens_total", tokens, cause="evicted")
-            gaps.append(rng.expovariate(0.1))
-            engine.recorder.observe("sojourn_tool_gap_seconds", gaps[-1], tool="bash")
-            await asyncio.sleep(0)
-
-    async def drain(bridge: PrometheusBridge, working: asyncio.Task[None]) -> None:
-        while not working.done():
-            await drain_once(engine, bridge)
-            for _ in range(pauses.randrange(6)):
-                await asyncio.sleep(0)
-        await drain_once(engine, bridge)
-
-    working = asyncio.create_task(work())
-    await asyncio.gather(*(drain(bridge, working) for bridge in bridges))
-
-    both = [scrape(registry) for registry in registries]
-    shares = [value(series, "sojourn_lost_tokens_total", cause="evicted") for series in both]
-    assert all(shares)
-    assert sum(shares) == counted
-    assert sum(value(s, "sojourn_tool_gap_seconds_count", tool="bash") for s in both) == len(gaps)
-    assert sum(value(s, "sojourn_tool_gap_seconds_sum", tool="bash") for s in both) == pytest.approx(
-        sum(gaps)
-    )
-    for bound in (0.8, 12.8, 102.4):
-        found = sum(value(s, "sojourn_tool_gap_seconds_bucket", tool="bash", le=str(bound)) for s in both)
-        assert found == sum(gap <= bound for gap in gaps)
-
-
 async def test_the_exposition_says_exactly_what_the_catalogue_lists() -> None:
     engine, registry = CountingEngine(), CollectorRegistry()
     fill(engine.recorder)
@@ -231,18 +191,6 @@ async def test_a_gauge_row_that_is_gone_reads_zero() -> None:
     assert value(series, "sojourn_programs", state="ended") == 4
 
 
-async def test_engines_keep_apart() -> None:
-    registry = CollectorRegistry()
-    bridge = PrometheusBridge(registry)
-    for engine_id, n in (("0", 1), ("1", 5)):
-        engine = CountingEngine(engine_id)
-        engine.recorder.count("sojourn_client_silent_total", n)
-        await drain_once(engine, bridge)
-    series = scrape(registry)
-    assert value(series, "sojourn_client_silent_total") == 1
-    assert value(series, "sojourn_client_silent_total", engine="1") == 5
-
-
 @pytest.mark.parametrize(
     ("drained", "reason"),
     [
@@ -264,24 +212,6 @@ def test_what_an_engine_of_another_version_says_is_dropped_and_counted(
     series = scrape(registry)
     assert value(series, "sojourn_metrics_dropped_total", reason=reason) == 1
     assert not any("nonsense" in name or "weather" in str(labels) for name, labels in series)
-
-
-def test_counts_survive_a_library_that_keeps_its_buckets_elsewhere() -> None:
-    class Unknown:
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def observe(self, amount: float) -> None:
-            self.seen.append(amount)
-
-    child = Unknown()
-    prometheus_bridge._add_observations(child, (1.0, 2.0), [2, 0, 1], 9.0)
-    assert [sum(at <= bound for at in child.seen) for bound in (1.0, 2.0, float("inf"))] == [2, 2, 3]
-
-
-def test_a_registry_has_one_bridge() -> None:
-    registry = CollectorRegistry()
-    assert bridge_for(registry) is bridge_for(registry)
 
 
 # --- polling ----------------------------------------------------------------
@@ -308,23 +238,6 @@ async def test_polling_ends_with_the_engine() -> None:
         await asyncio.sleep(0.001)
     del engine
     await asyncio.wait_for(poller, 60)
-
-
-async def test_a_stock_engine_is_asked_once() -> None:
-    engine = CountingEngine()
-    engine.errors = [StockEngineError("no scheduler of ours")]
-    await asyncio.wait_for(poll_forever(weakref.ref(engine), PrometheusBridge(CollectorRegistry())), 60)
-    assert engine.polled == 1
-
-
-async def test_polling_can_be_cancelled() -> None:
-    engine = CountingEngine()
-    poller = asyncio.create_task(poll_forever(weakref.ref(engine), PrometheusBridge(CollectorRegistry())))
-    while not engine.polled:
-        await asyncio.sleep(0)
-    poller.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await poller
 
 
 # --- several API servers: prometheus_client's multiprocess mode --------------

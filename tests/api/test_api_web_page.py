@@ -92,15 +92,6 @@ def test_the_headers_forbid_everything_from_elsewhere(server: TestClient) -> Non
         assert headers["cache-control"] == "no-cache"
 
 
-def test_a_file_that_the_browser_has_is_not_sent_again(server: TestClient) -> None:
-    first = server.get("/sojourn/page/page.css")
-    tag = first.headers["etag"]
-    for sent in (tag, f'"x", W/{tag}', "*"):
-        again = server.get("/sojourn/page/page.css", headers={"If-None-Match": sent})
-        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
-    assert server.get("/sojourn/page/page.css", headers={"If-None-Match": '"x"'}).content == first.content
-
-
 def test_the_page_and_its_library_are_what_was_reviewed() -> None:
     """No address of another host, no markup from strings, the key in the tab's storage only."""
     for name, file in page_files().items():

@@ -147,28 +147,6 @@ def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
         assert page.locator("#data").is_hidden()
 
 
-def test_a_tenant_of_a_gateway_sees_programs_without_totals(browser: Any) -> None:
-    scene = Scene([row("agent-1", tenant="a", engine="http://replica")])
-    scene.totals = False
-
-    def wrapped(route: Any) -> None:
-        document = {"program_id": "agent-1", "replica": "http://replica", "engine": route.fetch().json()}
-        route.fulfill(json=document)
-
-    with served(scene) as url, opened(browser, url) as page:
-        page.route("**/sojourn/v1/programs/agent-1", wrapped)
-        page.locator("#program-table tbody td").nth(3).click()  # anywhere in the row
-        page.get_by_role("button", name="Turn 1").click()
-        page.get_by_text("Explanation of turn 1").wait_for()
-        page.get_by_role("button", name="Newest turn").click()
-        page.get_by_text("Explanation of turn 2").wait_for()
-        page.get_by_role("button", name="Close").click()
-        assert page.locator("#program-dialog").is_hidden()
-        page.get_by_text("This key sees no totals of the engines").wait_for()
-        page.get_by_label("Split by").select_option("state")
-        assert page.get_by_role("img", name="KV memory").count() == 1
-
-
 def test_hostile_names_stay_text(browser: Any) -> None:
     names = {"name": HOSTILE, "tool": HOSTILE, "tenant": HOSTILE, "lease_reason": HOSTILE, "tier": HOSTILE}
     scene = Scene([row(HOSTILE, **names, parent_program_id=HOSTILE, engine="0"), row("javascript:alert(1)")])
@@ -248,27 +226,6 @@ def test_the_page_and_top_say_the_same(browser: Any) -> None:
             assert line[3] == texts["FOR"](view)
         tier, _, size = texts["KV"](view).partition(" ")
         assert (line[4].replace("device", "dev"), line[5].replace("–", "")) == (tier, size)
-
-
-def test_under_a_policy_without_leases_the_page_says_nothing_of_them(browser: Any) -> None:
-    bare = {"lease_blocks": 0, "lease_until_s": None, "lease_reason": None}
-    scene = Scene([row("agent-1", tier="device", **bare)], leases=False)
-    with served(scene) as url, opened(browser, url) as page:
-        page.get_by_role("button", name="agent-1").wait_for()
-        texts = [page.locator("body").inner_text()]
-        page.get_by_role("button", name="agent-1").click()
-        facts = page.get_by_text("context of 12.3k tokens")
-        facts.wait_for()
-        texts.append(facts.inner_text())
-    assert not re.findall(r".*\blease.*", "\n".join(texts), re.IGNORECASE)
-
-
-def test_without_programs_the_page_says_how_to_start_one(browser: Any) -> None:
-    with served(Scene([])) as url, opened(browser, url) as page:
-        page.get_by_text(f"sojourn run --url {url} -- python my_agent.py").wait_for()
-        assert page.locator("#shown").text_content() == "no programs"
-        assert page.get_by_role("columnheader", name="tenant").count() == 0, "it would say nothing"
-        check_accessible(page)
 
 
 def test_a_broken_stream_is_said_and_mended(browser: Any) -> None:

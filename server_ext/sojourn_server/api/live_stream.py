@@ -1,9 +1,9 @@
 """Sends live frames to viewers: the web page, ``sojourn top`` and scripts.
 
 A frame is full, or a delta with only the programs that are active or have changed. ``LiveHub`` polls its
-source only while a viewer is connected, and sends each frame to all viewers. A viewer that reads slowly skips
-deltas and gets a full frame instead. So frames do not queue up for slow viewers, and memory stays bounded.
-Viewers that request single frames share frames too (``_SharedFrames``).
+source only while somebody looks. An open stream gets the newest frame: a viewer that reads slowly skips
+deltas and gets a full frame instead, so frames do not queue up and memory stays bounded. Viewers that ask for
+single frames share a poll. Pauses bound the CPU that all viewers together cost (``BUSY_FACTOR``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import functools
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -38,10 +37,7 @@ slowest engine. So a stream's deltas take at most 1/200 of a core, and its full 
 FULL_INTERVAL_S = 15.0
 """Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
 MAX_VIEWERS = 8
-"""Maximum number of open streams. A further viewer may replace a viewer of another tenant
-(``LiveHub.stream``)."""
-MAX_AUDIENCES = 64
-"""Maximum number of ``Audience`` values for which a shared frame is kept encoded."""
+"""Maximum number of open streams."""
 SNAPSHOT_TIMEOUT_S = 30.0
 """Longest wait for an engine. A step with a long prompt on a CPU takes seconds."""
 MAX_FAILURES = 3
@@ -78,7 +74,7 @@ class LiveSource(Protocol):
 
 
 class Audience(NamedTuple):
-    """What a viewer may see. Viewers with equal audiences share encoded frames."""
+    """What a viewer may see."""
 
     tenant: str | None = None
     """Only programs of this tenant; ``None`` for programs of all tenants."""
@@ -132,101 +128,17 @@ class EngineLiveSource:
         return SourceFrame(engines, rows, total)
 
 
-class _SharedFrames:
-    """Frames for viewers that request single frames. The frame of one poll answers all such viewers for a
-    while. The pause between two polls bounds the cost of polling, however often viewers ask."""
+class _Single:
+    """The newest frame for viewers that ask for single frames, and the pause after it."""
 
-    def __init__(
-        self,
-        poll: Callable[[float | None], Awaitable[tuple[LiveFrame, float]]],
-        interval_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        """``poll``: function that returns a frame and the CPU seconds that it took. Its argument is ``None``
-        for a full frame. For a delta, it is the number of past seconds whose changes are shown."""
-        self._poll = poll
-        self._clock = clock
-        self._interval_s = self._pause_s = interval_s
-        self._begun_s = -math.inf
-        """Time at which the newest poll began."""
-        self._frame: LiveFrame | None = None
-        self._within_s: float | None = None
-        """The argument of ``poll`` for the newest frame."""
-        self._encoded: dict[Audience, bytes] = {}
-        """The newest frame, encoded for each audience."""
-        self._next: asyncio.Task[LiveFrame] | None = None
-        """The next poll, until it begins."""
-        self._next_within_s: float | None = None
-        self._running: asyncio.Task[LiveFrame] | None = None
-
-    async def get(self, audience: Audience, within_s: float | None) -> bytes:
-        """Return the encoded frame for an audience: the newest frame or, if that does not suffice, the next.
-
-        ``within_s``: seconds whose changes the frame must cover; ``None``: the frame must be full. A delta is
-        at most ``interval_s`` old. A full frame is at most as old as the pause between two polls. Raises what
-        ``poll`` raises.
-        """
-        frame = self._frame if self._is_fresh(within_s) else None
-        if frame is None:
-            if self._next is None:
-                self._next_within_s = within_s
-                self._next = asyncio.create_task(
-                    self._take(audience, self._running), name="sojourn-live-once"
-                )
-                self._next.add_done_callback(_read_exception)
-            elif within_s is not None and self._next_within_s is not None:
-                self._next_within_s = max(within_s, self._next_within_s)
-            frame = await asyncio.shield(self._next)
-        return self._bytes(frame, audience)
-
-    def _is_fresh(self, within_s: float | None) -> bool:
-        """Return whether the newest frame is recent enough and covers what a viewer asks for: the changes of
-        the last ``within_s`` seconds, or all programs if ``within_s`` is ``None``."""
-        age_s = self._clock() - self._begun_s
-        if within_s is None or self._within_s is None:
-            return age_s < self._pause_s
-        return age_s < self._interval_s and within_s <= self._within_s
-
-    async def _take(self, audience: Audience, before: asyncio.Task[LiveFrame] | None) -> LiveFrame:
-        """Wait until the poll ``before`` and the pause after it are over, then poll and return the frame."""
-        if before is not None:
-            await asyncio.wait({before})
-        await asyncio.sleep(max(0.0, self._begun_s + self._pause_s - self._clock()))
-        self._running, self._next = self._next, None  # later viewers wait for another poll
-        self._begun_s, self._frame = self._clock(), None
-        self._encoded.clear()
-        within_s = self._next_within_s
-        try:
-            frame, busy_s = await self._poll(within_s)
-        finally:
-            self._running = None
-        self._frame, self._within_s = frame, within_s
-        encoding = time.thread_time()
-        self._bytes(frame, audience)
-        busy_s += time.thread_time() - encoding
-        self._pause_s = min(MAX_INTERVAL_S, max(self._interval_s, BUSY_FACTOR * busy_s))
-        asyncio.get_running_loop().call_later(self._pause_s, self._forget, frame)
-        return frame
-
-    def _bytes(self, frame: LiveFrame, audience: Audience) -> bytes:
-        found = self._encoded.get(audience) if frame is self._frame else None
-        if found is None:
-            found = msgspec.json.encode(audience.filtered(frame))
-            if frame is self._frame and len(self._encoded) < MAX_AUDIENCES:
-                self._encoded[audience] = found
-        return found
-
-    def _forget(self, frame: LiveFrame) -> None:
-        """Forget a frame that is too old for every viewer."""
-        if self._frame is frame:
-            self._frame = None
-            self._encoded.clear()
-
-
-def _read_exception(task: asyncio.Task[LiveFrame]) -> None:
-    """Mark a task's exception as read, because all viewers that would get it may have left."""
-    if not task.cancelled():
-        task.exception()
+    def __init__(self, pause_s: float) -> None:
+        self.lock = asyncio.Lock()
+        """Held during a poll: there is one at a time, and who waits for it gets its frame."""
+        self.begun_s = self.ended_s = -math.inf
+        self.pause_s = pause_s
+        self.frame: LiveFrame | None = None
+        self.within_s = math.inf
+        """Past seconds whose changes the frame covers; infinity for a full frame."""
 
 
 class _Viewer:
@@ -258,8 +170,8 @@ class LiveHub:
         self._gateway = gateway
         self._interval_s = interval_s
         self._clock = clock
-        self._viewers: dict[_Viewer, None] = {}
-        """The viewers of all open streams, oldest first."""
+        self._viewers: set[_Viewer] = set()
+        """The viewers of all open streams."""
         self._server: Any = None
         self._is_closed = False
         self._poller: asyncio.Task[None] | None = None
@@ -273,9 +185,7 @@ class LiveHub:
         self._polled_s: float | None = None
         self._full_s: float | None = None
         self._full_pause_s = FULL_INTERVAL_S
-        self._encoded: dict[tuple[int, bool, Audience], bytes] = {}
-        self._full_once = _SharedFrames(self._poll_once, interval_s, clock)
-        self._delta_once = _SharedFrames(self._poll_once, interval_s, clock)
+        self._full, self._delta = _Single(interval_s), _Single(interval_s)
 
     @property
     def viewers(self) -> int:
@@ -284,47 +194,49 @@ class LiveHub:
 
     async def once(self, audience: Audience, changed_within_s: float | None = None) -> Response:
         """Return a response with one frame: a full frame, or a delta if ``changed_within_s`` is given. The
-        frame may be a recent one that was made for another viewer."""
-        shared = self._full_once if changed_within_s is None else self._delta_once
-        frame = await shared.get(audience, changed_within_s)
-        return Response(frame, media_type="application/json", headers={"Cache-Control": "no-store"})
-
-    async def _poll_once(self, within_s: float | None) -> tuple[LiveFrame, float]:
-        """Return a new frame, full if ``within_s`` is ``None``, and the CPU seconds that it took in this
-        process and in the slowest engine."""
-        found = await self._source.take(within_s)
-        busy = time.thread_time()
-        self._seq += 1
-        frame = self._frame(within_s is None, found.engines, found.programs, found.total)
-        return frame, time.thread_time() - busy + _spent_s(found.engines)
+        frame may be one that was made for another viewer: by a poll that ended meanwhile, or that began at
+        most ``interval_s`` ago for a delta, or within the pause after it for a full frame."""
+        single = self._full if changed_within_s is None else self._delta
+        within_s = math.inf if changed_within_s is None else changed_within_s
+        asked_s = self._clock()
+        async with single.lock:
+            frame = single.frame
+            max_age_s = self._interval_s if single is self._delta else single.pause_s
+            is_recent = single.ended_s >= asked_s or self._clock() - single.begun_s < max_age_s
+            if frame is None or not is_recent or within_s > single.within_s:
+                await asyncio.sleep(max(0.0, single.begun_s + single.pause_s - self._clock()))
+                single.begun_s, single.frame = self._clock(), None
+                found = await self._source.take(changed_within_s)
+                busy_s = time.thread_time()
+                self._seq += 1
+                frame = self._frame(changed_within_s is None, found.engines, found.programs, found.total)
+                body = msgspec.json.encode(audience.filtered(frame))
+                busy_s = time.thread_time() - busy_s + _spent_s(found.engines)
+                single.frame, single.within_s, single.ended_s = frame, within_s, self._clock()
+                single.pause_s = min(MAX_INTERVAL_S, max(self._interval_s, BUSY_FACTOR * busy_s))
+            else:
+                body = msgspec.json.encode(audience.filtered(frame))
+        return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     def stream(self, audience: Audience, app_state: Any = None) -> Response:
-        """Return a response with an endless stream of frames.
-
-        If ``MAX_VIEWERS`` streams are open, the new stream replaces one: the newest stream of the other
-        tenant with the most streams. That tenant must have more streams than the viewer's tenant has with
-        the new one. Otherwise raises ``ApiError`` 429. The operator (an audience without a tenant) can
-        always open a first stream.
+        """Return a response with an endless stream of frames. Raises ``ApiError`` 429 if ``MAX_VIEWERS``
+        streams are open.
 
         ``app_state``: the application's state. If it has Uvicorn's ``server``, the streams end when that
         server stops, because open streams would delay the stop."""
         self._server = getattr(app_state, "server", self._server)
         if len(self._viewers) >= MAX_VIEWERS:
-            displaced = self._displaced_by(audience)
-            if displaced is None:
-                raise ApiError(
-                    429,
-                    f"{MAX_VIEWERS} viewers are watching already, and no other tenant has more streams",
-                    "close one, or poll the stream with ?once=1",
-                    {"Retry-After": "10"},
-                )
-            del self._viewers[displaced]
-            displaced.end()
+            raise ApiError(
+                429,
+                f"{MAX_VIEWERS} viewers are watching already",
+                "close one, or poll the stream with ?once=1",
+                {"Retry-After": "10"},
+            )
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         # Count the viewer before it asks for its first frame, since other viewers may come until then.
         viewer = _Viewer(audience)
-        self._viewers[viewer] = None
-        left = functools.partial(self._viewers.pop, viewer, None)
+        self._viewers.add(viewer)
+        left = functools.partial(self._viewers.discard, viewer)
         return _BoundedStream(self._frames(viewer), left, headers)
 
     def close(self) -> None:
@@ -334,18 +246,6 @@ class LiveHub:
             self._poller.cancel()
         for viewer in self._viewers:
             viewer.end()
-
-    def _displaced_by(self, audience: Audience) -> _Viewer | None:
-        """Return the viewer whose stream ends for a new viewer of ``audience``; ``None``: there is none."""
-        counts = Counter(viewer.audience.tenant for viewer in self._viewers)
-        own = counts.pop(audience.tenant, 0)
-        most = max(counts.values(), default=0)
-        is_first_of_operator = audience.tenant is None and not own
-        if most <= own + 1 and not is_first_of_operator:
-            return None
-        return next(
-            viewer for viewer in reversed(self._viewers) if counts.get(viewer.audience.tenant) == most
-        )
 
     async def _frames(self, viewer: _Viewer) -> AsyncIterator[bytes]:
         if not self._is_closed and (self._poller is None or self._poller.done()):
@@ -360,9 +260,9 @@ class LiveHub:
                 if viewer.behind and not frame.full:
                     frame = self._frame(True, self._engines, list(self._rows.values()), self._total)
                 viewer.behind = False
-                yield self._bytes(frame, viewer.audience)
+                yield b"data: " + msgspec.json.encode(viewer.audience.filtered(frame)) + b"\n\n"
         finally:
-            self._viewers.pop(viewer, None)
+            self._viewers.discard(viewer)
 
     async def _poll(self) -> None:
         failures = 0
@@ -387,9 +287,9 @@ class LiveHub:
                 viewer.pending = frame
                 viewer.ready.set()
             await asyncio.sleep(self._pause_s)
-        self._rows, self._active, self._encoded = {}, set(), {}
+        self._rows, self._active = {}, set()
         self._polled_s = self._full_s = None
-        for viewer in list(self._viewers):
+        for viewer in self._viewers:
             viewer.end()
 
     async def _next_frame(self) -> LiveFrame:
@@ -400,7 +300,6 @@ class LiveHub:
         busy = time.thread_time()
         self._polled_s = now
         self._seq += 1
-        self._encoded.clear()
         if full:
             self._full_s = now
             # A silent engine has not lost its programs, so the stream keeps their last known rows.
@@ -419,10 +318,9 @@ class LiveHub:
                     row, requests=0, running=False, lease_blocks=0, lease_until_s=None, lease_reason=None
                 )
         self._active, self._engines, self._total = active, found.engines, found.total
-        programs = list(self._rows.values()) if full else found.programs
-        frame = self._frame(full, found.engines, programs, found.total)
-        for audience in {viewer.audience for viewer in self._viewers}:
-            self._bytes(frame, audience)
+        frame = self._frame(
+            full, found.engines, [*self._rows.values()] if full else found.programs, found.total
+        )
         busy_s = time.thread_time() - busy + _spent_s(found.engines)
         if full:
             self._full_pause_s = max(FULL_INTERVAL_S, BUSY_FACTOR * busy_s)
@@ -444,14 +342,6 @@ class LiveHub:
             programs=list(programs),
             total=total,
         )
-
-    def _bytes(self, frame: LiveFrame, audience: Audience) -> bytes:
-        key = (frame.seq, frame.full, audience)
-        found = self._encoded.get(key)
-        if found is None:
-            found = b"data: " + msgspec.json.encode(audience.filtered(frame)) + b"\n\n"
-            self._encoded[key] = found
-        return found
 
 
 def _spent_s(engines: Sequence[EngineRow]) -> float:

@@ -70,9 +70,8 @@ class PrometheusBridge:
                 child = self._child(name, MetricKind.HISTOGRAM, labels, engine)
                 if child is None:
                     continue
-                bounds = METRIC_CATALOG[name].buckets
-                if len(counts["buckets"]) == len(bounds) + 1:
-                    _add_observations(child, bounds, counts["buckets"], counts["sum"])
+                if len(counts["buckets"]) == len(METRIC_CATALOG[name].buckets) + 1:
+                    _add_observations(child, counts["buckets"], counts["sum"])
                 else:
                     self._drop("bad_value", engine)
         for name, rows in drained.get("gauges", {}).items():
@@ -180,24 +179,14 @@ def _label_combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
     return list(itertools.product(*known)) if len(known) == len(spec.labels) else []
 
 
-def _add_observations(child: Any, bounds: tuple[float, ...], counts: list[int], total: float) -> None:
+def _add_observations(child: Any, counts: list[int], total: float) -> None:
     """Add many observations to a histogram at once. ``counts`` has their number in each bucket, ``total`` is
     the sum of the observed values.
 
     ``prometheus_client`` has no public call for this. Since at least release 0.10, its histogram has one
-    value object per bucket and one for the sum. This function increases them. If a release has another
-    layout, this function observes a value inside the bucket for each observation. Then all counts stay
-    exact, and the sum becomes approximate.
+    value object per bucket and one for the sum. This function increases them.
     """
-    values = getattr(child, "_buckets", None)
-    running_sum = getattr(child, "_sum", None)
-    if isinstance(values, list) and len(values) == len(counts) and running_sum is not None:
-        for value, count in zip(values, counts, strict=True):
-            if count:
-                value.inc(count)
-        running_sum.inc(total)
-        return
-    inside = (*bounds, 2 * bounds[-1])
-    for at, count in zip(inside, counts, strict=True):
-        for _ in range(count):
-            child.observe(at)
+    for value, count in zip(child._buckets, counts, strict=True):
+        if count:
+            value.inc(count)
+    child._sum.inc(total)

@@ -11,7 +11,7 @@ import logging
 import re
 import zlib
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -108,46 +108,15 @@ def responses_error_event(message: str, sequence_number: int) -> bytes:
     return b"event: error\ndata: " + encode_json(event).encode() + b"\n\n"
 
 
-class RefusalLookup:
-    """Asks the engine whether it rejected a failed request, and how long the request had waited."""
-
-    def __init__(self, engine: EngineRpc) -> None:
-        self._engine = engine
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT_LOOKUPS)
-        self._lookups: set[asyncio.Task[str | None]] = set()
-
-    async def __call__(self, request_id: str) -> str | None:
-        """Return the error text for the client; ``None`` if the request was not rejected or the engine does
-        not answer."""
-        # A timeout does not cancel the task, because the engine has the call and will answer it.
-        task = asyncio.ensure_future(self._ask(request_id))
-        self._lookups.add(task)
-        task.add_done_callback(self._lookups.discard)
-        done, _ = await asyncio.wait({task}, timeout=ASK_TIMEOUT_S)
-        return task.result() if done else None
-
-    async def _ask(self, request_id: str) -> str | None:
-        try:
-            async with self._slots:
-                found = await self._engine.call("refusal", encode_json({"request_id": request_id}))
-            for answer in found:
-                if (refusal := json.loads(answer)) is not None:
-                    return refusal_message(refusal["waited_s"])
-        except EngineError as error:
-            logger.debug("the reason of a failed request is unknown: %s", error)
-        except Exception:
-            logger.exception("the lookup of a failed request's reason failed")
-        return None
-
-
 class RefusalMiddleware:
     """ASGI middleware that rewrites the errors of rejected requests. Middleware that reads error answers must
     wrap this one, so that it sees the rewritten errors."""
 
     def __init__(self, app: ASGIApp, *, engine: EngineRpc, request_id: RequestId) -> None:
         self._app = app
-        self._why = RefusalLookup(engine)
+        self._engine = engine
         self._request_id = request_id
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_LOOKUPS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -156,11 +125,11 @@ class RefusalMiddleware:
         # The routes need a state; some servers begin a request without one.
         scope.setdefault("state", {})
 
-        async def why() -> _RefusalInfo | None:
+        async def why() -> tuple[str, int] | None:
             request_id = self._request_id(scope)
-            if request_id is None or (text := await self._why(request_id)) is None:
+            if request_id is None or (text := await self._reason(request_id)) is None:
                 return None
-            return _RefusalInfo(text, retry_after_s(request_id))
+            return text, retry_after_s(request_id)
 
         answer = _ResponseFilter(why, send)
         try:
@@ -169,18 +138,27 @@ class RefusalMiddleware:
             if not await answer.end_broken_stream():
                 raise
 
-
-class _RefusalInfo(NamedTuple):
-    """Error text and ``Retry-After`` of a rejected request."""
-
-    message: str
-    retry_after_s: int
+    async def _reason(self, request_id: str) -> str | None:
+        """Return the error text for the client; ``None`` if the request was not rejected or the engine does
+        not answer."""
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S), self._slots:
+                found = await self._engine.call("refusal", encode_json({"request_id": request_id}))
+            for answer in found:
+                if (refusal := json.loads(answer)) is not None:
+                    return refusal_message(refusal["waited_s"])
+        except (EngineError, TimeoutError) as error:
+            logger.debug("the reason of a failed request is unknown: %s", error)
+        except Exception:
+            logger.exception("the lookup of a failed request's reason failed")
+        return None
 
 
 class _ResponseFilter:
-    """Filters one response on its way to the client, and rewrites its error if the request was rejected."""
+    """Filters one response on its way to the client, and rewrites its error if the request was rejected.
+    ``why`` returns the error text and ``Retry-After`` of a rejected request, else ``None``."""
 
-    def __init__(self, why: Callable[[], Awaitable[_RefusalInfo | None]], send: Send) -> None:
+    def __init__(self, why: Callable[[], Awaitable[tuple[str, int] | None]], send: Send) -> None:
         self._why = why
         self._send = send
         self._failure: Message | None = None
@@ -195,37 +173,27 @@ class _ResponseFilter:
     async def send(self, message: Message) -> None:
         if self._failure is not None:
             await self._hold(message, self._failure)
-            return
-        if self._streams and message["type"] == _BODY:
-            message = await self._event(message)
-        elif message["type"] == _START:
-            if _is_json_error(message):
-                self._failure = message
-                return
-            self._streams = _content_type(message).startswith(b"text/event-stream")
-        await self._send(message)
+        elif message["type"] == _START and _is_json_error(message):
+            self._failure = message
+        else:
+            if self._streams and message["type"] == _BODY:
+                message = await self._event(message)
+            elif message["type"] == _START:
+                self._streams = _content_type(message).startswith(b"text/event-stream")
+            await self._send(message)
 
     async def _hold(self, message: Message, start: Message) -> None:
-        is_body = message["type"] == _BODY
-        more = is_body and message.get("more_body", False)
-        if is_body:
-            self._body += message.get("body", b"")
-            if more and len(self._body) <= MAX_ERROR_BYTES:
-                return
+        self._body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if more and len(self._body) <= MAX_ERROR_BYTES:
+            return
         self._failure = None
         body = bytes(self._body)
-        refused = await self._why() if is_body and not more else None
-        if refused is not None and (new := rewrite_error(body, refused.message)) is not None:
-            await self._send(_refusal_start(start, len(new), refused.retry_after_s))
-            await self._send({"type": _BODY, "body": new})
-            return
+        refused = await self._why() if not more else None
+        if refused is not None and (new := rewrite_error(body, refused[0])) is not None:
+            start, body = _refusal_start(start, len(new), refused[1]), new
         await self._send(start)
-        if is_body:
-            await self._send({**message, "body": body})
-            return
-        if body:
-            await self._send({"type": _BODY, "body": body, "more_body": True})
-        await self._send(message)
+        await self._send({"type": _BODY, "body": body, "more_body": more})
 
     async def _event(self, message: Message) -> Message:
         chunk = message.get("body", b"")
@@ -240,7 +208,7 @@ class _ResponseFilter:
             return message
         self._streams = self._is_responses_stream = False
         refused = await self._why()
-        new = rewrite_error_event(chunk, refused.message) if refused is not None else None
+        new = rewrite_error_event(chunk, refused[0]) if refused is not None else None
         return message if new is None else {**message, "body": new}
 
     async def end_broken_stream(self) -> bool:
@@ -252,7 +220,7 @@ class _ResponseFilter:
         if not self._is_responses_stream or (refused := await self._why()) is None:
             return False
         logger.debug("a stream ended early, because its request was rejected", exc_info=True)
-        event = responses_error_event(refused.message, self._events)
+        event = responses_error_event(refused[0], self._events)
         await self._send({"type": _BODY, "body": event, "more_body": False})
         return True
 
@@ -266,14 +234,6 @@ def _content_type(start: Message) -> bytes:
 
 
 def _refusal_start(start: Message, length: int, retry_after_s: int) -> Message:
-    others = [
-        (name, value)
-        for name, value in start.get("headers", ())
-        if name.lower() not in (b"content-length", b"retry-after")
-    ]
-    headers = [
-        *others,
-        (b"content-length", str(length).encode()),
-        (b"retry-after", str(retry_after_s).encode()),
-    ]
-    return {**start, "status": REFUSAL_STATUS, "headers": headers}
+    replaced = {b"content-length": str(length).encode(), b"retry-after": str(retry_after_s).encode()}
+    others = [(name, value) for name, value in start.get("headers", ()) if name.lower() not in replaced]
+    return {**start, "status": REFUSAL_STATUS, "headers": [*others, *replaced.items()]}
