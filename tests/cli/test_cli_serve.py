@@ -1,13 +1,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from sojourn_server.cli import build_app, console
@@ -50,10 +45,6 @@ def test_dry_run_prints_the_command_and_makes_nothing(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_hub_id_is_passed_on():
-    assert "org/name" in dry_run("org/name", "--policy", "stock")
-
-
 def test_with_a_disk_layers_of_several_kinds_are_one_group_and_states_are_refused(tmp_path):
     flag, config = "--disable-hybrid-kv-cache-manager", tmp_path / "config.json"
     tiers = ("--kv-host-gib", "1", "--kv-disk", str(tmp_path / "kv"), "--kv-disk-gib", "1")
@@ -74,8 +65,6 @@ def test_with_a_disk_layers_of_several_kinds_are_one_group_and_states_are_refuse
     assert "--tier-backend vllm" in told.next_step
     assert dry_run(model)
     assert dry_run(model, "--kv-offloading-size", "1")
-    note = invoke(model, *tiers, "--hf-overrides", "{}", "--dry-run").output
-    assert "would refuse" in " ".join(note.split())
 
 
 def test_every_shipped_preset_is_a_policy():
@@ -130,21 +119,6 @@ def test_a_policy_among_the_settings_counts_as_its_flag(given, nothing_starts):
 
 
 @pytest.mark.parametrize("way", [0, 1])
-def test_a_policy_among_the_settings_is_checked(way, nothing_starts, tmp_path, monkeypatch):
-    for unknown in ("stokc", ""):
-        error = failure("tiny", *as_settings(policy=unknown)[way])
-        assert f"unknown policy {unknown!r}" in error.message
-        assert ("did you mean 'stock'?" in error.message) is (unknown == "stokc")
-    assert "--kv-host-gib" in failure("tiny", *as_settings(policy="mori")[way], "--dry-run").message
-    assert "is 5; expected a string" in failure("tiny", *as_settings(policy=5)[way]).message
-    assert "--scheduler-cls" not in dry_run("tiny", *as_settings(policy="stock")[way])
-    pair = member(tmp_path, *as_settings(policy="static-ttl")[way])
-    assert settings_of(dry_run("tiny", *pair))["policy"] == "static-ttl"
-    monkeypatch.setattr(compat, "installed_vllm", lambda: "99.0")
-    assert "99.0" in failure("tiny", *as_settings(policy="continuum")[way]).message
-
-
-@pytest.mark.parametrize("way", [0, 1])
 def test_a_policy_file_among_the_settings_counts_as_its_flag(way, nothing_starts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place = "sojourn_server.policies.retention.retention_policies:NoRetention"
@@ -157,15 +131,6 @@ def test_a_policy_file_among_the_settings_counts_as_its_flag(way, nothing_starts
     error = failure("tiny", "--policy-file", "q.toml", *as_settings(**settings)[way])
     assert f"--policy-file is '{tmp_path}/q.toml'" in error.message
     assert "q.toml is not a file" in failure("tiny", *as_settings(policy_file="q.toml")[way]).message
-
-
-def test_two_settings_of_the_policy_must_agree(nothing_starts):
-    given = ("--sojourn-option", "policy=continuum", "--additional-config", '{"sojourn": {"policy": "mori"}}')
-    error = failure("tiny", *given)
-    assert "policy of --sojourn-option is 'continuum'" in error.message
-    assert "policy of --additional-config is 'mori'" in error.message
-    # The way back to plain vLLM does not depend on settings that plain vLLM ignores.
-    assert "--scheduler-cls" not in dry_run("tiny", "--policy", "stock", *given[2:])
 
 
 def test_files_become_absolute_and_must_exist(tmp_path, monkeypatch):
@@ -290,16 +255,6 @@ def test_keys_are_shown_nowhere(monkeypatch):
     assert {"sk-1", "--hf-token=sk-2"} <= set(became)
 
 
-def test_says_in_one_line_what_the_cpu_build_ignores(monkeypatch):
-    from sojourn_server.launch import launch_environment
-
-    monkeypatch.setattr(launch_environment, "installed_versions", lambda *names: {})
-    with console.console.capture() as said:
-        dry_run("tiny", "--api-server-count", "2")
-    (line,) = said.get().splitlines()
-    assert "--api-server-count" in line
-
-
 @pytest.fixture
 def nothing_starts(monkeypatch):
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
@@ -315,7 +270,7 @@ def tiers(disk, host_gib="0.001"):
 def test_a_disk_that_cannot_be_fails_before_anything_is_loaded(tmp_path, nothing_starts, monkeypatch):
     (tmp_path / "file").write_text("")
     error = failure("tiny", *tiers(tmp_path / "file"))
-    assert "file is not a directory" in error.message
+    assert "cannot be read: Not a directory" in error.message
     assert "--kv-disk" in error.next_step
     assert error.exit_code == failure("tiny", "--sojourn-lease-budget", "2").exit_code == 2
     monkeypatch.chdir(tmp_path)
@@ -328,7 +283,7 @@ def test_a_dry_run_checks_the_tiers_too_prints_the_command_and_makes_nothing(tmp
     assert not there.exists()
     (tmp_path / "file").write_text("")
     for options, message in (
-        (tiers(tmp_path / "file"), "file is not a directory"),
+        (tiers(tmp_path / "file"), "Not a directory"),
         (tiers(there, host_gib="1e7"), "--kv-host-gib is 1e+07"),
     ):
         result = invoke("tiny", *options, "--dry-run")
@@ -337,10 +292,6 @@ def test_a_dry_run_checks_the_tiers_too_prints_the_command_and_makes_nothing(tmp
         assert "the command above is for a machine that passes this check" in result.exception.next_step
         assert "the command above" not in failure("tiny", *options).next_step
         assert "--kv-transfer-config" in shlex.split(result.stdout), "it may be for another machine"
-    (there / "other").mkdir(parents=True)
-    with console.console.capture() as said:
-        invoke("tiny", *tiers(there), "--dry-run")
-    assert "has no KV store but other files, which stay untouched: other" in said.get()
 
 
 def test_more_host_memory_than_there_is_fails_before_anything_is_loaded(tmp_path, nothing_starts):
@@ -370,17 +321,8 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
     lies_there()
     became = []
     monkeypatch.setattr(serve_command.os, "execve", lambda path, argv, env: became.append(argv))
-    for block_size, notes in (("32", 0), ("64", 1)):
-        with console.console.capture() as said:
-            invoke(str(model), *tiers(tmp_path / "kv"), "--block-size", block_size)
-        assert said.get().count("note:") == notes, said.get()
-        assert f"--block-size is {block_size}" in said.get() or not notes
-    (tmp_path / "[b]").mkdir()
-    (tmp_path / "[b]" / "c").mkdir()
-    with console.console.capture() as said:
-        invoke("hub/id", *tiers(tmp_path / "[b]"))
-    assert f"--kv-disk {tmp_path}/[b] has no KV store but other files, which stay untouched: c" in said.get()
-    assert len(became) == 3
+    invoke(str(model), *tiers(tmp_path / "kv"))
+    assert len(became) == 1
 
 
 @pytest.mark.parametrize(
@@ -435,17 +377,6 @@ def test_a_policy_that_places_programs_is_refused_without_our_host_memory(named)
     assert "policy mori: off: placement, because" in said.replace("\n", " ")
 
 
-@pytest.mark.parametrize("named", OTHER_CONNECTORS)
-def test_mechanisms_that_are_off_beside_another_connector_are_named(named):
-    options = OTHER_CONNECTORS[named]
-    said = invoke("tiny", "--policy", "saga", "--dry-run", *options).output.replace("\n", " ")
-    assert "off: prefetch, because" in said
-    assert named in said
-    said = invoke("tiny", "--policy", "tetris", "--dry-run", *options).output.replace("\n", " ")
-    assert "off: early copies, because" in said
-    assert "off:" not in invoke("tiny", "--policy", "continuum", "--dry-run", *options).output
-
-
 # -- engines of a pair -------------------------------------------------------------------
 
 
@@ -491,7 +422,6 @@ def test_an_untested_vllm_has_no_pairs_though_its_scheduler_be_stock(tmp_path, n
         ([*member("."), "--kv-host-gib", "0.001"], "both set the place of KV"),
         (member("nowhere"), "does not exist; expected the directory"),
         ([*member("."), "--kv-listen", "8500"], "--kv-listen: '8500' is not an address"),
-        ([*member("."), "--kv-listen", "tcp:192.0.2.1:0"], "cannot listen there"),
         ([*member("."), "--compute-nic-gbit", "-1"], "--compute-nic-gbit is -1"),
         (["--role", "prefill", "--kv-store", ".", "--kv-buffer-gib", "1e7"], "--kv-buffer-gib is 1e+07"),
     ],
@@ -504,17 +434,3 @@ def test_a_member_that_cannot_be_fails_before_anything_is_loaded(
     assert message in error.message
     assert error.next_step
     assert list(tmp_path.iterdir()) == []
-
-
-def test_ctrl_c_while_vllm_is_imported_prints_one_line(tmp_path: Path) -> None:
-    (tmp_path / "slow_server.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(60)\n")
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(
-        [sys.executable, "-m", "sojourn_server.vllm.server_main", "slow_server"],
-        env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as server:  # fmt: skip
-        assert server.stdout is not None
-        assert server.stdout.readline() == "importing\n"
-        server.send_signal(signal.SIGINT)
-        _, stderr = server.communicate(timeout=60)
-    assert (server.returncode, stderr) == (130, "sojourn: interrupted while vLLM was imported\n")

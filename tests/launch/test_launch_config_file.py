@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.launch import engine_flags
 from sojourn_server.launch.engine_flags import EngineFlags, read_config_file
 from sojourn_server.launch.kv_offload_options import KvOffloadOptions
 from sojourn_server.launch.launch_errors import InvalidOption
@@ -16,7 +15,6 @@ from sojourn_server.launch.serve_command import (
     LaunchEnvironment,
     ServeOptions,
     build_command,
-    listen_address,
 )
 
 pytest.importorskip("yaml")
@@ -88,12 +86,6 @@ def test_a_flag_that_is_refused_is_refused_in_the_file(
         build("--config", write(tmp_path, text), **options)
 
 
-def test_a_key_of_the_transfer_config_is_refused_on_the_command_line_too() -> None:
-    """vLLM would put it last, where it replaces our connector."""
-    with pytest.raises(InvalidOption, match="tiers set --kv-transfer-config"):
-        build("--kv-transfer-config.kv_connector", "X", tiers=KvOffloadOptions(host_gib=1.0))
-
-
 def test_the_first_argument_takes_precedence_over_the_files_model(tmp_path: Path) -> None:
     argv = build("--config", write(tmp_path, "model: other\n")).argv
     assert argv[argv.index("--model") + 1] == "m"
@@ -121,12 +113,6 @@ def test_an_unusable_file_is_named(tmp_path: Path, text: str, message: str) -> N
         EngineFlags.read(("--config", file))
 
 
-@pytest.mark.parametrize("port", ["²", "65536", "-1", "http"])
-def test_what_is_no_port_is_named(port: str) -> None:
-    with pytest.raises(InvalidOption, match=f"--port {port} is not a port number"):
-        listen_address(EngineFlags.read(("--port", port)))
-
-
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     file = str(tmp_path / "missing.yml")
     with pytest.raises(InvalidOption, match=f"{file}: cannot read the file: No such file"):
@@ -137,33 +123,3 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
     with pytest.raises(InvalidOption, match=r"latin\.yaml is not YAML"):
         EngineFlags.read(("--config", str(tmp_path / "latin.yaml")))
-
-
-def test_an_error_quotes_nothing_of_the_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption) as error:
-        read_config_file(write(tmp_path, "api-key: secret: x\n"))
-    assert "secret" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--config",), "expected the path"),
-        (("--config=",), "expected the path"),
-        (("--config", "F", "--config=F"), "given twice"),
-    ],
-)
-def test_one_file_is_expected(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
-    file = write(tmp_path, "port: 1")
-    with pytest.raises(InvalidOption, match=message):
-        EngineFlags.read([arg.replace("F", file) for arg in args])
-
-
-def test_without_pyyaml_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(engine_flags, "import_module", missing)
-    with pytest.raises(InvalidOption, match="PyYAML, which reads it, is not installed"):
-        read_config_file(write(tmp_path, "port: 1"))
-    assert listen_address(EngineFlags.read(("--port", "1"))) == ("", 1)

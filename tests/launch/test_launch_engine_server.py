@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import textwrap
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -126,12 +124,6 @@ def test_the_api_key_is_used_and_not_on_the_command_line(server):
         assert b"s3cret" not in Path(f"/proc/{running.pid}/cmdline").read_bytes()
 
 
-def test_a_missing_api_key_is_reported(server, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "s3cret")
-    with pytest.raises(ServerStartError, match="API key"), server():
-        pass
-
-
 def test_the_whole_group_ends_also_when_the_server_ignores_the_request(server, monkeypatch):
     monkeypatch.setattr("sojourn_server.launch.engine_server._INTERRUPT_GRACE_S", 0.3)
     with server("stubborn") as running:
@@ -141,31 +133,3 @@ def test_the_whole_group_ends_also_when_the_server_ignores_the_request(server, m
         leader = running.pid
     assert not is_running(helper)
     assert not is_running(leader)
-
-
-def test_the_whole_group_ends_also_when_a_second_signal_interrupts_the_stop(server):
-    running = server("stubborn").start()
-    helper = int(running.log_tail().split("helper ")[1].split()[0])
-    process, log = running._process, running.log_path
-    wait = process.wait
-
-    def interrupted(timeout=None):
-        process.wait = wait
-        raise KeyboardInterrupt
-
-    process.wait = interrupted
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            running.stop()
-        assert not is_running(helper)
-        assert not is_running(process.pid)
-        assert running.pid is None
-        assert not log.exists()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_it_is_started_once(server):
-    with server() as running, pytest.raises(RuntimeError, match="already"):
-        running.start()

@@ -24,10 +24,6 @@ def config(command):
     return json.loads(command.argv[command.argv.index("--kv-transfer-config") + 1])
 
 
-def test_without_them_there_is_no_connector():
-    assert "--kv-transfer-config" not in build().argv
-
-
 def test_host_memory_alone():
     command = build(host_gib=1.5)
     told = config(command)
@@ -65,13 +61,6 @@ def test_a_name_in_a_shared_directory_is_passed_on():
     assert extra == {"host_bytes": GIB, "disk": "/d", "disk_bytes": 10 * GIB, "disk_name": "b.2"}
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-@pytest.mark.parametrize("args", [(), ("--tensor-parallel-size", "2"), ("-tp", "2"), ("-pp", "2")])
-def test_engines_of_any_device_and_number_of_workers_may_have_tiers(args, cpu):
-    assert config(build(*args, host_gib=1, cpu=cpu))["kv_connector"] == "SojournConnector"
-    assert build(*args, host_gib=1, backend="vllm", cpu=False)
-
-
 @pytest.mark.parametrize(
     ("args", "options", "expected"),
     [
@@ -84,11 +73,6 @@ def test_engines_of_any_device_and_number_of_workers_may_have_tiers(args, cpu):
 )
 def test_where_several_groups_are_not_supported_vllm_makes_one(args, options, expected):
     assert ("--disable-hybrid-kv-cache-manager" in build(*args, host_gib=1, **options).argv) is expected
-
-
-def test_engines_that_plan_steps_ahead_may_have_tiers():
-    for flag in ("--async-scheduling", "--async_scheduling", "--no-async-scheduling"):
-        assert flag in build(flag, host_gib=1).argv
 
 
 def test_vllms_own_connector_keeps_outputs_too():

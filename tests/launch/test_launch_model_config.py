@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from sojourn_server.launch.launch_environment import emulates_bfloat16, has_amx
 from sojourn_server.launch.launch_errors import InvalidOption
-from sojourn_server.launch.model_config import HYBRID_ARCHITECTURES, check_layers, read_model_config
+from sojourn_server.launch.model_config import check_layers, read_model_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -21,9 +20,6 @@ STEP = "serve it with --policy stock"
 @pytest.mark.parametrize(
     "config",
     [
-        {"architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 4},
-        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": {"hidden_size": 2048}},
-        {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*-"},
         {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", FULL]},
         {"architectures": ["JambaForCausalLM"], "layers_block_type": ["mamba", "attention"]},
         {"architectures": ["NewForCausalLM"], "layer_types": ["linear_attention", FULL]},
@@ -34,8 +30,6 @@ def test_a_hybrid_model_is_refused_before_it_is_loaded(config: dict[str, Any]) -
     with pytest.raises(InvalidOption, match=r"org/model has layers that keep a state") as caught:
         check_layers("org/model", config, STEP)
     assert caught.value.next_step == STEP
-    (note,) = check_layers("org/model", config, STEP, certain=False)
-    assert note.endswith(STEP)
 
 
 @pytest.mark.parametrize(
@@ -76,43 +70,11 @@ def test_a_processor_without_avx512_emulates_bfloat16(tmp_path: Path) -> None:
         assert emulates_bfloat16(processor) == emulates
 
 
-def test_each_model_that_vllm_calls_hybrid_is_known() -> None:
-    """Read from the source of the installed release; importing all models would take minutes."""
-    import ast
-
-    models = Path(importlib.util.find_spec("vllm").origin).parent / "model_executor" / "models"
-    bases: dict[str, list[str]] = {}
-    for file in models.rglob("*.py"):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                names = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
-                bases.setdefault(node.name, []).extend(names)
-
-    def is_hybrid(name: str, seen: frozenset[str] = frozenset()) -> bool:
-        return name == "IsHybrid" or any(
-            is_hybrid(base, seen | {name}) for base in bases.get(name, []) if base not in seen
-        )
-
-    registered = {
-        key.value: value.elts[-1].value
-        for node in ast.walk(ast.parse((models / "registry.py").read_text(encoding="utf-8")))
-        if isinstance(node, ast.Dict)
-        for key, value in zip(node.keys, node.values, strict=True)
-        if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
-        if isinstance(value.elts[-1], ast.Constant)
-    }
-    hybrid = {name for name, class_name in registered.items() if is_hybrid(class_name)}
-    assert len(hybrid) > 20
-    assert hybrid <= HYBRID_ARCHITECTURES
-
-
 @pytest.mark.parametrize(
     "config",
     [
         {"layer_types": [SLIDING, FULL]},
         {"text_config": {"layer_types": [SLIDING, FULL]}},
-        {"model_type": "gemma2", "sliding_window": 4096},
-        {"text_config": {"model_type": "gemma3_text", "sliding_window": 1024}},
         {"sliding_window": 1024, "sliding_window_pattern": 6},
     ],
 )

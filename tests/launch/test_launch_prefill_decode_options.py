@@ -55,14 +55,6 @@ def test_a_role_and_a_store_are_enough(role, policy):
     assert ("--scheduler-cls" in command.argv) == (policy != "stock")
 
 
-def test_without_a_role_nothing_of_it_is_there():
-    facts = LaunchEnvironment(python="/python", cpu_build=True, has_vllm_cli=True)
-    command = build_command(ServeOptions(model="m", model_path="m", policy="stock"), facts, {})
-    assert "--kv-transfer-config" not in command.argv
-    assert "PYTHONHASHSEED" not in command.env
-    assert command.env["VLLM_PLUGINS"] == ""
-
-
 def test_options_are_passed_on():
     command = build(
         store_gib=2.5,
@@ -154,12 +146,3 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
 def test_engines_that_would_refuse_to_start_are_refused_at_once(args, said):
     with pytest.raises(InvalidOption, match=said):
         build(*args)
-
-
-def test_an_engine_on_cuda_is_told_the_same():
-    assert config(build(cpu=False)) == config(build())
-
-
-@pytest.mark.parametrize("flag", ["--async-scheduling", "--async_scheduling", "--no-async-scheduling"])
-def test_steps_may_be_planned_ahead(flag):
-    assert flag in build(flag).argv

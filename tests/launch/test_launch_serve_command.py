@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sojourn_server
-from sojourn_server.launch.launch_environment import count_memory_nodes
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.serve_command import (
     SCHEDULER_CLS,
@@ -87,14 +83,6 @@ def test_a_policy_that_reads_hidden_states_brings_a_worker_that_lets_them_out(fa
     assert value(build("--worker-cls", "a.B", facts=facts), "--worker-cls") == "a.B", (
         "for the others it is free"
     )
-
-
-@pytest.mark.parametrize("flag", [("--worker-cls", "a.B"), ("--worker_cls=a.B",)])
-def test_a_worker_of_the_users_is_no_way_to_read_hidden_states(flag):
-    with pytest.raises(
-        InvalidOption, match="policy 'tetris-learned' sets --worker-cls to read hidden states"
-    ):
-        build(*flag, policy="tetris-learned", reads_hidden_states=True)
 
 
 def test_a_network_is_of_no_use_to_a_policy_that_reads_nothing():
@@ -197,20 +185,6 @@ def test_pipeline_stages_on_a_cpu_make_a_first_pass(args):
         assert "--compilation-config" not in build(*args, chosen, facts=CPU).argv
 
 
-def test_the_entry_runs_a_module_as_it_would_run_alone_and_collections_pass_over_its_imports(tmp_path):
-    (tmp_path / "served.py").write_text(
-        "import gc, sys\nif __name__ == '__main__':\n"
-        "    main = sys.modules['__main__'].__spec__.name\n"
-        "    print(gc.isenabled(), gc.get_freeze_count() > 1000, sys.argv[1:], main)"
-    )
-    command = [sys.executable, "-W", "error", "-m", SERVER_MAIN_MODULE, "served", "--flag", "1"]
-    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    told = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert told.stdout == f"True True ['--flag', '1'] {SERVER_MAIN_MODULE}\n"
-
-
 def cores(*flags, cpus=(0, 1), memory_nodes=1, environ=None):
     facts = replace(CPU, cpus=tuple(cpus), memory_nodes=memory_nodes)
     return build(*flags, facts=facts, environ=environ or {}).env.get("VLLM_CPU_OMP_THREADS_BIND")
@@ -223,23 +197,6 @@ def test_each_worker_gets_cores_of_its_own_where_vllm_would_not_start():
     assert cores("-tp", "2", cpus=range(10)) == "0,1,2,3|4,5,6,7", "two are left to the server"
     assert cores("-tp", "4") == "nobind", "there are not enough"
     assert cores("-tp", "1") == "0,1"
-
-
-def test_vllm_chooses_the_cores_where_it_can():
-    assert cores("-tp", "2", memory_nodes=2) is None
-    assert cores("-tp", "2", environ={"VLLM_CPU_SIM_MULTI_NUMA": "1"}) is None
-    assert cores("--data-parallel-size", "2") is None
-    assert cores("-dp", "2", "-tp", "2") is None
-
-
-@pytest.mark.parametrize(
-    ("status", "nodes"),
-    [("Mems_allowed_list:\t0\n", 1), ("Cpus_allowed_list:\t0-7\nMems_allowed_list:\t0-1,3\n", 3), ("", 1)],
-)
-def test_the_nodes_with_memory_are_counted(tmp_path, status, nodes):
-    (tmp_path / "status").write_text(status)
-    assert count_memory_nodes(tmp_path / "status") == nodes
-    assert count_memory_nodes(tmp_path / "missing") == 1
 
 
 def test_an_engine_on_cpus_starts_with_the_shared_memory_of_a_container():
@@ -276,12 +233,6 @@ def test_a_share_of_the_memory_for_kv_on_a_cpu_is_kept(flag, tmp_path):
     assert "VLLM_CPU_KVCACHE_SPACE" not in build("--device-memory-utilization", "0.5", facts=CPU).env
 
 
-def test_a_gpu_gets_no_cpu_defaults():
-    command = build()
-    assert set(command.env) == {"VLLM_PLUGINS"}
-    assert "--block-size" not in command.argv
-
-
 def test_a_generated_model_gets_its_name_and_tools_by_default():
     local = {"model": "tiny", "model_path": "/cache/tiny", "chat_template": "/t.jinja"}
     command = build(**local)
@@ -302,12 +253,6 @@ def test_the_engine_core_is_told_the_servers_tool_parser():
     assert "--tool-call-parser" in command.argv
     given = build("--tool-call-parser", "mistral", extra={"tool_call_parser": "hermes"})
     assert json.loads(value(given, "--additional-config"))["sojourn"]["tool_call_parser"] == "hermes"
-
-
-def test_the_environment_is_changed_and_nothing_else():
-    environ = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": "/h"}
-    command = build(environ=environ)
-    assert command.environment(environ) == {"HOME": "/h", "VLLM_PLUGINS": "sojourn"}
 
 
 def test_the_dry_run_line_is_what_a_shell_reads_back():
@@ -340,13 +285,6 @@ def test_secrets_are_given_to_the_engine_and_not_shown(args, facts):
     assert shown.endswith("--seed 4")
 
 
-def test_what_is_no_secret_is_shown():
-    shown = build(
-        "--max-num-batched-tokens", "64", "--hf-overrides", "{}", "--api-server-count", "2"
-    ).as_shell()
-    assert "***" not in shown
-
-
 @pytest.mark.parametrize("args", [("--api-server-count", "2"), ("--api_server_count=4",), ("-asc", "2")])
 def test_settings_that_vllm_ignores_are_reported(args):
     (warning,) = build(*args, facts=CPU).warnings
@@ -361,11 +299,6 @@ def test_ranks_with_kv_of_their_own_need_a_gateway_before_them():
         assert build(flag, "1").warnings == ()
         assert build(flag, "2", policy="stock").warnings == ()
         assert build(flag, "2", "--data-parallel-rank", "0").warnings == (), "an address for each"
-
-
-@pytest.mark.parametrize("args", [(), ("--api-server-count", "1")])
-def test_nothing_is_reported_if_vllm_ignores_nothing(args):
-    assert build(*args, facts=CPU).warnings == ()
 
 
 @pytest.mark.parametrize(

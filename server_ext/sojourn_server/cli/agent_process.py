@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 from sojourn.errors import install_command
 
 from .cli_error import CliError
-from .serve_typos import closest_flag
 
 OPTIONS = ("--url", "--program", "--children")
 """Options of ``sojourn run``. The first word that is not one of these options begins the command, in typer's
@@ -131,10 +130,8 @@ def _check_is_no_option(word: str) -> None:
     of an executable."""
     if not word.startswith("-") or shutil.which(word):
         return
-    flag = word.partition("=")[0]
-    meant = closest_flag(flag, OPTIONS)
     raise CliError(
-        f"unknown option {flag}" + (f"; did you mean {meant}?" if meant else ""),
+        f"unknown option {word.partition('=')[0]}",
         f"sojourn run has {', '.join(OPTIONS)}; the command and its own options come after `--`, "
         "e.g. sojourn run -- mini -t '…'",
     )

@@ -16,12 +16,9 @@ import typer
 
 from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, check_free_port, print_line, print_note
-from .serve_typos import check_flags, check_model
 
 if TYPE_CHECKING:
     from sojourn_server.launch.engine_flags import EngineFlags
-    from sojourn_server.launch.kv_offload_options import KvOffloadOptions
-    from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
 
 PREFILL_DECODE_POLICY = "observe"
 """Default policy of a prefill or decode engine. It grants no leases, because at a turn's end the KV is in
@@ -104,6 +101,7 @@ def serve(
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
 ) -> None:
     """Replace this process with the vLLM server. Returns only with ``--dry-run``."""
+    from sojourn_server.launch.kv_checks import check_kv_offload, check_pair
     from sojourn_server.launch.kv_offload_options import KvOffloadOptions
     from sojourn_server.launch.launch_environment import detect_launch_environment
     from sojourn_server.launch.launch_errors import InvalidOption
@@ -136,7 +134,6 @@ def serve(
     _check_policy(policy, policy_file)
     _check_engine(policy, role, dry_run=dry_run)
     is_local = model in LOCAL_MODELS
-    check_model(model, LOCAL_MODELS)
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
         raise CliError(
             f"{model} is not a directory", f"give a model directory, a hub id, or {', '.join(LOCAL_MODELS)}"
@@ -193,9 +190,11 @@ def serve(
             sys.stdout.write(command.as_shell() + "\n")
             is_printed = True
         if tiers.any:
-            _print_notes(_check_tiers(tiers, model_path, command.flags, try_writing=not dry_run))
+            _print_notes(check_kv_offload(tiers, **_engine_facts(model_path, command.flags)))
         if pair.any:
-            _print_notes(_check_pair(pair, model_path, command.flags, probe_system=not dry_run))
+            config = json.loads(command.flags.value("--kv-transfer-config") or "{}")
+            name = config["kv_connector_extra_config"]["store_name"]
+            _print_notes(check_pair(pair, name, **_engine_facts(model_path, command.flags)))
         if dry_run:
             return
         if address is not None:
@@ -230,7 +229,6 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
                 f"{flag} is a flag of sojourn, and the --config file holds vLLM's",
                 f"give {flag} on the command line",
             )
-    check_flags([*engine_args, *from_file], own_flags)
     if is_named:
         return model, engine_args
     model_of_file = EngineFlags(from_file).value("--model")
@@ -307,7 +305,7 @@ def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[
     if flags.kv_connector() not in OWN_CONNECTORS:
         return []
     config = read_model_config(model_path, flags.value("--revision"))
-    if config is None:
+    if config is None or any(map(flags.has, ("--hf-overrides", "--hf-config-path"))):
         return []
     next_step = (
         "serve it without --kv-host-gib and --kv-disk, under a policy that needs neither, such as continuum; "
@@ -315,12 +313,10 @@ def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[
         if role is None
         else "serve it without --role"
     )
-    elsewhere = any(map(flags.has, ("--hf-overrides", "--hf-config-path")))
     return check_layers(
         model_path,
         config,
         next_step,
-        certain=not elsewhere,
         in_one_group=flags.is_set(ONE_GROUP),
         caches_latent_attention=not is_cpu_build() or has_amx(),
     )
@@ -364,49 +360,17 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     return notes
 
 
-def _check_tiers(
-    tiers: KvOffloadOptions, model_path: str, flags: EngineFlags, *, try_writing: bool
-) -> list[str]:
-    """Return notes for the user about the options for KV in host memory and on disk. Raises
-    ``InvalidOption`` for options with which the engine would fail minutes later."""
+def _engine_facts(model_path: str, flags: EngineFlags) -> dict[str, Any]:
+    """Return what the checks of ``launch/kv_checks.py`` know of an engine."""
     from sojourn_server.launch.engine_flags import engine_workers
-    from sojourn_server.launch.kv_offload_checks import check_kv_offload
     from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.vllm.compat import installed_vllm
 
-    block_size = flags.value("--block-size") or ""
-    return check_kv_offload(
-        tiers,
-        vllm_version=installed_vllm(),
-        weights=known_weights(model_path),
-        block_tokens=int(block_size) if block_size.isdecimal() else None,
-        workers=engine_workers(flags),
-        try_writing=try_writing,
-    )
-
-
-def _check_pair(
-    pair: PrefillDecodeOptions, model_path: str, flags: EngineFlags, *, probe_system: bool
-) -> list[str]:
-    """Return notes for the user about the options of a prefill or decode engine. Raises ``InvalidOption`` for
-    options with which the engine would fail minutes later."""
-    from sojourn_server.launch.engine_flags import engine_workers
-    from sojourn_server.launch.prefill_decode_checks import check_prefill_decode, keeps_block_size
-    from sojourn_server.launch.weights_fingerprint import known_weights
-    from sojourn_server.vllm.compat import installed_vllm
-
-    config = json.loads(flags.value("--kv-transfer-config") or "{}")
-    block_size = flags.value("--block-size") or ""
-    return check_prefill_decode(
-        pair,
-        config["kv_connector_extra_config"]["store_name"],
-        vllm_version=installed_vllm(),
-        weights=known_weights(model_path),
-        block_tokens=int(block_size) if block_size.isdecimal() else None,
-        block_tokens_certain=keeps_block_size(model_path),
-        workers=engine_workers(flags),
-        probe_system=probe_system,
-    )
+    return {
+        "vllm_version": installed_vllm(),
+        "weights": known_weights(model_path),
+        "workers": engine_workers(flags),
+    }
 
 
 def _print_notes(notes: Sequence[str]) -> None:

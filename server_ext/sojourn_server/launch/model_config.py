@@ -9,24 +9,6 @@ from typing import Any
 
 from .launch_errors import InvalidOption
 
-HYBRID_ARCHITECTURES = frozenset(
-    {
-        "AliceAIForCausalLM", "BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM",
-        "BailingMoeV3VLForConditionalGeneration", "ClefFlashForJointSchema", "ColBERTLfm2Model",
-        "ColQwen3_5", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM",
-        "InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
-        "JambaForCausalLM", "JambaForSequenceClassification", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
-        "Lfm2VlForConditionalGeneration", "MiniCPMOcrForConditionalGeneration",
-        "MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration",
-        "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM", "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3",
-        "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
-        "Zamba2ForCausalLM",
-    }
-)  # fmt: skip
-"""Architectures that vLLM 0.31 to 0.33 mark as hybrid, which means that some layers have attention and others
-keep a state (Mamba, linear attention)."""
 _STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba2", "recurrent"})
 """Types of layers that keep a state instead of keys and values."""
 
@@ -55,16 +37,15 @@ def check_layers(
     config: Mapping[str, Any],
     next_step: str,
     *,
-    certain: bool = True,
     in_one_group: bool = True,
     caches_latent_attention: bool = True,
 ) -> list[str]:
-    """Check that sojourn's KV connectors support the KV caches of all layers. Return notes for the user.
+    """Check that sojourn's KV connectors support the KV caches of all layers that the configuration lists.
+    Return notes for the user. Raises ``InvalidOption`` for layers that keep a state.
 
-    Raises ``InvalidOption`` for a hybrid model. With ``certain=False`` the problem is a note instead, because
-    the engine may use another configuration. ``next_step``: what the user can do; part of the error or note.
-    ``in_one_group``: whether layers with sliding windows and with full attention share a KV cache group.
-    ``caches_latent_attention``: whether vLLM's prefix cache works on this device for latent attention (MLA).
+    ``next_step``: what the user can do; part of the error or note. ``in_one_group``: whether layers with
+    sliding windows and with full attention share a KV cache group. ``caches_latent_attention``: whether
+    vLLM's prefix cache works on this device for latent attention (MLA).
     """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config  # only multimodal models have a ``text_config``
@@ -76,30 +57,17 @@ def check_layers(
         ]
     types = text.get("layer_types", text.get("layers_block_type"))
     kinds = {kind for kind in types if isinstance(kind, str)} if isinstance(types, list) else set()
-    architectures = config.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
-    is_hybrid = any(isinstance(name, str) and name in HYBRID_ARCHITECTURES for name in names)
-    # A model of a hybrid architecture may have attention only, as the smallest Granite models do.
-    if kinds & _STATE_LAYERS or (is_hybrid and not kinds):
-        problem = (
+    if kinds & _STATE_LAYERS:
+        raise InvalidOption(
             f"{model} has layers that keep a state (state-space or linear attention) beside attention; "
             "sojourn's KV connectors support attention alone, so the engine would refuse the model once it "
-            "is loaded"
+            "is loaded",
+            next_step,
         )
-        if certain:
-            raise InvalidOption(problem, next_step)
-        return [f"{problem}; {next_step}"]
-    if not in_one_group:
-        return []
     windows = any("sliding" in kind or "chunked" in kind for kind in kinds) and len(kinds) > 1
-    if windows or (not kinds and text.get("sliding_window") and _has_windows_in_some_layers(text)):
+    if in_one_group and (windows or (not kinds and "sliding_window_pattern" in text)):
         return [
             f"{model} has layers that attend to a window; with sojourn's disk or pairs these keep the whole "
             "context too (--disable-hybrid-kv-cache-manager), so that the KV cache holds fewer tokens"
         ]
     return []
-
-
-def _has_windows_in_some_layers(text: Mapping[str, Any]) -> bool:
-    """Return whether only some layers have a sliding window, for a configuration without layer types."""
-    return "sliding_window_pattern" in text or str(text.get("model_type")).startswith(("gemma2", "gemma3"))

@@ -1,0 +1,141 @@
+"""Checks of host memory, disk and pairs before an engine starts, on real folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sojourn_server.kv_offload.block_file import KvIdentity
+from sojourn_server.kv_offload.disk_store import DiskStore
+from sojourn_server.launch.kv_checks import check_host_memory, check_kv_offload, check_pair
+from sojourn_server.launch.kv_offload_options import GIB, KvOffloadOptions
+from sojourn_server.launch.launch_errors import InvalidOption
+from sojourn_server.launch.machine_memory import MachineMemory, read_memory
+from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
+
+WEIGHTS = "/models/a [('w', 1, 2)]"
+IDENTITY = KvIdentity(
+    model=f"{WEIGHTS} torch.float32 abc None auto",
+    kv_dtype="float32",
+    block_tokens=32,
+    block_bytes=1000,
+    layers=3,
+    hash_scheme="sha256/seed=0/32",
+    vllm_version="0.32.0",
+)
+
+
+def make_store(root: Path, name: str | None = None) -> DiskStore:
+    return DiskStore.open(root, IDENTITY, budget_bytes=GIB, name=name)
+
+
+def check(disk: Path, *, version: str = "0.32.0", weights: str = WEIGHTS, **options: Any) -> list[str]:
+    wanted = KvOffloadOptions(host_gib=1e-6, disk=str(disk), disk_gib=1e-6, **options)
+    return check_kv_offload(wanted, vllm_version=version, weights=weights)
+
+
+def test_a_new_folder_and_a_store_of_the_same_kind_are_fine_and_stay_as_they_are(tmp_path: Path) -> None:
+    assert check(tmp_path / "new" / "folder") == []
+    make_store(tmp_path / "kv").close()
+    before = sorted(tmp_path.rglob("*"))
+    assert check(tmp_path / "kv") == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_in_use_is_refused_and_a_name_of_ones_own_helps(tmp_path: Path) -> None:
+    with make_store(tmp_path, name="a"):
+        with pytest.raises(InvalidOption, match="in use") as refused:
+            check(tmp_path, disk_name="a")
+        assert "--kv-disk-name" in refused.value.next_step
+        assert check(tmp_path, disk_name="b") == []
+
+
+def test_a_store_of_another_release_or_of_other_weights_is_refused(tmp_path: Path) -> None:
+    make_store(tmp_path).close()
+    with pytest.raises(InvalidOption, match=r"0\.32\.0"):
+        check(tmp_path, version="0.33.0")
+    with pytest.raises(InvalidOption, match="cannot be used"):
+        check(tmp_path, weights="/models/b [('w', 9, 9)]")
+
+
+def test_more_host_memory_than_there_is_is_refused_and_too_little_is_noted() -> None:
+    memory = MachineMemory(8 * GIB, 2 * GIB, "this machine")
+    assert check_host_memory(1, memory, "--kv-host-gib") == []
+    (note,) = check_host_memory(4, memory, "--kv-host-gib")
+    assert "--kv-host-gib is 4, but 2.00 GiB of the 8.00 GiB of this machine are available now" in note
+    with pytest.raises(InvalidOption, match=r"expected at most the 8\.00 GiB of this machine"):
+        check_host_memory(9, memory, "--kv-host-gib")
+
+
+def pair(store: Path, **options: Any) -> list[str]:
+    wanted = PrefillDecodeOptions(role="decode", store=str(store), buffer_gib=1e-6, **options)
+    return check_pair(wanted, "d", vllm_version="0.32.0", weights=WEIGHTS)
+
+
+def test_the_store_of_a_pair_is_there_and_its_name_is_free(tmp_path: Path) -> None:
+    with pytest.raises(InvalidOption, match="does not exist") as refused:
+        pair(tmp_path / "store")
+    assert "mount it" in refused.value.next_step
+    assert pair(tmp_path) == []
+    with make_store(tmp_path, name="d"), pytest.raises(InvalidOption, match="in use") as refused:
+        pair(tmp_path)
+    assert "--kv-store-name" in refused.value.next_step
+
+
+# -- memory ----------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def machine(root: Path, member: str, groups: dict[str, tuple[int | str, int, int]]) -> tuple[int, int, bool]:
+    """MiB in all and available on a machine of 1000 MiB, 800 of them available, and whether a control group
+    has set the total. ``groups``: folder → limit, use and cached files in MiB."""
+    files = {
+        "proc/meminfo": "MemTotal: 1024000 kB\nMemFree: 1 kB\nMemAvailable: 819200 kB\n",
+        "proc/self/cgroup": f"9:cpu:/a\n0::{member}\n",
+    }
+    for name, (limit, used, cached) in groups.items():
+        folder = f"sys/fs/cgroup{name}"
+        files[f"{folder}/memory.max"] = f"{limit if isinstance(limit, str) else limit * MIB}\n"
+        files[f"{folder}/memory.current"] = f"{used * MIB}\n"
+        files[f"{folder}/memory.stat"] = f"anon 5\ninactive_file {cached * MIB}\n"
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    memory = read_memory(root)
+    return memory.total_bytes // MIB, memory.available_bytes // MIB, "control group" in memory.owner
+
+
+@pytest.mark.parametrize(
+    ("member", "groups", "expected"),
+    [
+        ("/", {}, (1000, 800, False)),
+        ("/a/b", {"/a/b": (500, 300, 100)}, (500, 300, True)),
+        ("/a/b", {"/a/b": (500, 100, 0), "/a": (600, 550, 0)}, (500, 50, True)),
+        ("/a/b", {"/a/b": ("max", 100, 0), "/a": (300, 0, 0)}, (300, 300, True)),
+        ("/a", {"/a": (2000, 100, 0)}, (1000, 800, False)),
+        ("/a", {"/a": (100, 200, 0)}, (100, 0, True)),
+        ("/on/the/host", {"": (400, 100, 0)}, (400, 300, True)),
+    ],
+    ids=[
+        "no groups",
+        "cached files",
+        "the parent is full",
+        "the parent's",
+        "above the machine's",
+        "all used",
+        "a container",
+    ],
+)
+def test_memory_is_the_machines_or_its_control_groups(
+    tmp_path: Path, member: str, groups: Any, expected: Any
+) -> None:
+    assert machine(tmp_path, member, groups) == expected
+
+
+def test_this_machine_has_memory() -> None:
+    found = read_memory()
+    assert 0 < found.available_bytes <= found.total_bytes
+    assert json.dumps(found._asdict())
