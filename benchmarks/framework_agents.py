@@ -18,7 +18,6 @@ os.environ.update(
     MSWEA_SILENT_STARTUP="1",
     MSWEA_CONFIGURED="true",
     MSWEA_COST_TRACKING="ignore_errors",
-    SOJOURN_HISTORY="off",
 )
 
 import sojourn

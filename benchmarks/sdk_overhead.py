@@ -104,7 +104,7 @@ def turns_against(url: str | None, turns: int) -> dict[str, Any]:
     """Measure single turns and return a summary. The sender gets a pause after every tenth turn, because real
     agents wait between turns."""
     if url is not None:
-        sojourn.init(url, dialect="sojourn", history=False)
+        sojourn.init(url, dialect="sojourn")
     took_us = []
     with sojourn.program("bench", agent_type="bench"):
         for n in range(turns + 100):
@@ -143,7 +143,7 @@ def openai_patch(calls: int) -> dict[str, float]:
         return (time.perf_counter_ns() - before) / 1000
 
     with ServerProcess("ok") as url:
-        sojourn.init(url, dialect="sojourn", hosts=["127.0.0.1:9"], history=False)
+        sojourn.init(url, dialect="sojourn", hosts=["127.0.0.1:9"])
         took: dict[bool, list[float]] = {True: [], False: []}
         with sojourn.program("bench"):
             for n in range(2 * calls + 100):

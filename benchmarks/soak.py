@@ -351,7 +351,6 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace, console: Console) -> Record:
     """Run all rounds and return their record."""
     made, began = made_with(sys.argv), time.monotonic()
-    os.environ["SOJOURN_HISTORY"] = "off"
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,15 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
-
-os.environ["SOJOURN_HISTORY"] = "off"
 
 import httpx
 import sojourn
@@ -65,7 +62,7 @@ def told(what: str) -> Iterator[None]:
 
 async def run_agents(url: str, key: str, draw: random.Random, until: float) -> None:
     """Run programs one after another, ``AGENTS`` at once, reported by the SDK, until the time ``until``."""
-    sojourn.init(url, api_key=key, probe_timeout_s=5.0, instrument=False, history=False)
+    sojourn.init(url, api_key=key, probe_timeout_s=5.0, instrument=False)
     timeout = httpx.Timeout(SILENCE_S, connect=10.0)
     async with httpx.AsyncClient(
         base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout, trust_env=False

@@ -40,7 +40,6 @@ ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    "SOJOURN_HISTORY": "off",
 }
 """Environment of an engine. oneDNN caches a compiled kernel for each number of tokens in a batch. By default
 it keeps so many kernels that a process grows for an hour. A limit of 64 is reached within minutes."""

@@ -30,7 +30,7 @@ def main() -> None:
     for package in ("sojourn", "sojourn_integrations", "sojourn_server"):
         assert (importlib.resources.files(package) / "py.typed").is_file(), f"{package} has no py.typed"
     with FakeServer() as server:
-        sojourn.init(server.url, history=False)
+        sojourn.init(server.url)
         with sojourn.program("check"), sojourn.tool_call("bash"):
             pass
         assert sojourn.flush(5), sojourn.stats()

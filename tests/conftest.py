@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-os.environ["SOJOURN_HISTORY"] = "off"  # no test writes its history into the user's home
 # At its import mini-swe-agent makes this folder, and reads settings in it.
 os.environ["MSWEA_GLOBAL_CONFIG_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "mini-swe-agent")
 # At its first logprobs, an engine compiles a function of vLLM, which takes three seconds. The servers of

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from .aeg import Aeg
 from .errors import ArgumentError, ConfigError, SojournError
-from .forked_programs import watch_forks as _watch_forks
 from .instrumentation import active as _active
 from .instrumentation import instrument, uninstrument, wrap
 from .lifecycle import init, shutdown
@@ -26,8 +25,6 @@ from .step import Step, step
 from .tools import ToolCall, tool, tool_call
 
 __version__ = "0.1.0"
-
-_watch_forks()
 
 __all__ = [
     "Aeg",

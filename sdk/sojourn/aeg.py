@@ -5,8 +5,7 @@ declared once per agent type, by hand or by an adapter that reads it from the fr
 only their node.
 
 The flag ``complete`` says whether a graph declares all edges. Frameworks do not always know all edges: for
-example, a routing function without a declared return type looks like an edge to the end. In a graph that is
-not complete, declared edges weigh less against observed transitions (``Aeg.corrected``).
+example, a routing function without a declared return type looks like an edge to the end.
 """
 
 from __future__ import annotations
@@ -23,17 +22,6 @@ from .wire_events import AegEdge, AegGraph, AegNode
 
 START = "__start__"
 END = "__end__"
-
-_COMPLETE_WEIGHT = 2.0
-"""Weight of a node's declared edges together, in ``corrected``, as a number of visits. For a complete
-graph."""
-_INCOMPLETE_WEIGHT = 0.5
-"""Like ``_COMPLETE_WEIGHT``, for a graph that is not complete."""
-_FADED = 0.03
-"""``corrected`` removes an edge that was never taken and whose probability is below this limit. Only for a
-graph that is not complete."""
-_MAX_FOUND_NODES = 256
-"""Maximum number of undeclared nodes that ``corrected`` adds."""
 
 Edge = tuple[str, str] | tuple[str, str, float | None]
 """Source, target and, if known, the probability that ``target`` follows ``source``."""
@@ -114,50 +102,6 @@ class Aeg:
                     todo.append(following)
         return frozenset(self.nodes) - seen
 
-    def corrected(
-        self, seen: Mapping[tuple[str, str], float], tools: Mapping[str, Iterable[str]] = MappingProxyType({})
-    ) -> Aeg:
-        """Return a new graph: this graph, corrected by observed transitions.
-
-        ``seen`` maps each edge (source, target) to the number of times it was taken. ``tools`` maps nodes to
-        further tools, which are added. Probabilities change only at the sources in ``seen``. Each declared or
-        seen edge from such a node gets p = (count + w · declared probability) / (sum of the node's counts +
-        w). ``w`` is 2 if this graph is complete, else 0.5; it is 0 for a node without declared edges.
-
-        A graph that is not complete loses the edges that were never taken and whose p is below 0.03. Up to
-        256 undeclared nodes are added, the most visited ones. The result is complete if this graph is
-        complete and ``seen`` has no undeclared edge. Raises ``ArgumentError`` if the result is too large to
-        be sent.
-        """
-        counts = {
-            (_name(source), _name(target)): float(count)
-            for (source, target), count in seen.items()
-            if math.isfinite(count) and count > 0 and source != END and target != START
-        }
-        nodes = {node: set(own) for node, own in self.nodes.items()}
-        for node in _most_visited(counts, known=nodes):
-            nodes[node] = set()
-        for node, further in tools.items():
-            if node in nodes:
-                nodes[node].update(further)
-        ends = nodes.keys() | {START, END}
-        counts = {edge: count for edge, count in counts.items() if edge[0] in ends and edge[1] in ends}
-        weight = _COMPLETE_WEIGHT if self.complete else _INCOMPLETE_WEIGHT
-        edges: list[tuple[str, str, float | None]] = []
-        for source, taken in _by_source(counts).items():
-            declared = self.following(source)
-            total = math.fsum(taken.values()) + (weight if declared else 0.0)
-            for target in taken.keys() | declared.keys():
-                p = (taken.get(target, 0.0) + weight * declared.get(target, 0.0)) / total
-                if target in taken or self.complete or p >= _FADED:
-                    # Rounded, so that nearly equal graphs are equal. Rounded down, so that the sum stays ≤ 1.
-                    edges.append((source, target, math.floor(p * 1000 + 1e-6) / 1000))
-        left = {source for source, _ in counts}
-        edges += [(*edge, p) for edge, p in self.edges.items() if edge[0] not in left]
-        edges.sort(key=lambda edge: (-1.0 if edge[2] is None else -edge[2], edge[:2]))
-        news = any(edge not in self.edges for edge in counts)
-        return Aeg(nodes, edges[:MAX_GRAPH_EDGES], complete=self.complete and not news)
-
     def wire(self) -> AegGraph:
         """Return the graph as a wire message, sorted so that equal graphs have equal bytes."""
         return AegGraph(
@@ -178,23 +122,6 @@ class Aeg:
     def __repr__(self) -> str:
         flag = "" if self.complete else ", incomplete"
         return f"<Aeg {self.hash[:8]}: {len(self.nodes)} nodes, {len(self.edges)} edges{flag}>"
-
-
-def _most_visited(counts: Mapping[tuple[str, str], float], known: Mapping[str, object]) -> list[str]:
-    visits: dict[str, float] = {}
-    for (source, target), count in counts.items():
-        for node, n in ((source, count), (target, count)):
-            if node not in known and node not in (START, END):
-                visits[node] = visits.get(node, 0.0) + n
-    room = max(0, min(_MAX_FOUND_NODES, MAX_GRAPH_NODES - len(known)))
-    return sorted(visits, key=lambda node: (-visits[node], node))[:room]
-
-
-def _by_source(counts: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for (source, target), count in counts.items():
-        found.setdefault(source, {})[target] = count
-    return found
 
 
 def _shares(declared: Mapping[str, float | None]) -> dict[str, float]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +15,7 @@ from .errors import ConfigError
 from .ids import id_problem
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"", "0", "false", "no", "off"})
+FALSE = frozenset({"", "0", "false", "no", "off"})
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 _DEFAULT_PORT = {"http": 80, "https": 443}
 _CLAIM = "SOJOURN_PROGRAM_CLAIM"
@@ -32,8 +31,6 @@ class Environment:
     """``SOJOURN_API_KEY``: bearer key for sending events. ``OPENAI_API_KEY`` is never used for that."""
     dialect: str | None = None
     """``SOJOURN_DIALECT``: a name of ``dialects.DIALECTS``; without it the server's dialect is detected."""
-    tool_events: str | None = None
-    """``SOJOURN_TOOL_EVENTS``: ZeroMQ endpoint on which Dynamo receives tool events."""
     program_id: str | None = None
     """``SOJOURN_PROGRAM_ID``: the id of this process's own program, for requests outside ``program()``."""
     own_program: bool = False
@@ -44,10 +41,6 @@ class Environment:
     The SDK then does not warn of that again."""
     disabled: bool = False
     """``SOJOURN_DISABLED``: the SDK sends nothing and patches nothing; its functions can still be called."""
-    history: str | None = None
-    """``SOJOURN_HISTORY``: the file that keeps tool durations and program runs; ``off`` means no file."""
-    data_home: str | None = None
-    """The platform's folder for application data; ``None`` if there is none."""
 
     @classmethod
     def read(cls, env: Mapping[str, str] | None = None) -> Environment:
@@ -57,13 +50,10 @@ class Environment:
             url=env.get("SOJOURN_URL") or None,
             api_key=env.get("SOJOURN_API_KEY") or None,
             dialect=env.get("SOJOURN_DIALECT") or None,
-            tool_events=env.get("SOJOURN_TOOL_EVENTS") or None,
             program_id=_checked_id("SOJOURN_PROGRAM_ID", env.get("SOJOURN_PROGRAM_ID") or None),
             own_program=_switch("SOJOURN_OWN_PROGRAM", env.get("SOJOURN_OWN_PROGRAM", "")),
             reported=bool(env.get("SOJOURN_URL")) and env.get("SOJOURN_REPORTED_URL") == env["SOJOURN_URL"],
             disabled=_switch("SOJOURN_DISABLED", env.get("SOJOURN_DISABLED", "")),
-            history=env.get("SOJOURN_HISTORY") or None,
-            data_home=_data_home(env),
         )
 
 
@@ -84,8 +74,6 @@ class Config:
     one host."""
     dialect: str | None = None
     """Dialect that the caller named. If it is ``None``, the server's dialect is detected."""
-    tool_events: str | None = None
-    """ZeroMQ endpoint for tool events; for the dialect ``dynamo`` only."""
     probe_timeout_s: float = 0.3
     """Longest time that ``init()`` waits for the server's answer about its dialect; 0 means no wait."""
     threads: bool = False
@@ -93,8 +81,6 @@ class Config:
     instrument: bool = True
     """Whether ``init()`` patches every supported framework. If False, only ``instrument()`` and ``wrap()``
     do."""
-    history: str | None = None
-    """File that keeps tool durations and program runs for later processes; ``None`` keeps them in memory."""
     program_id: str | None = None
     """``Environment.program_id``."""
     own_program: bool = False
@@ -148,11 +134,9 @@ class Config:
         api_key: str | None = None,
         hosts: Iterable[str] | None = None,
         dialect: str | None = None,
-        tool_events: str | None = None,
         probe_timeout_s: float = 0.3,
         threads: bool = False,
         instrument: bool = True,
-        history: str | os.PathLike[str] | bool | None = None,
         environment: Environment | None = None,
     ) -> Config:
         """Return the settings from arguments and environment; arguments win. Raises ``ConfigError``."""
@@ -171,9 +155,6 @@ class Config:
             dialect = dialect.replace("-", "_")
             if dialect not in DIALECTS:
                 raise ConfigError(f"dialect {dialect!r} is unknown; expected one of {sorted(DIALECTS)}")
-        tool_events = _zmq_endpoint(tool_events or environment.tool_events)
-        if tool_events is not None and dialect not in (None, "dynamo"):
-            raise ConfigError(f"tool_events is for the dialect 'dynamo'; {dialect!r} has no such endpoint")
         if not (math.isfinite(probe_timeout_s) and probe_timeout_s >= 0):
             raise ConfigError(f"probe_timeout_s is {probe_timeout_s}; expected seconds ≥ 0")
         key = api_key or environment.api_key
@@ -187,11 +168,9 @@ class Config:
             event_server=event_server,
             hosts=frozenset({event_server, *(_place(host, root) for host in hosts or ())}),
             dialect=dialect,
-            tool_events=tool_events,
             probe_timeout_s=probe_timeout_s,
             threads=threads,
             instrument=instrument,
-            history=_history(history, environment),
             program_id=environment.program_id,
             own_program=environment.own_program,
             url_from_environment=url_from_environment,
@@ -266,18 +245,6 @@ def unclaim() -> None:
         os.environ.pop(_CLAIM, None)
 
 
-def _zmq_endpoint(text: str | None) -> str | None:
-    """Return ``text`` if it is ``None`` or a ZeroMQ endpoint to connect to. Raises ``ConfigError``."""
-    if text is None:
-        return None
-    scheme, separator, rest = text.partition("://")
-    host, colon, port = rest.rpartition(":")
-    reachable = host not in ("", "*") and colon and port.isascii() and port.isdigit() and int(port) < 65536
-    if separator and ((scheme == "ipc" and rest) or (scheme == "tcp" and reachable)):
-        return text
-    raise ConfigError(f"tool_events is {text!r}; expected e.g. 'tcp://127.0.0.1:20390'")
-
-
 def local_url(host: str | None, port: int, scheme: str = "http") -> str:
     """Return the URL at which this machine reaches a server that listens on ``host``. ``None``, ``0.0.0.0``
     and ``::`` mean all interfaces."""
@@ -332,42 +299,10 @@ def _root(url: str) -> tuple[str, str]:
     return f"{scheme}://{parts.netloc}{path}", host
 
 
-def _history(given: str | os.PathLike[str] | bool | None, environment: Environment) -> str | None:
-    if given is None:
-        given = environment.history
-        word = "" if given is None else given.strip().lower()
-        if word in _TRUE or (word and word in _FALSE):
-            given = word in _TRUE
-    if given is False:
-        return None
-    if given is None or given is True:
-        folder = environment.data_home
-        return None if folder is None else os.path.join(folder, "sojourn", "history.sqlite3")
-    path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if not path or not isinstance(path, str):
-        raise ConfigError(f"history is {given!r}; expected a path, False for none, True for the usual place")
-    # Absolute, so that a process that changes its directory keeps one history.
-    return os.path.abspath(os.path.expanduser(path))
-
-
-def _data_home(env: Mapping[str, str]) -> str | None:
-    """Return ``$XDG_DATA_HOME``, else the platform's folder for application data; ``None`` if there is
-    neither."""
-    named = env.get("XDG_DATA_HOME", "")
-    if os.path.isabs(named):  # "all paths must be absolute … if relative, ignore": XDG base directories
-        return named
-    if sys.platform == "win32":
-        return env.get("LOCALAPPDATA") or None
-    home = os.path.expanduser("~")
-    if not os.path.isabs(home):  # a user without a home, as in some containers
-        return None
-    return os.path.join(home, "Library/Application Support" if sys.platform == "darwin" else ".local/share")
-
-
 def _switch(name: str, value: str) -> bool:
     word = value.strip().lower()
     if word in _TRUE:
         return True
-    if word in _FALSE:
+    if word in FALSE:
         return False
     raise ConfigError(f"{name} is {value!r}; expected 1 or 0")

@@ -9,13 +9,18 @@ same. A server that is not recognised gets headers only.
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from .dialects import DIALECTS, Dialect
+from .event_queue import PendingEvent
+from .event_transport import EndNotifier, EventTransport, SojournEventTransport
 from .http_transport import ServerTransport
 from .sdk_logger import logger
+from .stats import Counters
 from .wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
 _STOCK = frozenset({404, 405, 501})
@@ -33,27 +38,108 @@ _decoder = msgspec.json.Decoder(_Capabilities)
 
 
 class ServerDialect:
-    """The dialect of the server, known or assumed. ``learn`` may change it at any time."""
+    """The dialect of one session's server, known or assumed, and the transport of its events. The methods run
+    on the event sender's thread."""
 
-    def __init__(self, dialect: str | None = None) -> None:
+    def __init__(
+        self,
+        transport: ServerTransport,
+        counters: Counters,
+        dialect: str | None = None,
+        *,
+        timeout_s: float = 2.0,
+        address: str = "the server",
+        reported: bool = False,
+        unknown_graph: Callable[[PendingEvent], None] = lambda report: None,
+    ) -> None:
+        """``dialect``: the name that the caller of ``init()`` gave, if any. ``address``: the server in log
+        messages. ``reported``: the user has been told that the server does not answer."""
         self.dialect: Dialect = DIALECTS[dialect or "vllm"]
         """The dialect in use. For an unknown server it is ``vllm``, which adds only the header
-        ``X-Session-ID``. Most servers use or ignore this header; ``AibrixDialect`` describes an exception."""
+        ``X-Session-ID``. Most servers use or ignore this header; the row of AIBrix describes an exception."""
         self.given = dialect is not None
         """True if the caller named the dialect; then the server is not probed."""
         self.known = self.given
         """True if the dialect was given or detected, False if it is assumed."""
         self.was_sojourn = False
-        """True if the dialect ``sojourn`` was ever detected."""
+        """True if the dialect ``sojourn`` was ever detected. Such a server is asked again more often."""
+        self.answered = threading.Event()
+        """Set after the first probe."""
+        self._transport = transport
+        self._counters = counters
+        self._timeout_s = timeout_s
+        self._address = address
+        self._reported = reported
+        self._unknown_graph = unknown_graph
 
-    def learn(self, dialect: str) -> Dialect:
-        """Record that the dialect named ``dialect`` was detected, and return its ``Dialect`` object. Uses
-        this dialect from now on, unless the caller of ``init()`` named a dialect."""
+    def event_transport(self) -> EventTransport | None:
+        """Return a new transport for the server's events; sojourn's own for an unknown server. Returns
+        ``None`` if the server accepts no events."""
+        if not self.known or self.dialect.name == "sojourn":
+            return SojournEventTransport(self._transport, self._counters, self._unknown_graph)
+        if self.dialect.end is None:
+            return None
+        return EndNotifier(
+            self._transport, self._counters, *self.dialect.end, takes_implicit=self.dialect.takes_implicit
+        )
+
+    def ask(self) -> bool:
+        """Probe the server once, at the start. Return whether the dialect became known."""
+        try:
+            answer = None
+            if not self.known:
+                # ``sojourn run`` has said that the server does not answer, and nothing else.
+                answer = self._probe(no_answer_level=logging.DEBUG if self._reported else None)
+            if answer is not None:
+                self.learn(answer)
+            return answer is not None
+        finally:
+            self.answered.set()
+
+    def confirm(self) -> None:
+        """Record that an answer proved that the server speaks sojourn's wire format."""
+        self.learn("sojourn")
+
+    def refused(self) -> EventTransport | None:
+        """Ask again, since the server has refused our events: it was not up at the first probe, or was
+        replaced. Its answer "sojourn" does not count then. Returns another transport, or ``None`` to stop
+        sending."""
+        if self.given:
+            return None
+        answer = self._probe()
+        self.learn(answer if answer is not None and answer != "sojourn" else "vllm")
+        return self.event_transport()
+
+    def recover(self) -> EventTransport | None:
+        """Ask whether the server accepts events again. Returns a transport if it does."""
+        answer = None if self.given else self._probe(logging.DEBUG)
+        # A server whose gateway answers 404 for a moment, as in a rolling restart, looks like stock vLLM. So
+        # that answer does not replace a dialect that was recognised.
+        if answer is None or answer == "vllm":
+            return None
+        self.learn(answer)
+        return self.event_transport()
+
+    def learn(self, dialect: str) -> None:
+        """Record that the dialect named ``dialect`` was detected, and use it, unless one was given."""
         if not self.given:
             self.dialect = DIALECTS[dialect]
         self.known = True
         self.was_sojourn = self.was_sojourn or dialect == "sojourn"
-        return DIALECTS[dialect]
+
+    def after_fork(self) -> None:
+        """In a forked child, which does not probe: nothing is to be waited for."""
+        self.answered = threading.Event()
+        self.answered.set()
+
+    def _probe(self, log_level: int = logging.WARNING, no_answer_level: int | None = None) -> str | None:
+        return probe_dialect(
+            self._transport,
+            timeout_s=self._timeout_s,
+            address=self._address,
+            log_level=log_level,
+            no_answer_level=no_answer_level,
+        )
 
 
 def probe_dialect(

@@ -4,10 +4,9 @@ Events that cannot be sent are dropped and counted.
     agent thread(s) ── put ──▶ inbox ──▶ queue per program ──▶ one daemon thread ── transport ──▶ server
                                                └── take ──▶ carried by the program's next request
 
-An event leaves in a batch or with an LLM request. The dialect's event transport sends the batches
-(``dialects/event_transport.py``). If a request fails, its events return to the queue. A failed batch is not
-resent: old events no longer help decisions, and leases end by themselves without events. (The only retry is
-in ``http_transport.py``, for a connection that the server had closed.)
+An event leaves in a batch (``event_transport``) or with an LLM request. If a request fails, its events return
+to the queue. A failed batch is not resent: old events no longer help decisions, and leases end by themselves
+without events. (The only retry is in ``http_transport.py``, for a connection that the server had closed.)
 
 The lock is re-entrant. Garbage collection inside ``take`` may close a generator and so end a program, which
 calls ``put`` on the same thread.
@@ -29,12 +28,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .dialects import DeliveryResult, EventTransport, PendingBatch, SojournEventTransport, TransportContext
+from .dialect_probe import ServerDialect
 from .event_queue import EventQueue, PendingEvent
-from .heartbeats import OpenProgram
+from .event_transport import DeliveryResult, EventTransport, PendingBatch
+from .heartbeats import Heartbeats, OpenProgram
 from .http_transport import ServerTransport
 from .ids import EmitterId
-from .recovery_schedule import RecoverySchedule
 from .stats import Counters
 from .wire_events import Event, Heartbeat
 
@@ -43,6 +42,13 @@ MAX_BACKOFF_S = 30.0
 MAX_BEATING_BACKOFF_S = 5.0
 """Longest backoff while a program with heartbeats is open. Leases end after 10 to 20 s of silence, so two
 tries must fit into that time."""
+FIRST_RECOVERY_PAUSE_S = 1.0
+MAX_RECOVERY_PAUSE_S = 60.0
+"""Longest pause before a server that refused events is asked again. Each pause is twice as long as the one
+before. The longest one must end within 90 s after a restart, as ``docs/promises.md`` promises."""
+FIRST_STOCK_PAUSE_S = 30.0
+MAX_STOCK_PAUSE_S = 300.0
+"""Like ``MAX_RECOVERY_PAUSE_S``, for a server that was never recognised as sojourn's, such as stock vLLM."""
 THREAD_RETRY_S = 1.0
 """Pause before another attempt to start the thread."""
 POLL_EVERY_S = 0.02
@@ -59,55 +65,31 @@ class EventSender:
         self,
         transport: ServerTransport,
         counters: Counters,
+        server: ServerDialect | None = None,
+        heartbeats: Heartbeats | None = None,
         *,
         queue_events: int = 10_000,
         batch_events: int = 256,
         linger_s: float = 0.005,
         close_timeout_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        first: Callable[[], None] | None = None,
-        last: Callable[[], None] = lambda: None,
-        promised: Callable[[], bool] = lambda: False,
-        beats: Callable[[float], tuple[Iterable[OpenProgram], float | None]] | None = None,
-        delivered: Callable[[], object] | None = None,
-        unsupported: Callable[[], EventTransport | None] | None = None,
-        recover: Callable[[], EventTransport | None] | None = None,
-        recognised: Callable[[], bool] = lambda: True,
     ) -> None:
-        """The numbers are those of ``Config`` with the same names. The callbacks run on the sender's thread.
-
-        - ``first()`` runs once, before anything is sent.
-        - ``last()`` runs after everything is sent.
-        - ``promised()`` returns whether a server expects heartbeats.
-        - ``beats(now)`` returns the programs whose heartbeat is due, and the seconds until the next call of
-          ``beats``. ``None`` means that no call is needed before the next event.
-        - ``delivered()`` runs after each batch whose answer proves that the server speaks the dialect.
-        - ``unsupported()`` runs if the server has no endpoint for batches. It returns another transport, or
-          ``None`` to stop sending.
-        - ``recover()`` runs at growing intervals once sending has stopped. It returns a transport if the
-          server accepts events again.
-        - ``recognised()`` returns whether the server was ever recognised as sojourn's. If so, ``recover()``
-          runs more often.
-
-        Until ``set_event_transport`` sets another transport, events are sent in sojourn's own format.
-        """
+        """``transport`` is closed with the sender. ``server``: by default a sojourn server. ``heartbeats``
+        tells which programs' heartbeats are due. The numbers are those of ``Config`` with the same names."""
         self.counters = counters
         self._transport = transport
+        self._server = ServerDialect(transport, counters, "sojourn") if server is None else server
+        self._heartbeats = Heartbeats() if heartbeats is None else heartbeats
         self._queue_events = queue_events
         self._batch_events = batch_events
         self._linger_s = linger_s
         self._close_timeout_s = close_timeout_s
         self._clock = clock
-        self._first = first
-        self._last = last
-        self._promised = promised
-        self._beats = beats
-        self._on_delivered = delivered
-        self._on_unsupported = unsupported
-        self._on_recover = recover
-        self._recognised = recognised
-        self._event_transport: EventTransport = SojournEventTransport(TransportContext(transport, counters))
-        self._supported = True
+        self._asks_first = True
+        """True until the thread has asked the server for its dialect. A forked child does not ask; its first
+        batch shows what the server accepts."""
+        self._event_transport: EventTransport | None = self._server.event_transport()
+        """``None`` if the server accepts no events."""
         self._thread: threading.Thread | None = None
         self._fresh()
 
@@ -134,16 +116,19 @@ class EventSender:
         """True while the thread waits, after a failed batch, before it contacts the server again."""
         self._starting = False
         self._no_start_before_s = float("-inf")
-        self._recovery = RecoverySchedule(self._recognised)
+        self._pause_s = 0.0
+        """The last pause before a server that refused events was asked again."""
+        self.ask_at_s: float | None = None
+        """When to ask it next; ``None``: not planned."""
         self._closed = False
         self._thread = None
         self._update_accepted_kinds()
 
     def _update_accepted_kinds(self) -> None:
         """Set which kinds of events are accepted in the current state."""
-        shut = self._closed or not self._supported
-        self._kinds: frozenset[type[Event]] = frozenset() if shut else self._event_transport.kinds
-        self._takes_implicit = not shut and self._event_transport.takes_implicit
+        transport = None if self._closed else self._event_transport
+        self._kinds: frozenset[type[Event]] = frozenset() if transport is None else transport.kinds
+        self._takes_implicit = transport is not None and transport.takes_implicit
 
     # ---- the agent's side
 
@@ -156,7 +141,7 @@ class EventSender:
                 self._recover_in_child()
                 return False
             if kind not in self._kinds:
-                closed = self._closed and self._supported
+                closed = self._closed and self.supported
                 self.counters.add("dropped_closed" if closed else "dropped_unsupported")
                 self._recover_in_child()
                 return False
@@ -175,7 +160,7 @@ class EventSender:
 
     def _recover_in_child(self) -> None:
         """In a forked child, start the thread that asks whether the server accepts events again."""
-        if self._thread is None and not self._supported and self._on_recover is not None:
+        if self._thread is None and not (self.supported or self._server.given):
             self._ring()
 
     def _ring(self) -> None:
@@ -242,7 +227,7 @@ class EventSender:
         child, the events are dropped. Never raises."""
         try:
             with self._lock:
-                if emitter != self.id or self._closed or not self._supported:
+                if emitter != self.id or self._closed or not self.supported:
                     return
                 self._take_in()
                 lost = self._pending.put_back(taken)
@@ -256,9 +241,9 @@ class EventSender:
             self.counters.add("internal_error")
 
     def heartbeats_changed(self) -> None:
-        """Make the thread ask ``beats`` again. Call this if a program begins to send heartbeats without an
-        event, since otherwise only events wake a sleeping thread. Takes the lock, so the caller must hold no
-        lock that a finalizer takes. Never raises."""
+        """Make the thread ask for the due heartbeats again. Call this if a program begins to send heartbeats
+        without an event, since otherwise only events wake a sleeping thread. Takes the lock, so the caller
+        must hold no lock that a finalizer takes. Never raises."""
         try:
             with self._lock:
                 self._beats_changed = True
@@ -279,6 +264,11 @@ class EventSender:
         return self._lock
 
     @property
+    def supported(self) -> bool:
+        """Whether the server accepts events."""
+        return self._event_transport is not None
+
+    @property
     def pending(self) -> int:
         """Number of events that are queued or being sent. The counter ``events_queued`` includes all of
         them."""
@@ -287,8 +277,8 @@ class EventSender:
             return self._pending.size + self._sending
 
     def start(self) -> None:
-        """Start the thread now instead of at the first event, so that the callback ``first`` of the
-        constructor runs early. Raises ``RuntimeError`` if no thread can start."""
+        """Start the thread now instead of at the first event, so that the server
+        is probed early. Raises ``RuntimeError`` if no thread can start."""
         with self._lock:
             if self._thread is None and not self._closed:
                 self._start()
@@ -363,10 +353,10 @@ class EventSender:
 
     def _work(self) -> None:
         backoff_s = 0.0
-        first, self._first = self._first, None
+        asks, self._asks_first = self._asks_first, False
         try:
-            if first is not None:
-                first()
+            if asks and not self._server.known and self._server.ask():
+                self.set_event_transport(self._server.event_transport())
         except Exception:
             self.counters.add("internal_error")
         while self._wait_for_events():
@@ -387,9 +377,8 @@ class EventSender:
                 backoff_s = min(MAX_BACKOFF_S, backoff_s * 2 or FIRST_BACKOFF_S)
                 self._back_off(backoff_s)
         with contextlib.suppress(Exception):
-            self._event_transport.close()
-        with contextlib.suppress(Exception):
-            self._last()
+            if self._event_transport is not None:
+                self._event_transport.close()
         with contextlib.suppress(Exception):
             self._transport.close()
 
@@ -401,7 +390,7 @@ class EventSender:
         self.backing_off = True
         while self.backing_off and not self._closed and not self._flushes_waiting:
             # Asked each time, since a program with heartbeats may open meanwhile.
-            limit_s = min(longest_s, MAX_BEATING_BACKOFF_S) if self._promised() else longest_s
+            limit_s = min(longest_s, MAX_BEATING_BACKOFF_S) if self._heartbeats.promised else longest_s
             left_s = started_s + limit_s - time.monotonic()
             if left_s <= 0:
                 break
@@ -441,26 +430,34 @@ class EventSender:
 
     def _due(self) -> tuple[Iterable[OpenProgram], float | None]:
         try:
-            if not self._supported:
+            if self._event_transport is None:
                 return (), self._recover()
-            if self._beats is None or Heartbeat not in self._kinds:
-                return (), None
-            return self._beats(self._clock())
+            return self._heartbeats.take_due(self._clock()) if Heartbeat in self._kinds else ((), None)
         except Exception:
             self.counters.add("internal_error")
-            return (), None if self._supported else MAX_BEATING_BACKOFF_S
+            return (), None if self.supported else MAX_BEATING_BACKOFF_S
 
     def _recover(self) -> float | None:
         """Ask at growing intervals whether the server accepts events now. Return the seconds until the next
         call; ``None`` if no further call is needed."""
-        if self._closed or self._on_recover is None:
+        if self._closed or self._server.given:
             return None
-        if self._recovery.take_due(self._clock()):
-            event_transport = self._on_recover()
+        if self.ask_at_s is not None and self._clock() >= self.ask_at_s:
+            self.ask_at_s = None
+            event_transport = self._server.recover()
             if event_transport is not None:
                 self.set_event_transport(event_transport)
                 return 0.0  # heartbeats may be due
-        return self._recovery.wait_s(self._clock())
+        now = self._clock()
+        if self.ask_at_s is None:
+            first_s, longest_s = (
+                (FIRST_RECOVERY_PAUSE_S, MAX_RECOVERY_PAUSE_S)
+                if self._server.was_sojourn
+                else (FIRST_STOCK_PAUSE_S, MAX_STOCK_PAUSE_S)
+            )
+            self._pause_s = min(longest_s, self._pause_s * 2 or first_s)
+            self.ask_at_s = now + self._pause_s
+        return self.ask_at_s - now
 
     def _take_in(self) -> None:
         """Number the events in the inbox and move them into the queue. Called with the lock held."""
@@ -479,38 +476,34 @@ class EventSender:
 
     def _send(self, events: list[PendingEvent]) -> bool:
         """Send a batch. Returns False if the thread must back off before the next batch."""
-        if not self._supported:
+        if self._event_transport is None:
             self.counters.add("dropped_unsupported", len(events))
             return True
         dropped = self.counters["dropped_full"] + self.counters["dropped_send"]
         delivery = self._event_transport.deliver(PendingBatch(self.id, events, self._clock(), dropped))
-        if delivery is DeliveryResult.CONFIRMED and self._on_delivered is not None:
-            self._on_delivered()
-        elif delivery is DeliveryResult.UNSUPPORTED:
-            self.set_event_transport(None if self._on_unsupported is None else self._on_unsupported())
+        if delivery is DeliveryResult.UNSUPPORTED:
+            self.set_event_transport(self._server.refused())
             return True
+        if delivery is DeliveryResult.CONFIRMED:
+            self._server.confirm()
         if delivery is not DeliveryResult.FAILED:
-            self._recovery.reset()
+            self._pause_s = 0.0
         return delivery is not DeliveryResult.FAILED
 
     def set_event_transport(self, event_transport: EventTransport | None) -> None:
         """Send events by this transport from now on. ``None`` means that the server accepts no events; queued
         and later events are dropped. Call this on the event sender's thread, or before that thread starts."""
-        before = self._event_transport
         with self._lock:
-            if event_transport is not None:
-                self._event_transport, self._supported = event_transport, True
-                self._update_accepted_kinds()
-                unsent = 0
-            else:
-                self._supported = False
-                self._update_accepted_kinds()
+            before, self._event_transport = self._event_transport, event_transport
+            self._update_accepted_kinds()
+            unsent = 0
+            if event_transport is None:
                 self._take_in()
                 unsent = self._pending.clear()
             self._queue_empty.notify_all()
         if unsent:
             self.counters.add("dropped_unsupported", unsent)
-        if before is not event_transport:
+        if before is not None:
             with contextlib.suppress(Exception):
                 before.close()
 
@@ -518,7 +511,9 @@ class EventSender:
 
     def after_fork(self) -> None:
         """In a forked child, drop the parent's queue, connection and numbering."""
-        self._first = None
-        self._event_transport.after_fork()
+        self._asks_first = False
+        self._server.after_fork()
+        if self._event_transport is not None:
+            self._event_transport.after_fork()
         self._transport.after_fork()
         self._fresh()

@@ -64,7 +64,7 @@ class Heartbeats:
     or too few at a program's end is harmless.
     """
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float = 3.0) -> None:
         self.interval_s = interval_s
         # Keyed by object, not by id: the end of one program must not stop another with the same id.
         self._open: dict[ref[OpenProgram], _LastBeat] = {}

@@ -30,7 +30,6 @@ def write_context(
     program: Program,
     request_id: str,
     node: str | None,
-    steps_left: float | None,
     emitter: str | None,
     events: Iterable[PendingEvent],
     now: float,
@@ -39,7 +38,6 @@ def write_context(
     nor a step id. It contains ``events`` with their ages at the time ``now`` (monotonic seconds).
 
     ``emitter`` is the id of the event sender that numbered the events; ``None`` if there are no events.
-    ``steps_left`` is the SDK's own estimate, ``SojournContext.expected_steps_left``.
 
     Returns ``None`` if an event is neither ``ToolStart`` nor ``ToolStop``, if an age or duration is out of
     range, or if a duration is not a float. The caller then encodes the structs of ``hints`` and
@@ -71,9 +69,6 @@ def write_context(
     if program.tenant is not None:
         text += f'{comma}"tenant":{_quoted(program.tenant)}'
         comma = ","
-    if steps_left is not None:
-        text += f'{comma}"expected_steps_left":{int(steps_left * 100 + 0.5)}e-2'
-        comma = ","
     if emitter is not None:
         text += f'{comma}"events":['
         comma = ""
@@ -101,15 +96,11 @@ def write_context(
                 )
                 if fields["tool_class"] is not None:
                     text += f',"tool_class":{_quoted(fields["tool_class"])}'
-                expected_s, expected_p95_s = fields["expected_s"], fields["expected_p95_s"]
+                expected_s = fields["expected_s"]
                 if expected_s is not None:
                     if type(expected_s) is not float or not 0.0 <= expected_s < _LONGEST_S:
                         return None
                     text += f',"expected_s":{int(expected_s * 1e6 + 0.5)}e-6'
-                if expected_p95_s is not None:
-                    if type(expected_p95_s) is not float or not 0.0 <= expected_p95_s < _LONGEST_S:
-                        return None
-                    text += f',"expected_p95_s":{int(expected_p95_s * 1e6 + 0.5)}e-6'
                 text += "}"
             else:
                 return None

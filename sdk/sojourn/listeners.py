@@ -1,4 +1,4 @@
-"""The base class of listeners. The SDK calls them at the events of programs, tool calls and LLM requests.
+"""Listeners: objects that the SDK calls at the events of programs, tool calls and LLM requests.
 
 Listeners run on the agent's thread, so they must be quick. Their exceptions are counted (``listener_error``)
 and not passed on.
@@ -6,10 +6,15 @@ and not passed on.
 
 from __future__ import annotations
 
-from .listener_registry import EVENTS, add_listener, empty_methods, remove_listener
-from .program import Program
-from .request_tracker import LogicalRequest
-from .tools import ToolCall
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from . import runtime
+
+if TYPE_CHECKING:
+    from .outgoing_request import LogicalRequest
+    from .program import Program
+    from .tools import ToolCall
 
 
 class ProgramListener:
@@ -44,6 +49,51 @@ class ProgramListener:
         """Called when a program ends. ``status``: ``ok``, ``error`` or ``cancelled``."""
 
 
-empty_methods.update(vars(ProgramListener)[event] for event in EVENTS)
+EVENTS: Final = tuple(name for name in vars(ProgramListener) if name[0] != "_" and name != "wants_usage")
+"""Names of the methods of ``ProgramListener``."""
+_OF_TURNS: Final = EVENTS[2:7]
+_listeners: tuple[ProgramListener, ...] = ()
+_methods: dict[str, tuple[Callable[..., object], ...]] = dict.fromkeys(EVENTS, ())
+"""Methods to call at each event. A change replaces the whole dict, so that ``notify_listeners`` needs no
+lock."""
+hears_turns = False
+"""True while at least one listener has a method for tool calls or requests. While it is False, the code of
+tool calls and requests calls no function of this module, since each call costs the agent microseconds."""
+usage_wanted = False
+"""True while at least one registered listener wants token counts (``wants_usage``)."""
 
-__all__ = ["ProgramListener", "add_listener", "remove_listener"]
+
+def add_listener(listener: ProgramListener) -> None:
+    """Register ``listener``. Adding it again is harmless."""
+    if listener not in _listeners:
+        _set((*_listeners, listener))
+
+
+def remove_listener(listener: ProgramListener) -> None:
+    """Remove ``listener``. Does nothing if it is not registered."""
+    _set(tuple(each for each in _listeners if each is not listener))
+
+
+def _set(listeners: tuple[ProgramListener, ...]) -> None:
+    global _listeners, _methods, hears_turns, usage_wanted
+    _listeners = listeners
+    _methods = {event: tuple(_overridden(listeners, event)) for event in EVENTS}
+    hears_turns = any(_methods[event] for event in _OF_TURNS)
+    usage_wanted = any(each.wants_usage for each in listeners)
+
+
+def _overridden(listeners: tuple[ProgramListener, ...], event: str) -> Iterator[Callable[..., object]]:
+    for listener in listeners:
+        method: Callable[..., object] = getattr(listener, event)
+        if getattr(method, "__func__", None) is not vars(ProgramListener)[event]:  # the base's does nothing
+            yield method
+
+
+def notify_listeners(event: str, *args: object) -> None:
+    """Call the method named ``event`` of every listener with ``args``. Exceptions of listeners are counted
+    (``listener_error``), not raised."""
+    for method in _methods[event]:
+        try:
+            method(*args)
+        except Exception:
+            runtime.session().counters.add("listener_error")

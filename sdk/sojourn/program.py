@@ -10,26 +10,38 @@ the framework's own context.
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar, Token
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from weakref import ref
 
-from . import ended_programs_for_forks, runtime
+from . import runtime
 from .aeg import Aeg
+from .config import claim
+from .errors import status_of
 from .ids import ProgramId
-from .listener_registry import notify_listeners
+from .listeners import notify_listeners
+from .process_hooks import register_at_fork
 from .request_warnings import warn_empty_program
+from .sdk_logger import logger
 from .user_hints import NO_HINTS, StepContext, UserHints
+from .valid_ids_and_names import new_program_id, process_name
 from .wire_events import AegReport, ProgramEnd, ProgramStart
 
 if TYPE_CHECKING:
-    from .learning.run_trace import RunTrace
     from .resume_file import ResumeFile
     from .stats import Counters
+
+mmap: ModuleType | None
+try:
+    import mmap
+except ImportError:  # pragma: no cover
+    mmap = None
 
 
 MAX_GRAPHS_REPORTED: Final = 4096
@@ -48,7 +60,7 @@ class Program:
         "__weakref__", "_ends", "_number", "_outside_before", "_pid", "_resume", "_shared", "_state", "aeg",
         "agent_type", "call_id", "depth", "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit",
         "is_used", "name", "node", "of_process", "open_requests", "outer_context", "parent_id", "root_id",
-        "run_trace", "running_tools", "tenant",
+        "running_tools", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -107,8 +119,6 @@ class Program:
         self.ends_as: str | None = None
         """Status with which the program ends as soon as it has no request in progress. ``None`` if
         ``end_after_requests`` was not called."""
-        self.run_trace: RunTrace | None = None
-        """The ``Advisor``'s record of this run; ``None`` if the advisor does not learn from the run."""
         self.has_ended = False
         """Whether the program has ended. An attribute, since each turn reads it."""
         self.is_used = False
@@ -121,7 +131,7 @@ class Program:
         self._pid = os.getpid()
         self._ends = ends
         self._resume = resume
-        self._shared: ended_programs_for_forks.SharedEndedPrograms | None = None
+        self._shared: SharedEnds | None = None
         self._number = 0
         """The program's number in ``_shared``, the record of ended programs that forked children read."""
 
@@ -130,11 +140,6 @@ class Program:
         """Whether the program has started and not ended."""
         return self._state == "open"
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the whole run happens in this process: the program was not resumed, and ends here."""
-        return self._ends and (self._resume is None or self._resume.is_new)
-
     def start(self) -> Program:
         """Report the start, begin heartbeats, and return the program. ``program()`` calls this itself,
         adapters call it directly. Never raises."""
@@ -142,7 +147,7 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
-                self._shared = ended_programs_for_forks.of_process()
+                self._shared = _ends_of_process()
                 if self._shared is not None:
                     self._number = self._shared.new_number()
                 self.join(session)
@@ -198,8 +203,7 @@ class Program:
             session.counters.add("internal_error")
 
     def _report_graph(self, session: runtime.Session) -> None:
-        # The advisor corrects the declared graph from earlier programs of this type.
-        aeg = self.aeg if session.advisor is None else session.advisor.graph(self)
+        aeg = self.aeg
         if aeg is None:
             return
         reported = session.graphs_reported
@@ -472,3 +476,162 @@ class EnteredProgram:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leave_block(self)
+
+
+# ---- forked children
+
+
+class SharedEnds:
+    """The numbers of ended programs, in memory that the process shares with its forked children.
+
+    A child gets a copy of each program that is open at the fork. The parent's ``end()`` does not change that
+    copy, and a worker of a process pool lives on and takes jobs of other programs. So the parent records the
+    ends here, and the copy ends with its original. Raises ``OSError`` if there is no such memory.
+    """
+
+    SLOTS: Final = 4096
+    """Program number n uses slot n modulo ``SLOTS``. So the end of program n + ``SLOTS`` marks program n as
+    ended in the children too, even if n is still open."""
+
+    def __init__(self) -> None:
+        if mmap is None or not hasattr(os, "register_at_fork"):
+            raise OSError("no memory can be shared, or the process cannot fork")
+        self._slots = memoryview(mmap.mmap(-1, 8 * self.SLOTS)).cast("Q")
+        self._numbers = itertools.count(1)
+
+    def new_number(self) -> int:
+        """Return the number for a program that begins."""
+        return next(self._numbers)
+
+    def add(self, number: int) -> None:
+        """Record that the program with this number has ended."""
+        slot = number % self.SLOTS
+        self._slots[slot] = max(self._slots[slot], number)  # an earlier program of the slot may end later
+
+    def has(self, number: int) -> bool:
+        """Return whether the program with this number has ended."""
+        return self._slots[number % self.SLOTS] >= number
+
+
+_shared_ends: list[SharedEnds | None] = []
+"""Holds the ``SharedEnds`` of this process, made for its first program; ``None`` if it cannot share any."""
+
+
+def _ends_of_process() -> SharedEnds | None:
+    if not _shared_ends:
+        try:
+            _shared_ends.append(SharedEnds())
+        except OSError:
+            _shared_ends.append(None)
+    return _shared_ends[0]
+
+
+_has_ended: Any = Program.__dict__["has_ended"]
+"""The slot ``has_ended`` of ``Program``, which the property of ``InheritedProgram`` hides."""
+
+
+class InheritedProgram(Program):
+    """A program that was open in the parent process at the fork. It ends in this process when it ends in the
+    parent."""
+
+    __slots__ = ()
+
+    @property
+    def has_ended(self) -> bool:
+        return _has_ended.__get__(self) or (self._shared is not None and self._shared.has(self._number))
+
+    @has_ended.setter
+    def has_ended(self, value: bool) -> None:
+        _has_ended.__set__(self, value)
+
+    @property
+    def is_open(self) -> bool:
+        return super().is_open and not self.has_ended
+
+
+def _after_fork() -> None:
+    _shared_ends.clear()
+    session = runtime.live
+    programs: list[Any] = [*process_programs, *(session.heartbeats.programs() if session is not None else ())]
+    inner = current_context.get().program
+    while inner is not None:
+        programs.append(inner)
+        inner = inner.outer_context.program
+    for program in programs:
+        if type(program) is Program and program.is_open:
+            program.__class__ = InheritedProgram
+
+
+register_at_fork(after_in_child=_after_fork)
+
+
+# ---- the process's own program
+
+
+def process_program(session: runtime.Session, *, asks: bool = False) -> Program:
+    """Return the process's own program, made at the first call.
+
+    Its id is the value of ``SOJOURN_PROGRAM_ID`` if that variable is set, else a fresh id. The program is
+    implicit (``Program.implicit``) if the variable is not set and the process does not count as one run
+    (``session.counts_as_one_run``). ``asks``: True for a new LLM request. If ``asks`` is True and another
+    request still waits for its answer, the process stops counting as one run.
+
+    Child processes inherit ``SOJOURN_PROGRAM_ID``, so several processes may share one program. Only the first
+    process that uses the id reports the program's end.
+    """
+    found = session.program
+    if isinstance(found, Program):
+        if not (asks and session.counts_as_one_run and _awaits_answer(found)):
+            return found
+        stop_counting_as_one_run(session)
+    with session.exclusive():  # so that the start event precedes the program's other events
+        found = session.program
+        if isinstance(found, Program):
+            return found
+        given = session.config.program_id if session.config else None
+        own = session.counts_as_one_run
+        fresh = Program(
+            ProgramId(given) if given else new_program_id(),
+            name=process_name() if own else None,
+            heartbeat=given is not None or own,
+            implicit=given is None and not own,
+            of_process=True,
+            ends=given is None or claim(given),
+        )
+        session.program = fresh.start()
+    return fresh
+
+
+def _awaits_answer(program: Program) -> bool:
+    """Return whether a request of ``program`` still waits for the first byte of its answer."""
+    return any(getattr(request, "awaits_answer", False) for request in tuple(program.open_requests))
+
+
+def stop_counting_as_one_run(session: runtime.Session) -> None:
+    """Stop counting the process as one run, with a warning the first time."""
+    if session.leave_own_program():
+        logger.warning(
+            "requests of this process overlap, so the process no longer counts as one agent run; "
+            "open a program for each run, with sojourn.program()"
+        )
+
+
+def _end_process_programs() -> None:
+    while process_programs:
+        process_programs.pop().end("cancelled")
+    own = runtime.session().program
+    if isinstance(own, Program):
+        own.end(status_of(_uncaught_error()))
+
+
+def _uncaught_error() -> BaseException | None:
+    """Return the exception that ends the process; ``None`` if the process ends by ``sys.exit`` or without an
+    exception. Always ``None`` in an interactive interpreter, where ``sys.last_value`` may come from any
+    earlier line."""
+    if hasattr(sys, "ps1"):
+        return None
+    error = getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
+
+
+runtime.before_exit.append(_end_process_programs)

@@ -15,17 +15,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from . import runtime, valid_ids_and_names
+from .dialects import Dialect, sojourn_fields
 from .hint_encoder import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
-from .process_program import process_program
-from .program import ExecutionContext, Program, current_context, find_context, resolvers
+from .program import (
+    ExecutionContext,
+    Program,
+    current_context,
+    find_context,
+    process_program,
+    resolvers,
+)
 from .user_hints import NO_HINTS, StepContext
 from .valid_ids_and_names import SHORT, name_of
 from .wire_codec import MAX_CONTEXT_BYTES, encode
 
 if TYPE_CHECKING:
-    from .dialects import Dialect
     from .event_queue import PendingEvent
     from .event_sender import EventSender
 
@@ -145,7 +151,6 @@ class RequestContext:
                 if program.hints is NO_HINTS and (
                     step is None or (step.step_id is None and step.hints is NO_HINTS)
                 ):
-                    advisor = session.advisor
                     node = self.node
                     if node is not None and not (0 < len(node) <= SHORT and node.isascii()):
                         node = name_of(node)
@@ -153,13 +158,12 @@ class RequestContext:
                         program,
                         self.id,
                         node,
-                        None if advisor is None else advisor.turns_left(program, self.node),
                         self._emitter if fresh else None,
                         fresh,
                         now,
                     )
                     if text is not None:
-                        return dialect.text_fields(program.id, text)
+                        return sojourn_fields(program.id, text)
                 return dialect.fields(self._context([each.event(now) for each in fresh]))
             except Exception:  # the events are too long together, or one cannot be encoded
                 if not fresh:
@@ -204,7 +208,6 @@ class RequestContext:
         hints = program.hints
         if step is not None and step.hints is not NO_HINTS:
             hints = step.hints.with_defaults(hints)
-        advisor = self.session.advisor
         ours = SojournContext(
             emitter=self._emitter if carried else None,
             agent_type=program.agent_type,
@@ -213,9 +216,6 @@ class RequestContext:
             heartbeat=program.heartbeat,
             final=bool(hints.final),
             tenant=program.tenant,
-            expected_steps_left=None
-            if advisor is None or hints.final
-            else advisor.turns_left(program, self.node),
             events=carried or [],
         )
         step_id = None if step is None or step.step_id is None else name_of(step.step_id)

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
-from . import listener_registry, runtime
+from . import listeners, runtime
 from .errors import status_of
 from .token_usage import of_answer, of_tail
 
 if TYPE_CHECKING:
-    from .request_tracker import LogicalRequest
+    from .outgoing_request import LogicalRequest
 
 _DONE = b"\ndata: [DONE]"
 _LAST = (_DONE, b"\nevent: response.completed")
@@ -29,7 +29,7 @@ def end_with_response(result: Any, request: LogicalRequest) -> None:
     try:
         response = _open_response(result)
         if response is None:
-            if listener_registry.usage_wanted:
+            if listeners.usage_wanted:
                 request.usage = of_answer(result)
             request.end()
         else:
@@ -73,7 +73,7 @@ class _ResponseBytes:
         self._request = request
         self._tail = b"\n"
         self._complete = not readable  # compressed bytes do not show the end marker
-        self._reads = readable and listener_registry.usage_wanted
+        self._reads = readable and listeners.usage_wanted
 
     def saw(self, chunk: bytes) -> None:
         self._request.got_bytes()

@@ -7,13 +7,12 @@ The module ``lifecycle`` creates and replaces the session.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from . import process_hooks
 from .config import Config, unclaim
@@ -22,13 +21,9 @@ from .stats import Counters, Stats
 from .wire_events import Event
 
 if TYPE_CHECKING:
-    from .aeg import Aeg
     from .dialect_probe import ServerDialect
-    from .dialects import Dialect, EventTransport
     from .event_queue import PendingEvent
     from .event_sender import EventSender
-    from .learning.run_trace import RunTrace
-    from .learning.tool_durations import DurationEstimate
 
 clock = time.monotonic
 """Returns monotonic seconds: the clock for all intervals and ages in this package."""
@@ -37,34 +32,9 @@ pid = os.getpid()
 ``os.getpid()`` is a system call."""
 
 
-class Estimates(Protocol):
-    """The part of ``learning.advisor.Advisor`` that the session uses."""
-
-    estimates: dict[tuple[str, str | None], DurationEstimate]
-    """(tool, class) → durations of its calls. The class ``None`` stands for all calls of the tool."""
-
-    def request_begins(self, request: Any) -> None: ...
-
-    def request_over(self, run_trace: RunTrace, node: str | None) -> None: ...
-
-    def tool_begins(self, run_trace: RunTrace, tool: str) -> None: ...
-
-    def tool_over(self, call: Any, duration_s: float, status: str) -> None: ...
-
-    def turns_left(self, program: Any, node: str | None) -> float | None: ...
-
-    def graph(self, program: Any) -> Aeg | None: ...
-
-    def begin_shutdown(self) -> None: ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-    def after_fork(self) -> None: ...
-
-
 class Session:
     """State of the SDK in this process: counters and heartbeats. An online session also has the event
-    sender, the server's dialect and the advisor."""
+    sender and the server's dialect."""
 
     def __init__(self, config: Config | None = None, *, disabled: bool = False) -> None:
         self.config = config
@@ -73,20 +43,11 @@ class Session:
         self.heartbeats = Heartbeats(config.heartbeat_s if config else 3.0)
         self.event_sender: EventSender | None = None
         self.server: ServerDialect | None = None
-        self.advisor: Estimates | None = None
-        """Estimates from earlier programs; ``None`` offline."""
         self.graphs_reported: set[str] = set()
         """Hashes of the graphs that this process has sent in full since a batch was last lost."""
         self.graphs_lost = 0
         """The count ``dropped_send`` (events lost in sending) at the last check. If the count has grown since
         then, ``graphs_reported`` is cleared, because the server may have restarted."""
-        self.open_programs: dict[str, None] = {}
-        """Ids of the programs whose end the server still expects; see ``TransportContext``."""
-        self.replaced = False
-        """Whether another session has taken over ``open_programs``."""
-        self.shared_dialect: Dialect | None = None
-        """Dialect in which the replaced session reported the ends of ``open_programs``; ``None`` if this
-        session has not taken them over."""
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
         self.left_program: OpenProgram | None = None
@@ -104,7 +65,6 @@ class Session:
         self.unlisted_requests = 0
         """Number of requests to unlisted hosts, as ``warn_unlisted_host`` counts them. The number stops
         growing at the first request to a listed host."""
-        self._answered = threading.Event()
 
     @property
     def online(self) -> bool:
@@ -113,91 +73,34 @@ class Session:
 
     def connect(self) -> None:
         """Start the background sender, which also detects the server's dialect. Raises if certificates cannot
-        be read, the proxy is not HTTP, ZeroMQ is needed but missing, or no thread can start."""
+        be read, the proxy is not HTTP, or no thread can start."""
         # Imported here, since ``import sojourn`` alone needs no HTTP. Imported on the caller's thread, since
         # a fork must not happen while another thread imports.
-        from .dialect_probe import ServerDialect, probe_dialect
-        from .dialects import SojournEventTransport, TransportContext
-        from .dialects.dynamo import load_zmq
+        from .dialect_probe import ServerDialect
         from .event_sender import EventSender
         from .http_transport import HttpTransport
 
         config = self.config
         assert config is not None
         transport = HttpTransport(config.url, api_key=config.api_key, timeout_s=config.send_timeout_s)
-        server = ServerDialect(config.dialect)
-        transport_context = TransportContext(
+        server = ServerDialect(
             transport,
             self.counters,
-            config.tool_events,
-            self._resend_graph,
-            self.open_programs,
-            lambda: self.replaced,
+            config.dialect,
+            timeout_s=config.send_timeout_s,
+            address=config.address,
+            reported=config.reported,
+            unknown_graph=self._resend_graph,
         )
-        if config.tool_events is not None:
-            load_zmq()
-
-        def probe(log_level: int = logging.WARNING, no_answer_level: int | None = None) -> str | None:
-            return probe_dialect(
-                transport,
-                timeout_s=config.send_timeout_s,
-                address=config.address,
-                log_level=log_level,
-                no_answer_level=no_answer_level,
-            )
-
-        def ask() -> None:
-            try:
-                # ``sojourn run`` has said that the server does not answer, and nothing else.
-                answer = probe(no_answer_level=logging.DEBUG if config.reported else None)
-                if answer is not None:
-                    sender.set_event_transport(server.learn(answer).event_transport(transport_context))
-            finally:
-                self._answered.set()
-
-        def ask_again() -> EventTransport | None:
-            # The server was not up at the first probe, or was replaced. It has just refused our events, so
-            # its answer "sojourn" does not count.
-            answer = None if server.given else probe()
-            return server.learn(answer if answer not in (None, "sojourn") else "vllm").event_transport(
-                transport_context
-            )
-
-        def recover() -> EventTransport | None:
-            # A server whose gateway answers 404 for a moment, as in a rolling restart, looks like stock vLLM.
-            # So that answer does not replace a dialect that was recognised.
-            answer = probe(logging.DEBUG)
-            return (
-                None if answer in (None, "vllm") else server.learn(answer).event_transport(transport_context)
-            )
-
-        def report_shared() -> None:
-            # A server that answers 404 for a moment looks like stock vLLM, whose transport reports no ends.
-            if self.shared_dialect is not None and self.open_programs:
-                left = self.shared_dialect.event_transport(transport_context)
-                if left is not None:
-                    left.close()
-
         sender = EventSender(
             transport,
             self.counters,
+            server,
+            self.heartbeats,
             queue_events=config.queue_events,
             batch_events=config.batch_events,
             linger_s=config.linger_s,
             close_timeout_s=config.close_timeout_s,
-            first=None if server.known else ask,
-            last=report_shared,
-            promised=lambda: self.heartbeats.promised,
-            beats=self.heartbeats.take_due,
-            delivered=lambda: server.learn("sojourn"),
-            unsupported=ask_again,
-            recover=None if server.given else recover,
-            recognised=lambda: server.was_sojourn,
-        )
-        sender.set_event_transport(
-            server.dialect.event_transport(transport_context)
-            if server.known
-            else SojournEventTransport(transport_context)
         )
         sender.start()
         self.event_sender, self.server = sender, server
@@ -205,7 +108,7 @@ class Session:
     def await_dialect(self) -> None:
         """Wait at most ``probe_timeout_s`` for the server's answer about its dialect. Holds no lock."""
         if self.config is not None and self.server is not None and not self.server.known:
-            self._answered.wait(self.config.probe_timeout_s)
+            self.server.answered.wait(self.config.probe_timeout_s)
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Return the event sender's lock, as a ``with`` block for several changes in one atomic step.
@@ -235,19 +138,6 @@ class Session:
         if self.event_sender is not None:
             self.event_sender.put(program, kind, **fields)
 
-    def share_open_programs(self, before: Session) -> None:
-        """Share ``open_programs`` with ``before``, the session that is about to be replaced. This happens
-        only if both use one server and one dialect. Otherwise ``before`` reports the ends of its programs
-        when it closes, since its server would keep them for ever. Called before ``connect``."""
-        ours, theirs = self.config, before.config
-        if ours is None or theirs is None or before.server is None or ours.server != theirs.server:
-            return
-        if ours.dialect in (theirs.dialect, before.server.dialect.name):
-            self.open_programs = before.open_programs
-            dialect = before.server.dialect
-            # With ``vllm``, which reports no ends, ``before`` may have taken the programs over itself.
-            self.shared_dialect = before.shared_dialect if dialect.name == "vllm" else dialect
-
     def take_over(self, before: Session) -> None:
         """Continue the open programs of the replaced session ``before``, except programs without heartbeats.
         Reports their starts again, since the server may be a different server. Never raises."""
@@ -258,9 +148,8 @@ class Session:
                 self.counters.add("internal_error")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the process's own program, send the queued events and save what was learned. Waits at most
-        ``timeout_s``, by default the configured ``close_timeout_s``. Saving may take up to 50 ms more. A
-        second call is harmless."""
+        """End the process's own program and send the queued events. Waits at most ``timeout_s``, by default
+        the configured ``close_timeout_s``. A second call is harmless."""
         left, self.left_program = self.left_program, None
         if left is not None:
             left.end("cancelled")
@@ -268,14 +157,8 @@ class Session:
         if program is not None:
             program.end()
             unclaim()
-        bound_s = timeout_s if timeout_s is not None else self.config.close_timeout_s if self.config else 0.0
-        end_s = clock() + bound_s
-        if self.advisor is not None:
-            self.advisor.begin_shutdown()  # it saves while the event sender sends
         if self.event_sender is not None:
             self.event_sender.close(timeout_s)
-        if self.advisor is not None:
-            self.advisor.close(end_s - clock())
 
     def exit(self) -> None:
         """Run the ``before_exit`` functions and close the session. Called when the process ends."""
@@ -304,14 +187,9 @@ class Session:
         self.counters.reset()
         self.heartbeats.after_fork()
         self.program = self.left_program = None
-        self.open_programs.clear()
         self.graphs_reported = set()
-        self._answered = threading.Event()
-        self._answered.set()  # the child does not probe; its first batch shows what the server accepts
         if self.event_sender is not None:
             self.event_sender.after_fork()
-        if self.advisor is not None:
-            self.advisor.after_fork()
 
     def _resend_graph(self, report: PendingEvent) -> None:
         """Handle the server's answer that the graph of ``report`` is unknown. If ``report`` held only the

@@ -9,8 +9,6 @@
 - requests: ``requests_started``, then ``requests_ended``, ``requests_failed``, ``requests_cancelled``,
   ``requests_closed_early`` or ``requests_abandoned``; ``request_attempts``; ``ttft_count`` and
   ``ttft_ms_sum`` (time to first token);
-- learning: ``history_error`` (file unusable), ``history_busy`` (locked by another process),
-  ``history_dropped`` (not learned or not saved), ``graph_too_large``;
 - resume files: ``resume_busy`` (another run holds the file), ``resume_failed`` (file unusable);
 - failures of the SDK, its user or a framework: ``internal_error``, ``listener_error``, ``resolver_error``,
   ``inject_error`` (nothing added to a request), ``attach_error`` (a framework not patched), ``hint_invalid``,

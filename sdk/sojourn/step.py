@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from . import runtime
-from .listener_registry import notify_listeners
+from .listeners import notify_listeners
 from .program import enter_block, leave_block, live_context
 from .stats import Counters
 from .user_hints import NO_HINTS, StepContext, UserHints, checked_hints

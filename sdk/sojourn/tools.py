@@ -8,11 +8,10 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from . import listener_registry, runtime
+from . import listeners, runtime
 from .errors import tool_status_of
 from .ids import CallId
-from .listener_registry import notify_listeners
-from .process_program import process_program
+from .listeners import notify_listeners
 from .program import (
     ExecutionContext,
     Program,
@@ -20,6 +19,7 @@ from .program import (
     find_context,
     live_context,
     new_tuple,
+    process_program,
     reset_context,
     resolvers,
 )
@@ -92,22 +92,14 @@ class ToolCall:
             self._pid = runtime.pid
             if program is not None:
                 program.running_tools.add(self.call_id)
-                # The caller's own estimate is the median; it has no percentile.
-                expected_s = expected_p95_s = None
+                # The caller's own estimate; it has no percentile.
+                expected_s = None
                 given = self._expected_s
                 if given is not None:
                     if isinstance(given, (int, float)) and math.isfinite(given) and given >= 0:
                         expected_s = float(given)
                     else:
                         session.counters.add("hint_invalid")
-                advisor = session.advisor
-                if expected_s is None and advisor is not None:
-                    tool_class, estimates = self.tool_class, advisor.estimates
-                    seen = estimates.get((self.tool, tool_class))
-                    if seen is None and tool_class is not None:
-                        seen = estimates.get((self.tool, None))
-                    if seen is not None:
-                        expected_s, expected_p95_s = seen
                 sender = session.event_sender
                 if sender is not None:
                     sender.put(
@@ -117,12 +109,8 @@ class ToolCall:
                         tool=self.tool,
                         tool_class=self.tool_class,
                         expected_s=expected_s,
-                        expected_p95_s=expected_p95_s,
                     )
-                run_trace = program.run_trace
-                if run_trace is not None and run_trace.has_nodes and advisor is not None:
-                    advisor.tool_begins(run_trace, self.tool)
-                if listener_registry.hears_turns:
+                if listeners.hears_turns:
                     notify_listeners("tool_started", self)
         except Exception:
             session.counters.add("internal_error")
@@ -156,9 +144,7 @@ class ToolCall:
                     session.event_sender.put(
                         program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
                     )
-                if session.advisor is not None:
-                    session.advisor.tool_over(self, duration_s, status)
-                if listener_registry.hears_turns:
+                if listeners.hears_turns:
                     notify_listeners("tool_stopped", self, duration_s, status)
         except Exception:
             session.counters.add("internal_error")

@@ -134,7 +134,7 @@ import sojourn, sojourn_integrations
 from sojourn_integrations import langgraph, litellm, instance_method_wrapper, mini_swe_agent, otel, safe_scope
 from sojourn.testing import FakeServer
 with FakeServer() as server:
-    sojourn.init(server.url, history=False)
+    sojourn.init(server.url)
     with sojourn.program("loop"), sojourn.tool_call("bash"):
         pass
     assert sojourn.flush(60), sojourn.stats()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn.dialects.vllm_router import VllmRouterDialect
+from sojourn.dialects import DIALECTS
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, Outcome
 from sojourn_server.core.request_hints import CONTEXT_KEY, NO_IDENTITY, read_identity
@@ -117,7 +117,7 @@ def test_a_bad_field_of_our_part_leaves_the_rest() -> None:
 
 
 def test_our_own_dialect_of_vllm_router_is_understood() -> None:
-    body, headers = VllmRouterDialect().fields(AgenticContext(program_id="p", step_id="12", priority=3))
+    body, headers = DIALECTS["vllm_router"].fields(AgenticContext(program_id="p", step_id="12", priority=3))
     identity = read_identity(headers["X-Session-ID"], body["vllm_xargs"])
     assert (identity.program_id, identity.outcome) == ("p", Outcome.APPLIED)
     assert identity.context == AgenticContext(program_id="p", step_id="12", priority=3)

@@ -20,8 +20,7 @@ RECIPES = [
 
 
 @pytest.fixture(autouse=True)
-def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SOJOURN_HISTORY", "off")
+def ended() -> Iterator[None]:
     yield
     sojourn.shutdown()
     sojourn.uninstrument()

@@ -267,7 +267,7 @@ def test_clients_of_an_engine_that_is_ended_do_not_sit_silent_and_agents_go_on(e
     """After SIGTERM vLLM alone left streams silent for as long as their clients cared to wait, and ran on.
     Two more connections are idle. The next engine has never heard of the agents' programs."""
     url = engine.server.url
-    sojourn.init(url, probe_timeout_s=10.0, instrument=False, history=False)
+    sojourn.init(url, probe_timeout_s=10.0, instrument=False)
     agent = Agent(url)
     try:
         program = sojourn.program("by turns").make()

@@ -208,7 +208,6 @@ def plain(name: str) -> str:
 def environment_of(folder: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SOJOURN_")}
     environment |= {
-        "SOJOURN_HISTORY": "off",
         "MSWEA_GLOBAL_CONFIG_DIR": str(folder / "mini"),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",

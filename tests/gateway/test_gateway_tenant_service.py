@@ -57,7 +57,7 @@ async def test_each_tenants_questions_are_programs_of_that_tenant() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SOJOURN_")}
-    environment |= {"ACME_KEY": "sk-a", "BOLT_KEY": "sk-b", "SOJOURN_HISTORY": "off"}
+    environment |= {"ACME_KEY": "sk-a", "BOLT_KEY": "sk-b"}
     try:
         async with world([engine], tenants={"sk-a": "acme", "sk-b": "bolt"}) as it:
             service = await asyncio.create_subprocess_exec(

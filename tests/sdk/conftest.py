@@ -45,7 +45,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start and end every test without a session, a patch or a program."""
     for name in [name for name in os.environ if name.startswith("SOJOURN_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("SOJOURN_HISTORY", "off")
     assert current_context.get() is NO_CONTEXT
     yield
     sojourn.shutdown()
@@ -62,7 +61,7 @@ def server() -> Iterator[FakeServer]:
 def online(server: FakeServer) -> FakeServer:
     """A session with a sojourn server."""
     sojourn.init(server.url)
-    sojourn.runtime.session()._answered.wait(10)  # longer than init() waits, for a busy machine
+    sojourn.runtime.session().server.answered.wait(10)  # longer than init() waits, for a busy machine
     assert sojourn.stats().dialect == "sojourn"
     return server
 
@@ -78,7 +77,7 @@ def python() -> Callable[..., subprocess.CompletedProcess[str]]:
         path = os.pathsep.join(filter(None, (clean.get("PYTHONPATH"), SUPPORT)))
         result = subprocess.run(
             [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)],
-            env={**clean, "SOJOURN_HISTORY": "off", "PYTHONPATH": path, **(env or {})},
+            env={**clean, "PYTHONPATH": path, **(env or {})},
             capture_output=True,
             text=True,
             timeout=timeout_s,

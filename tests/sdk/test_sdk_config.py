@@ -7,8 +7,6 @@ import traceback
 import pytest
 import sojourn
 from sojourn.config import Config, Environment, canonical_host, host_key, written_host
-from sojourn.dialect_probe import ServerDialect
-from sojourn.runtime import Session
 
 EMPTY = Environment()
 
@@ -77,24 +75,6 @@ def test_stats_name_the_server_and_not_the_password(url, shown):
     sojourn.init(url, probe_timeout_s=0.0)
     assert sojourn.stats().url == shown
     assert "s3cret" not in repr(sojourn.stats())
-
-
-@pytest.mark.parametrize(
-    ("after", "one_server"),
-    [
-        ("http://gw:8000/team@a", True),
-        ("http://bob:x@gw:8000/team@a", True),
-        ("http://gw:8000/other@a", False),
-    ],
-)
-def test_a_session_shares_open_programs_with_one_of_the_same_server(after, one_server):
-    before, fresh = (
-        Session(Config.resolve(url, dialect="sglang", environment=EMPTY))
-        for url in ("http://gw:8000/team@a", after)
-    )
-    before.server = ServerDialect("sglang")
-    fresh.share_open_programs(before)
-    assert (fresh.open_programs is before.open_programs) is one_server
 
 
 def test_no_url_at_all_names_both_ways():

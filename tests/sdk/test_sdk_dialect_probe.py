@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import sojourn
 from json_server import JsonServer
-from sojourn import recovery_schedule, runtime
+from sojourn import dialect_probe, event_sender, runtime
 from sojourn.dialect_probe import ServerDialect, probe_dialect
 from sojourn.http_transport import HttpResponse
+from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from waiting import wait_until
@@ -133,14 +134,14 @@ def test_a_server_that_answers_anything_is_not_asked_further():
 
 
 def test_a_given_dialect_stays():
-    server = ServerDialect("sojourn")
+    server = ServerDialect(Says(OSError("not asked")), Counters(), "sojourn")
     server.learn("vllm")
     assert server.dialect.name == "sojourn"
     assert server.known
 
 
 def test_a_stock_server_gets_headers_only_and_no_events(monkeypatch):
-    monkeypatch.setattr(recovery_schedule, "FIRST_STOCK_PAUSE_S", 3600.0)
+    monkeypatch.setattr(event_sender, "FIRST_STOCK_PAUSE_S", 3600.0)
     with FakeServer(sojourn=False) as server:
         sojourn.init(server.url)
         with sojourn.program("p") as p:
@@ -169,10 +170,10 @@ def test_the_events_themselves_teach_when_the_probe_came_too_early():
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(recovery_schedule, "FIRST_RECOVERY_PAUSE_S", 0.001)
-    monkeypatch.setattr(recovery_schedule, "MAX_RECOVERY_PAUSE_S", 0.01)
-    monkeypatch.setattr(recovery_schedule, "FIRST_STOCK_PAUSE_S", 0.001)
-    monkeypatch.setattr(recovery_schedule, "MAX_STOCK_PAUSE_S", 0.01)
+    monkeypatch.setattr(event_sender, "FIRST_RECOVERY_PAUSE_S", 0.001)
+    monkeypatch.setattr(event_sender, "MAX_RECOVERY_PAUSE_S", 0.01)
+    monkeypatch.setattr(event_sender, "FIRST_STOCK_PAUSE_S", 0.001)
+    monkeypatch.setattr(event_sender, "MAX_STOCK_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
@@ -188,7 +189,7 @@ def test_a_server_that_answered_404_for_a_moment_is_used_again(server, short_pau
     assert server.events() == []
     server.sojourn = True
     wait_until(lambda: sojourn.stats().dialect == "sojourn")
-    wait_until(lambda: runtime.session().event_sender._supported)
+    wait_until(lambda: runtime.session().event_sender.supported)
     with sojourn.program("p"):
         assert sojourn.request_fields()["vllm_xargs"]
     assert sojourn.flush(60)
@@ -206,21 +207,21 @@ def test_events_arrive_within_90_s_of_the_restart_however_long_it_took(server, r
     with sojourn.program("refused"):
         pass
     assert sojourn.flush(60)
-    wait_until(lambda: sender._recovery.ask_at_s is not None)
+    wait_until(lambda: sender.ask_at_s is not None)
 
     def end_pause():
         """Let the sender ask, and return the length of the pause."""
-        before_s, now[0] = now[0], sender._recovery.ask_at_s
-        asked = sender._recovery.ask_at_s
+        before_s, now[0] = now[0], sender.ask_at_s
+        asked = sender.ask_at_s
         sender.heartbeats_changed()  # wakes it
-        wait_until(lambda: sender._supported or sender._recovery.ask_at_s not in (None, asked))
+        wait_until(lambda: sender.supported or sender.ask_at_s not in (None, asked))
         return asked - before_s
 
     for _ in range(refusals):
         end_pause()
     server.sojourn = True
     assert end_pause() < 90
-    assert sender._supported
+    assert sender.supported
     with sojourn.program("p"):
         pass
     assert sojourn.flush(60)
@@ -250,10 +251,10 @@ def test_a_given_dialect_is_never_probed(server, short_pauses):
 def test_a_forked_child_asks_again_too(python):
     code = """
     import os, time, sojourn
-    from sojourn import recovery_schedule
+    from sojourn import event_sender
     from sojourn.testing import FakeServer
-    recovery_schedule.FIRST_STOCK_PAUSE_S = 0.001
-    recovery_schedule.MAX_STOCK_PAUSE_S = 0.01
+    event_sender.FIRST_STOCK_PAUSE_S = 0.001
+    event_sender.MAX_STOCK_PAUSE_S = 0.01
     with FakeServer(sojourn=False) as server:
         sojourn.init(server.url, probe_timeout_s=30)
         pid = os.fork()
@@ -281,7 +282,7 @@ def test_init_waits_no_longer_than_it_may(probe_timeout_s, monkeypatch):
             waits.append(timeout)
             return False
 
-    monkeypatch.setattr(runtime, "threading", SimpleNamespace(Event=Answered))
+    monkeypatch.setattr(dialect_probe, "threading", SimpleNamespace(Event=Answered))
     with FakeServer() as server:
         server.probe_delay_s = 60
         sojourn.init(server.url, probe_timeout_s=probe_timeout_s)

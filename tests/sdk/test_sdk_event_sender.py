@@ -9,10 +9,10 @@ import pytest
 import sojourn
 from scripted_transport import Script, Source
 from sojourn import event_sender as event_sender_module
-from sojourn import recovery_schedule
-from sojourn.dialects import SojournEventTransport, TransportContext
+from sojourn.dialect_probe import ServerDialect
 from sojourn.event_queue import PendingEvent
 from sojourn.event_sender import EventSender
+from sojourn.event_transport import SojournEventTransport
 from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
@@ -160,34 +160,56 @@ def test_flush_gives_up_in_time(senders):
     script.hold.set()
 
 
+class Server(ServerDialect):
+    """A server that takes events again when ``answers`` says so."""
+
+    def __init__(self, transport, answers=(), was_sojourn=True):
+        super().__init__(transport, Counters())
+        self.answers, self.was_sojourn, self.asked, self.refusals = list(answers), was_sojourn, 0, 0
+        self.known = True
+        self.learn("sojourn" if was_sojourn else "vllm")
+
+    def event_transport(self):
+        return SojournEventTransport(self._transport, Counters())
+
+    def refused(self):
+        self.refusals += 1
+
+    def recover(self):
+        self.asked += 1
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
 @pytest.mark.parametrize("status", [404, 405, 501])
 def test_a_server_without_the_endpoint_is_asked_once(senders, status):
     script = Script(status)
-    told = []
-    sender = senders(script, unsupported=lambda: told.append(1))
+    server = Server(script)
+    sender = senders(script, server=server)
     source = Source()
     sender.put(source, Heartbeat)
     assert sender.flush(30)
     assert sender.put(source, Heartbeat) is False
     assert len(script.bodies) == 1
-    assert told == [1]
-    assert sender.counters["dropped_unsupported"] == 2
+    assert server.refusals == 1
+    assert sender.counters["dropped_unsupported"] == 1  # the batch counts in the server's own counters
     assert sender.pending == 0
 
 
 @pytest.mark.parametrize(
-    ("recognised", "growing_s"),
+    ("was_sojourn", "growing_s"),
     [
         (True, [1, 2, 4, 8, 16, 32, 60, 60]),
         (False, [30, 60, 120, 240, 300, 300]),  # stock vLLM gets few requests
     ],
 )
-def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(senders, recognised, growing_s):
+def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(senders, was_sojourn, growing_s):
     """Without a thread: the clock is moved to the end of each pause."""
-    now, asked = [0.0], []
-    sender = senders(
-        Script(), clock=lambda: now[0], recover=lambda: asked.append(now[0]), recognised=lambda: recognised
-    )
+    now = [0.0]
+    server = Server(Script(), was_sojourn=was_sojourn)
+    sender = senders(Script(), server=server, clock=lambda: now[0])
 
     def pauses(count):
         for _ in range(count):
@@ -198,15 +220,16 @@ def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(sender
 
     sender.set_event_transport(None)
     assert list(pauses(len(growing_s))) == growing_s
-    assert len(asked) == len(growing_s) - 1
-    sender._on_recover = lambda: SojournEventTransport(TransportContext(Script(404, 200), Counters()))
+    assert server.asked == len(growing_s) - 1
+    server.answers = [SojournEventTransport(Script(404), Counters())]
     assert sender._recover() == 0.0  # the heartbeats are looked at next
     pending = [PendingEvent("p", Heartbeat, 0, 0.0, {})]
     assert sender._send(pending)
     assert list(pauses(1)) == growing_s[-1:]  # refused again at once, so the pause does not shrink
+    server.answers = [SojournEventTransport(Script(200, 404), Counters())]
     assert sender._recover() == 0.0
-    sender._event_transport = SojournEventTransport(TransportContext(Script(200, 404), Counters()))
     assert sender._send(pending)
+    server.was_sojourn = was_sojourn  # the answer has confirmed nothing
     assert sender._send(pending)
     assert list(pauses(1)) == growing_s[:1]
 
@@ -214,28 +237,21 @@ def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(sender
 @pytest.mark.parametrize("implicit", [False, True])
 def test_a_forked_child_asks_again_whatever_its_programs_are(senders, implicit):
     """A child has no thread until it needs one."""
-    sender = senders(Script(), recover=lambda: None)
+    sender = senders(Script(), server=Server(Script()))
     sender.set_event_transport(None)
     sender.after_fork()
     source = Source()
     source.implicit = implicit
     assert sender.put(source, ToolStart, call_id="c", tool="bash") is False
-    wait_until(lambda: sender._recovery.ask_at_s is not None)
+    wait_until(lambda: sender.ask_at_s is not None)
 
 
 def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
-    monkeypatch.setattr(recovery_schedule, "FIRST_RECOVERY_PAUSE_S", 0.001)
+    monkeypatch.setattr(event_sender_module, "FIRST_RECOVERY_PAUSE_S", 0.001)
     monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.001)
-    answers = [OSError(), None]
-
-    def recover():
-        answer = answers.pop(0) if answers else SojournEventTransport(TransportContext(script, Counters()))
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
     script = Script(404)
-    sender = senders(script, recover=recover)
+    server = Server(script, [OSError(), None, SojournEventTransport(script, Counters())])
+    sender = senders(script, server=server)
     assert sender.put(Source(), Heartbeat)
     assert sender.flush(30)
     wait_until(lambda: sender.put(Source(), Heartbeat))
@@ -418,20 +434,28 @@ def test_an_unreadable_answer_is_counted_and_nothing_else(senders):
     assert sender.counters["answer_unreadable"] == 1
 
 
+class Beats:
+    """Heartbeats whose answers a function gives."""
+
+    promised = False
+
+    def __init__(self, take_due):
+        self.take_due = take_due
+
+
 def test_no_beat_follows_the_end(senders):
     script = Script()
     source = Source()
     source.is_open = False
-    asked = threading.Event()
+    looks = []
 
-    def beats(now):
-        asked.set()
+    def take_due(now):
+        looks.append(now)
         return [source], 0.01
 
-    sender = senders(script, beats=beats)
+    sender = senders(script, heartbeats=Beats(take_due))
     sender.start()
-    assert asked.wait(30)
-    time.sleep(0.05)
+    wait_until(lambda: len(looks) >= 3)
     assert script.events() == []
     source.is_open = True
     wait_until(script.events)
@@ -442,14 +466,14 @@ def test_heartbeats_that_start_during_a_look_are_not_slept_through(senders):
     script = Script()
     looks = []
 
-    def beats(now):
+    def take_due(now):
         looks.append(now)
         if len(looks) == 1:
             sender.heartbeats_changed()
             return (), None
         return [Source()] if len(looks) == 2 else (), None
 
-    sender = senders(script, beats=beats)
+    sender = senders(script, heartbeats=Beats(take_due))
     sender.start()
     wait_until(script.events)
     assert isinstance(script.events()[0], Heartbeat)

@@ -21,9 +21,7 @@ TEXTS = ("a", 'quote " and \\', "line\nbreak\ttab\x01\x7f", "агент", "\U000
 IDS = tuple(text for text in TEXTS if id_problem(text) is None)
 
 
-def by_structs(
-    program: Program, node: str | None, steps_left: float | None, events: list[PendingEvent] | None
-) -> AgenticContext:
+def by_structs(program: Program, node: str | None, events: list[PendingEvent] | None) -> AgenticContext:
     ours = SojournContext(
         emitter=None if events is None else "e-1",
         agent_type=program.agent_type,
@@ -31,7 +29,6 @@ def by_structs(
         node=node,
         heartbeat=program.heartbeat,
         tenant=program.tenant,
-        expected_steps_left=steps_left,
         events=[event.event(NOW) for event in events or ()],  # type: ignore[misc]
     )
     context = AgenticContext(
@@ -72,13 +69,11 @@ def an_event(random: Random, program_id: str, seq: int) -> PendingEvent:
         status = random.choice(("ok", "error", "timeout", "nonzero", "cancelled"))
         fields = {"call_id": random.choice(IDS), "duration_s": seconds, "status": status}
         return PendingEvent(program_id, ToolStop, seq, at_s, fields)
-    guesses = random.choice(((None, None), (seconds, None), (seconds, seconds * 2)))
     fields = {
         "call_id": random.choice(IDS),
         "tool": random.choice(TEXTS),
         "tool_class": random.choice((None, *TEXTS)),
-        "expected_s": guesses[0],
-        "expected_p95_s": guesses[1],
+        "expected_s": random.choice((None, seconds)),
     }
     return PendingEvent(program_id, ToolStart, seq, at_s, fields)
 
@@ -88,40 +83,38 @@ def test_both_ways_say_the_same():
     for _ in range(500):
         program = a_program(random)
         node = random.choice((None, *TEXTS))
-        steps_left = random.choice((None, 0.0, 0.01, 1.5, 12.34))
         events = [an_event(random, program.id, seq) for seq in range(random.randrange(1, 5))]
-        text = write_context(program, "r-1", node, steps_left, "e-1", events, NOW)
+        text = write_context(program, "r-1", node, "e-1", events, NOW)
         assert text is not None
-        assert decoded(decode_context(text)) == decoded(by_structs(program, node, steps_left, events))
+        assert decoded(decode_context(text)) == decoded(by_structs(program, node, events))
 
 
 def test_without_events_there_is_no_emitter():
     program = Program(ProgramId("p"), heartbeat=False)
-    text = write_context(program, "r-1", None, None, None, (), NOW)
+    text = write_context(program, "r-1", None, None, (), NOW)
     assert text == '{"program_id":"p","request_id":"r-1","sojourn":{}}'
-    assert decoded(decode_context(text)) == decoded(by_structs(program, None, None, None))
+    assert decoded(decode_context(text)) == decoded(by_structs(program, None, None))
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e300, 1, True])
 def test_unusual_durations_are_left_to_the_structs(seconds):
     stop = {"call_id": "c", "duration_s": seconds, "status": "ok"}
-    start = {"call_id": "c", "tool": "t", "tool_class": None, "expected_s": seconds, "expected_p95_s": None}
-    p95 = {**start, "expected_s": 1.0, "expected_p95_s": seconds}
+    start = {"call_id": "c", "tool": "t", "tool_class": None, "expected_s": seconds}
     program = Program(ProgramId("p"))
-    for kind, fields in ((ToolStop, stop), (ToolStart, start), (ToolStart, p95)):
+    for kind, fields in ((ToolStop, stop), (ToolStart, start)):
         event = PendingEvent("p", kind, 0, NOW, fields)
-        assert write_context(program, "r-1", None, None, "e-1", [event], NOW) is None
+        assert write_context(program, "r-1", None, "e-1", [event], NOW) is None
 
 
 def test_other_events_are_left_to_the_structs():
     event = PendingEvent("p", Heartbeat, 0, NOW, {})
-    assert write_context(Program(ProgramId("p")), "r-1", None, None, "e-1", [event], NOW) is None
+    assert write_context(Program(ProgramId("p")), "r-1", None, "e-1", [event], NOW) is None
 
 
 def test_a_text_that_utf8_cannot_express_raises_here_and_not_in_the_client():
     event = PendingEvent("p", ToolStop, 0, NOW, {"call_id": "\ud800", "duration_s": 0.0, "status": "ok"})
     with pytest.raises(UnicodeEncodeError):
-        write_context(Program(ProgramId("p")), "r-1", None, None, "e-1", [event], NOW)
+        write_context(Program(ProgramId("p")), "r-1", None, "e-1", [event], NOW)
 
 
 class Status(str, Enum):
@@ -138,7 +131,7 @@ class Hostile(str):
 @pytest.mark.parametrize("status", [Status.ERROR, Hostile("error")])
 def test_a_status_that_is_more_than_a_string_is_sent_as_one(status):
     event = PendingEvent("p", ToolStop, 0, NOW, {"call_id": "c", "duration_s": 0.5, "status": status})
-    text = write_context(Program(ProgramId("p")), "r-1", None, None, "e-1", [event], NOW)
+    text = write_context(Program(ProgramId("p")), "r-1", None, "e-1", [event], NOW)
     assert text is not None
     (sent,) = json.loads(text)["sojourn"]["events"]
     assert sent["status"] == "error"
@@ -147,7 +140,7 @@ def test_a_status_that_is_more_than_a_string_is_sent_as_one(status):
 
 def test_ages_that_no_clock_has_are_left_to_the_structs():
     event = PendingEvent("p", ToolStop, 0, NOW - 2e9, {"call_id": "c", "duration_s": 0.5, "status": "ok"})
-    assert write_context(Program(ProgramId("p")), "r-1", None, None, "e-1", [event], NOW) is None
+    assert write_context(Program(ProgramId("p")), "r-1", None, "e-1", [event], NOW) is None
 
 
 def test_no_field_of_the_structs_is_forgotten():
@@ -158,8 +151,9 @@ def test_no_field_of_the_structs_is_forgotten():
         "kv_retention_ttl_seconds"
     )
     assert {*AgenticContext.__struct_fields__} == {*written.split(), *hints.split()}
-    written = "emitter agent_type node heartbeat implicit tenant expected_steps_left events"
-    assert {*SojournContext.__struct_fields__} == {*written.split(), "v", "final"}
+    written = "emitter agent_type node heartbeat implicit tenant events"
+    # The SDK makes no estimate of the steps that are left.
+    assert {*SojournContext.__struct_fields__} == {*written.split(), "v", "final", "expected_steps_left"}
     start = "program_id seq age_s call_id tool tool_class expected_s expected_p95_s"
     assert ToolStart.__struct_fields__ == tuple(start.split())
     assert ToolStop.__struct_fields__ == ("program_id", "seq", "age_s", "call_id", "duration_s", "status")

@@ -213,13 +213,23 @@ def in_backoff(sink, **settings):
     return sender
 
 
+class Promise:
+    """Heartbeats of which none is due."""
+
+    def __init__(self, promised=False):
+        self.promised = promised
+
+    def take_due(self, now):
+        return (), None
+
+
 def test_a_promised_heartbeat_bounds_the_backoff(monkeypatch):
     assert event_sender_module.MAX_BEATING_BACKOFF_S <= 5.0
     monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
     monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.2)
     sinks = Broken(), Broken()
-    silent = in_backoff(sinks[0], promised=lambda: False)
-    promising = in_backoff(sinks[1], promised=lambda: True)
+    silent = in_backoff(sinks[0], heartbeats=Promise())
+    promising = in_backoff(sinks[1], heartbeats=Promise(1))
     wait_until(lambda: sinks[1].bodies)
     assert not sinks[0].bodies
     silent.close(1)
@@ -229,12 +239,12 @@ def test_a_promised_heartbeat_bounds_the_backoff(monkeypatch):
 def test_a_promise_made_during_the_backoff_shortens_it(monkeypatch):
     monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
     monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.1)
-    promise = []
+    promise = Promise()
     sink = Broken()
-    sender = in_backoff(sink, promised=lambda: bool(promise))
+    sender = in_backoff(sink, heartbeats=promise)
     time.sleep(0.3)
     assert not sink.bodies
-    promise.append(1)
+    promise.promised = True
     wait_until(lambda: sink.bodies)
     sender.close(1)
 

@@ -12,9 +12,9 @@ import weakref
 import pytest
 import sojourn
 from sojourn import runtime
+from sojourn.outgoing_request import LogicalRequest
 from sojourn.program import current_context
 from sojourn.request import Turn
-from sojourn.request_tracker import LogicalRequest
 from sojourn.wire_codec import decode_context
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
@@ -533,7 +533,7 @@ def test_a_program_opened_while_the_processs_own_begins_ends_it(server, monkeypa
         opened.start()
         opened.join(0.2)  # it waits until the own program is complete
 
-    monkeypatch.setattr(sys.modules["sojourn.process_program"], "process_name", name)
+    monkeypatch.setattr(sys.modules["sojourn.program"], "process_name", name)
     assert not asked().sojourn.implicit
     opened.join()
     assert asked().sojourn.implicit, "the program of the process is over"

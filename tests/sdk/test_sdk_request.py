@@ -8,9 +8,8 @@ import time
 
 import pytest
 import sojourn
-from sojourn import request
+from sojourn import dialects, request
 from sojourn.dialects import DIALECTS
-from sojourn.dialects import sojourn as sojourn_dialect
 from sojourn.errors import ArgumentError
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.program import ResolvedContext, add_resolver, remove_resolver
@@ -231,7 +230,7 @@ def test_a_retry_whose_events_have_grown_returns_the_newest(slow, monkeypatch):
         turn = Turn(sojourn.runtime.session())
         text, seqs = attempt(turn)
         assert seqs == list(range(41))
-        for module in (request, sojourn_dialect):
+        for module in (request, dialects):
             monkeypatch.setattr(module, "MAX_CONTEXT_BYTES", len(text))
         monkeypatch.setattr(sojourn.runtime, "clock", lambda: time.monotonic() + 1000)
         text, again = attempt(turn)

@@ -35,7 +35,7 @@ def begin(server, **settings):
     sojourn.init(server.url, instrument=False, **settings)
     sojourn.instrument("openai")
     if "dialect" not in settings:
-        assert runtime.session()._answered.wait(10)
+        assert runtime.session().server.answered.wait(10)
 
 
 def ask(server, **more):

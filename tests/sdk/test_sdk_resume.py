@@ -9,8 +9,7 @@ import sojourn
 from sojourn import runtime
 from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
-from sojourn.process_program import process_program
-from sojourn.program import Program
+from sojourn.program import Program, process_program
 from sojourn.wire_events import ProgramEnd, ProgramStart
 
 

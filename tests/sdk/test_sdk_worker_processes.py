@@ -9,14 +9,14 @@ import sys
 
 import pytest
 import sojourn
-from sojourn import ended_programs_for_forks
 from sojourn.aeg import Aeg
-from sojourn.ended_programs_for_forks import SLOTS, SharedEndedPrograms
+from sojourn.program import SharedEnds
 from sojourn.testing import FakeServer
 from sojourn.user_hints import NO_HINTS
 from sojourn.wire_codec import decode_event
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
+program_module = sys.modules["sojourn.program"]
 WORKERS = """
 import multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor
@@ -143,23 +143,22 @@ def test_a_forked_worker_that_outlives_its_program_is_outside_of_it(server, tmp_
 
 
 def test_what_forked_children_are_told_is_bounded():
-    ends = SharedEndedPrograms()
-    numbers = [ends.new_number() for _ in range(2 * SLOTS)]
-    for number in numbers[1:SLOTS]:
+    ends, slots = SharedEnds(), SharedEnds.SLOTS
+    numbers = [ends.new_number() for _ in range(2 * slots)]
+    for number in numbers[1:slots]:
         ends.add(number)
-    assert [ends.has(number) for number in numbers[:SLOTS]] == [False] + [True] * (SLOTS - 1)
-    assert not any(map(ends.has, numbers[SLOTS:]))
-    for number in numbers[SLOTS:]:
+    assert [ends.has(number) for number in numbers[:slots]] == [False] + [True] * (slots - 1)
+    assert not any(map(ends.has, numbers[slots:]))
+    for number in numbers[slots:]:
         ends.add(number)
     assert all(map(ends.has, numbers)), "one that is open for so long counts as ended there"
     ends.add(numbers[0])
-    assert ends.has(numbers[SLOTS]), "its late end opens no other program again"
+    assert ends.has(numbers[slots]), "its late end opens no other program again"
 
 
 def test_without_shared_memory_programs_run_as_before(online, monkeypatch):
-    monkeypatch.setattr(ended_programs_for_forks, "mmap", None)
-    monkeypatch.setattr(ended_programs_for_forks, "_ends_here", [])
-    monkeypatch.setattr(ended_programs_for_forks, "_can_share", True)
+    monkeypatch.setattr(program_module, "mmap", None)
+    monkeypatch.setattr(program_module, "_shared_ends", [])
     with sojourn.program() as p:
         assert sojourn.current_program() is p
     assert not p.is_open

@@ -22,7 +22,7 @@ from sojourn import runtime
 from sojourn.errors import ConfigError
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.program import Program
-from sojourn.request_tracker import LogicalRequest
+from sojourn.outgoing_request import LogicalRequest
 from sojourn.token_usage import TokenUsage
 from sojourn.tools import ToolCall
 

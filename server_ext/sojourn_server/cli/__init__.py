@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OLDEST_PYTHON = (3, 10)
 COMMANDS = (
-    "serve", "gateway", "demo", "replay", "simulate", "simulate-pd", "plan-pd", "parity", "profile", "trace",
+    "serve", "gateway", "demo", "replay", "simulate", "plan-pd", "parity", "profile", "trace",
     "doctor", "run", "top", "explain",
 )  # fmt: skip
 COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
@@ -34,7 +34,6 @@ EXTRAS = {
     "ray": "ray",
     "matplotlib": "demo",
     "textual": "top",
-    "zmq": "dynamo",
     "openai": "openai",
     "opentelemetry": "otel",
     "vllm": "vllm",

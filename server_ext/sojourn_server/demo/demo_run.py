@@ -244,7 +244,7 @@ def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
     from sojourn_integrations import mini_swe_agent
 
     # No history of other runs is loaded, because no arm may know more than another.
-    sojourn.init(url, api_key=os.environ.get("VLLM_API_KEY"), probe_timeout_s=10.0, history=False)
+    sojourn.init(url, api_key=os.environ.get("VLLM_API_KEY"), probe_timeout_s=10.0)
     try:
         if sojourn.stats().dialect != "sojourn":
             raise RuntimeError(

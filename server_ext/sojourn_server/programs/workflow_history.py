@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sojourn.aeg import END, START
-from sojourn.learning.run_trace import ProgramRun
-from sojourn.learning.transitions import MAX_KINDS, ORDER, Transitions
 
 from .program_state import HintReliability, ProgramState
 from .tool_and_turn_history import SlidingMax, non_negative, recent_entry
+from .transitions import MAX_KINDS, ORDER, Transitions
 
 REPLY_STEP = "(reply)"
 """Step of a turn that called no tool."""
@@ -173,8 +172,7 @@ class WorkflowHistory:
                 self._unconfirmed_types.popitem(last=False)
             return
         self._unconfirmed_types.pop(name, None)
-        path = tuple((step,) for step in steps)
-        self.transitions.learn(name, ProgramRun(path=path, begins=program.steps_begin, ends=ends))
+        self.transitions.learn(name, steps, begins=program.steps_begin, ends=ends)
 
 
 class ToolOutputTokens:

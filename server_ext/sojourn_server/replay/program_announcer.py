@@ -55,7 +55,7 @@ class SdkAnnouncer:
 
         with _without_proxies():
             # No history of other runs, because a replay must not depend on earlier replays.
-            sojourn.init(url, api_key=api_key, dialect="sojourn", history=False)
+            sojourn.init(url, api_key=api_key, dialect="sojourn")
         self._sojourn = sojourn
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:

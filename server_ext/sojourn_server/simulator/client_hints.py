@@ -1,46 +1,68 @@
 """Hints of a simulated client: the fields of ``agentic_context`` in each request, and client events.
 
 The server receives no other data about a program. No hint reveals the program's recorded future; the expected
-number of turns left is estimated from finished programs.
+number of turns left is estimated from finished programs, as a client may that knows its own runs. (sojourn's
+SDK sends no such estimate.)
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
 from sojourn.event_sender import POLL_EVERY_S
-from sojourn.learning.run_trace import MAX_PATH, MAX_TURNS, ProgramRun
-from sojourn.learning.transitions import Transitions
 
 from sojourn_server.traces.trace_schema import TraceToolRun
 
 AGENT_NODE = "agent"
 """Node name of an agent without a workflow graph: one loop of model and tool calls."""
+_DECAY = 0.5 ** (1 / 20)
+"""Each program weighs this much less than the next one of its type, so 20 later programs halve its weight."""
+_ENOUGH_PROGRAMS = 5
+_CONFIDENT_WEIGHT = _ENOUGH_PROGRAMS * 0.9 * _DECAY ** (_ENOUGH_PROGRAMS / 2)
+"""Minimum weight of an average that is used, where the next program weighs 1."""
+_MAX_TYPES = 64
+_MAX_TURN = 64
+"""Highest turn number that has an average of its own. Later turns count as this turn."""
+_MAX_TURNS = 512
 
 
 class ClientHistory:
-    """Estimates the turns that a program has left from the turns of finished programs, with the SDK's
-    estimator. All clients of a run share one history."""
+    """Estimates the turns that a program has left, as decayed averages over the finished programs of its
+    type: at the same turn if enough are known, else at any turn. All clients of a run share one history."""
 
     def __init__(self) -> None:
-        self._transitions = Transitions()
+        self._types: OrderedDict[str, tuple[list[int], dict[int, list[float]]]] = OrderedDict()
+        """Agent type → ([number of finished programs], turn → [weight, weighted sum of the turns left]). Turn
+        0 stands for all turns."""
 
     def steps_left(self, agent_type: str, turn: int) -> float | None:
         """Expected number of turns after turn ``turn`` (the first turn is 1); ``None`` if too few programs
         have finished."""
-        return self._transitions.turns_left(agent_type, turns=turn, node=AGENT_NODE)
+        (finished,), averages = self._types.get(agent_type, ([0], {}))
+        if finished < _ENOUGH_PROGRAMS:
+            return None
+        for key in (min(max(turn, 1), _MAX_TURN), 0):
+            weight, left = averages.get(key, (0.0, 0.0))
+            if weight >= _CONFIDENT_WEIGHT:
+                return left / weight
+        return None
 
     def observe_end(self, agent_type: str, turns: int) -> None:
         """Record that a program ended after ``turns`` turns."""
-        self._transitions.learn(
-            agent_type,
-            ProgramRun(
-                path=((AGENT_NODE,),) * min(turns, MAX_PATH),
-                turn_nodes=(AGENT_NODE,) * min(turns, MAX_TURNS),
-                turns=turns,
-            ),
-        )
+        finished, averages = self._types.setdefault(agent_type, ([0], {}))
+        self._types.move_to_end(agent_type)
+        if len(self._types) > _MAX_TYPES:
+            self._types.popitem(last=False)
+        finished[0] += 1
+        for number in range(1, min(turns, _MAX_TURNS) + 1):
+            for key in (min(number, _MAX_TURN), 0):
+                average = averages.setdefault(key, [0.0, 0.0])
+                average[0] += 1.0
+                average[1] += turns - number
+        for average in averages.values():
+            average[:] = average[0] * _DECAY, average[1] * _DECAY
 
 
 BATCH_LINGER_S = 0.005
