@@ -163,7 +163,7 @@ class Engine:
 
 
 class Gateway:
-    """A gateway with tenants and a state file. The port stays the same over restarts."""
+    """A gateway with tenants. The port stays the same over restarts."""
 
     def __init__(self, name: str, engines: list[Engine], folder: Path) -> None:
         self.name = f"gateway {name}"
@@ -175,7 +175,7 @@ class Gateway:
         self._command = [
             sys.executable, "-m", "sojourn_server.cli", "gateway",
             "--engines", ",".join(engine.url for engine in engines), "--port", str(self._port),
-            "--tenants", str(tenants), "--admin-key", ADMIN_KEY, "--state", str(folder / f"{name}.state"),
+            "--tenants", str(tenants), "--admin-key", ADMIN_KEY,
             "--silent-program-s", str(SILENT_PROGRAM_S),
         ]  # fmt: skip
         self._logs = folder

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
     MAX_TOOLS,
@@ -35,7 +36,7 @@ TARGET = Path(__file__).parent / "metrics.md"
 
 HEAD = f"""# Metrics
 
-Generated from `server_ext/sojourn_server/metrics/metric_catalog.py` by `docs/generate.py`; do not edit.
+Generated from `metrics/metric_catalog.py` and `gateway/http/gateway_metrics.py` by `docs/generate.py`; do not edit.
 
 All are in the server's `/metrics`, beside vLLM's own. Each has the label `{ENGINE_LABEL}` in addition: the
 engine's index, as vLLM has it. The engine is polled once a second, never by a scrape. A program, session or
@@ -60,6 +61,16 @@ sum(rate(sojourn_prompt_tokens_total{{result="lost"}}[5m])) / sum(rate(sojourn_p
 |---|---|---|---|
 """
 
+GATEWAY = """
+## Gateway
+
+At `/metrics` of a [gateway](gateway.md), without a key. Several gateways count apart. Counters start at 0; those of a
+policy of your own, if its attribute `reasons` names them.
+
+| name | type | meaning |
+|---|---|---|
+"""
+
 BOARDS = Path(__file__).parent / "boards"
 ALERTS = """
 ## Boards and alerts
@@ -80,7 +91,16 @@ that an engine does not have stays empty.
 
 def document() -> str:
     """The whole page."""
-    return HEAD + "".join(_row(spec) for spec in METRIC_CATALOG.values()) + ALERTS + _alert_rows()
+    rows = "".join(_row(spec) for spec in METRIC_CATALOG.values())
+    return HEAD + rows + GATEWAY + _gateway_rows() + ALERTS + _alert_rows()
+
+
+def _gateway_rows() -> str:
+    endings = {"counter": "_total"}
+    return "".join(
+        f"| `{one.name}{endings.get(one.type, '')}` | {one.type} | {one.documentation} |\n"
+        for one in GatewayMetrics().registry.collect()
+    )
 
 
 def _alert_rows() -> str:

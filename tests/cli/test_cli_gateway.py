@@ -41,8 +41,9 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*ENGINES, "--admin-key", ""], "--admin-key is empty"),
         ([*ENGINES, "--admin-key", "k", "--api-key", "k"], "the admin key is also the clients' key"),
         ([*ENGINES, "--policy", "continuum"], "continuum is an engine's policy, not a cluster's"),
-        ([*ENGINES, "--state", __file__ + "/state"], "/state cannot be written: "),
-        ([*ENGINES, "--state", str(Path(__file__).parent)], "cannot be written: Is a directory"),
+        ([*ENGINES, "--own-url", "http://h:2"], "--own-url is given without --peers"),
+        ([*ENGINES, "--peers", "h", "--own-url", "http://h:2"], "is not a gateway's address"),
+        ([*ENGINES, "--peers", "http://h:3", "--host", "0.0.0.0"], "the address by which the others name"),
         ([*ENGINES, "--api-key", " "], "--api-key is empty"),
         ([*ENGINES, "--log-level", "loud"], "--log-level is 'loud'"),
         (["--prefill", "http://h:1"], "--prefill is given without --decode"),
@@ -57,7 +58,6 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*PAIR, *ENGINES], "--engines and --prefill are both given"),
         ([*PAIR, "--policy", "saga"], "--policy and --prefill are both given"),
         ([*PAIR, "--policy-file", "x.toml"], "--policy-file and --prefill are both given"),
-        ([*PAIR, "--state", "x"], "--state and --prefill are both given"),
         ([*PAIR, "--read-side", "left"], "unknown --read-side 'left'"),
         ([*PAIR, "--ray", "x.yaml"], "--ray and --prefill, --decode are both given"),
         ([*ENGINES, "--read-side", "split"], "--read-side is given without --prefill and --decode"),
@@ -105,16 +105,6 @@ def test_a_file_of_tenants_goes_before_the_environment_and_not_before_the_comman
     assert "the keys of a are not a list" in done.stderr
     done = gateway(*ENGINES, "--tenants", str(tenants), "--api-key", "k", SOJOURN_API_KEY="k")
     assert "--tenants and --api-key are both given" in done.stderr
-
-
-def test_the_folder_of_a_state_is_made(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        state = tmp_path / "a" / "b" / "state"
-        done = gateway(*ENGINES, "--port", str(taken.getsockname()[1]), "--state", str(state))
-    assert "cannot listen on" in done.stderr
-    assert [*state.parent.parent.rglob("*")] == [state.parent]
 
 
 def test_read_sides_are_those_that_a_gateway_of_pairs_has() -> None:

@@ -10,7 +10,6 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -82,7 +81,6 @@ async def world(
     tenants: dict[str, str] | None = None,
     poll_s: float = 0.05,
     limits: RoutingLimits | None = None,
-    state: Path | None = None,
     known: int | None = None,
     **options: Any,
 ) -> AsyncIterator[World]:
@@ -98,7 +96,6 @@ async def world(
         chosen,
         limits=limits,
         poll_s=poll_s,
-        state=state,
     )
     async with served(gateway, app) as made:
 

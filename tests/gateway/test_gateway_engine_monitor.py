@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -16,7 +15,7 @@ from sojourn_server.gateway.http.engine_descriptions import EngineDescription
 from sojourn_server.gateway.http.engine_monitor import MAX_LOST_PROBES, EngineMonitor, MonitoredEngine
 from sojourn_server.gateway.http.engine_probe import PROBE_TIMEOUT_S, EngineProbe
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses, rank_addresses
-from sojourn_server.routing.routing_events import ProbeReplica, ReplicaGone, ReplicaRegistered
+from sojourn_server.routing.routing_events import ProbeReplica, ReplicaGone
 
 URL = "http://engine:8000"
 
@@ -24,8 +23,7 @@ URL = "http://engine:8000"
 class Probed:
     """A monitor of one engine, whose health checks answer as the test says."""
 
-    def __init__(self, ranks: int, expects: Sequence[str] = ()) -> None:
-        """``expects``: ids of replicas of a saved state; if there are any, the engine has not been seen."""
+    def __init__(self, ranks: int) -> None:
         self.now = 0.0
         self.told: list[Any] = []
         self.begun = 0
@@ -42,10 +40,6 @@ class Probed:
         self.engine.probe.describe = self.describe  # type: ignore[method-assign]
         addresses = rank_addresses(URL, ranks)
         self.names = [address.replica_id for address in addresses]
-        if expects:
-            for replica_id in expects:
-                self.monitor.expect(replica_id, "0")
-            return
         self.engine.probe.described = self.described
         self.engine.places = addresses
         for address in addresses:
@@ -195,54 +189,12 @@ async def test_an_answered_probe_sets_the_count_back() -> None:
     assert it.gone == []
 
 
-# -- replicas of a saved state ------------------------------------------------------------
-
-
-async def test_a_replica_of_a_saved_state_is_probed_before_it_is_given_up() -> None:
-    it = Probed(ranks=1, expects=["engine:8000"])
-    assert it.replicas.get("engine:8000") == rank_addresses(URL, 1)[0]
-    for number in range(MAX_LOST_PROBES):
-        assert it.told == []
-        it.now = number * PROBE_TIMEOUT_S
-        await it.probe_all()
-    assert it.told == [ReplicaGone("engine:8000", "0", "silent")]
-    assert it.replicas.get("engine:8000") is None
-
-
-async def test_an_engine_of_a_saved_state_is_missing_once_it_is_given_up() -> None:
-    it = Probed(ranks=1, expects=["engine:8000"])
-    assert it.monitor.missing() == [], "its replica is listed, as suspect"
-    it.health = False
-    await it.monitor.poll_all()
-    assert it.monitor.missing() == [URL]
-
-
-async def test_a_replica_of_a_saved_state_that_refuses_connections_is_gone() -> None:
-    it = Probed(ranks=2, expects=["engine:8000/0", "engine:8000/1"])
+async def test_engines_may_come_and_those_that_answer_stay_unlisted() -> None:
+    it = Probed(ranks=1)
+    it.monitor.watch({}, absent=["Engine"])
+    assert it.monitor.missing() == ["Engine"]
     it.health = False
     await it.monitor.poll_all()
     assert it.gone == it.names
-    assert len(it.replicas) == 0
-
-
-async def test_a_replica_of_a_saved_state_registers_once_it_is_described() -> None:
-    it = Probed(ranks=2, expects=["engine:8000/0", "engine:8000/1"])
-    it.health = True
-    await it.probe_all()
-    assert [event.replica_id for event in it.told] == it.names
-    assert all(isinstance(event, ReplicaRegistered) for event in it.told)
-
-
-async def test_ranks_that_the_engine_no_longer_has_are_gone() -> None:
-    it = Probed(ranks=1, expects=["engine:8000/0", "engine:8000/1"])
-    it.health = True
-    await it.monitor.poll_all()
-    assert it.gone == ["engine:8000/0", "engine:8000/1"]
-    assert [address.replica_id for address in it.replicas] == it.names
-
-
-@pytest.mark.parametrize("name", ["other:8000", "engine:8000/x", "engine:8000/-1", "engine:8000/", ""])
-async def test_a_replica_of_a_saved_state_at_no_configured_address_is_gone(name: str) -> None:
-    it = Probed(ranks=1, expects=[name])
-    assert it.told == [ReplicaGone(name, "0", "not seen")]
-    assert len(it.replicas) == 0
+    it.monitor.watch({})
+    assert it.monitor.missing() == []

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,65 +262,22 @@ async def test_a_started_anew_engine_has_nothing_that_it_held() -> None:
         assert (await it.chat("p")).status == 200
 
 
-async def test_a_gateway_that_starts_anew_knows_where_programs_are_at_home(tmp_path: Path) -> None:
-    state = tmp_path / "state.json"
+async def test_a_gateway_that_starts_anew_knows_where_programs_are_at_home() -> None:
     async with engines(3) as fakes:
-        async with world(fakes, preset=IN_TURN, state=state) as it:
+        async with world(fakes, preset=IN_TURN) as it:
             homes = {f"p{n}": (await it.chat(f"p{n}")).headers["X-Sojourn-Replica"] for n in range(6)}
             assert len(set(homes.values())) == 3
-        assert state.stat().st_mode & 0o077 == 0
-        async with world(fakes, state=state) as it:
+        async with world(fakes) as it:
             for name, home in homes.items():
                 assert (await it.chat(name)).headers["X-Sojourn-Replica"] == home
         lost = next(fake for fake in fakes if fake.name == homes["p0"])
         await lost.kill()
         await lost.restart()
-        async with world(fakes, state=state) as it:
+        async with world(fakes) as it:
             # Another life of it has nothing that the first one had; the others' programs stay.
             assert await it.home("p0") is None
             kept = next(name for name, home in homes.items() if home != lost.name)
             assert (await it.chat(kept)).headers["X-Sojourn-Replica"] == homes[kept]
-
-
-async def test_an_engine_that_describes_itself_late_after_a_restart_of_the_gateway_keeps_its_programs(
-    tmp_path: Path,
-) -> None:
-    state = tmp_path / "state.json"
-    async with engines(2) as fakes:
-        async with world(fakes, preset=IN_TURN, state=state) as it:
-            homes = {f"p{n}": (await it.chat(f"p{n}")).headers["X-Sojourn-Replica"] for n in range(4)}
-            assert len(set(homes.values())) == 2
-        late, other = fakes
-        late.no_metrics = True
-        async with world(fakes, state=state, poll_s=3600.0) as it:
-            for name, home in homes.items():
-                assert (await it.chat(name)).headers["X-Sojourn-Replica"] == home
-            for number in range(4):
-                answer = await it.chat(f"new{number}")
-                assert answer.headers["X-Sojourn-Replica"] == other.name, "the other one has been seen"
-            await late.kill()
-            for name in homes:
-                assert (await it.chat(name)).headers["X-Sojourn-Replica"] == other.name
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b'{"unix_s": 0, "core": {}}', b"\xff" * 50])
-async def test_a_state_that_cannot_be_read_is_no_reason_not_to_start(tmp_path: Path, text: bytes) -> None:
-    state = tmp_path / "state.json"
-    state.write_bytes(text)
-    async with engines(1) as fakes, world(fakes, state=state) as it:
-        assert (await it.chat("p")).status == 200
-
-
-async def test_programs_of_an_engine_that_is_gone_for_good_go_on_elsewhere(tmp_path: Path) -> None:
-    state = tmp_path / "state.json"
-    async with engines(2) as fakes:
-        async with world(fakes, state=state) as it:
-            home = (await it.chat("p")).headers["X-Sojourn-Replica"]
-        dead, other = sorted(fakes, key=lambda fake: fake.name != home)
-        await dead.kill()
-        async with world(fakes, state=state, known=1) as it:
-            assert (await it.chat("p")).headers["X-Sojourn-Replica"] == other.name
-            assert await it.home("p") == other.name
 
 
 async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,15 +200,31 @@ async def test_of_two_gateway_processes_one_is_killed_under_load_and_no_later_re
             await until(lambda url=url: ready(url))
         dead, alive = urls
 
-        async def turn(program: str, **more: Any) -> tuple[int, str]:
+        async def turn(program: str, **more: Any) -> tuple[int, str, str | None]:
             body = {"model": "tiny", "messages": [], **more}
             async with http.post(
                 f"{alive}/v1/chat/completions", json=body, headers={"X-Session-ID": program}
             ) as answer:
-                return answer.status, await answer.text()
+                return answer.status, await answer.text(), answer.headers.get("X-Sojourn-Replica")
 
         names = [f"p{number}" for number in range(20)]
-        assert {status for status, _ in await asyncio.gather(*map(turn, names))} == {200}
+        began = dict(
+            zip(names, await asyncio.gather(*(turn(name, delay_s=0.3) for name in names)), strict=True)
+        )
+        homes = {name: home for name, (_, _, home) in began.items()}
+        assert {status for status, _, _ in began.values()} == {200}
+        assert len(set(homes.values())) == 2
+
+        async def known_homes() -> bool:
+            """Each gateway knows its own programs' homes, and from the engines the others'."""
+            for url in urls:
+                async with http.get(f"{url}/sojourn/v1/programs") as answer:
+                    listed = (await answer.json())["programs"]
+                if {one["program_id"]: one["replica"] for one in listed} != homes:
+                    return False
+            return True
+
+        await until(known_homes)
         slow = [asyncio.ensure_future(turn(name, delay_s=1.0)) for name in names]
         streams = {
             name: asyncio.ensure_future(turn(name, stream=True, events=40, gap_s=0.1)) for name in names[:10]
@@ -220,13 +236,15 @@ async def test_of_two_gateway_processes_one_is_killed_under_load_and_no_later_re
         await asyncio.sleep(0.5)
         os.kill(running[2].pid, signal.SIGKILL)
         later = [asyncio.ensure_future(turn(name)) for _ in range(5) for name in names]
-        assert {status for status, _ in await asyncio.gather(*slow, *later)} == {200}
+        answers = await asyncio.gather(*slow, *later)
+        assert {status for status, _, _ in answers} == {200}
+        assert [home for _, _, home in answers] == list(homes.values()) * 6, "all stay where their KV is"
         for name, stream in streams.items():
-            status, text = await stream
+            status, text, _ = await stream
             assert status == 200
             assert ('"type":"replica_lost"' in text) is (name in passed), text[-200:]
             assert text.endswith("data: [DONE]\n\n")
         running[2] = await start(engine_urls, urls, dead)
         await until(lambda: ready(dead))
         again = await asyncio.gather(*map(turn, names))
-        assert {status for status, _ in again} == {200}
+        assert [(status, home) for status, _, home in again] == [(200, home) for home in homes.values()]

@@ -110,7 +110,6 @@ def gateway(
     silent_program_s: float = typer.Option(
         1800.0, min=1.0, help="Seconds until a program that sends nothing is forgotten"
     ),
-    state: Path | None = typer.Option(None, help="File that keeps program affinities across a restart"),
     peers: list[str] = typer.Option(
         [],
         help="Addresses of all gateways that serve the same engines, or of the others, separated by commas "
@@ -200,9 +199,7 @@ def gateway(
     else:
         from sojourn_server.gateway.http.standalone_gateway import build_gateway
 
-        if state is not None:
-            _check_state(state)
-        made, app = build_gateway(every, preset, known, options, limits=limits, state=state, peers=others)
+        made, app = build_gateway(every, preset, known, options, limits=limits, peers=others)
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     check_free_port(host, port, "choose another --port")
     url = local_url(host, port)
@@ -220,7 +217,7 @@ _BY_LOAD = "pairs are chosen by load alone"
 _NOT_WITH_PAIRS = {
     "--engines": "an engine has one role", "--policy": _BY_LOAD, "--policy-file": _BY_LOAD,
     "--allow-policy-modules": _BY_LOAD, "--waiting-order": _BY_LOAD,
-    "--state": _NO_AFFINITY, "--silent-program-s": _NO_AFFINITY,
+    "--silent-program-s": _NO_AFFINITY,
 }  # fmt: skip
 """Option that is invalid with ``--prefill`` and ``--decode`` → the reason."""
 
@@ -313,19 +310,6 @@ def _serve(gateway: Gateway, app: GatewayApplication, host: str, port: int, log_
     server.run()
     if not server.started:
         raise SystemExit(3)
-
-
-def _check_state(path: Path) -> None:
-    """Create the folder of the state file. Raises ``CliError`` if the file cannot be written."""
-    from sojourn_server.gateway.http.routing_state_file import prepare_state_file
-
-    try:
-        prepare_state_file(path)
-    except OSError as error:
-        raise CliError(
-            f"--state {path} cannot be written: {error.strerror or error}",
-            "name a file in a folder that can be written",
-        ) from None
 
 
 def _given_options(context: typer.Context, but: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""``python pairs_on_cluster.py CONFIG PAIRS up|down`` starts or ends an application of pairs on a cluster that
-runs another application. ``CONFIG``: that one's file, not read. ``PAIRS``: the file of the pairs."""
+"""``python pairs_on_cluster.py CONFIG PAIRS up|down`` starts or ends an application of pairs on a cluster
+that runs another one. ``CONFIG``: that one's file, not read. ``PAIRS``: the file of the pairs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from .engine_descriptions import EngineDescription, describe_engine, registration_event
 from .engine_probe import PROBE_TIMEOUT_S, EngineProbe
-from .replica_addresses import ReplicaAddress, ReplicaAddresses, parse_replica_id, rank_addresses
+from .replica_addresses import ReplicaAddress, ReplicaAddresses, rank_addresses
 from .routing_backend import RoutingBackend
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,6 @@ class MonitoredEngine:
     places: list[ReplicaAddress] = field(default_factory=list)
     """Addresses of the engine's replicas, one per data-parallel rank. Empty if the engine is not
     registered."""
-    expected: dict[ReplicaAddress, str] = field(default_factory=dict)
-    """Replicas of this engine that the saved state of an earlier gateway lists, with their instances. Empty
-    once the engine was found alive or dead."""
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a poll or probe of the engine."""
 
@@ -183,21 +180,6 @@ class EngineMonitor(EngineMonitorProtocol):
         """Poll all engines once."""
         await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
 
-    def expect(self, replica_id: str, instance: str) -> None:
-        """Expect a replica that a saved state lists, before its engine is seen. Requests can be sent to it
-        from now on.
-
-        The replica is reported to the core as gone once its engine is found to be dead, or to lack the
-        replica's data-parallel rank. It is reported at once if its address is not monitored.
-        """
-        for watched in self._watched.values():
-            address = parse_replica_id(watched.url, replica_id)
-            if address is not None:
-                watched.expected[address] = instance
-                self._replicas.add(address)
-                return
-        self._routing_backend.tell(routing_events.ReplicaGone(replica_id, instance, "not seen"))
-
     def probe(self, action: routing_events.ProbeReplica) -> None:
         """Start a task that checks whether a replica's engine is alive. If the engine is dead, all its
         replicas are reported to the core as gone. A replica whose engine is not monitored is reported at
@@ -229,13 +211,8 @@ class EngineMonitor(EngineMonitorProtocol):
         return watched.description if watched is not None else None
 
     def missing(self) -> list[str]:
-        """Return the addresses at which no engine answers. Addresses with replicas of a saved state are left
-        out, because the core still lists these replicas."""
-        unknown = [
-            watched.url
-            for watched in self._watched.values()
-            if watched.description is None and not watched.expected
-        ]
+        """Return the addresses at which no engine answers."""
+        unknown = [watched.url for watched in self._watched.values() if watched.description is None]
         return [*unknown, *self._absent]
 
     async def _poll_regularly(self, watched: MonitoredEngine) -> None:
@@ -311,7 +288,6 @@ class EngineMonitor(EngineMonitorProtocol):
         if known is None or known.ranks != described.ranks:
             self._forget(watched, "described_anew")
             watched.places = rank_addresses(watched.url, described.ranks)
-            self._forget_expected(watched, "described_anew")
         probe.described = described
         watched.is_warned = False
 
@@ -342,13 +318,12 @@ class EngineMonitor(EngineMonitorProtocol):
 
     def _gone(self, watched: MonitoredEngine, reason: str) -> None:
         """Report an engine as gone and log the loss. ``reason``: a key of ``_LOSS_TEXTS``. No effect if no
-        engine was there or expected."""
-        if watched.description is None and not watched.expected:
+        engine was there."""
+        if watched.description is None:
             return
-        lost = "programs lose their home there" if watched.expected else self._describe_loss(watched)
+        lost = self._describe_loss(watched)
         logger.warning("%s is gone (%s); %s", watched.url, _LOSS_TEXTS[reason], lost)
         self._forget(watched, reason)
-        self._forget_expected(watched, reason)
         watched.probe.mark_lost()
         watched.polls = watched.probes_lost = 0
 
@@ -367,12 +342,3 @@ class EngineMonitor(EngineMonitorProtocol):
                     routing_events.ReplicaGone(address.replica_id, described.instance, reason)
                 )
         watched.places = []
-
-    def _forget_expected(self, watched: MonitoredEngine, reason: str) -> None:
-        """Report the expected replicas that the engine lacks to the core as gone. Then expect no replica of
-        the engine."""
-        expected, watched.expected = watched.expected, {}
-        for address, instance in expected.items():
-            if address not in watched.places:
-                self._replicas.remove(address.replica_id)
-                self._routing_backend.tell(routing_events.ReplicaGone(address.replica_id, instance, reason))

@@ -114,6 +114,8 @@ class Gateway:
         self.options = options
         self.monitor: EngineMonitorProtocol | None = None
         self.peers = peers or Peers()
+        self.starts: list[Callable[[], Awaitable[None]]] = [self.peers.check_all]
+        """Functions that are awaited one after the other before the gateway takes requests."""
         self.tasks: list[Callable[[], Awaitable[Any]]] = [self.peers.run]
         """Functions whose coroutines run while the application does."""
         self._access = ClientAccess(tenants, options.admin_key, metrics)
@@ -183,13 +185,13 @@ class Gateway:
             await self._open.close()
             self._open = None
 
-    def app(self, before_start: Callable[[], Awaitable[None]]) -> GatewayApplication:
-        """Build the ASGI application. At its start, it awaits ``before_start()``. Until its end, it runs
-        ``tasks``."""
+    def app(self) -> GatewayApplication:
+        """Build the ASGI application. It awaits ``starts``, and then runs ``tasks`` until its end."""
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
-            await asyncio.gather(before_start(), self.peers.check_all())
+            for start in self.starts:
+                await start()
             tasks = [asyncio.ensure_future(run()) for run in self.tasks]
             for task in tasks:
                 task.add_done_callback(_log_task_failure)

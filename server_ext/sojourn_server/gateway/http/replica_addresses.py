@@ -54,15 +54,6 @@ def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
     return [ReplicaAddress(f"{name}/{rank}", url, rank) for rank in range(ranks)]
 
 
-def parse_replica_id(url: str, replica_id: str) -> ReplicaAddress | None:
-    """Return the address of a replica of the engine at ``url``. ``None``: the id belongs to no replica of
-    this engine."""
-    name, slash, rank = replica_id.partition("/")
-    if name != urlsplit(url).netloc or (slash and not (rank.isascii() and rank.isdigit())):
-        return None
-    return ReplicaAddress(replica_id, url, int(rank) if slash else None)
-
-
 class ReplicaAddresses:
     """Addresses of the replicas that a gateway knows, by replica id."""
 

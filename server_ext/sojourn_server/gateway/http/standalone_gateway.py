@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_core import RoutingCore
@@ -27,7 +25,6 @@ from .pair_monitor import PairMonitor
 from .peers import Peers
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import LocalRoutingBackend
-from .routing_state_file import RoutingStateFile
 from .tenant_keys import TenantKeys
 
 
@@ -39,14 +36,12 @@ def build_gateway(
     *,
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
-    state: Path | None = None,
     peers: Peers | None = None,
 ) -> tuple[Gateway, GatewayApplication]:
     """Build a gateway in front of the engines at ``urls``. Return it with its ASGI application.
 
     ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
-    an engine. ``state``: file that keeps the core's state until the next start; ``None``: the state is not
-    kept. ``peers``: the other gateways; ``None``: there are none.
+    an engine. ``peers``: the other gateways; ``None``: there are none.
     """
     core = build_routing_core(preset, limits)
     gateway, backend = _build(core, tenants, options, routing_reasons(preset), peers)
@@ -58,20 +53,10 @@ def build_gateway(
     dropped_kv = DroppedKVPoller(
         backend, gateway.replicas, gateway.forwarder.names, gateway.queries, monitor.description_of
     )
-
-    async def poll() -> None:
-        await monitor.poll_all()
-        await dropped_kv.poll_all()  # the engines know the programs of the former gateway
-
+    # The engines know the programs of a former gateway.
+    gateway.starts += [monitor.poll_all, dropped_kv.poll_all]
     gateway.tasks += [monitor.run, backend.run, dropped_kv.run]
-    if state is not None:
-        state_file = RoutingStateFile(state, core)
-        state_file.restore()
-        core.suspect_all(time.monotonic())  # engines may have ended with the former gateway
-        for replica in list(core.fleet):
-            monitor.expect(replica.replica_id, replica.instance)
-        gateway.tasks.append(state_file.run)
-    return gateway, gateway.app(poll)
+    return gateway, gateway.app()
 
 
 def build_prefill_decode_gateway(
@@ -106,8 +91,9 @@ def build_prefill_decode_gateway(
     )
     backend.links_of = monitor.links_of
     gateway.monitor = monitor
+    gateway.starts.append(monitor.poll_all)
     gateway.tasks += [monitor.run, backend.run]
-    return gateway, gateway.app(monitor.poll_all)
+    return gateway, gateway.app()
 
 
 def _build(

@@ -43,6 +43,7 @@ from .fleet_directory import (
 from .ray_config import EngineGroup, RayConfig, parse_config, read_key
 
 logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
 
 GATEWAY = "Gateway"
 """Name of the gateways' deployment."""
@@ -87,7 +88,6 @@ class EngineReplica:
             words={"{node}": _node_name(), "{rank}": str(context.rank.rank)},
         )
         self._is_draining = False
-        self._log = RateLimitedLog(logger)
         await self._process.start()
         self._tasks = [asyncio.ensure_future(one) for one in (self._process.watch(), self._announce())]
 
@@ -128,7 +128,7 @@ class EngineReplica:
         try:
             await announce(Announcement(self._process.url, self._name, self._is_draining))
         except Exception as error:
-            self._log.log(logging.WARNING, "the engine was not announced: %s", error)
+            _log.log(logging.WARNING, "the engine was not announced: %s", error)
 
 
 def autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -225,26 +225,30 @@ def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlet
 
 async def follow_directory(gateway: Gateway, config: RayConfig, own_url: str) -> None:
     """Announce a gateway, and keep its lists of engines and of other gateways, until cancelled."""
-    assert gateway.monitor is not None
-    roles = {group.name: PairRole(group.role) if group.role else None for group in config.groups}
-    log = RateLimitedLog(logger)
     while True:
-        try:
-            listed = await announce(Announcement(own_url, GATEWAY))
-            engines = [one for one in listed if one.kind in roles]
-            running = Counter(one.kind for one in engines)
-            absent = [
-                group.name for group in config.groups for _ in range(group.engines.min - running[group.name])
-            ]
-            gateway.monitor.watch({one.url: roles[one.kind] for one in engines}, absent)
-            await gateway.peers.set_urls(one.url for one in listed if one.kind == GATEWAY)
-            draining = {one.url for one in engines if one.is_draining}
-            for address in gateway.replicas:
-                if address.url in draining:
-                    gateway.routing_backend.tell(ReplicaDrainStarted(address.replica_id))
-        except Exception as error:
-            log.log(logging.WARNING, "the list of engines and gateways is not known: %s", error)
         await asyncio.sleep(ANNOUNCE_S)
+        await read_directory(gateway, config, own_url)
+
+
+async def read_directory(gateway: Gateway, config: RayConfig, own_url: str) -> None:
+    """Announce a gateway, and update its lists of engines and of other gateways. Without an answer of the
+    directory, they stay."""
+    assert gateway.monitor is not None
+    try:
+        listed = await announce(Announcement(own_url, GATEWAY))
+    except Exception as error:
+        _log.log(logging.WARNING, "the list of engines and gateways is not known: %s", error)
+        return
+    roles = {group.name: PairRole(group.role) if group.role else None for group in config.groups}
+    engines = [one for one in listed if one.kind in roles]
+    running = Counter(one.kind for one in engines)
+    absent = [group.name for group in config.groups for _ in range(group.engines.min - running[group.name])]
+    gateway.monitor.watch({one.url: roles[one.kind] for one in engines}, absent)
+    await gateway.peers.set_urls(one.url for one in listed if one.kind == GATEWAY)
+    draining = {one.url for one in engines if one.is_draining}
+    for address in gateway.replicas:
+        if address.url in draining:
+            gateway.routing_backend.tell(ReplicaDrainStarted(address.replica_id))
 
 
 def load_tenants(config: RayConfig) -> TenantKeys:
@@ -267,6 +271,7 @@ def gateway_class(config: RayConfig) -> type[Any]:
         name = f"[{host}]" if ":" in host else host
         own_url = f"http://{name}:{own.getsockname()[1]}"
         gateway, app = build_ray_gateway(config, own_url)
+        gateway.starts.insert(0, lambda: read_directory(gateway, config, own_url))
         gateway.tasks.append(lambda: serve_http(app, own))
         direct = config.direct_port
         if direct is not None:

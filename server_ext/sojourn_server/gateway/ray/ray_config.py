@@ -267,7 +267,11 @@ def known_keys() -> list[str]:
     def names(kind: type[msgspec.Struct]) -> list[str]:
         return [field.name for field in msgspec.structs.fields(kind)]
 
-    sections = {"engines": EnginesConfig, "pairs": PairsConfig, "keys": KeysConfig}
+    sections: dict[str, type[msgspec.Struct]] = {
+        "engines": EnginesConfig,
+        "pairs": PairsConfig,
+        "keys": KeysConfig,
+    }
     found = [name for name in names(RayConfig) if name not in sections]
     return found + [f"{section}.{name}" for section, kind in sections.items() for name in names(kind)]
 
