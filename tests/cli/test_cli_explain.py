@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from typing import Any
 
@@ -17,7 +16,6 @@ from sojourn_server.cli import explain as command
 from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
-from sojourn_server.cli.turn_table import turn_table
 from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.metrics.metric_catalog import PLACEMENTS
 from sojourn_server.metrics.move_descriptions import move_in_words
@@ -120,15 +118,6 @@ def test_of_several_programs_of_a_name_the_newest_is_explained_and_the_others_ar
     assert explained.startswith("third: Turn 2")
 
 
-def test_a_program_with_a_request_is_the_newest_and_many_others_are_cut(serve: Any) -> None:
-    many = [row(f"p{number}", name="fix", since_s=float(number)) for number in range(8)]
-    serve(Server(*many, row("busy", name="fix", since_s=0.5, requests=1, status="reasoning")))
-    result = CliRunner().invoke(build_app(), ["explain", "fix"])
-    assert result.stdout.startswith("newest of 9 programs named fix; others: p7 (93s ago), p6 (94s ago), ")
-    assert result.stdout.splitlines()[0].endswith("p3 (97s ago), …")
-    assert "\nbusy: Turn 2" in result.stdout
-
-
 def test_an_unknown_name_is_said_with_the_names_that_are_known(serve: Any) -> None:
     serve(Server(row("p-1", name="first-agent"), row("p-2", name="first-agent"), row("p-3")))
     error = CliRunner().invoke(build_app(), ["explain", "first-agnt"]).exception
@@ -146,13 +135,6 @@ def test_an_unknown_name_is_said_with_the_names_that_are_known(serve: Any) -> No
     assert isinstance(error, CliError)
     assert error.message == "no program has the id or name 'x'; 3 requests came without a program"
     assert error.next_step == "start the agent with sojourn run, or open sojourn.program() in it; known: none"
-
-
-def test_the_json_of_the_newest_program_stays_json(serve: Any) -> None:
-    serve(Server(row("old", name="fix", since_s=1.0), row("new", name="fix")))
-    result = CliRunner().invoke(build_app(), ["explain", "fix", "--json", "-"])
-    assert json.loads(result.stdout)["program_id"] == "new"
-    assert "newest of 2 programs named fix; others: old (99s ago)" in result.stderr
 
 
 PLACED = {"seq": 3, "at_s": 0.5, "kind": "to_device", "reason": "free_capacity", "need_blocks": 3.0}
@@ -193,20 +175,6 @@ def test_each_move_that_a_shipped_policy_decides_is_told_in_words(to: str, when:
     assert reason not in why.split()
 
 
-def test_moves_and_reasons_of_users_policies_keep_their_names() -> None:
-    assert move_in_words("to_device", "free_capacity") == "entered the device: there was room"
-    assert move_in_words("to_device", "mine") == "entered the device"
-    assert move_in_words("release", "ttl") == ""
-
-
-def test_a_policy_with_leases_shows_no_place(serve: Any) -> None:
-    serve(Server(row("a")))
-    text = CliRunner().invoke(build_app(), ["explain", "a"]).stdout
-    assert "no lease" in text
-    assert "place:" not in text
-    assert "reused: turn" not in text
-
-
 def test_a_gap_is_split_into_the_time_with_and_without_a_tool(serve: Any) -> None:
     before = {"gap_s": 3.5, "tool": "half", "leased_at_return": False}
     serve(Server(row("a"), before=before))
@@ -227,11 +195,3 @@ def test_changed_tokens_are_not_called_lost(serve: Any) -> None:
     text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
     assert re.search(r"\n  changed +30 +differ from the previous context; computed again\n", text)
     assert "lost" not in text
-
-
-def test_a_gap_in_which_no_tool_was_seen_is_no_tool_and_has_the_remedy(serve: Any) -> None:
-    serve(Server(row("a"), before={"gap_s": 2.0, "tool": None, "leased_at_return": False}))
-    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
-    assert re.search(r"\ngap +2\.00 +no tool seen \(if one ran, name it: @sojourn\.tool\); no lease", text)
-    told = turn_table({"ledger": [{"turn": 1, "gap_s": 2.0, "tool_before": None}]})
-    assert told.endswith(" gap 2.0s")

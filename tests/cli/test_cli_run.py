@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import shutil
 import signal
@@ -19,12 +18,6 @@ from sojourn_server.cli import agent_process
 from sojourn_server.cli.agent_process import autostart_directory, child_environment, openai_base_url_root
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
-LIGHT = [
-    SOJOURN[0],
-    "-c",
-    "import sys; from sojourn_server.cli.agent_process import main; main(sys.argv[1:])",
-]
-"""``sojourn run`` of an install without extras."""
 UNUSED = "http://127.0.0.1:9"
 
 
@@ -86,13 +79,6 @@ def test_the_agents_own_server_is_used_if_it_is_a_sojourn_server(ending: str) ->
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{server.url}\n", "")
 
 
-def test_a_url_that_was_given_goes_before_the_agents() -> None:
-    with FakeServer() as server:
-        given = run_with(*PRINT_URL, OPENAI_BASE_URL=f"{server.url}/v1", SOJOURN_URL=UNUSED)
-    assert given.stdout == f"{UNUSED}\n"
-    assert "OPENAI_BASE_URL" not in given.stderr
-
-
 @pytest.mark.parametrize(
     ("status", "answer", "said"),
     [
@@ -122,11 +108,6 @@ def test_a_providers_server_is_not_taken_for_a_sojourn_server(
     assert "--url" in note
 
 
-@pytest.mark.parametrize("named", ["", "  ", "http://[", "ftp://x", "nonsense", UNUSED])
-def test_a_base_url_that_is_of_no_use_leaves_the_usual_one(named: str) -> None:
-    assert openai_base_url_root({"OPENAI_BASE_URL": named}, lambda note: None) is None
-
-
 def test_a_signal_ends_it_as_it_would_end_the_command() -> None:
     result = sojourn_run("sh", "-c", "kill -TERM $$")
     assert result.returncode == -signal.SIGTERM
@@ -140,46 +121,6 @@ def test_unknown_commands_name_a_next_step(tmp_path: Path) -> None:
     script = tmp_path / "agent.py"
     script.write_text("")
     assert f"sojourn run -- python {script}" in sojourn_run(str(script)).stderr.replace("\n", "")
-
-
-@pytest.mark.parametrize("parser", ["typer", "argparse"])
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--ur", UNUSED, "--", "true"), "unknown option --ur; did you mean --url?"),
-        ((f"--ulr={UNUSED}", "true"), "unknown option --ulr; did you mean --url?"),
-        (("--progam", "x", "--", "true"), "unknown option --progam; did you mean --program?"),
-        (("--url", UNUSED, "--childern", "true"), "unknown option --childern; did you mean --children?"),
-        (("--model", "x", "--", "true"), "unknown option --model\n"),
-        (("-x", "true"), "unknown option -x\n"),
-    ],
-)
-def test_misspelt_options_are_named(parser: str, words: tuple[str, ...], said: str) -> None:
-    line = [*SOJOURN, "run", *words] if parser == "typer" else [*LIGHT, *words]
-    result = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert f"error: {said}" in result.stderr
-    assert "next: sojourn run has --url, --program, --children; the command and its own" in result.stderr
-
-
-@pytest.mark.parametrize("parser", ["typer", "argparse"])
-def test_a_missing_command_has_a_next_step(parser: str) -> None:
-    line = [*SOJOURN, "run"] if parser == "typer" else LIGHT
-    result = subprocess.run([*line, "--url", UNUSED], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert result.stderr.splitlines() == [
-        "error: COMMAND is missing",
-        "next: write: sojourn run [OPTIONS] -- COMMAND...; see sojourn run --help",
-    ]
-
-
-def test_the_options_are_those_of_the_command() -> None:
-    from sojourn_server.cli import build_app
-
-    [run] = [each for each in build_app().registered_commands if each.name == "run"]
-    assert run.callback is not None
-    named = {f"--{name}" for name in inspect.signature(run.callback).parameters} - {"--command"}
-    assert named == set(agent_process.OPTIONS)
 
 
 def test_mini_is_instrumented_when_it_is_imported(packages: Path) -> None:
@@ -210,11 +151,6 @@ def test_pythons_started_by_tools_are_left_alone_unless_asked_for(
 ) -> None:
     result = sojourn_run(sys.executable, "-c", TOOL, options=options, PYTHONPATH=str(packages))
     assert result.stdout.strip() == expected, result.stderr
-
-
-def test_an_agent_that_execs_itself_again_stays_the_agent(packages: Path) -> None:
-    code = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', {IS_ATTACHED!r}])"
-    assert sojourn_run(sys.executable, "-c", code, PYTHONPATH=str(packages)).stdout.strip() == "True"
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -334,39 +270,6 @@ def test_a_server_named_by_the_script_is_not_replaced(tmp_path: Path) -> None:
         assert named.requests[0].context is not None
 
 
-def test_a_failed_import_can_be_tried_again(packages: Path) -> None:
-    module = packages / "minisweagent" / "agents" / "default.py"
-    module.write_text("import sys\nif sys.first: raise ImportError('not yet')\n" + module.read_text())
-    code = (
-        "import sys; sys.first = True\n"
-        "try: import minisweagent.agents.default\n"
-        "except ImportError: sys.first = False\n" + IS_ATTACHED
-    )
-    result = sojourn_run(sys.executable, "-c", code, PYTHONPATH=str(packages))
-    assert result.stdout.strip() == "True", result.stderr
-
-
-def test_an_import_in_progress_asks_every_finder(packages: Path) -> None:
-    code = (
-        "import sys\n"
-        "class Meanwhile:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'own': import minisweagent.agents.default\n"
-        "class Editable:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'own':\n"
-        "            from importlib.machinery import ModuleSpec, SourceFileLoader\n"
-        "            return ModuleSpec(name, SourceFileLoader(name, sys.argv[1]))\n"
-        "sys.meta_path += [Meanwhile(), Editable()]\n"
-        "import own\n"
-        "print(own.answer)\n"
-    )
-    own = packages / "somewhere.py"
-    own.write_text("answer = 42\n")
-    result = sojourn_run(sys.executable, "-c", code, str(own), PYTHONPATH=str(packages))
-    assert result.stdout.strip() == "42", result.stderr
-
-
 def test_empty_pythonpath_entries_mean_the_current_directory_and_stay() -> None:
     folder = autostart_directory()
     for given, expected in {
@@ -383,11 +286,6 @@ def test_empty_pythonpath_entries_mean_the_current_directory_and_stay() -> None:
 def test_the_users_word_on_programs_of_processes_is_kept() -> None:
     assert child_environment({}, UNUSED)["SOJOURN_OWN_PROGRAM"] == "1"
     assert child_environment({"SOJOURN_OWN_PROGRAM": "0"}, UNUSED)["SOJOURN_OWN_PROGRAM"] == "0"
-
-
-def test_a_run_inside_a_run_starts_afresh() -> None:
-    inner = child_environment({"SOJOURN_RUN_AGENT": "17", "SOJOURN_RUN_CHILDREN": "1"}, UNUSED)
-    assert not {"SOJOURN_RUN_AGENT", "SOJOURN_RUN_CHILDREN"} & set(inner)
 
 
 def test_the_hook_reads_as_old_python() -> None:
@@ -415,11 +313,6 @@ def test_old_pythons_run_it_silently(name: str, tmp_path: Path) -> None:
     result = sojourn_run(python, "-c", "import sys; print(sys.mine)", PYTHONPATH=str(tmp_path))
     said = [line for line in result.stderr.splitlines() if "no sojourn server" not in line]
     assert (result.stdout.strip(), said) == ("7", [])
-
-
-def test_other_pythons_pay_nothing() -> None:
-    code = "import sys; print([m for m in sys.modules if m.partition('.')[0] in ('sojourn', 'httpx')])"
-    assert sojourn_run(sys.executable, "-c", code).stdout.strip() == "[]"
 
 
 def test_the_users_sitecustomize_still_runs(tmp_path: Path) -> None:

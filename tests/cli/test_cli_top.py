@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import ssl
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import msgspec
@@ -24,14 +22,11 @@ from sojourn_server.cli.top_view import (
     COLUMNS,
     SORTABLE,
     Line,
-    count,
-    duration,
     empty_line,
     header,
     heading,
     program_line,
     shows_leases,
-    size,
     sorted_programs,
 )
 from sojourn_server.cli.turn_table import turn_table
@@ -136,38 +131,6 @@ def test_bars_are_one_for_many_engines_and_name_an_engine_without_an_answer() ->
     assert "no engine answers, so there are no totals" in alone
 
 
-def test_many_states_and_a_viewer_without_totals_keep_requests_and_leases_in_sight() -> None:
-    states = ("reasoning", "acting", "gated", "ended", "expired")
-    many = [row(f"{name}{n}", status=name, tool=None) for name in states for n in range(200)]
-    texts = [text_of(line) for line in header(frame(*many), 80, place="7/1000")]
-    assert "requests 1 running, 1 waiting · leases 1" in texts
-    assert texts[0].endswith("7/1000")
-    hidden = EngineRow(engine="0", now_s=100.0, block_bytes=1 << 20)
-    lines = header(msgspec.structs.replace(frame(*PROGRAMS), engines=[hidden]), 80)
-    assert any("requests 1 running, 1 waiting · leases 3" in text_of(line) for line in lines)
-
-
-def test_of_ended_programs_the_newest_comes_first_and_no_tool_is_shown() -> None:
-    ended = [row(name, status="ended", since_s=since_s) for name, since_s in (("old", 10.0), ("new", 90.0))]
-    views = sorted_programs(frame(*ended))
-    assert [view.row.program_id for view in views] == ["new", "old"]
-    tool = next(column for column in COLUMNS if column.name == "TOOL")
-    assert views[0].row.tool
-    assert tool.text(views[0]) == ""
-
-
-def test_a_program_whose_tool_has_ended_is_idle() -> None:
-    shown = frame(row("ended", tool_ended=True), row("runs"))
-    tool = next(column for column in COLUMNS if column.name == "TOOL")
-    views = sorted_programs(shown)
-    assert [(view.row.program_id, view.state, bool(tool.text(view))) for view in views] == [
-        ("runs", "tool", True),
-        ("ended", "idle", False),
-    ]
-    page = "\n".join(text_of(line) for line in header(shown, 80, url="http://h:8000"))
-    assert "1 tool, 1 idle" in page
-
-
 def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
     shown = frame(*PROGRAMS)
     for name in SORTABLE:
@@ -181,47 +144,11 @@ def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
     assert [view.row.program_id for view in sorted_programs(shown, needle="wait")] == ["queued"]
 
 
-@pytest.mark.parametrize(
-    ("made", "expected"),
-    [
-        (duration(0.04), "40ms"), (duration(9.97), "10s"), (duration(99.6), "1m40"), (duration(7265), "2h01"),
-        (duration(-1), "0ms"), (count(999), "999"), (count(1000), "1.0k"), (count(999_949), "1.0M"),
-        (size(1023), "1023"), (size(1 << 30), "1.0G"), (size(150 << 20), "150M"),
-    ],
-)  # fmt: skip
-def test_numbers_take_at_most_five_characters(made: str, expected: str) -> None:
-    assert made == expected
-    assert len(made) <= 5
-
-
 # -- the command ---------------------------------------------------------------------------
 
 
 def client(handle: Callable[[httpx.Request], httpx.Response]) -> LiveClient:
     return LiveClient("h:8000/v1/", "key", transport=httpx.MockTransport(handle))
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "https://127.0.0.1:9"])
-def test_the_key_does_not_go_to_a_proxy(proxied: list[str], url: str) -> None:
-    live = LiveClient(url, "key")
-    with pytest.raises(CliError, match="does not answer"):
-        live.frame()
-    live.close()
-    assert proxied == []
-
-
-def test_certificates_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    make = ssl.create_default_context
-
-    def context(*args: Any, **more: Any) -> ssl.SSLContext:
-        read.append(more.pop("cafile", None))
-        return make(*args, **more)
-
-    monkeypatch.setattr(ssl, "create_default_context", context)
-    monkeypatch.setenv("SSL_CERT_FILE", "/certificates/of/a/company.pem")
-    LiveClient("https://gateway.invalid", "key").close()
-    assert read == ["/certificates/of/a/company.pem"]
 
 
 def answer(request: httpx.Request) -> httpx.Response:
@@ -428,18 +355,6 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         assert frames[0] == before
         await pilot.press("p")
         await until(lambda: frames[0] > before)
-
-
-@pytest.mark.parametrize("keys", [[], ["slash", "x"], ["question_mark"], ["p"]])
-async def test_control_c_quits(keys: list[str]) -> None:
-    pytest.importorskip("textual", reason="textual is missing: pip install 'sojourn[top]'")
-    from sojourn_server.cli.top_app import TopApp
-
-    app = TopApp(frame, lambda program_id: Group(), url="http://h")
-    async with app.run_test(size=(80, 24)) as pilot:
-        await pilot.press(*keys, "ctrl+c")
-        await until(lambda: not app.is_running)
-    assert app.return_code == 0
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -14,7 +14,6 @@ from sojourn_server.cli import build_app
 from sojourn_server.cli import trace as trace_command
 from sojourn_server.cli.console import CliError
 from sojourn_server.cli.live_client import LiveClient
-from sojourn_server.traces.imports.import_formats import IMPORT_FORMATS
 from sojourn_server.traces.trace_file import read_trace
 
 LEDGER = {
@@ -59,13 +58,6 @@ def test_a_file_becomes_a_trace(tmp_path: Path, source: str, document: object, n
     assert (program.turns[0].prompt_tokens, program.turns[0].output_tokens) == (90, 7)
 
 
-def test_the_help_names_every_format() -> None:
-    command = typer.main.get_command(build_app()).commands["trace"].commands["import"]
-    (option,) = [each for each in command.params if each.name == "source"]
-    for name in IMPORT_FORMATS:
-        assert f"{name}: " in option.help
-
-
 @pytest.mark.parametrize(
     ("content", "source", "output", "message", "step"),
     [
@@ -73,7 +65,6 @@ def test_the_help_names_every_format() -> None:
         ("{}", "langfuse", "o.jsonl", "--from langfuse is unknown", "use one of otel, sojourn"),
         ("{}", "otel", "o.csv", "o.csv: expected a name ending in .jsonl or .jsonl.gz", "change the name"),
         ("{}", "otel", "o.jsonl", "line 1: no span", "docs/traces.md"),
-        ("{}", "otel", "in.json/o.jsonl", "in.json is a file", "name another folder"),
         ("{}", "sojourn", "o.jsonl", "line 1: Object missing required field", "docs/traces.md"),
         ("{}", "sojourn", "no/o.jsonl", "line 1: Object missing required field", "docs/traces.md"),
     ],
@@ -89,14 +80,6 @@ def test_a_failure_is_one_line_and_writes_nothing(
     assert "\n" not in result.exception.message
     assert step in result.exception.next_step
     assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
-
-
-def test_the_folder_of_a_trace_is_created(tmp_path: Path) -> None:
-    given, made = tmp_path / "in.json", tmp_path / "new" / "o.jsonl"
-    given.write_text(json.dumps(LEDGER))
-    result = sojourn(str(given), "--from", "sojourn", "-o", str(made))
-    assert result.exit_code == 0, result.output
-    assert list(read_trace(made))
 
 
 # -- sojourn trace export ------------------------------------------------------------------
@@ -155,24 +138,6 @@ def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path) -> None:
 
     with pytest.raises(CliError, match="is a gateway"):
         export(tmp_path, gateway)
-
-
-def test_the_decisions_of_every_engine_are_exported(tmp_path: Path) -> None:
-    asked = []
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/sojourn/v1/programs":
-            return httpx.Response(200, json={"programs": [], "total": 0})
-        name = request.url.params.get("engine", "0")
-        asked.append(name)
-        decision = {"seq": 0, "at_s": 5.5, "kind": f"keep {name}", "program_id": None}
-        document = {"decisions": [decision], "next": 1, "engine": name, "engines": ["0", "1"]}
-        return httpx.Response(200, json=document)
-
-    document = export(tmp_path, handle)
-    assert asked == ["0", "1"]
-    assert document["otherData"]["decisions"] == 2
-    assert {"keep 0", "keep 1"} <= {event["name"] for event in document["traceEvents"]}
 
 
 def test_a_password_in_the_url_is_in_no_file_and_no_error(tmp_path: Path) -> None:

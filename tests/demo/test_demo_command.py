@@ -55,14 +55,6 @@ def test_directory_of_a_failed_program_is_kept_and_printed(places: Path, no_slee
     assert f"repositories and logs: {kept}" in answer.output
 
 
-def test_directory_of_a_successful_demo_is_removed(places: Path, no_sleep: None) -> None:
-    with EchoEngine() as engine:
-        answer = run_one(engine)
-    assert answer.exit_code == 0, answer.output
-    assert not list(places.glob("sojourn-demo-*"))
-    assert "repositories and logs" not in answer.output
-
-
 def test_the_servers_of_a_demo_require_the_users_api_key_and_every_request_has_it(
     places: Path, no_sleep: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,25 +84,6 @@ def test_the_agents_libraries_get_the_demos_own_folder_and_a_way_past_the_proxy(
     assert Path(environment["MSWEA_GLOBAL_CONFIG_DIR"]).match(f"{places}/sojourn-demo-*")
     expected = None if url == "http://engine.example:1" else "127.0.0.1,localhost"
     assert (environment.get("NO_PROXY"), environment.get("no_proxy")) == (expected, expected)
-
-
-def test_a_model_that_cannot_be_made_is_not_taken_for_one_without_a_tokenizer(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(model: str) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("sojourn_server.models.resolve_model", full)
-    answer = run("--arms", "stock", "--url", "http://127.0.0.1:1")
-    assert isinstance(answer.exception, CliError), answer.output
-    assert "cannot make the model 'smol': [Errno 28] No space left" in answer.exception.message
-    assert "SOJOURN_CACHE" in answer.exception.next_step
-
-
-def test_host_memory_of_another_server_is_rejected(places: Path) -> None:
-    answer = run("--arms", "sojourn", "--url", "http://127.0.0.1:1", "--kv-host-gib", "1")
-    assert isinstance(answer.exception, CliError), answer.output
-    assert "--kv-host-gib 1.0: expected a size in GiB above 0, and no --url" in str(answer.exception)
 
 
 def test_quick_is_four_short_programs_and_says_that_it_measures_nothing(
@@ -171,18 +144,6 @@ def test_each_phase_is_printed_as_it_begins(places: Path, monkeypatch: pytest.Mo
     assert [line for line in said if line in phases] == phases
 
 
-def test_a_plot_that_cannot_be_written_is_refused_before_the_first_arm(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "_run_arms", lambda *_: pytest.fail("the arms ran"))
-    answer = run("--arms", "stock", "--url", "http://127.0.0.1:1", "--plot", str(places))
-    assert isinstance(answer.exception, CliError), answer.output
-    assert "is a folder" in answer.exception.message
-    answer = run("--arms", "stock", "--url", "http://127.0.0.1:1", "--plot", f"{__file__}/out.png")
-    assert isinstance(answer.exception, CliError), answer.output
-    assert "cannot be made" in answer.exception.message
-
-
 def test_quick_takes_neither_a_model_nor_a_number_of_programs(places: Path) -> None:
     answer = run("--quick", "--programs", "8")
     assert isinstance(answer.exception, CliError), answer.output
@@ -232,31 +193,6 @@ def test_an_interrupted_demo_reports_the_programs_that_ended(
     assert [(one["task"], one["fixed"]) for one in figures["details"]] == [("ledger", True)]
     assert set(document["ratio"].values()) == {None}
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
-def test_an_interruption_before_the_first_arm_has_no_figures(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(EngineServer, "start", lambda self: os.kill(os.getpid(), signal.SIGINT))
-    answer = run("--json", str(places / "out.json"))
-    assert answer.exit_code == 130, answer.output
-    assert "there are no figures" in answer.output
-    document = json.loads((places / "out.json").read_text())
-    assert (document["partial"], document["arms"]) == (True, {})
-
-
-def test_an_interruption_while_the_server_stops_keeps_the_figures_of_its_arm(
-    places: Path, no_sleep: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with EchoEngine() as engine:
-        monkeypatch.setattr(EngineServer, "start", lambda server: server)
-        monkeypatch.setattr(EngineServer, "stop", lambda server: os.kill(os.getpid(), signal.SIGINT))
-        monkeypatch.setattr(EngineServer, "url", engine.url)
-        answer = run("--programs", "1", "--json", str(places / "out.json"))
-    assert answer.exit_code == 130, answer.output
-    document = json.loads((places / "out.json").read_text())
-    assert document["partial"] is True
-    assert [(name, arm["repositories_fixed"]) for name, arm in document["arms"].items()] == [("stock", 1)]
 
 
 def test_a_slow_machine_gets_a_smaller_demo_on_a_new_server(

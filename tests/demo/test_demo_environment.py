@@ -76,25 +76,6 @@ def test_a_server_on_this_machine_needs_no_proxy(
     assert all(urllib.request.proxy_bypass(name) for name in (host, "localhost", "corp.example"))
 
 
-def test_each_variable_keeps_its_own_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "*")  # an entry beside * would end its meaning for urllib
-    monkeypatch.setenv("no_proxy", "corp.example")
-    prepare_environment(tmp_path)
-    assert os.environ["NO_PROXY"] == "*"
-    assert os.environ["no_proxy"] == "corp.example,127.0.0.1,localhost"
-
-
-@pytest.mark.parametrize("url", ["http://engine.example:8000", "http://10.0.0.7:8000", "http://[::1"])
-def test_a_server_elsewhere_keeps_the_proxy_settings(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.setenv("no_proxy", "corp.example")
-    prepare_environment(tmp_path, url)
-    assert os.environ["no_proxy"] == "corp.example"
-    assert "NO_PROXY" not in os.environ
-
-
 def test_settings_of_the_user_for_mini_swe_agent_stay_out_of_the_demo(tmp_path: Path) -> None:
     user, own = tmp_path / "user", tmp_path / "demo"
     (user / "mini-swe-agent").mkdir(parents=True)

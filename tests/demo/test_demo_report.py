@@ -15,12 +15,9 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 from rich.console import Console
 from sojourn_server.demo.demo_agent import DemoProgramRecord, DemoTurnRecord
 from sojourn_server.demo.demo_report import (
-    SMOKE,
     arm_figures,
     document,
-    ratios,
     recomputed_prompt_tokens,
-    succeeded,
     table,
 )
 from sojourn_server.demo.demo_run import ArmRecord, EngineCounters, parse_counts
@@ -95,28 +92,6 @@ def test_ratios_are_stock_over_sojourn_with_fixed_keys() -> None:
     json.dumps(found, allow_nan=False)
 
 
-def test_a_missing_arm_or_divisor_is_null_and_never_infinite() -> None:
-    assert set(ratios({"sojourn": arm_figures(arm("sojourn", program(turn(9, 0))))}).values()) == {None}
-    stock = arm_figures(arm("stock", program(turn(100, 0), turn(150, 0))))
-    ours = arm_figures(arm("sojourn", program(turn(100, 0), turn(150, 110))))
-    assert ratios({"stock": stock, "sojourn": ours})["prefill_again"] is None
-
-
-def test_an_arm_in_which_nothing_happened() -> None:
-    empty = ArmRecord(
-        name="stock",
-        programs=(program(error="broke", fixed=False),),
-        engine=EngineCounters(),
-        wall_s=1.0,
-        decisions={},
-    )
-    figures = arm_figures(empty)
-    assert figures["hit_rate"] is None
-    assert figures["ttft_mean_s"] is None
-    assert not succeeded([empty])
-    assert not succeeded([arm("stock", program(turn(1, 0), fixed=False))])
-
-
 def test_a_partial_result_has_no_ratios() -> None:
     found = document(
         [arm("stock", program(turn(9, 0))), arm("sojourn", program(turn(9, 0)))], FACTS, partial=True
@@ -183,23 +158,6 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     draw_plot(document([stock], FACTS), target)
 
 
-def test_the_plot_says_that_programs_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
-    from sojourn_server.demo.demo_report import draw_plot
-
-    titles: list[str] = []
-    monkeypatch.setattr(pyplot, "close", lambda figure: titles.append(figure.get_suptitle()))
-    broken = arm("stock", program(turn(100, 0), error="broke", fixed=False))
-    draw_plot(document([broken], {**FACTS, "smoke": True}), tmp_path / "plot.png")
-    monkeypatch.undo()
-    pyplot.close("all")
-    (title,) = titles
-    assert title.splitlines()[1:] == [
-        SMOKE,
-        "no measurement: 1 of 1 programs of stock failed, and ended early",
-    ]
-
-
 def test_reading_the_exposition() -> None:
     text = (
         "# TYPE vllm:num_preemptions_total counter\n"
@@ -215,29 +173,22 @@ def test_reading_the_exposition() -> None:
     assert counts.since(counts).ttft_mean_s is None
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_live_view_on_a_terminal_and_in_a_log(
-    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr("sojourn_server.demo.live_view.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     with (tmp_path / "screen").open("w+") as file:
-        console = Console(file=file, force_terminal=terminal, width=100)
+        console = Console(file=file, width=100)
         with LiveView("stock", load_tasks(2), console) as view:
             now_s[0] = 50.0  # the repositories are made
             view.update(0, "thinking", 1, "hm [bold")
             view.update(0, "tool", 1, "ls\n-la")
-            console.print(view.render())
             view.update(0, "done", 10, "submitted")
             now_s[0] = 57.0
             view.update(1, "failed", 2, "went wrong")
             now_s[0] = 90.0  # the repositories are tested
         file.seek(0)
         text = file.read()
-    assert "ls -la" in text
     assert "2/2 ended" in text
     assert re.search(r"stock: 7 s, \d+/\d+ turns", text), "as long as the report says"
-    if not terminal:
-        assert "courier: submitted, turn 10" in text
-        assert "crontick: went wrong, turn 2" in text
-        assert "\x1b" not in text
+    assert "courier: submitted, turn 10" in text
+    assert "crontick: went wrong, turn 2" in text

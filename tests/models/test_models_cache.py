@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import re
 from pathlib import Path
 
 import pytest
@@ -42,47 +41,6 @@ def test_a_failed_attempt_leaves_nothing_and_may_be_repeated(monkeypatch):
     assert resolve_model("tiny", progress=False) == str(model_directory("tiny"))
     monkeypatch.setattr(tiny, "make", fail)
     resolve_model("tiny")  # made already: not made again
-
-
-@pytest.mark.parametrize("obstacle", ["a file in its path", "a lock", "no rights"])
-def test_a_cache_that_cannot_be_written_is_named(obstacle, tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    if obstacle == "a file in its path":
-        folder.write_text("")
-        folder = folder / "models"
-        monkeypatch.setenv(model_cache.CACHE_VARIABLE, str(folder))
-    elif obstacle == "a lock":
-        model_directory("tiny").with_suffix(".lock").mkdir(parents=True)
-    else:  # root may write everywhere, so the error is made
-
-        def refuse(**_):
-            raise PermissionError(13, "Permission denied", str(folder))
-
-        monkeypatch.setattr(model_cache.tempfile, "mkdtemp", refuse)
-    with pytest.raises(ModelError, match=re.escape(f"the folder {folder} cannot be written")) as error:
-        resolve_model("tiny", progress=False)
-    assert model_cache.CACHE_VARIABLE in error.value.next_step
-    assert not isinstance(error.value.__cause__, ModelError)
-
-
-def test_a_cache_that_cannot_be_read_holds_no_model(monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "is_file", refuse)
-        assert not is_cached("tiny")
-
-
-def test_a_user_without_a_home_is_told_to_name_the_cache(monkeypatch):
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv(model_cache.CACHE_VARIABLE)
-    monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(ModelError, match="no home directory") as error:
-        resolve_model("tiny", progress=False)
-    assert model_cache.CACHE_VARIABLE in error.value.next_step
 
 
 def count_and_make(directory: Path, say) -> None:

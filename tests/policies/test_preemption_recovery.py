@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.preemption.preemption_recovery import (
@@ -16,7 +16,6 @@ from sojourn_server.policies.preemption.preemption_recovery import (
     CheaperRecovery,
     PreemptedRequestView,
     RecoveryMethod,
-    break_even_tokens,
     measured_break_even_tokens,
 )
 from sojourn_server.policies.preset import load_preset
@@ -112,91 +111,6 @@ def test_the_preset_of_the_paper_takes_the_cheaper_way_and_others_keep_theirs() 
 
 
 # -- from which length on, by the paper's formula -----------------------------------------------------
-
-LLAMA3_8B = {"layers": 32, "hidden": 4096}
-A100_FLOPS = 0.8 * 312e12
-"""80 % of its bf16 peak, as in §2.1."""
-MULTI_HEAD_BYTES = 4 * 32 * 4096
-"""A token's keys and values of two bytes, a head of them for each of the queries: as equation 3 has it."""
-GROUPED_BYTES = 2 * 2 * 32 * 8 * 128
-"""What they are: eight heads of 128, a quarter of that."""
-
-
-def test_equation_3_is_what_comes_out_of_equation_1_and_the_size_of_kv() -> None:
-    for link in (8e9, 16e9, 32e9, 64e9):
-        k = break_even_tokens(
-            **LLAMA3_8B, kv_bytes_per_token=MULTI_HEAD_BYTES, flops_per_s=A100_FLOPS, link_bytes_per_s=link
-        )
-        assert k == pytest.approx(2 * A100_FLOPS / link - 6 * 4096)
-
-
-@pytest.mark.parametrize(
-    ("kv_bytes", "link", "k"),
-    [
-        # §2.1: "On Llama3-8B with Nvidia A100 80GB GPU assuming 80% FLOPs utilization rate and 50% PCI-e bus
-        # utilization rate, K is negative." PCIe 4 with sixteen lanes has 32 GB/s each way, 64 GB/s both ways
-        # together, and a copy goes one way at a time. By equation 3 the claim holds for half of 64, and not
-        # for half of 32: there K is 6,624 tokens. With the grouped heads of the model it holds for both.
-        (MULTI_HEAD_BYTES, 0.5 * 64e9, -8976),
-        (MULTI_HEAD_BYTES, 0.5 * 32e9, +6624),
-        (GROUPED_BYTES, 0.5 * 64e9, -20676),
-        (GROUPED_BYTES, 0.5 * 32e9, -16776),
-        # Equation 2 as it is printed ends in S·D·L/B_mem, as if a token's KV were D·L/2 bytes: an eighth.
-        # From it K = B_comp/(4·B_mem) - 6·D would follow, negative with any link of the last ten years.
-        (MULTI_HEAD_BYTES / 8, 0.5 * 64e9, -22626),
-        (MULTI_HEAD_BYTES / 8, 0.5 * 32e9, -20676),
-    ],
-)
-def test_what_the_paper_says_of_llama3_8b_on_an_a100(kv_bytes: float, link: float, k: float) -> None:
-    assert break_even_tokens(
-        **LLAMA3_8B, kv_bytes_per_token=kv_bytes, flops_per_s=A100_FLOPS, link_bytes_per_s=link
-    ) == pytest.approx(k)
-
-
-@given(
-    layers=st.integers(1, 200),
-    hidden=st.integers(64, 20_000),
-    kv_bytes=st.floats(1, 1e7),
-    flops=st.floats(1e9, 1e16),
-    link=st.floats(1e6, 1e12),
-    share=st.floats(0.01, 0.99),
-)
-def test_beyond_it_copying_is_faster_and_before_it_computing(
-    layers: int, hidden: int, kv_bytes: float, flops: float, link: float, share: float
-) -> None:
-    k = break_even_tokens(
-        layers=layers, hidden=hidden, kv_bytes_per_token=kv_bytes, flops_per_s=flops, link_bytes_per_s=link
-    )
-
-    def copying_gains(tokens: float) -> bool:
-        computing_s = 4 * layers * (6 * tokens * hidden**2 + tokens**2 * hidden) / flops
-        return 2 * tokens * kv_bytes / link < computing_s
-
-    if k <= 0:
-        assume(k < -1e-3)
-        assert copying_gains(1.0)
-    else:
-        # Six times the hidden size is taken off: where that leaves hardly anything, rounding errors are left.
-        assume(k > 1e-3 * hidden)
-        assert not copying_gains(share * k)
-        assert copying_gains(k / share)
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-@pytest.mark.parametrize(
-    "name", ["layers", "hidden", "kv_bytes_per_token", "flops_per_s", "link_bytes_per_s"]
-)
-def test_what_is_no_hardware_is_refused(name: str, wrong: float) -> None:
-    numbers = {
-        "layers": 32,
-        "hidden": 4096,
-        "kv_bytes_per_token": 1e5,
-        "flops_per_s": 1e14,
-        "link_bytes_per_s": 1e10,
-    }
-    with pytest.raises(ValueError, match=f"{name} is {wrong}; expected a number above 0"):
-        break_even_tokens(**{**numbers, name: wrong})  # type: ignore[arg-type]
-
 
 # -- by what was measured -------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ def invoke(*arguments: str) -> Any:
 
 
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make measured copies and matrix products so small that they take almost no time, since the tests do not
-    measure this machine."""
+    """Make measured copies so small that they take almost no time, since the tests do not measure this
+    machine."""
     monkeypatch.setattr(machine_speed.measure_bandwidth, "__defaults__", (1 << 20, None))
-    monkeypatch.setattr(machine_speed, "CPU_SIDE", 64)

@@ -15,7 +15,7 @@ from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineProfile
 from sojourn_server.profiling.machine_speed import CopyBandwidth, measure_bandwidth
 from sojourn_server.profiling.prefill_measurement import lengths_up_to, measure_prefill
-from sojourn_server.replay.completions_client import Completion, RequestError, ServedModel
+from sojourn_server.replay.completions_client import Completion, ServedModel
 
 
 @pytest.fixture(autouse=True)
@@ -133,22 +133,6 @@ async def test_cache_hits_are_owned_up_to() -> None:
     assert measured.notes == ["304 prompt tokens came from a cache; the times are too low"]
 
 
-async def test_a_failed_request_is_raised() -> None:
-    class Failing(ModelledClient):
-        async def complete(self, model: str, prompt: list[int], max_tokens: int) -> Completion:
-            raise RequestError("context too long")
-
-    with pytest.raises(RequestError, match="context too long"):
-        await measure(Failing(), budget_s=1.0)
-
-
 def test_without_torch_bandwidth_is_null_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert measure_bandwidth() == CopyBandwidth(None, None, "torch is not installed here")
-
-
-def test_with_torch_a_copy_is_timed() -> None:
-    pytest.importorskip("torch")
-    measured = measure_bandwidth(1 << 20)
-    assert measured.device_to_host_bytes_per_s is not None
-    assert 1e6 < measured.device_to_host_bytes_per_s < 1e14

@@ -115,19 +115,6 @@ async def test_a_server_that_reports_no_cached_tokens_is_believed_with_a_note() 
     assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-3)
 
 
-async def test_tokens_that_arrive_all_at_once_are_timed_all_the_same() -> None:
-    measured = await measure(ModelledEngine(together=True))
-    assert measured.notes == []
-    assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-3)
-
-
-async def test_a_server_that_makes_one_token_only_gives_no_decode_sample() -> None:
-    measured = await measure(ModelledEngine(stubborn=True))
-    assert measured.notes == ["33 tokens took no longer than one: no decode step could be timed"]
-    assert measured.decode_points == []
-    assert {sample.calls for sample in measured.samples} == {1}
-
-
 async def test_a_budget_is_kept_and_what_it_left_out_is_named() -> None:
     engine = ModelledEngine()
     measured = await measure(engine, budget_s=8.0)
@@ -136,11 +123,6 @@ async def test_a_budget_is_kept_and_what_it_left_out_is_named() -> None:
     (note,) = measured.notes
     assert note.startswith("the time budget left out: ")
     assert "decode of 1 × 7,967 tokens" in note
-
-
-async def test_a_step_of_unknown_size_is_assumed_with_a_note() -> None:
-    measured = await measure(ModelledEngine(), limits=EngineLimits())
-    assert "--max-num-batched-tokens" in measured.notes[0]
 
 
 def test_plans_stay_within_pool_and_limits() -> None:
@@ -160,11 +142,6 @@ def test_a_small_pool_is_measured_with_the_largest_batch_it_holds(blocks: int, l
     for point in plan:
         tokens = decode_prompt_tokens(point, 32) + 33
         assert point.concurrency == 1 or point.concurrency * -(-tokens // 32) <= 0.8 * blocks
-
-
-def test_a_limit_between_the_usual_batches_is_measured() -> None:
-    plan = decode_plan(8000, EngineLimits(kv_pool_tokens=400_000, max_num_seqs=12))
-    assert max(point.concurrency for point in plan) == 12
 
 
 def test_a_long_prompt_is_counted_in_its_steps() -> None:
@@ -229,15 +206,6 @@ async def test_limits_come_from_capabilities_or_metrics() -> None:
         assert await reported(server.url) == (EngineLimits(max_context_tokens=8000), None)
         gone = server.url
     assert await reported(gone) == (EngineLimits(max_context_tokens=8000), None)
-
-
-async def test_the_key_does_not_go_to_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    with TellingServer(metrics=METRICS, capabilities=None) as server:
-        assert (await reported(server.url)).limits.kv_pool_tokens == 38_400
 
 
 def test_the_curve_and_the_samples_tell_the_same_of_a_prefill() -> None:

@@ -14,7 +14,6 @@ from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
 from rich.console import Console
 from sojourn_server.cli import profile as profile_module
-from sojourn_server.cli import profile_progress
 from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineProfile
 from sojourn_server.profiling import step_measurement as steps_module
@@ -34,7 +33,6 @@ def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     text = io.StringIO()
     console = Console(file=text, width=200)
     monkeypatch.setattr(profile_module, "console", console)
-    monkeypatch.setattr(profile_progress, "console", console)
     monkeypatch.setattr("sojourn_server.cli.console.console", console)
     return text
 
@@ -77,7 +75,6 @@ def test_it_says_at_the_start_how_long_it_may_take_and_then_about_how_long(said:
     assert "--budget-s" in lines[0]
     assert "--max-context" in lines[0]
     assert "prefill of 1,000 tokens" in lines[1]
-    assert any(line.startswith("about ") and line.endswith(" in all") for line in lines[2:])
 
 
 @pytest.mark.parametrize("stop", [stopped, interrupted, failed])
@@ -97,20 +94,6 @@ def test_what_was_measured_is_written_when_it_is_stopped(
     profile = EngineProfile.from_toml(text)
     assert [tokens for tokens, _ in profile.points] == [1000, 2000]
     assert profile.steps is None
-
-
-def test_an_earlier_whole_profile_is_not_replaced_by_part_of_one(
-    tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "profile.toml"
-    target.write_text("whole")
-    after(6, stopped, monkeypatch)
-    with FakeServer(max_model_len=4001) as server:
-        error = invoke("--url", server.url, "--repeats", "2", "-o", str(target)).exception
-    assert target.read_text() == "whole"
-    beside = tmp_path / "profile.incomplete.toml"
-    assert EngineProfile.from_toml(beside.read_text()).points
-    assert str(beside) in error.next_step
 
 
 @pytest.mark.parametrize(("decodes", "samples"), [(2, 5), (0, 0)])
@@ -135,40 +118,6 @@ def test_steps_are_in_what_is_left_as_soon_as_there_are_decodes(
     assert (part.steps is not None, len(part.step_samples)) == (samples > 0, samples)
 
 
-def test_stopped_before_the_first_length_nothing_is_written(
-    tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    after(1, stopped, monkeypatch)
-    with FakeServer(max_model_len=4001) as server:
-        error = invoke("--url", server.url, "-o", str(tmp_path / "p.toml")).exception
-    assert isinstance(error, CliError)
-    assert error.exit_code == 130
-    assert "--max-context" in error.next_step
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_cannot_be_written_is_told_before_measuring(tmp_path: Path) -> None:
-    with FakeServer(max_model_len=401) as server:
-        error = invoke("--url", server.url, "-o", str(tmp_path)).exception
-        assert isinstance(error, CliError)
-        assert "is a folder" in error.message
-        assert server.requests == []
-
-
-def test_a_folder_that_cannot_be_written_is_told_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "profile.toml"
-    target.write_text("whole")  # this user may write the file, but a new profile is first written beside it
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and access(path, mode))
-    with FakeServer(max_model_len=401) as server:
-        error = invoke("--url", server.url, "-o", str(target)).exception
-        assert isinstance(error, CliError)
-        assert "no permission" in error.message
-        assert server.requests == []
-
-
 @pytest.mark.parametrize(("stop", "why"), [(None, ""), (stopped, "interrupted"), (failed, "connection lost")])
 def test_a_profile_that_cannot_be_written_after_all_goes_to_stdout(
     stop: Any, why: str, tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
@@ -187,18 +136,3 @@ def test_a_profile_that_cannot_be_written_after_all_goes_to_stdout(
     assert why in result.exception.message.partition("profile.toml")[0]
     assert result.exception.exit_code == (130 if stop is stopped else 1)
     assert EngineProfile.from_toml(result.stdout).points
-
-
-def test_a_line_comes_from_time_to_time_where_there_is_no_terminal(said: io.StringIO) -> None:
-    now = 0.0
-    with profile_progress.ProfileProgress(clock=lambda: now) as progress:
-        for second in range(31):
-            now = float(second)
-            progress.show(f"sample {second}", None if second < 5 else 90.0 - second)
-    assert said.getvalue().splitlines() == [
-        "sample 0",
-        "about 90 s in all",
-        "sample 10, about 80 s left",
-        "sample 20, about 70 s left",
-        "sample 30, about 60 s left",
-    ]

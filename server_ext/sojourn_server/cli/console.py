@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -34,23 +33,12 @@ def print_note(text: str) -> None:
 
 
 def json_option(what: str) -> Any:
-    """Return the option ``--json`` of a command that can write ``what`` as JSON. If the file cannot be
-    written, the option raises ``CliError`` before the command runs."""
+    """Return the option ``--json`` of a command that can write ``what`` as JSON."""
     import typer
 
     return typer.Option(
-        None,
-        "--json",
-        metavar="FILE|-",
-        help=f"Write {what} as JSON to this file, - for stdout",
-        callback=_check_json_target,
+        None, "--json", metavar="FILE|-", help=f"Write {what} as JSON to this file, - for stdout"
     )
-
-
-def _check_json_target(target: str | None) -> str | None:
-    if target is not None and target != "-":
-        check_output_file(Path(target))
-    return target
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -61,30 +49,15 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def check_output_file(path: Path) -> None:
-    """Raise ``CliError`` if ``path`` is a folder or an unwritable file, or if its folder can neither be
-    written nor created. If ``path`` is a symbolic link, check the link's target."""
-    from sojourn_server.traces.atomic_files import file_to_replace
-
+    """Raise ``CliError`` if ``path`` is a folder."""
     if path.is_dir():
         raise CliError(f"{path} is a folder", "name a file")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise CliError(f"{path} cannot be written: no permission", "name another file")
-    try:
-        replaced = file_to_replace(path)
-    except OSError as error:
-        raise CliError(f"{path}: {error.strerror or error}", "name another file") from None
-    # Devices and pipes are written directly, so their folder gets no new file.
-    if replaced is not None:
-        check_output_folder(replaced.parent)
 
 
 def check_output_folder(folder: Path) -> None:
-    """Raise ``CliError`` unless ``folder`` can be written or created."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise CliError(f"{folder} cannot be made: {existing} is a file", "name another folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise CliError(f"{folder} cannot be written: no permission for {existing}", "name another folder")
+    """Raise ``CliError`` if ``folder`` is a file."""
+    if folder.is_file():
+        raise CliError(f"{folder} is a file", "name a folder")
 
 
 def check_free_port(host: str, port: int, next_step: str) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import math
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,27 +18,17 @@ from urllib.parse import urlsplit
 import typer
 
 from .api_key_option import api_key_option
-from .console import (
-    CliError,
-    check_output_file,
-    complete_url,
-    console,
-    json_option,
-    print_line,
-    print_note,
-    write_json,
-)
-from .profile_progress import ProfileProgress, duration_text
+from .console import CliError, complete_url, console, json_option, print_line, print_note, write_json
 
 if TYPE_CHECKING:
     from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
     from sojourn_server.profiling.machine_speed import CopyBandwidth
-    from sojourn_server.profiling.offload_break_even import OffloadBreakEven
     from sojourn_server.profiling.prefill_measurement import PrefillMeasurement
     from sojourn_server.profiling.step_measurement import StepMeasurement
     from sojourn_server.replay.completions_client import ServedModel
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+PROGRESS_INTERVAL_S = 10.0
 
 
 @dataclass(slots=True)
@@ -90,12 +82,6 @@ def profile(
     kv_bytes_per_token: int | None = typer.Option(
         None, min=1, help="KV bytes of one token. Default: the server's answer"
     ),
-    layers: int | None = typer.Option(
-        None, min=1, help="Layers of the model. Default: its config.json on this machine"
-    ),
-    hidden_size: int | None = typer.Option(
-        None, min=1, help="Hidden size of the model. Default: its config.json on this machine"
-    ),
     hardware: str | None = typer.Option(None, help="Name of the machine. Default: what is found here"),
     api_key: str | None = api_key_option(),
     json: str | None = json_option("the profile"),
@@ -106,24 +92,10 @@ def profile(
     On Ctrl-C or SIGTERM, a command with ``-o`` writes the results so far, marked as incomplete.
     """
     from sojourn_server.policies.costs.engine_profile import EngineLimits
-    from sojourn_server.profiling.machine_speed import (
-        ComputeThroughput,
-        CopyBandwidth,
-        KvBlockLayout,
-        measure_bandwidth,
-        measure_compute,
-    )
-    from sojourn_server.profiling.offload_break_even import (
-        ModelDimensions,
-        offload_break_even,
-        read_dimensions,
-    )
+    from sojourn_server.profiling.machine_speed import CopyBandwidth, measure_bandwidth
+    from sojourn_server.profiling.offload_break_even import offload_break_even
     from sojourn_server.replay.completions_client import RequestError, ServerError
 
-    if (layers is None) != (hidden_size is None):
-        raise CliError("--layers and --hidden-size go together", "give both, or neither")
-    if output is not None:
-        check_output_file(output)
     key = api_key or None
     given = EngineLimits(
         kv_pool_tokens=kv_pool_tokens,
@@ -150,18 +122,11 @@ def profile(
     measured = so_far[0]
     if stopped is not None:
         raise _save_partial(measured, stopped, url, hardware, output) from None
-    served, limits = measured.served, measured.limits
+    limits = measured.limits
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
-    dimensions = read_dimensions(served.root) if local else None
-    if layers and hidden_size:
-        dimensions = ModelDimensions(layers, hidden_size)
     if local:
         kv_bytes = limits.kv_bytes_per_token
-        # The number of pieces of a large block hardly changes the bandwidth.
-        pieces = dimensions.layers if dimensions else 1
-        bandwidth = measure_bandwidth(
-            blocks=KvBlockLayout(kv_bytes * measured.block_size, pieces) if kv_bytes else None
-        )
+        bandwidth = measure_bandwidth(block_bytes=kv_bytes * measured.block_size if kv_bytes else None)
     else:
         bandwidth = CopyBandwidth(None, None, "the server runs on another machine; profile it there")
     result = _profile_of(measured, bandwidth, hardware, local)
@@ -170,12 +135,12 @@ def profile(
         *measured.steps.notes,
         *([bandwidth.reason] if bandwidth.reason else []),
     ]
-    compute = ComputeThroughput(None, "the server runs on another machine")
-    if local and dimensions is not None:
-        compute = measure_compute()
-    break_even_points = offload_break_even(result, dimensions, compute)
+    break_even = offload_break_even(result)
     _show(result, bandwidth)
-    _show_break_even(break_even_points, longest=measured.prefill.points[-1][0])
+    print_line(
+        "break-even: copying a context out and in again is faster than computing it "
+        + break_even.words(measured.prefill.points[-1][0])
+    )
     for note in notes:
         print_note(note)
     if output is not None:
@@ -186,7 +151,7 @@ def profile(
         write_json(
             {
                 **dataclasses.asdict(result),
-                "break_even": break_even_points.as_json(),
+                "break_even": break_even.as_json(),
                 "residual_s": residual_s,
                 "notes": notes,
             },
@@ -213,7 +178,7 @@ async def _measure(
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.live_engine_limits import read_limits
     from sojourn_server.profiling.prefill_measurement import PrefillMeasurement, measure_prefill
-    from sojourn_server.profiling.step_measurement import StepMeasurement, expected_steps_s, measure_steps
+    from sojourn_server.profiling.step_measurement import StepMeasurement, measure_steps
     from sojourn_server.replay.completions_client import CompletionsClient
     from sojourn_server.replay.replay_driver import DEFAULT_BLOCK_SIZE
 
@@ -242,46 +207,51 @@ async def _measure(
         # The policies of a live engine need the prefill curve, so it comes first; decodes get the rest of the
         # budget, at least half.
         prefill_budget_s = budget_s / 2 if decode else budget_s
-        with ProfileProgress() as progress:
-
-            def show_prefill(what: str, left_s: float | None) -> None:
-                if left_s is not None and decode:
-                    steps_s = expected_steps_s(
-                        measured.prefill.points,
-                        max_tokens=longest,
-                        limits=limits,
-                        block_size=block_tokens,
-                        repeats=repeats,
-                    )
-                    left_s = min(left_s + steps_s, budget_s - (time.monotonic() - started))
-                progress.show(what, left_s)
-
-            await measure_prefill(
+        show = _progress_lines()
+        await measure_prefill(
+            client,
+            served,
+            max_tokens=longest,
+            repeats=repeats,
+            budget_s=prefill_budget_s,
+            vocabulary=vocabulary,
+            into=measured.prefill,
+            on_sample=show,
+        )
+        points = measured.prefill.points
+        if decode and points:
+            await measure_steps(
                 client,
                 served,
-                max_tokens=longest,
+                points,
+                # At most the longest prompt that the budget allowed.
+                max_tokens=min(longest, points[-1][0]),
+                limits=limits,
+                block_size=block_tokens,
                 repeats=repeats,
-                budget_s=prefill_budget_s,
+                budget_s=budget_s - (time.monotonic() - started),
                 vocabulary=vocabulary,
-                into=measured.prefill,
-                on_sample=show_prefill,
+                into=measured.steps,
+                on_sample=show,
             )
-            points = measured.prefill.points
-            if decode and points:
-                await measure_steps(
-                    client,
-                    served,
-                    points,
-                    # At most the longest prompt that the budget allowed.
-                    max_tokens=min(longest, points[-1][0]),
-                    limits=limits,
-                    block_size=block_tokens,
-                    repeats=repeats,
-                    budget_s=budget_s - (time.monotonic() - started),
-                    vocabulary=vocabulary,
-                    into=measured.steps,
-                    on_sample=progress.show,
-                )
+
+
+def _progress_lines() -> Callable[[str, float | None], None]:
+    """Return a function that prints what is measured and the expected seconds left, at most every
+    ``PROGRESS_INTERVAL_S`` seconds."""
+    last_s = -math.inf
+
+    def show(what: str, left_s: float | None) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= PROGRESS_INTERVAL_S:
+            last_s = time.monotonic()
+            print_line(what if left_s is None else f"{what}, about {_duration(left_s)} left")
+
+    return show
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{round(seconds / 60)} min"
 
 
 def _cancel_on_sigterm() -> None:
@@ -296,7 +266,7 @@ def _announce(model: str, longest: int, budget_s: float, decode: bool) -> None:
     also = ", then decodes and extended prefixes" if decode else ""
     print_line(
         f"measuring {model}: prompts of up to {longest:,} tokens{also}; takes at most "
-        f"{duration_text(budget_s)} (--budget-s), and less with --max-context TOKENS or --no-decode"
+        f"{_duration(budget_s)} (--budget-s), and less with --max-context TOKENS or --no-decode"
     )
 
 
@@ -394,18 +364,6 @@ def _show(result: EngineProfile, bandwidth: CopyBandwidth) -> None:
         console.print(f"device to host {down / 1e9:.1f} GB/s, host to device {up / 1e9:.1f} GB/s")
     if result.steps is not None:
         _show_steps(result)
-
-
-def _show_break_even(break_even_points: OffloadBreakEven, longest: int) -> None:
-    measured, closed = break_even_points.measured.words(longest), break_even_points.closed_form.words(longest)
-    if break_even_points.measured.tokens is None:
-        text = f"break-even of recomputing and offloading: {measured}"
-    else:
-        text = (
-            "break-even: copying a context out and in again is faster than computing it "
-            f"{measured} (measured curve); {closed} (closed form)"
-        )
-    print_line(text)
 
 
 def _show_steps(result: EngineProfile) -> None:

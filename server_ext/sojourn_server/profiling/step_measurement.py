@@ -169,15 +169,6 @@ async def measure_steps(
     return measurement
 
 
-def expected_steps_s(
-    points: list[tuple[int, float]], *, max_tokens: int, limits: EngineLimits, block_size: int, repeats: int
-) -> float:
-    """Return the estimated seconds that ``measure_steps`` spends on prefill. Decode steps are not included,
-    because their times are unknown before the measurement."""
-    jobs = _measurement_jobs(max_tokens, limits, block_size, PrefillCurve.fit(points), repeats)
-    return sum(job.prefill_s for job in jobs)
-
-
 class _MeasurementJob(NamedTuple):
     prefill_s: float
     """Predicted seconds of the prompts, without the decode steps."""

@@ -85,36 +85,6 @@ class CheaperRecovery:
         return RecoveryMethod.OFFLOAD if victim.offload_s < victim.recompute_s else RecoveryMethod.RECOMPUTE
 
 
-def break_even_tokens(
-    *,
-    layers: int,
-    hidden: int,
-    kv_bytes_per_token: float,
-    flops_per_s: float,
-    link_bytes_per_s: float,
-) -> float:
-    """Return the context length in tokens beyond which offloading is faster than recomputing (Tetris §2.1,
-    eq. 1–3).
-
-    0 or less: offloading is faster at every length. With L ``layers`` of width D
-    (``hidden``), computing S tokens takes 4·L·(6·S·D² + S²·D) operations at B_comp (``flops_per_s``). Copying
-    out and back moves 2·S·M bytes at B_mem (``link_bytes_per_s``), with M bytes per token. For M = 4·L·D
-    (two-byte keys and values, no grouped heads) this gives the paper's K = 2·B_comp/B_mem − 6·D. But the
-    paper's equation 2 ends in S·D·L/B_mem, an eighth of this copy time. Raises ``ValueError`` unless all
-    arguments are > 0.
-    """
-    for name, value in (
-        ("layers", layers),
-        ("hidden", hidden),
-        ("kv_bytes_per_token", kv_bytes_per_token),
-        ("flops_per_s", flops_per_s),
-        ("link_bytes_per_s", link_bytes_per_s),
-    ):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} is {value}; expected a number above 0")
-    return kv_bytes_per_token * flops_per_s / (2 * layers * hidden * link_bytes_per_s) - 6 * hidden
-
-
 def measured_break_even_tokens(
     a_s: float, b_s_per_token: float, c_s_per_token2: float, copy_s_per_token: float
 ) -> float:
