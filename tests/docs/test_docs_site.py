@@ -19,6 +19,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_every_page_of_the_navigation_is_built(site: Path) -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     pages = re.findall(r": (\S+)\.md$", nav, re.MULTILINE)
@@ -29,6 +30,7 @@ def test_every_page_of_the_navigation_is_built(site: Path) -> None:
     assert written <= {page.rpartition("/")[2] for page in pages}, "a document is not in the navigation"
 
 
+@pytest.mark.nightly
 def test_tables_are_tables_and_nothing_is_fetched(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")

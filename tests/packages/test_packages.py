@@ -41,6 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.mark.nightly
 def test_a_wheel_from_the_source_archive_has_the_same_bytes(wheel: Path, tmp_path: Path) -> None:
     """The archive is complete, and neither the folder nor the times of its files reach the wheel."""
     archive = build(ROOT, "sdist", tmp_path / "first")
@@ -51,6 +52,7 @@ def test_a_wheel_from_the_source_archive_has_the_same_bytes(wheel: Path, tmp_pat
     assert digest(build(ROOT, "sdist", tmp_path / "second")) == digest(archive)
 
 
+@pytest.mark.nightly
 def test_the_wheel_has_its_licence_its_types_and_the_engines_entry_points(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as files:
         names = set(files.namelist())
@@ -79,6 +81,7 @@ def test_the_wheel_has_its_licence_its_types_and_the_engines_entry_points(wheel:
         assert f"[{group}]\nsojourn = " in entry_points
 
 
+@pytest.mark.nightly
 def test_the_installed_sdk_works_alone(wheel: Path, tmp_path: Path) -> None:
     """In an environment with msgspec and nothing else, which pip fills without an index."""
     subprocess.run(
@@ -117,16 +120,19 @@ def test_release_notes_are_one_versions_part_and_need_a_date() -> None:
         script.release_notes(log, "0.3.0")
 
 
-def test_the_workflow_keeps_to_its_schema_and_stores_no_secret() -> None:
-    path = ROOT / ".github" / "workflows" / "release.yml"
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["release.yml", "nightly.yml"])
+def test_the_workflow_keeps_to_its_schema_and_stores_no_secret(name: str) -> None:
+    path = ROOT / ".github" / "workflows" / name
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", path]
     checked = subprocess.run(check, capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout
     text = path.read_text(encoding="utf-8")
-    assert "id-token: write" in text
+    assert ("id-token: write" in text) is (name == "release.yml")
     assert "secrets." not in text
 
 
+@pytest.mark.nightly
 def test_uv_installs_with_the_settings_of_pip() -> None:
     script = load_script("scripts/install.py")
     listing = (
@@ -142,6 +148,7 @@ def test_uv_installs_with_the_settings_of_pip() -> None:
         script.uv_settings({"prefix": "/usr/local"})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("uv_status", "installer", "by"),
     [(0, "", ["uv"]), (2, "", ["uv", "pip"]), (0, "pip", ["pip"])],
@@ -176,6 +183,7 @@ esac
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyPI has PyTorch's CPU builds")
 @pytest.mark.parametrize(
     ("listing", "settings", "asked"),
