@@ -136,7 +136,7 @@ def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
     assert program is not None
     output = program.context_tokens - 230
     assert program.peak_tokens == 230 + output
-    assert engine.program_scheduler.histories.growth_tokens.values() == [100.0, 0.0, 0.0, 30.0]
+    assert engine.program_scheduler.histories.growth_tokens.snapshot() == [100.0, 0.0, 0.0, 30.0]
 
 
 @pytest.mark.parametrize("second", [TurnFinishReason.STOPPED, TurnFinishReason.ABORTED])
@@ -149,10 +149,10 @@ def test_parallel_requests_of_a_first_turn_are_no_growth(second: TurnFinishReaso
         engine.finish(request, outcome=outcome)
     if second is TurnFinishReason.ABORTED:  # the turn left no context
         engine.turn("p", prompt(100))
-    assert engine.program_scheduler.histories.growth_tokens.values() == []
+    assert engine.program_scheduler.histories.growth_tokens.snapshot() == []
     assert engine.program("p").first_prompt_tokens == 100
     engine.turn("p", prompt(130))
-    assert engine.program_scheduler.histories.growth_tokens.values() == [30.0]
+    assert engine.program_scheduler.histories.growth_tokens.snapshot() == [30.0]
 
 
 def test_c3_without_events_the_gap_is_from_finish_to_next_arrival() -> None:

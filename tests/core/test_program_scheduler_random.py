@@ -184,7 +184,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(seed=SMALL, owner=st.none() | PROGRAMS, taker=st.none() | REQUESTS)
     def evict(self, seed: int, owner: str | None, taker: str | None) -> None:
-        self.handle(ev.BlockEvicted(seed * 1000, ProgramId(owner) if owner else None, taker))
+        self.handle(ev.BlocksEvicted(taker, [(seed * 1000, ProgramId(owner) if owner else None)]))
 
     @rule(program=PROGRAMS, blocks=SMALL)
     def find_cached(self, program: str, blocks: int) -> None:

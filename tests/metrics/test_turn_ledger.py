@@ -431,7 +431,7 @@ def test_the_eviction_log_keeps_the_newest(hashes: list[int], capacity: int) -> 
     log = EvictionLog(capacity)
     order: list[int] = []
     for at, block in enumerate(hashes):
-        log.add(block, EvictedBlock(LossCause.EVICTED, None, None, float(at)))
+        log.add([block], EvictedBlock(LossCause.EVICTED, None, None, float(at)))
         order = [h for h in order if h != block] + [block]
     assert len(log) == min(capacity, len(order))
     for block in range(31):

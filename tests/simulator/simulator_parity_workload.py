@@ -176,13 +176,9 @@ def write_lines(path: Path, lines: list[Any]) -> Path:
 
 
 def grants(lines: list[Any]) -> list[int]:
-    """Indices of the lines that granted a lease. Element 3 of such a line has the lease's fields, with
-    ``ttl_s`` at 0 and ``reason`` at 6."""
+    """Indices of the lines that granted a lease, which is the second element of the line's last action."""
     return [
         index
         for index, line in enumerate(lines)
-        if isinstance(line, list)
-        and line[0] in ("end", "pin")
-        and len(line) > 3
-        and isinstance(line[3], list)
+        if isinstance(line, list) and line[2][0] and line[2][0][-1][0] == "LeaseGranted"
     ]

@@ -122,7 +122,7 @@ class SchedulerDriver(ProgramScheduler):
         self.handle(ev.OutputLengthPredicted(request_id, at, remaining, **more), now)
 
     def evicted(self, block: Any, owner: Any, taker: str | None, now: float, score: Any = None) -> None:
-        self.handle(ev.BlockEvicted(block, owner, taker, score), now)
+        self.handle(ev.BlocksEvicted(taker, [(block, owner)], score), now)
 
     def pinned(self, program_id: ProgramId, blocks: int, now: float) -> Lease | None:
         return ev.granted_lease(self.handle(ev.CachedBlocksFound(program_id, blocks), now))

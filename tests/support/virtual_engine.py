@@ -196,7 +196,7 @@ class VirtualEngine:
             if block in self.cached:
                 self.cached.discard(block)
                 self.program_scheduler.state.eviction_log.add(
-                    block, EvictedBlock(LossCause.EVICTED, None, by, self.now)
+                    [block], EvictedBlock(LossCause.EVICTED, None, by, self.now)
                 )
 
     # -- clients --------------------------------------------------------------------

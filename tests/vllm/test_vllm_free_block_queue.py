@@ -247,7 +247,9 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
     queue = make_queue(
         make_blocks(4),
         score=lambda program_id, left: (0.0,),
-        evicted=lambda block, owner, score: evictions.append((block.block_id, isinstance(owner, str))),
+        evicted=lambda gone, score: evictions.extend(
+            (block.block_id, isinstance(owner, str)) for block, owner in gone
+        ),
     )
     prefix = queue.popleft_n(2)
     own = cached(queue, 1, "P0")
@@ -299,7 +301,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = make_queue(
             self.blocks,
             score=self.standing if self.by_program else None,
-            evicted=lambda block, owner, score: self.evictions.append(block.block_id),
+            evicted=lambda gone, score: self.evictions.extend(block.block_id for block, _ in gone),
         )
         self.list = list(range(BLOCKS))
         self.buckets: dict[tuple[str, float], list[int]] = {}

@@ -23,7 +23,7 @@ def parity(
     ),
     json: str | None = json_option("the report"),
 ) -> None:
-    """Replay ``recording`` and print a report. Exits with code 1 if a decision or answer differs from the
+    """Replay ``recording`` and print a report. Exits with code 1 if an action or decision differs from the
     recording, or if the recording holds no decisions."""
     from sojourn_server.simulator.parity_replay import RecordingError, replay_recording
 
@@ -37,7 +37,7 @@ def parity(
     console.print(report)
     if json is not None:
         write_json(report.as_dict(), json)
-    if not report.total_decisions:
+    if not report.decisions:
         raise CliError(
             f"{recording} holds no decisions: nothing was compared",
             "give the server time to stop: sojourn serve MODEL … --shutdown-timeout 10",

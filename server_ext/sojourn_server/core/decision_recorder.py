@@ -81,12 +81,12 @@ class DecisionRecorder:
         self._recorder.count("sojourn_gate_timeouts_total")
         self._decisions.add(now, "refuse", request_state.program_id, DecisionReason.PLACED.value)
 
-    def evicted(self, cause: LossCause) -> None:
-        """Count the eviction of a cached block, by cause."""
-        self._recorder.count("sojourn_evictions_total", tier="device", cause=cause.value)
-        self._recorder.count(
-            "sojourn_evicted_bytes_total", self._pool.block_bytes, tier="device", cause=cause.value
-        )
+    def evicted(self, cause: LossCause, blocks: int) -> None:
+        """Count the eviction of cached blocks, by cause."""
+        lost, recorder = cause.value, self._recorder
+        recorder.count("sojourn_evictions_total", blocks, tier="device", cause=lost)
+        evicted_bytes = blocks * self._pool.block_bytes
+        recorder.count("sojourn_evicted_bytes_total", evicted_bytes, tier="device", cause=lost)
 
     def count_ended_program(self, program: ProgramState, outcome: str, now: float) -> None:
         """Count a program that has ended or expired, and its duration."""

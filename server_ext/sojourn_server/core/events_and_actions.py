@@ -1,6 +1,7 @@
 """Events that an engine reports to ``ProgramScheduler.handle``, and the actions that this method returns.
 
-Events are frozen structs with a tag. A recording uses the tags as record names. Actions are plain tuples.
+Events are frozen structs, tagged with their names. A recording is a list of events with the resulting
+actions. Actions are plain tuples.
 Every engine and the simulator use the same events and actions. Times are in seconds.
 """
 
@@ -25,14 +26,14 @@ from .lease_table import Lease
 from .request_hints import RequestIdentity
 
 
-class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """Base class of all events. ``gc=False`` is safe because events are never in reference cycles."""
 
 
 # --- requests ------------------------------------------------------------------------------------
 
 
-class RequestArrived(_Event, tag="arrive", frozen=True):
+class RequestArrived(_Event, frozen=True):
     """A request has reached the engine. Its program's running tool calls count as ended."""
 
     request_id: str
@@ -43,14 +44,14 @@ class RequestArrived(_Event, tag="arrive", frozen=True):
     priority, see ``ReclaimRequest.priority``."""
 
 
-class UntrackedRequestArrived(_Event, tag="stranger", frozen=True):
+class UntrackedRequestArrived(_Event, frozen=True):
     """A request has arrived, but its program could not be read. The request is handled without a program and
     ordered by its arrival."""
 
     request_id: str
 
 
-class RequestAdmitted(_Event, tag="admit", frozen=True):
+class RequestAdmitted(_Event, frozen=True):
     """The engine gave a request its blocks; the request runs from this step on."""
 
     request_id: str
@@ -68,13 +69,13 @@ class RequestAdmitted(_Event, tag="admit", frozen=True):
     """Maximum number of tokens that the request may still generate; 0: unknown."""
 
 
-class FirstToken(_Event, tag="token", frozen=True):
+class FirstToken(_Event, frozen=True):
     """A request has generated its first output token."""
 
     request_id: str
 
 
-class RequestPreempted(_Event, tag="preempt", frozen=True):
+class RequestPreempted(_Event, frozen=True):
     """A running request lost its blocks and waits again. The answer is ``RecoveryChosen``."""
 
     request_id: str
@@ -90,7 +91,7 @@ class RequestPreempted(_Event, tag="preempt", frozen=True):
     """Seconds until the queued copies to host memory are done."""
 
 
-class LoadGivenUp(_Event, tag="unload", frozen=True):
+class LoadGivenUp(_Event, frozen=True):
     """A request lost its blocks to a running request, during or after the load of its KV and before it ran
     any step. The request waits again. The loaded KV is still in the lower tier."""
 
@@ -106,7 +107,7 @@ class TurnFinishReason(str, Enum):
     ERROR = "error"
 
 
-class TurnFinished(_Event, tag="end", frozen=True):
+class TurnFinished(_Event, frozen=True):
     """A request has left the engine. The answer is ``LeaseGranted`` if the engine must hold the request's
     blocks."""
 
@@ -127,7 +128,7 @@ class TurnFinished(_Event, tag="end", frozen=True):
     """Number of blocks that requests use or leases hold now, the request's own included; None: unknown."""
 
 
-class UntrackedRequestLeft(_Event, tag="left", frozen=True):
+class UntrackedRequestLeft(_Event, frozen=True):
     """A request without a program has left the engine."""
 
     request_id: str
@@ -136,20 +137,20 @@ class UntrackedRequestLeft(_Event, tag="left", frozen=True):
 # --- clients and time ----------------------------------------------------------------------------
 
 
-class ClientEventReceived(_Event, tag="event", frozen=True):
+class ClientEventReceived(_Event, frozen=True):
     """A client reported an event. The answer is ``EventAnswered``."""
 
     emitter: str
     event: AnyEvent
 
 
-class Tick(_Event, tag="tick", frozen=True):
+class Tick(_Event, frozen=True):
     """Time has passed: leases and programs may expire, and prefetches may be due.
 
     The engine reports it once per step and before every HTTP operation."""
 
 
-class StepCompleted(_Event, tag="step", frozen=True):
+class StepCompleted(_Event, frozen=True):
     """An engine step took ``seconds`` seconds and computed ``tokens`` tokens of ``requests`` requests."""
 
     tokens: int
@@ -167,7 +168,7 @@ class StepCompleted(_Event, tag="step", frozen=True):
 # --- memory --------------------------------------------------------------------------------------
 
 
-class AdmissionRequested(_Event, tag="enter", frozen=True):
+class AdmissionRequested(_Event, frozen=True):
     """The next request in the queue is subject to admission control. The answer is ``RequestLetIn`` if it may
     be admitted. Without an answer the request waits."""
 
@@ -185,7 +186,7 @@ class AdmissionRequested(_Event, tag="enter", frozen=True):
     """Whether the request is in the preempted state now; None: the last reported state applies."""
 
 
-class BlocksNeeded(_Event, tag="room", frozen=True):
+class BlocksNeeded(_Event, frozen=True):
     """A block allocation failed. The returned actions are one ``RELEASE`` for each lease that ends."""
 
     need: ReclaimRequest
@@ -194,7 +195,7 @@ class BlocksNeeded(_Event, tag="room", frozen=True):
     lease."""
 
 
-class VictimNeeded(_Event, tag="victim", frozen=True):
+class VictimNeeded(_Event, frozen=True):
     """A running request finds no free block, so one request must be preempted. The answer is
     ``RequestChosen``. Without an answer the engine chooses."""
 
@@ -205,7 +206,7 @@ class VictimNeeded(_Event, tag="victim", frozen=True):
     """Number of blocks in use or leased."""
 
 
-class DemandSampled(_Event, tag="look", frozen=True):
+class DemandSampled(_Event, frozen=True):
     """The engine reports all running requests every few steps. The answer is ``RequestChosen`` if the engine
     must copy one request's KV to host memory now, because that request will probably be preempted soon."""
 
@@ -219,7 +220,7 @@ class DemandSampled(_Event, tag="look", frozen=True):
     """Seconds until the queued copies to host memory are done."""
 
 
-class OutputLengthPredicted(_Event, tag="guess", frozen=True):
+class OutputLengthPredicted(_Event, frozen=True):
     """A neural network predicts how many tokens a request will still generate."""
 
     request_id: str
@@ -231,19 +232,18 @@ class OutputLengthPredicted(_Event, tag="guess", frozen=True):
     """Maximum number of tokens that the request could still generate at that point."""
 
 
-class BlockEvicted(_Event, tag="evict", frozen=True):
-    """A cached block was reused for another request."""
+class BlocksEvicted(_Event, frozen=True):
+    """Cached blocks were reused for another request."""
 
-    block_hash: Any
-    owner: ProgramId | None
-    """The program that owned the block; None: several programs owned it."""
-    taker_request_id: str | None = None
-    """The request that gets the block, if known."""
+    taker_request_id: str | None
+    """The request that gets the blocks, if known."""
+    blocks: Sequence[tuple[Any, ProgramId | None]]
+    """(Content hash of a block, program that owned it). Without a program, several programs owned it."""
     score: tuple[float, ...] | None = None
-    """The owner's eviction score, by which the block was chosen; None: eviction is not by program."""
+    """The owners' eviction score, by which the blocks were chosen; None: eviction is not by program."""
 
 
-class CachedBlocksFound(_Event, tag="pin", frozen=True):
+class CachedBlocksFound(_Event, frozen=True):
     """Result of a ``PIN_CACHED`` action: the number of blocks that are still cached. The answer
     ``LeaseGranted`` makes the engine hold these blocks."""
 
@@ -257,7 +257,7 @@ class CachedBlocksFound(_Event, tag="pin", frozen=True):
     """Number of blocks that requests use or leases hold now; None: unknown."""
 
 
-class PrefetchStarted(_Event, tag="prefetch", frozen=True):
+class PrefetchStarted(_Event, frozen=True):
     """Result of a ``PREFETCH`` action: how many blocks of ``prefetch_keys`` were not on the device.
 
     The answer ``LoadAheadChosen``, if any, makes the engine load some of the missing blocks into spare
@@ -276,19 +276,19 @@ class PrefetchStarted(_Event, tag="prefetch", frozen=True):
     when further blocks would not change the answer."""
 
 
-class CacheResetStarted(_Event, tag="reset_start", frozen=True):
+class CacheResetStarted(_Event, frozen=True):
     """The engine is about to clear its prefix cache, which requires that no lease holds blocks and no request
     runs."""
 
 
-class CacheReset(_Event, tag="reset", frozen=True):
+class CacheReset(_Event, frozen=True):
     """The tiers below the device were cleared. The prefix cache on the device may have been cleared too."""
 
     device: bool = True
     """Whether the prefix cache on the device was cleared too."""
 
 
-class YieldOrdered(_Event, tag="give_way", frozen=True):
+class YieldOrdered(_Event, frozen=True):
     """A gateway orders a running request to yield to a request of another program. The other request is
     waiting or about to arrive. The answer is ``EventAnswered``."""
 
@@ -300,7 +300,7 @@ class YieldOrdered(_Event, tag="give_way", frozen=True):
 Event = (
     RequestArrived | UntrackedRequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp
     | TurnFinished | UntrackedRequestLeft | ClientEventReceived | Tick | StepCompleted | AdmissionRequested
-    | BlocksNeeded | VictimNeeded | DemandSampled | OutputLengthPredicted | BlockEvicted | CachedBlocksFound
+    | BlocksNeeded | VictimNeeded | DemandSampled | OutputLengthPredicted | BlocksEvicted | CachedBlocksFound
     | PrefetchStarted | CacheResetStarted | CacheReset | YieldOrdered
 )  # fmt: skip
 

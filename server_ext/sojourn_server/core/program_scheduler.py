@@ -35,7 +35,7 @@ from .events_and_actions import (
     Action,
     AdmissionRequested,
     Answer,
-    BlockEvicted,
+    BlocksEvicted,
     BlocksNeeded,
     CachedBlocksFound,
     CacheReset,
@@ -129,10 +129,7 @@ class ProgramScheduler:
             lease_manager=self._lease_manager,
             forecaster=self._forecaster,
             decision_recorder=self._decision_recorder,
-            # Bypasses ``RecordingScheduler``: a recording must hold only the engine's own queries.
-            score=lambda program_id: ProgramScheduler.owner_score(
-                self, ProgramScheduler.owner_standing(self, program_id)
-            ),
+            score=lambda program_id: self.owner_score(self.owner_standing(program_id)),
         )
         self._request_lifecycle = requests = RequestLifecycle(
             state,
@@ -163,7 +160,7 @@ class ProgramScheduler:
             VictimNeeded: shortages.victim_needed,
             DemandSampled: shortages.demand_sampled,
             OutputLengthPredicted: self._output_length_predicted,
-            BlockEvicted: shortages.evicted,
+            BlocksEvicted: shortages.evicted,
             CachedBlocksFound: self._lease_manager.cached_blocks_found,
             PrefetchStarted: self._predictor.prefetch_started,
             CacheResetStarted: self._cache_reset_started,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from sojourn.ids import ProgramId
 
@@ -90,6 +91,17 @@ class Histories:
     """Seconds that the requests of ended programs ran, by agent type."""
     hints_off: HintErrors = field(default_factory=HintErrors)
     """Errors of hinted output lengths."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the content of all histories as JSON values, by name."""
+        return {each.name: getattr(self, each.name).snapshot() for each in fields(self)}
+
+    @classmethod
+    def restore(cls, document: dict[str, Any]) -> Histories:
+        """Return the histories of which ``document`` is the ``snapshot``. Raises ``KeyError`` for a missing
+        one, and what the histories raise for invalid content."""
+        kinds: dict[str, Any] = {each.name: each.default_factory for each in fields(cls)}
+        return cls(**{name: kind.restore(document[name]) for name, kind in kinds.items()})
 
 
 class SchedulerState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sojourn.ids import ProgramId
 
@@ -13,7 +14,7 @@ from ..policies.preemption.preemption_recovery import RecoveryMethod
 from ..programs.program_status import OVER_STATUSES
 from .decision_recorder import DecisionRecorder
 from .demand_forecaster import DemandForecaster
-from .events_and_actions import BlockEvicted, BlocksNeeded, DemandSampled, RequestChosen, VictimNeeded
+from .events_and_actions import BlocksEvicted, BlocksNeeded, DemandSampled, RequestChosen, VictimNeeded
 from .lease_manager import LeaseManager
 from .scheduler_state import SchedulerState
 
@@ -45,17 +46,23 @@ class ShortageHandler:
         freed_by = freed.__getitem__ if freed is not None else None
         self._lease_manager.make_room(need, now, freed_by, self._score)
 
-    def evicted(self, event: BlockEvicted, now: float) -> None:
-        """Log why a cached block was evicted, and for which program."""
-        state, owner, taker_request_id = self._state, event.owner, event.taker_request_id
+    def evicted(self, event: BlocksEvicted, now: float) -> None:
+        """Log why cached blocks were evicted, and for which program."""
+        state, taker_request_id = self._state, event.taker_request_id
         taker = state.requests.states.get(taker_request_id) if taker_request_id is not None else None
         evictor = taker.program_id if taker is not None else None
-        program = state.programs.get(owner) if owner is not None else None
-        if program is not None and program.status not in OVER_STATUSES:
-            state.last_shortage_s = now
-        cause = self._lease_manager.release_cause(owner) or LossCause.EVICTED
-        state.eviction_log.add(event.block_hash, EvictedBlock(cause, owner, evictor, now, event.score))
-        self._decision_recorder.evicted(cause)
+        entries: dict[ProgramId | None, tuple[EvictedBlock, list[Any]]] = {}
+        for block_hash, owner in event.blocks:
+            if owner not in entries:
+                program = state.programs.get(owner) if owner is not None else None
+                if program is not None and program.status not in OVER_STATUSES:
+                    state.last_shortage_s = now
+                cause = self._lease_manager.release_cause(owner) or LossCause.EVICTED
+                entries[owner] = EvictedBlock(cause, owner, evictor, now, event.score), []
+            entries[owner][1].append(block_hash)
+        for entry, hashes in entries.values():
+            state.eviction_log.add(hashes, entry)
+            self._decision_recorder.evicted(entry.cause, len(hashes))
 
     def victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
         """Choose the running request to preempt. ``None``: the engine chooses."""

@@ -110,7 +110,6 @@ class DecisionLog:
         If ``seq`` is above the newest number, as after a restart of the engine, the list is empty. The
         returned ``seq`` is then the number that the next decision will have.
         """
-        first = self._ring[0].seq if self._ring else self._next
-        start = max(0, seq - first)
-        chosen = list(islice(self._ring, start, start + limit))
+        # From the newest end: a recording asks after every event for the few that are new.
+        chosen = list(islice(reversed(self._ring), max(0, self._next - seq)))[::-1][:limit]
         return chosen, (chosen[-1].seq + 1 if chosen else self._next)

@@ -8,7 +8,7 @@ are queued + prefilling + decoding. Both sums are exact. A loss without a known 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -61,12 +61,14 @@ class EvictionLog:
     def __len__(self) -> int:
         return len(self._evicted_blocks)
 
-    def add(self, block_hash: Any, evicted_block: EvictedBlock) -> None:
-        """Record the eviction of the block with this hash."""
-        self._evicted_blocks[block_hash] = evicted_block
-        self._evicted_blocks.move_to_end(block_hash)
-        if len(self._evicted_blocks) > self.capacity:
-            self._evicted_blocks.popitem(last=False)
+    def add(self, block_hashes: Iterable[Any], evicted_block: EvictedBlock) -> None:
+        """Record the eviction of the blocks with these hashes."""
+        evicted_blocks = self._evicted_blocks
+        for block_hash in block_hashes:
+            evicted_blocks[block_hash] = evicted_block
+            evicted_blocks.move_to_end(block_hash)
+        while len(evicted_blocks) > self.capacity:
+            evicted_blocks.popitem(last=False)
 
     def find(self, block_hash: Any) -> EvictedBlock | None:
         """Return the entry of this block; ``None`` if the log does not have it."""

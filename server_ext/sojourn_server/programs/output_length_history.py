@@ -123,7 +123,7 @@ class HintErrors:
 
     def snapshot(self) -> dict[str, list[float]]:
         """Return the errors as a JSON-able document, types and errors oldest first."""
-        return {agent_type: errors.values() for agent_type, errors in self._types.items()}
+        return {agent_type: errors.snapshot() for agent_type, errors in self._types.items()}
 
     @classmethod
     def restore(cls, document: Any, window: int = 64, max_types: int = 512) -> HintErrors:

@@ -228,9 +228,17 @@ class SlidingMean:
         """Number of values in the window."""
         return len(self._values)
 
-    def values(self) -> list[float]:
+    def snapshot(self) -> list[float]:
         """The values in the window, oldest first."""
         return list(self._values)
+
+    @classmethod
+    def restore(cls, values: list[float]) -> SlidingMean:
+        """Return a mean with these values, oldest first."""
+        mean = cls()
+        for value in values:
+            mean.observe(value)
+        return mean
 
     def mean(self) -> float:
         """The mean; 0.0 if there are no values (the paper initialises T as zero)."""

@@ -1,64 +1,40 @@
-"""Recordings of a scheduler's events and answers, so that a replay can be compared with the original.
+"""Recordings of a scheduler's events and actions, so that a replay can be compared with the original.
 
-Imports ``core`` and packages that ``core`` imports, and no engine. Start with ``recording_scheduler.py``.
+Imports ``core`` and packages that ``core`` imports, and no engine.
 
-A scheduler's decisions depend only on its events and their times. ``RecordingScheduler`` overrides
-``handle``, which takes events, and the query methods whose answers depend on a policy. It writes one record
-per call. Only consecutive evictions share a record.
-
-``simulator.parity_replay`` builds a second ``RecordingScheduler`` from the header, and repeats the recorded
-calls at their recorded times. It compares the records that the second scheduler writes with the records in
-the recording.
+A scheduler's decisions depend only on its events and their times. ``RecordingScheduler`` is a
+``ProgramScheduler`` whose ``handle`` also writes each event with the resulting actions and decisions. Queries
+change nothing, so they are not recorded. ``simulator.parity_replay`` builds a second scheduler from the
+header, handles the same events at the same times, and compares actions and decisions.
 
 Format: lines of JSON, gzipped. The first line is the header (``RecordingHeader``). The last line is the end
-record. If it is missing, the engine was killed or the file was truncated. Each other line is one record,
-without empty parts at its end:
+record, ``{"ended": reason, "totals": {…}}``. If it is missing, the engine was killed or the file was cut.
+Each other line is one event:
 
-    [op, now, facts, answer, decisions, orders]
+    [now, [kind, field, …], [[[kind, field, …], …], [decision, …]]]
 
-    op         the kind of call: a key of ``RECORD_SHAPES``. For an event, it is the event's msgspec tag
-    now        seconds on the engine's clock; ``null`` for most queries and for evictions
-    facts      the call's input as plain values
-    answer     the call's result as plain values; its form depends on ``op``
-    decisions  the entries of the decision log that were made during the call
-    orders     the resulting actions, without actions that the answer records already
+    now        seconds on the engine's clock
+    event      the name of the event's class, then its fields in order
+    outcome    the actions and the new entries of the decision log; or the name of the exception
 
-Requests are numbered by arrival. Floats keep all digits, so they are read back exactly. Infinity is written
-as ``null``. It occurs only in two answers: "never promoted", and the eviction key of an unknown program.
+Floats keep all digits, so they are read back exactly.
 
-A recording contains token counts, and the first 8 bytes of block hashes. For each request it has only the
-hashes after the prefix that the request shares with its program's previous context. It also contains names
-and command heads of tools, and the clients' ids, agent types, tenants and graph node names. It contains no
-text, no arguments and no results.
+A recording contains ids, agent types, tenants, graph nodes, names and command heads of tools, token counts,
+and the first 8 bytes of block hashes. It contains no text, no arguments and no results. Of a request's block
+hashes it has only those after the prefix that the request shares with its program's previous context.
 """
 
 from __future__ import annotations
 
-from .record_format import RECORD_SHAPES
-from .recording_file import (
-    MAX_RECORDING_BYTES,
-    RECORDING_VERSION,
-    RecordedCall,
-    RecordingError,
-    RecordingFile,
-    RecordingHeader,
-    RecordingReader,
-    canonical_line,
-    encode_record,
-)
-from .recording_scheduler import RecordingScheduler, RecordSink
+from .recording_file import EndRecord, RecordingError, RecordingFile, RecordingHeader, RecordingReader
+from .recording_scheduler import RecordingScheduler, encode_record
 
 __all__ = [
-    "MAX_RECORDING_BYTES",
-    "RECORDING_VERSION",
-    "RECORD_SHAPES",
-    "RecordSink",
-    "RecordedCall",
+    "EndRecord",
     "RecordingError",
     "RecordingFile",
     "RecordingHeader",
     "RecordingReader",
     "RecordingScheduler",
-    "canonical_line",
     "encode_record",
 ]

@@ -1,381 +1,197 @@
-"""A ``ProgramScheduler`` that records each event with its actions, and each query that a replay compares."""
+"""A ``ProgramScheduler`` that records each event with its actions and decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+import base64
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, Protocol
 
 import msgspec
-from sojourn.ids import ProgramId
+from msgspec.structs import replace
+from sojourn.hints import AgenticContext
+from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
 
 from ..core import events_and_actions as ev
 from ..core.program_scheduler import ProgramScheduler
+from ..core.request_hints import MAX_NAME_CHARS, RequestIdentity
 from ..core.scheduler_state import SchedulerState
-from ..metrics.decision_log import Decision, DecisionLog
-from ..policies.policy_views import AbandonedBranch, RunningRequestView
-from . import record_format
-from .record_format import HASH_BYTES
+from ..metrics.turn_ledger import common_prefix_length
+from ..programs.program_status import REPORTED_OUTCOMES
 
-T = TypeVar("T")
+HASH_BYTES = 8
+"""Number of bytes kept of a block hash. Among 10^6 blocks, a collision has a probability of 3 in 10^8."""
 
-MAX_EVICTIONS_PER_RECORD = 256
-"""Maximum number of evictions in one record."""
+encode_record = msgspec.json.Encoder().encode
 
 
 class RecordSink(Protocol):
     """Protocol of an object that stores records. No method raises."""
 
-    full: bool
-    """Whether the next record must be the last, because the maximum size is reached."""
-
-    def write(self, record: tuple[Any, ...]) -> None:
-        """Store a record. The sink keeps no reference to the record, so the caller may change its parts."""
-
-    def close(self) -> None:
-        """Store what was written, and end. The caller writes no further record."""
-
-    def give_up(self, error: Exception) -> None:
-        """End the recording, because a record could not be made (``error`` says why)."""
-
-
-class CallRecorder:
-    """Runs calls of a scheduler's methods, and records them with their results. If recording fails, the
-    recording ends and the call goes on. ``totals`` returns statistics for the end record."""
-
-    def __init__(self, sink: RecordSink, totals: Callable[[], dict[str, Any]], log_capacity: int) -> None:
-        self.decisions = ObservedDecisionLog(log_capacity)
-        """The decision log that the scheduler must use. A call's record gets the decisions logged since the
-        previous record."""
-        self._sink: RecordSink | None = sink
-        self._totals = totals
-        self._run_of: tuple[str | None, int | str | None] = (None, None)
-        self._run_hashes: list[bytes] = []
-        self._run_times_s: list[float] = []
+    @property
+    def is_open(self) -> bool:
+        """Whether more records can be stored."""
 
     @property
-    def is_recording(self) -> bool:
-        """Whether records are still written."""
-        return self._sink is not None
+    def is_full(self) -> bool:
+        """Whether the next record must be the last, because the maximum size is reached."""
 
-    def record(
-        self,
-        op: str,
-        now: float | None,
-        facts: tuple[Any, ...],
-        answer: Callable[[T], Any],
-        call: Callable[..., T],
-        *args: Any,
-        orders: Callable[[T], Any] | None = None,
-        **more: Any,
-    ) -> T:
-        """Return ``call(*args, **more)``, and record the call. Raises what ``call`` raises.
+    def write(self, record: Any) -> None:
+        """Store a record. It is encoded at once, so the caller may change its parts afterwards."""
 
-        ``op``, ``now`` and ``facts`` are the first parts of the record. ``answer`` and ``orders`` compute the
-        record's answer and actions from the result of ``call``. Without ``orders`` the record has no actions.
-        """
-        if self._sink is None:
-            return call(*args, **more)
-        try:
-            result = call(*args, **more)
-        except Exception as error:
-            self._write(op, now, facts, _exception_answer, error, None)
-            raise
-        self._write(op, now, facts, answer, result, orders)
-        return result
+    def close(self) -> None:
+        """Store what was written, and end."""
 
-    def facts(self, make: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, ...]:
-        """Return ``make(*args)``: a call's facts, which are its arguments as plain values.
-
-        Call this method before the recorded call, because that call may change its arguments. If ``make``
-        fails, the recording ends. Returns an empty tuple if ``make`` fails, or if the recording has ended
-        already."""
-        if self._sink is None:
-            return ()
-        try:
-            return make(*args)
-        except Exception as error:
-            self._fail(error)
-            return ()
-
-    def evicted(self, block_hash: bytes, owner: str | None, taker: int | str | None, now: float) -> None:
-        """Record an evicted block. ``taker``: number or id of the request that caused the eviction, if any.
-        Consecutive blocks with the same ``owner`` and the same ``taker`` share one record."""
-        if self._sink is None:
-            return
-        try:
-            if (owner, taker) != self._run_of or len(self._run_hashes) >= MAX_EVICTIONS_PER_RECORD:
-                self._close_run(self._sink)
-                self._run_of = (owner, taker)
-            self._run_hashes.append(block_hash[:HASH_BYTES])
-            self._run_times_s.append(now)
-        except Exception as error:
-            self._fail(error)
-
-    def close(self, reason: str) -> None:
-        """Write the end record and close the sink. Does nothing if the recording has ended already."""
-        sink = self._sink
-        if sink is None:
-            return
-        self._write("close", None, (reason,), lambda _: self._totals(), None, None)
-        self._stop()
-        sink.close()
-
-    def _write(
-        self,
-        op: str,
-        now: float | None,
-        facts: tuple[Any, ...],
-        answer: Callable[[T], Any],
-        result: T,
-        orders: Callable[[T], Any] | None,
-    ) -> None:
-        sink = self._sink
-        if sink is None:  # the facts could not be encoded, and the sink has reported that
-            return
-        try:
-            answered = answer(result)
-            ordered = orders(result) if orders is not None else None
-            if self._run_hashes:
-                self._close_run(sink)
-            made = self.decisions.made
-            if ordered:
-                sink.write((op, now, facts, answered, made, ordered))
-                made.clear()
-            elif made:
-                sink.write((op, now, facts, answered, made))
-                made.clear()
-            elif answered is not None:
-                sink.write((op, now, facts, answered))
-            elif facts:
-                sink.write((op, now, facts))
-            else:
-                sink.write((op, now))
-        except Exception as error:
-            self._fail(error)
-            return
-        if sink.full and op != "close":
-            self.close("cut off: the recording has reached its maximum size")
-
-    def _close_run(self, sink: RecordSink) -> None:
-        if self._run_hashes:
-            sink.write(("evict", None, (*self._run_of, b"".join(self._run_hashes), self._run_times_s)))
-            self._run_hashes.clear()
-            self._run_times_s.clear()
-
-    def _fail(self, error: Exception) -> None:
-        sink = self._sink
-        self._stop()
-        if sink is not None:
-            sink.give_up(error)
-
-    def _stop(self) -> None:
-        self._sink = None
-        self.decisions.listening = False
-        self.decisions.made.clear()
-        self._run_hashes.clear()
-        self._run_times_s.clear()
-
-
-class ObservedDecisionLog(DecisionLog):
-    """A decision log that also appends each new decision to ``made``, as plain values, while ``listening``
-    is true. The reader of ``made`` must empty it."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.made: list[tuple[Any, ...]] = []
-        self.count = 0
-        self.listening = True
-
-    def add(self, at_s: float, kind: str, program_id: str | None, reason: str, **numbers: float) -> Decision:
-        self.count += 1
-        if self.listening:
-            self.made.append((at_s, kind, program_id, reason, numbers))
-        return super().add(at_s, kind, program_id, reason, **numbers)
+    def give_up(self, error: Exception) -> None:
+        """End the recording, because a record could not be made."""
 
 
 class RecordingScheduler(ProgramScheduler):
-    """A ``ProgramScheduler`` that also records its calls in ``sink``. Results and exceptions are unchanged.
-
-    It records ``handle`` and the query methods whose answers depend on a policy. It overrides each of these
-    methods; a test fails if one is missing.
-    """
+    """A ``ProgramScheduler`` that also records its events in ``sink``. Results and exceptions are
+    unchanged. If recording fails, only the recording ends."""
 
     def __init__(self, sink: RecordSink, state: SchedulerState) -> None:
-        self._call_recorder = CallRecorder(sink, self._sums, state.decisions.capacity)
-        self._chains: dict[str, list[Any]] = {}
-        """Id of a request in the engine → the chain of block hashes recorded at its last admission."""
-        state.decisions = self._call_recorder.decisions
         super().__init__(state)
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether records are still written."""
-        return self._call_recorder.is_recording
-
-    def close_recording(self, reason: str) -> None:
-        self._call_recorder.close(reason)
-        self._chains.clear()
-
-    # -- events -----------------------------------------------------------------
+        self._sink = sink
+        self._chains: dict[str, Sequence[Any]] = {}
+        """Id of a program's request → the block hashes recorded at its last admission."""
+        self._next_decision = 0
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
-        if type(event) is ev.BlockEvicted:
+        if not self._sink.is_open:
+            return super().handle(event, now)
+        try:
+            # Before the event is handled: it changes the contexts from which the difference is taken.
+            recorded = self._recorded(event)
+        except Exception as error:
+            self._sink.give_up(error)
+            return super().handle(event, now)
+        try:
             actions = super().handle(event, now)
-            taker = event.taker_request_id
-            number = self.request_number(taker) if taker is not None else None
-            self._call_recorder.evicted(event.block_hash, event.owner, number, now)
-            return actions
-        facts = self._call_recorder.facts(self._facts, event)
-        state = self._requests.states.get(getattr(event, "request_id", ""))
+        except Exception as error:
+            self._write(now, recorded, type(error).__name__)
+            raise
+        self._write(now, recorded, [_recorded_action(action) for action in actions])
+        return actions
 
-        def answer(actions: list[ev.Action]) -> Any:
-            return self._answer(event, actions, state)
+    def close_recording(self, reason: str) -> None:
+        """Write the end record and close the sink. Does nothing if the recording has ended already."""
+        if self._sink.is_open:
+            self._sink.write({"ended": reason, "totals": self._totals()})
+            self._sink.close()
 
-        op = str(event.__struct_config__.tag)
-        return self._call_recorder.record(
-            op, now, facts, answer, super().handle, event, now, orders=record_format.orders_answer
-        )
+    def restore(self, recorded: ev.Event) -> ev.Event:
+        """Return the event of a decoded record, before it is handled. Raises ``ValueError`` for invalid block
+        hashes."""
+        if isinstance(recorded, ev.RequestAdmitted | ev.TurnFinished):
+            base = self._chain_before(recorded.request_id)
+            shared, rest = recorded.block_hashes
+            return replace(recorded, block_hashes=[*base[:shared], *_read_hashes(rest)])
+        if isinstance(recorded, ev.BlocksEvicted):
+            blocks = [(each, owner) for hashes, owner in recorded.blocks for each in _read_hashes(hashes)]
+            return replace(recorded, blocks=blocks)
+        return recorded
 
-    def _facts(self, event: ev.Event) -> tuple[Any, ...]:
-        """Return the event as plain values: requests by number, and block hashes as the difference from
-        ``chain_before``."""
+    def _write(self, now: float, recorded: ev.Event, actions: Any) -> None:
+        outcome = actions
+        if not isinstance(actions, str):
+            log = self.decisions
+            decisions, self._next_decision = log.since(self._next_decision, log.capacity)
+            outcome = actions, decisions
+        self._sink.write((now, recorded, outcome))
+        if self._sink.is_full:
+            self.close_recording("cut off: the recording has reached its maximum size")
+
+    def _recorded(self, event: ev.Event) -> ev.Event:
+        """Return the event without texts of clients, and with shortened block hashes."""
         if isinstance(event, ev.RequestArrived):
-            return record_format.arrival_facts(event)
+            identity = event.identity
+            context = _without_text(identity.context) if identity.context is not None else None
+            return replace(event, identity=RequestIdentity(identity.program_id, context, identity.outcome))
         if isinstance(event, ev.ClientEventReceived):
-            return record_format.event_facts(event.emitter, event.event)
+            return replace(event, event=_event_without_text(event.event))
         if isinstance(event, ev.RequestAdmitted | ev.TurnFinished):
-            return self._with_chain(event)
-        if isinstance(event, ev.CacheReset):
-            return () if event.device else (False,)
-        facts = list(msgspec.structs.astuple(event))
-        if isinstance(event, ev.VictimNeeded | ev.DemandSampled):
-            facts[1] = self._running_facts(event.running)
-        elif hasattr(event, "request_id") and not isinstance(event, ev.UntrackedRequestArrived):
-            facts[0] = self.request_number(facts[0])
-        return tuple(facts)
+            return replace(event, block_hashes=self._chain_difference(event))
+        if isinstance(event, ev.BlocksEvicted):
+            runs = groupby(event.blocks, key=lambda block: block[1])
+            blocks = [(_joined(block[0] for block in run), owner) for owner, run in runs]
+            return replace(event, blocks=blocks, score=None)
+        return event
 
-    def _with_chain(self, event: ev.RequestAdmitted | ev.TurnFinished) -> tuple[Any, ...]:
-        request_id, number = event.request_id, self.request_number(event.request_id)
+    def _chain_difference(self, event: ev.RequestAdmitted | ev.TurnFinished) -> tuple[int, bytes]:
+        """Return (number of leading hashes shared with ``_chain_before``, the further hashes)."""
+        request_id, hashes = event.request_id, event.block_hashes
+        base = self._chain_before(request_id)
         state = self._requests.states.get(request_id)
         if isinstance(event, ev.TurnFinished):
-            chain = record_format.chain_facts(self.chain_before(request_id), event.block_hashes)
             self._chains.pop(request_id, None)
-            return record_format.turn_end_facts(number, event, chain)
-        if state is None or state.program is None:
-            # Only placement uses the hashes of such requests, to find prefixes that programs have too.
-            hashes = event.block_hashes if self._tiers.places else ()
-            return record_format.admission_facts(number, event, record_format.chain_facts((), hashes))
-        chain = record_format.chain_facts(self.chain_before(request_id), event.block_hashes)
-        self._chains[request_id] = list(event.block_hashes)
-        return record_format.admission_facts(number, event, chain)
+        elif state is not None and state.program is not None:
+            self._chains[request_id] = hashes = list(hashes)
+        elif not self._tiers.places:  # only placement uses the hashes of requests without a program
+            hashes = ()
+        shared = common_prefix_length(base, hashes)
+        return shared, _joined(hashes[shared:])
 
-    def _answer(self, event: ev.Event, actions: list[ev.Action], state: Any) -> Any:
-        """Return the answer to record for an event, made from the actions or from the request's new state;
-        ``None`` for an event without an answer."""
-        if isinstance(event, ev.RequestArrived | ev.UntrackedRequestArrived):
-            return record_format.request_state_answer(self._requests.states[event.request_id])
-        if isinstance(event, ev.RequestAdmitted):
-            return record_format.split_answer(state.record if state is not None else None)
-        last = actions[-1] if actions else None
-        if isinstance(event, ev.AdmissionRequested):
-            return isinstance(last, ev.RequestLetIn)
-        if isinstance(last, ev.LeaseGranted):
-            return record_format.lease_answer(last.lease)
-        if isinstance(last, ev.RecoveryChosen):
-            return last.method.value
-        if isinstance(last, ev.RequestChosen):
-            return self.request_number(last.request_id)
-        if isinstance(last, ev.LoadAheadChosen):
-            return tuple(last)
-        if isinstance(event, ev.ClientEventReceived) and isinstance(last, ev.EventAnswered):
-            lease = self._leases.get(ProgramId(event.event.program_id))
-            outcome = last.outcome.outcome.value
-            return (outcome,) if lease is None else (outcome, lease.expires_s, lease.silent_s)
-        if isinstance(event, ev.YieldOrdered) and isinstance(last, ev.EventAnswered):
-            return (last.outcome.outcome.value,)
-        return None
-
-    # -- queries ------------------------------------------------------------------
-
-    def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
-        facts = (self.request_number(request_id), preempted)
-        return self._ask("key", None, facts, super().queue_key, request_id, preempted=preempted)
-
-    def promoted_s(self, request_id: str) -> float:
-        return self._ask("promoted", None, (self.request_number(request_id),), super().promoted_s, request_id)
-
-    def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
-        facts = (self.request_number(request_id), preempted)
-        return self._ask("gate", None, facts, super().subject_to_admission, request_id, preempted=preempted)
-
-    def is_parked(self, request_id: str) -> bool:
-        return self._ask("park", None, (self.request_number(request_id),), super().is_parked, request_id)
-
-    def blocks_later_requests(self, request_id: str, now: float) -> bool:
-        facts = (self.request_number(request_id),)
-        return self._ask("line", now, facts, super().blocks_later_requests, request_id, now)
-
-    def owner_standing(
-        self, program_id: ProgramId, left: AbandonedBranch | None = None
-    ) -> tuple[float, ...] | None:
-        def answer(standing: tuple[float, ...] | None) -> Any:
-            return standing, self.owner_score(standing)
-
-        facts = (program_id, left)
-        return self._call_recorder.record(
-            "standing", None, facts, answer, super().owner_standing, program_id, left
-        )
-
-    # -- inside -------------------------------------------------------------------
-
-    def _ask(
-        self,
-        op: str,
-        now: float | None,
-        facts: tuple[Any, ...],
-        ask: Callable[..., T],
-        *args: Any,
-        **more: Any,
-    ) -> T:
-        answer: T = self._call_recorder.record(op, now, facts, _identity, ask, *args, **more)
-        return answer
-
-    def chain_before(self, request_id: str) -> Sequence[Any]:
-        """Return the chain of block hashes with which the request's next chain is compared. Only the
-        difference is recorded.
-
-        This is the chain recorded at the request's last admission. If no chain was recorded for the request,
-        it is the last context of the request's program. Empty if there is no such context either."""
+    def _chain_before(self, request_id: str) -> Sequence[Any]:
+        """Return the block hashes recorded at the request's last admission, or else those of its program's
+        last context, or else none."""
         chain = self._chains.get(request_id)
-        if chain is not None:
-            return chain
-        request_state = self._requests.states.get(request_id)
-        program = request_state.program if request_state is not None else None
-        before = self.state.contexts.get(program.id) if program is not None else None
-        return before if before is not None else ()
+        if chain is None:
+            state = self._requests.states.get(request_id)
+            if state is not None and state.program is not None:
+                chain = self.state.contexts.get(state.program.id)
+        return chain if chain is not None else ()
 
-    def request_number(self, request_id: str) -> int | str:
-        """Return the number of a request that is in the engine; return the id of any other request."""
-        request_state = self._requests.states.get(request_id)
-        return request_state.arrival if request_state is not None else request_id
-
-    def _running_facts(self, running: Sequence[RunningRequestView]) -> list[Any]:
-        return [record_format.running_facts(self.request_number(view.request_id), view) for view in running]
-
-    def _sums(self) -> dict[str, Any]:
+    def _totals(self) -> dict[str, Any]:
         return {
-            "decisions": self._call_recorder.decisions.count,
             "leases": len(self._leases),
             "lease_blocks": self._leases.blocks,
             "requests": len(self._requests.states),
             "programs": {status.value: count for status, count in sorted(self._programs.counts.items())},
-            "ledger": msgspec.to_builtins(self.state.ledger.totals),
+            "ledger": self.state.ledger.totals,
         }
 
 
-def _identity(answer: object) -> object:
-    return answer
+def _recorded_action(action: ev.Action) -> tuple[Any, ...]:
+    # The reason of an outcome may quote the client.
+    fields = (action.outcome.outcome,) if isinstance(action, ev.EventAnswered) else action
+    return type(action).__name__, *fields
 
 
-def _exception_answer(error: Exception) -> dict[str, str]:
-    return {"raised": type(error).__name__}
+def _without_text(context: AgenticContext) -> AgenticContext:
+    """Return a request's hints with long names cut, and without the events that the request carries, which
+    have records of their own."""
+    ours = context.sojourn
+    if ours is not None:
+        ours = replace(
+            ours, emitter=None, events=[], agent_type=_cut(ours.agent_type), node=_cut(ours.node),
+            tenant=_cut(ours.tenant),
+        )  # fmt: skip
+    return replace(context, request_id=_cut(context.request_id), step_id=None, sojourn=ours)
+
+
+def _event_without_text(event: AnyEvent) -> AnyEvent:
+    """Return a client's event with constants in place of the fields that cannot change a decision."""
+    if isinstance(event, ProgramStart):
+        return replace(event, name=None)
+    if isinstance(event, ToolStop):
+        return replace(event, status="ok")
+    if isinstance(event, ProgramEnd) and event.status not in REPORTED_OUTCOMES:
+        return replace(event, status="error")
+    return event
+
+
+def _cut(name: str | None) -> str | None:
+    return name[:MAX_NAME_CHARS] if name is not None else None
+
+
+def _joined(hashes: Iterable[Any]) -> bytes:
+    return b"".join(block_hash[:HASH_BYTES] for block_hash in hashes)
+
+
+def _read_hashes(text: str) -> list[bytes]:
+    """Return the block hashes in a base64 text."""
+    data = base64.b64decode(text, validate=True)
+    if len(data) % HASH_BYTES:
+        raise ValueError(f"{len(data)} bytes of block hashes; expected a multiple of {HASH_BYTES}")
+    return [data[start : start + HASH_BYTES] for start in range(0, len(data), HASH_BYTES)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from sojourn.ids import ProgramId
 
@@ -101,14 +101,15 @@ class BlockOwners:
             self.orphans.pop(block_id, None)
             self.common.add(block_id)
 
-    def remove_reused(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[KVCacheBlock, Owner]]:
-        """Yield (block, owner) for each cached block of ``blocks`` that has an owner. The pool is about to
-        reuse ``blocks`` for other content. The iteration removes the owners.
+    def remove_reused(self, blocks: Iterable[KVCacheBlock]) -> list[tuple[KVCacheBlock, Owner]]:
+        """Remove the owners of ``blocks``, which the pool is about to reuse for other content. Return (block,
+        owner) for each cached block that had an owner.
 
         If only an ended program has used a block, that program counts as the block's owner.
         """
+        reused: list[tuple[KVCacheBlock, Owner]] = []
         if not (self.of or self.orphans or self.common):
-            return
+            return reused
         for block in blocks:
             block_id = block.block_id
             self.common.discard(block_id)
@@ -117,10 +118,13 @@ class BlockOwners:
                 owner = self.orphans.pop(block_id, None)
                 if owner is None:
                     continue
+            elif isinstance(owner, str) and len(self.blocks[owner]) > 1:
+                del self.blocks[owner][block_id]
             else:
                 self._forget_names(block_id, (owner,) if isinstance(owner, str) else owner)
             if block.block_hash is not None:
-                yield block, owner
+                reused.append((block, owner))
+        return reused
 
     def clear(self) -> None:
         """Empty all tables."""

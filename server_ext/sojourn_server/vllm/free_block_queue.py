@@ -44,9 +44,9 @@ P = ParamSpec("P")
 
 BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
 """Called with (blocks about to be reused, cached or not; the table, which still has their owners)."""
-OnEvicted = Callable[[KVCacheBlock, Owner, "Score | None"], None]
-"""Called with (evicted block, its owner, score of its bucket). The score is ``None`` for a block that was in
-vLLM's list or in ``ENDED_BUCKET``."""
+OnEvicted = Callable[[list[tuple[KVCacheBlock, Owner]], "Score | None"], None]
+"""Called with (evicted blocks with their owners, score of their bucket). The score is ``None`` for blocks
+that were in vLLM's list or in ``ENDED_BUCKET``."""
 
 ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
 """Bucket of blocks whose only program has ended, and of blocks loaded ahead of need that no request has used.
@@ -77,9 +77,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs come before
     other cached blocks. ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets
-    each cached block that a program owns, or that only an ended program has used. At that time, the block
-    still has its hash. If this queue fails, it calls ``failed`` with the error and keeps vLLM's order from
-    then on. Errors of ``failed`` go to the caller.
+    the cached blocks among them that a program owns, or that only an ended program has used. At that time,
+    they still have their hashes. If this queue fails, it calls ``failed`` with the error and keeps vLLM's
+    order from then on. Errors of ``failed`` go to the caller.
     """
 
     def __init__(
@@ -350,8 +350,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if ahead := self.owners.ahead:
             for block in blocks:
                 self.loaded_ahead_lost += ahead.pop(block.block_id, None) is not None
-        for block, owner in self.owners.remove_reused(blocks):
-            self._evicted(block, owner, score)
+        if gone := self.owners.remove_reused(blocks):
+            self._evicted(gone, score)
 
     def _pop_from_list(self, most: int) -> list[KVCacheBlock]:
         """Remove and return at most ``most`` blocks of vLLM's list and ``ENDED_BUCKET``. The uncached blocks

@@ -22,6 +22,9 @@ from .plugin_settings import rank_file
 
 SAVE_EVERY_S = 300.0
 
+_NOT_KEPT = ("evicted_waits", "growth_tokens")
+"""Histories of this engine's load alone, which an engine learns anew."""
+
 Part = TypeVar("Part", WorkflowHistory, OutputLengthHistory, HintErrors, ToolHistory)
 
 logger = logging.getLogger("vllm.sojourn")
@@ -105,7 +108,7 @@ class HistoryFile:
         self._snapshots += 1
         threading.Thread(
             target=self._write,
-            args=(_document(histories), self._snapshots),
+            args=(histories.snapshot(), self._snapshots),
             name="sojourn-history",
             daemon=True,
         ).start()
@@ -114,7 +117,7 @@ class HistoryFile:
         """Save now. Wait first for a background save that is running."""
         if self._path is not None:
             self._snapshots += 1
-            self._write(_document(histories), self._snapshots)
+            self._write(histories.snapshot(), self._snapshots)
 
     def _write(self, document: dict[str, Any], number: int) -> None:
         assert self._path is not None
@@ -125,7 +128,8 @@ class HistoryFile:
                 return  # a later snapshot has been written
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                partial.write_text(json.dumps(document), encoding="utf-8")
+                kept = {name: part for name, part in document.items() if name not in _NOT_KEPT}
+                partial.write_text(json.dumps(kept), encoding="utf-8")
                 if self._unread:
                     logger.warning(
                         "sojourn: history %s was never read; %s", self._path, self._set_aside("unread")
@@ -147,14 +151,3 @@ class HistoryFile:
         except OSError as error:
             return f"it could not be kept as {kept} ({error})"
         return f"kept as {kept}"
-
-
-def _document(histories: Histories) -> dict[str, Any]:
-    return {
-        "tools": histories.tools.snapshot(),
-        "turns": histories.turns.snapshot(),
-        "workflows": histories.workflows.snapshot(),
-        "output_lengths": histories.output_lengths.snapshot(),
-        "hints_off": histories.hints_off.snapshot(),
-        "service": histories.service.snapshot(),
-    }

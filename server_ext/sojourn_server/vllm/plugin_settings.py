@@ -197,21 +197,14 @@ def build_program_scheduler(
 
     profile = settings.profile()
     curve = profile.prefill if profile is not None else None
-    limits = settings.limits()
-    state = SchedulerState(preset, pool, limits=limits, curve=curve, histories=histories)
+    state = SchedulerState(preset, pool, limits=settings.limits(), curve=curve, histories=histories)
     if settings.recording_file is None:
         return ProgramScheduler(state)
     from ..recording import RecordingFile, RecordingHeader, RecordingScheduler
 
     text, source = settings.preset_toml()
     header = RecordingHeader.of(
-        preset_toml=text,
-        preset_source=source,
-        pool=pool,
-        limits=limits,
-        curve=curve,
-        histories=histories,
-        versions={"vllm": running_vllm()},
+        state, preset_toml=text, preset_source=source, curve=curve, versions={"vllm": running_vllm()}
     )
 
     def warn(text: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
 from ..core.events_and_actions import (
     Action,
-    BlockEvicted,
+    BlocksEvicted,
     CacheReset,
     CacheResetStarted,
     EngineAction,
@@ -36,8 +37,15 @@ from ..policies.preemption.preemption_recovery import RecoveryMethod
 from .action_executor import ActionExecutor
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
-from .block_pool import EvictionAdapter, PinnedBlocks, block_content_hash, without_common_prefix
-from .compat import KVCacheBlock, PauseState, Request, RequestStatus, SchedulerOutput
+from .block_pool import EvictionAdapter, PinnedBlocks, without_common_prefix
+from .compat import (
+    KVCacheBlock,
+    PauseState,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    get_block_hash,
+)
 from .engine_call_handler import EngineCallHandler
 from .engine_description import connector_name, pool_config
 from .eviction_heap import Score
@@ -135,7 +143,8 @@ class SchedulerAdapter:
         self._eviction = EvictionAdapter(
             self.program_scheduler,
             self._pool.free_block_queue,
-            evicted=self._guarded_evicted,
+            # The blocks have left the queue already: an error there would lose them.
+            evicted=partial(self.guarded, self._evicted),
             failed=self._eviction_order_failed,
             before_reuse=self._offload.save if self._offload is not None else None,
             guarded=self.guarded,
@@ -595,23 +604,17 @@ class SchedulerAdapter:
         if self.program_scheduler.live_requests(program_id) <= {request.request_id}:
             below.release_preempted(program_id, ())  # the program has no other request
 
-    def _guarded_evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
-        # The block has left the queue already: an error here would lose it.
-        self.guarded(self._evicted, block, owner, score)
-
     def _eviction_order_failed(self, error: Exception) -> None:
         if self._offload is not None:
             self._offload.turn_off("the free queue no longer reports evictions")
         self._failed(error, "the eviction order failed; vLLM's own order is used from now on")
 
-    def _evicted(self, block: KVCacheBlock, owner: Owner, score: Score | None) -> None:
+    def _evicted(self, gone: list[tuple[KVCacheBlock, Owner]], score: Score | None) -> None:
         allocating = self._allocation_fallback.allocating
-        self.handle(
-            BlockEvicted(
-                block_content_hash(block),
-                owner if isinstance(owner, str) else None,
-                allocating.request_id if allocating is not None else None,
-                score,
-            ),
-            self._clock(),
-        )
+        taker = allocating.request_id if allocating is not None else None
+        blocks = [
+            (get_block_hash(block.block_hash), owner if isinstance(owner, str) else None)
+            for block, owner in gone
+            if block.block_hash is not None
+        ]
+        self.handle(BlocksEvicted(taker, blocks, score), self._clock())
