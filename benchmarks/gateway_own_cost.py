@@ -295,7 +295,6 @@ def main() -> None:
 
         floor("uvicorn answers")
         floor(AIOHTTP, str(engine))
-        floor("uvicorn and the gateway's connections pass on", str(engine), "own")
         if options.before is not None:
             gateway(BEFORE, options.before)
         gateway(OURS, None)

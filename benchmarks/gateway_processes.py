@@ -125,15 +125,13 @@ def serve_engine(port: int) -> None:
     asyncio.run(run())
 
 
-def serve_floor(port: int, engine: int | None, client: str) -> None:
-    """Run uvicorn, which relays to the port ``engine`` through ``client``. If ``engine`` is ``None``, it
-    answers by itself."""
+def serve_floor(port: int, engine: int | None) -> None:
+    """Run uvicorn, which relays to the port ``engine`` through aiohttp. If ``engine`` is ``None``, it answers by
+    itself."""
     import aiohttp
     import uvicorn
-    from sojourn_server.gateway.http.engine_connection_pool import EngineConnectionPool
 
     sessions: list[aiohttp.ClientSession] = []
-    connections = EngineConnectionPool()
 
     async def answer(send: Any, body: bytes) -> None:
         headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
@@ -150,12 +148,6 @@ def serve_floor(port: int, engine: int | None, client: str) -> None:
             await answer(send, b'{"replicas": 1}')
         elif engine is None:
             await answer(send, ANSWER)
-        elif client == "own":
-            engine_url, headers = f"http://127.0.0.1:{engine}", [(b"content-type", b"application/json")]
-            headers.append((b"x-session-id", dict(scope["headers"])[b"x-session-id"]))
-            body = message["body"]
-            response = await connections.request(engine_url, b"POST", b"/v1/completions", headers, body)
-            await answer(send, await response.read())
         else:
             if not sessions:
                 sessions.append(aiohttp.ClientSession(auto_decompress=False))
@@ -185,7 +177,7 @@ def main() -> None:
     if kind == "--engine":
         serve_engine(int(port))
     else:
-        serve_floor(int(port), int(rest[0]) if rest else None, rest[1] if rest[1:] else "aiohttp")
+        serve_floor(int(port), int(rest[0]) if rest else None)
 
 
 if __name__ == "__main__":

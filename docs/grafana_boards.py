@@ -286,8 +286,6 @@ def gateway_board() -> dict[str, Any]:
             ),
             graph("Programs that moved, by reason", "sojourn_gateway_moves_total", by="reason", stacked=True),
             graph("Recalled for a more urgent request", "sojourn_gateway_recalls_total"),
-            graph("Yielded while they ran", "sojourn_gateway_yields_total"),
-            graph("Did not yield when asked", "sojourn_gateway_refused_yields_total"),
             graph(
                 "Programs ended, as reported", "sojourn_gateway_programs_finished_total", by="outcome",
                 stacked=True,

@@ -11,8 +11,11 @@ from engine_decoders import PARAMS, XARGS
 from sojourn.wire_codec import decode_event
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.gateway.http.client_apis import ClientApi
-from sojourn_server.gateway.http.client_json import InvalidGenerationRequest
-from sojourn_server.gateway.http.generation_request import parse_generation_request, without_identity
+from sojourn_server.gateway.http.generation_request import (
+    InvalidGenerationRequest,
+    parse_generation_request,
+    without_events,
+)
 from sojourn_server.gateway.http.prefill_decode_bodies import decode_body, decode_only_body, prefill_body
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 from sojourn_server.gateway.http.response_meter import ResponseMeter, SseEventBuffer
@@ -38,12 +41,13 @@ def route_request(data: bytes, folder: Path) -> Any:
     program of another tenant in it."""
     for api in ClientApi:
         question = parse_generation_request(api, data, "header")
-        sent, _ = _names.request("alice", data, question)
+        sent = _names.request("alice", data, question)
         check_names(sent)
         if decode_only_body(api, sent) is None:
             prefill_body(api, sent, "t1", "tcp:d:1", 0.25, "epoch")
             decode_body(sent, {"do_remote_prefill": True})
-        without_identity(sent)
+        if question.context is not None and question.context.sojourn is not None:
+            without_events(sent)
 
 
 def check_names(body: bytes) -> None:

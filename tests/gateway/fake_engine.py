@@ -52,6 +52,8 @@ class FakeEngine:
         self.raw_headers: list[list[tuple[bytes, bytes]]] = []
         self.events: list[dict[str, Any]] = []
         self.emitters: set[str] = set()
+        self.streaming = 0
+        """Number of streams that have not ended."""
         self.gave_up = 0
         """Number of answers whose client disconnected."""
         self.persisted: list[str] = []
@@ -263,7 +265,15 @@ class FakeEngine:
         if not body.get("stream"):
             usage = {"prompt_tokens": 100, "completion_tokens": 5, "total_tokens": 105}
             return JSONResponse({"id": "resp_abc", "model": "tiny", "text": self.name, "usage": usage})
-        return StreamingResponse(self._stream(request), media_type="text/event-stream")
+        return StreamingResponse(self._counted(self._stream(request)), media_type="text/event-stream")
+
+    async def _counted(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        self.streaming += 1
+        try:
+            async for part in parts:
+                yield part
+        finally:
+            self.streaming -= 1
 
     async def _stream(self, request: Request) -> AsyncIterator[bytes]:
         if self.first_event is not None:

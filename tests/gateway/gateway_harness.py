@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import uvicorn
 from fake_engine import FakeEngine
-from sojourn_server.gateway.http.client_connection import DeadlineProtocol
+from sojourn_server.gateway.http.client_connection import ClientProtocol
 from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions
 from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
@@ -114,7 +114,7 @@ async def served(gateway: Gateway, app: Starlette, port: int = 0) -> AsyncIterat
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            http=DeadlineProtocol,
+            http=ClientProtocol,
             log_level="error",
             ws="none",
             loop="asyncio",

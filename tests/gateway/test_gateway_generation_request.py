@@ -1,4 +1,4 @@
-"""What the gateway counts of a request, whatever its client writes."""
+"""What the gateway reads of a request: its body within limits, its program, and its length."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import json
 from typing import Any
 
 import pytest
-from sojourn_server.gateway.http import generation_request
-from sojourn_server.gateway.http.client_apis import ClientApi
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn_server.gateway.http.client_apis import ClientApi, RequestRejected
 from sojourn_server.gateway.http.generation_request import (
-    INITIAL_TOKENS_PER_BYTE,
-    MAX_EMBEDDED_FILE_TOKENS,
-    MAX_EMBEDDED_FILES,
+    FILE_TOKENS,
+    MAX_MODELS,
+    BodyReader,
+    ClientDisconnected,
     GenerationRequest,
+    InvalidGenerationRequest,
     PromptSizeEstimator,
     parse_generation_request,
+    with_identity,
 )
 from sojourn_server.gateway.http.prefill_decode_bodies import decode_only_body
-from sojourn_server.routing.tenant_statistics import MAX_TENANTS
 
 
-def parsed(body: Any, api: ClientApi = ClientApi.CHAT) -> GenerationRequest:
-    return parse_generation_request(api, body if isinstance(body, bytes) else json.dumps(body).encode(), None)
+def parsed(body: Any, api: ClientApi = ClientApi.CHAT, session: str | None = None) -> GenerationRequest:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return parse_generation_request(api, text, session, reads_prefixes=True)
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
@@ -32,210 +36,201 @@ def tokens(body: Any, api: ClientApi = ClientApi.CHAT) -> int:
     return PromptSizeEstimator().tokens(parsed(body, api))
 
 
-# -- token ids --------------------------------------------------------------------
+def hint(**members: Any) -> dict[str, Any]:
+    return {"vllm_xargs": {"agentic_context": json.dumps({"program_id": "p", **members}), "x": 1}}
 
 
-@pytest.mark.parametrize("spaces", [0, 63, 64, 5000])
-def test_token_ids_after_spaces_are_counted(spaces: int) -> None:
-    body = b'{"prompt":[' + b" " * spaces + b",".join([b"7"] * 50_000) + b"]}"
-    question = parsed(body, ClientApi.COMPLETIONS)
-    assert (question.prompt_tokens, question.is_exact) == (50_000, True)
+# -- bodies -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spaces", [0, 63, 64, 5000])
-def test_several_prompts_after_spaces_are_several(spaces: int) -> None:
-    body = b'{"prompt":[' + b" \n" * spaces + b"[1,2],[3]]}"
-    question = parsed(body, ClientApi.COMPLETIONS)
-    assert (question.prompt_tokens, question.is_batch, question.is_exact) == (3, True, False)
-    assert decode_only_body(ClientApi.COMPLETIONS, body) is not None
+async def test_a_body_is_read_and_counted_within_the_limits() -> None:
+    bodies = BodyReader(10, 12)
+
+    async def read(*parts: bytes, headers: dict[bytes, bytes] | None = None, leaves: bool = False) -> bytes:
+        left = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        left.append({"type": "http.disconnect"} if leaves else {"type": "http.request", "more_body": False})
+
+        async def receive() -> dict[str, Any]:
+            return left.pop(0)
+
+        return await bodies.read(list((headers or {}).items()), receive)
+
+    assert await read(b"12345", b"6") == b"123456"
+    assert bodies.held_bytes == 6
+    for parts, headers, status in (
+        ([b"x" * 11], {}, 413),
+        ([], {b"content-length": b"11"}, 413),
+        ([b"x" * 7], {}, 503),
+        ([], {b"content-encoding": b"gzip"}, 415),
+    ):
+        with pytest.raises(RequestRejected) as caught:
+            await read(*parts, headers=headers)
+        assert caught.value.status == status
+    with pytest.raises(ClientDisconnected):
+        await read(b"12", leaves=True)
+    assert bodies.held_bytes == 6
+    bodies.free(6)
+    assert await read(b"x" * 10) == b"x" * 10
+    with pytest.raises(ValueError, match="expected 1 to 2000"):
+        BodyReader(3000, 2000)
 
 
-def test_an_empty_list_has_no_tokens() -> None:
-    assert parsed(b'{"prompt":[' + b" " * 5000 + b"]}", ClientApi.COMPLETIONS).prompt_tokens == 0
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
+    try:
+        question = parsed(body)
+    except InvalidGenerationRequest:
+        return
+    assert question.text_bytes >= 0
 
 
-def test_token_ids_that_the_engine_shortens_are_no_exact_length() -> None:
-    """vLLM serves a prompt beyond its context with ``truncate_prompt_tokens``; the gateway refused it."""
-    for shortened in (None, -1, 0, 2, "2"):
-        body = {"prompt": [1, 2, 3], "truncate_prompt_tokens": shortened}
-        assert parsed(body, ClientApi.COMPLETIONS).is_exact is (shortened is None)
+# -- identity ---------------------------------------------------------------------
+
+
+def test_only_what_is_needed_is_read_of_a_request_and_the_rest_stays_when_it_changes() -> None:
+    own = {"agent_type": "coder" + "r" * 9000, "final": True, "tenant": "somebody else"}
+    more = {"parent_program_id": "q", "deadline_seconds": 5.0, "expected_output_length": 9}
+    body = {**chat("hi"), "max_tokens": 100, "session_id": "s", **hint(**more, sojourn=own)}
+    question = parsed(body, session="header")
+    assert (question.program_id, question.output_tokens, question.is_last) == ("p", 9, True)
+    assert question.agent_type is not None
+    assert len(question.agent_type) == 256
+    assert not question.stream
+    raw = json.dumps(body).encode().replace(b'"hi"', b'"hi", "odd":  1e999')
+    without = with_identity(raw, lambda name: None, None)
+    assert b'"odd":  1e999' in without
+    assert b"session_id" not in without
+    assert b'"vllm_xargs":{"x":1}' in without
+
+
+def test_a_hint_that_cannot_be_read_leaves_the_header() -> None:
+    question = parsed({"vllm_xargs": {"agentic_context": "{"}}, session="header")
+    assert (question.program_id, question.has_identity) == ("header", True)
 
 
 @pytest.mark.parametrize(
-    ("api", "more", "learns"),
+    ("api", "own", "header", "beside", "expected"),
     [
-        (ClientApi.CHAT, {"truncate_prompt_tokens": 10}, False),
-        (ClientApi.RESPONSES, {"truncation": "auto"}, False),
-        (ClientApi.RESPONSES, {"truncation": "disabled"}, True),
-        (ClientApi.MESSAGES, {"truncate_prompt_tokens": 10}, True),
+        (ClientApi.CHAT, "own", "header", "beside", "own"),
+        (ClientApi.RESPONSES, None, "header", "beside", "header"),
+        (ClientApi.CHAT, "", "", "beside", "beside"),
+        (ClientApi.CHAT, None, None, 7, None),
+        (ClientApi.CHAT, "x" * 257, "header", None, None),
+        (ClientApi.MESSAGES, "own", "header", "beside", "header"),
     ],
 )
-def test_of_a_shortened_prompt_no_length_is_learnt(
-    api: ClientApi, more: dict[str, Any], learns: bool
+def test_the_first_name_that_an_engine_reads_counts(
+    api: ClientApi, own: Any, header: str | None, beside: Any, expected: str | None
 ) -> None:
-    sizes = PromptSizeEstimator()
-    text = chat("word " * 1000, input="word " * 1000)
+    body: dict[str, Any] = {"session_id": own, "vllm_xargs": {"session_id": beside}}
+    assert parsed(body, api, header).program_id == expected
+    body["vllm_xargs"] |= hint()["vllm_xargs"]
+    assert parsed(body, api, header).program_id == "p"
+
+
+# -- lengths ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "exact"),
+    [
+        ([1, 2, 3], 3, True),
+        ([[1, 2], [3]], 3, False),
+        ("a text", None, False),
+        (["one", "two"], None, False),
+        ([], 0, True),
+    ],
+)
+@pytest.mark.parametrize("spaces", ["", " \n" * 50])
+def test_token_ids_are_counted(prompt: Any, count: int | None, exact: bool, spaces: str) -> None:
+    body = json.dumps({"prompt": prompt}).replace("[", "[" + spaces).encode()
+    question = parsed(body, ClientApi.COMPLETIONS)
+    assert (question.prompt_tokens, question.is_exact) == (count, exact)
+    assert (decode_only_body(ClientApi.COMPLETIONS, body) is not None) == (
+        prompt in ([[1, 2], [3]], ["one", "two"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("api", "more"),
+    [
+        (ClientApi.CHAT, {"truncate_prompt_tokens": 10}),
+        (ClientApi.RESPONSES, {"truncation": "auto"}),
+        (ClientApi.RESPONSES, {"previous_response_id": "r"}),
+        (ClientApi.CHAT, {"messages": [{"content": [{"type": "image_url", "text": "x" * 4000}]}]}),
+        (ClientApi.CHAT, {"messages": "short"}),
+    ],
+)
+def test_of_a_prompt_that_is_not_all_text_no_length_is_learnt(api: ClientApi, more: dict[str, Any]) -> None:
+    sizes, text = PromptSizeEstimator(), chat("word " * 1000, input="word " * 1000)
     before = sizes.tokens(parsed(text, api))
-    for _ in range(20):
-        sizes.learn(parsed({**text, **more}, api), 10)
-    assert (sizes.tokens(parsed(text, api)) < before) is learns
+    sizes.learn(parsed({**text, **more}, api), 10)
+    assert sizes.tokens(parsed(text, api)) == before
+    assert parsed({"prompt": [1, 2], "truncate_prompt_tokens": 1}, ClientApi.COMPLETIONS).is_exact is False
 
 
-# -- text and embedded files ------------------------------------------------------
-
-BASE64 = "data:image/png;base64," + "A" * 480_000
-JUST_TEXT = [
-    chat("data: {}\n\n" * 48_000),
-    chat("data:" + "x" * 480_000),
-    chat("data:text/plain," + "x" * 480_000),
-    chat(BASE64),
-    chat([{"type": "text", "text": BASE64}]),
-    chat('{"url": "' + BASE64 + '"}'),
-    chat("hi", tools=[{"type": "function", "function": {"name": "f", "parameters": {"url": BASE64}}}]),
-]
-
-
-@pytest.mark.parametrize("body", JUST_TEXT, ids=range(len(JUST_TEXT)))
-def test_text_that_looks_like_an_embedded_file_counts_as_text(body: dict[str, Any]) -> None:
-    assert tokens(body) >= 480_000 * INITIAL_TOKENS_PER_BYTE
+def test_sizes_are_learned_by_model() -> None:
+    sizes = PromptSizeEstimator()
+    question, other = (
+        parsed({"model": model, "prompt": "x" * 3998}, ClientApi.COMPLETIONS) for model in "ab"
+    )
+    assert sizes.tokens(question) == 1000
+    for _ in range(100):
+        sizes.learn(question, 2000)
+    assert (sizes.tokens(question), sizes.tokens(other)) == (2000, 1000)
+    for _ in range(100):
+        sizes.learn(other, 10**9)
+    assert sizes.tokens(other) <= 4000, "no answer makes it worse than a token a byte"
+    for number in range(MAX_MODELS):
+        sizes.learn(parsed({"model": str(number), "prompt": "x" * 3998}, ClientApi.COMPLETIONS), 2000)
+    assert sizes.tokens(question) == 1000, "the oldest model is forgotten"
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "image_url", "image_url": {"url": BASE64}},
-        {"type": "input_image", "image_url": BASE64},
-        {"type": "file", "file": {"file_data": "data:application/pdf;name=a.pdf;base64," + "A" * 480_000}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 480_000}},
+        {"type": "file", "file": {"file_data": "data:application/pdf;name=a.pdf;base64," + "/A" * 240_000}},
     ],
 )
 def test_an_embedded_file_counts_as_an_image(part: dict[str, Any]) -> None:
     without = tokens(chat([{"type": "text", "text": "hi"}]))
-    one, two = (tokens(chat([{"type": "text", "text": "hi"}, *[part] * count])) for count in (1, 2))
-    assert MAX_EMBEDDED_FILE_TOKENS <= one - without <= MAX_EMBEDDED_FILE_TOKENS + 100
-    assert two - one >= MAX_EMBEDDED_FILE_TOKENS
-    assert tokens(json.dumps(chat([part])).replace("/", "\\/").encode()) < 2 * MAX_EMBEDDED_FILE_TOKENS
-
-
-def test_a_small_embedded_file_counts_no_more_than_its_text() -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    assert tokens(chat([part])) <= len(json.dumps(chat([part]))) * INITIAL_TOKENS_PER_BYTE
-
-
-@pytest.mark.parametrize("piece", ['"url":"data:a/b;base64,A', '"url" ', '"data', '"url":"data:', '\\"'])
-def test_hostile_text_is_counted_at_once(piece: str) -> None:
-    """In quadratic time, the test would take until its timeout."""
-    body = json.dumps(chat("x")).replace('"x"', json.dumps(";base64," + piece * 200_000)).encode()
-    assert tokens(body) > 100_000
-
-
-@pytest.mark.parametrize("at", range(-4, 5))
-def test_files_and_signs_of_media_are_found_wherever_slices_of_a_body_meet(
-    at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generation_request, "SLICE_BYTES", 64)
-    url = "data:image/png;base64," + "A" * 480_000
-    for part in ({"type": "input_image", "image_url": url}, {"type": "file", "file": {"file_data": url}}):
-        for fill in range(at * 8 + 32, at * 8 + 40):
-            body = chat([{"type": "text", "text": "x" * fill}, part, part])
-            assert 0 <= tokens(body) - 2 * MAX_EMBEDDED_FILE_TOKENS < 100
-            assert not parsed(body).size.is_text
-            assert parsed(chat("x" * fill)).size.is_text
-
-
-def test_files_after_the_first_thousands_count_as_text() -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 30_000}}
-    most, more = (parsed(chat([part] * count)).size for count in (MAX_EMBEDDED_FILES, MAX_EMBEDDED_FILES + 9))
-    assert len(most.file_bytes) == len(more.file_bytes) == MAX_EMBEDDED_FILES
-
-
-@pytest.mark.parametrize(
-    "body",
-    [chat("x" * 9000), chat([{"type": "image_url", "image_url": {"url": BASE64}}]), {"prompt": [1, 2, 3]}],
-)
-def test_a_prompt_is_measured_once(body: dict[str, Any]) -> None:
-    question = parsed(body, ClientApi.COMPLETIONS if "prompt" in body else ClientApi.CHAT)
-    rest, sizes, others = question.without_prompt(), PromptSizeEstimator(), PromptSizeEstimator()
-    assert not rest.prompt
-    for _ in range(10):
-        assert sizes.tokens(question) == others.tokens(rest)
-        sizes.learn(question, 9000)
-        others.learn(rest, 9000)
-
-
-# -- fields -----------------------------------------------------------------------
-
-JUNK = "x" * 40_000
-FIELDS = {
-    ClientApi.CHAT: {"messages", "tools"},
-    ClientApi.COMPLETIONS: {"prompt"},
-    ClientApi.RESPONSES: {"input", "instructions", "tools"},
-    ClientApi.MESSAGES: {"messages", "system", "tools"},
-}
+    two = tokens(chat([{"type": "text", "text": "hi"}, part, part]))
+    assert 2 * FILE_TOKENS <= two - without <= 2 * FILE_TOKENS + 100
+    assert tokens(json.dumps(chat([part])).replace("/", "\\/").encode()) < 2 * FILE_TOKENS
 
 
 @pytest.mark.parametrize("api", ClientApi)
-@pytest.mark.parametrize("name", sorted(set().union(*FIELDS.values())))
+@pytest.mark.parametrize("name", ["messages", "tools", "prompt", "input", "instructions", "system"])
 def test_only_fields_of_the_requests_api_are_counted(api: ClientApi, name: str) -> None:
-    question = parsed({"model": "m", name: JUNK}, api)
-    assert (question.size.json_bytes > len(JUNK)) == (name in FIELDS[api])
-    assert (tokens({"model": "m", name: JUNK}, api) > 1000) == (name in FIELDS[api])
-
-
-# -- the answer's length ----------------------------------------------------------
+    fields = {
+        ClientApi.CHAT: {"messages", "tools"},
+        ClientApi.COMPLETIONS: {"prompt"},
+        ClientApi.RESPONSES: {"input", "instructions", "tools"},
+        ClientApi.MESSAGES: {"messages", "system", "tools"},
+    }
+    assert (tokens({"model": "m", name: "x" * 40_000}, api) > 1000) == (name in fields[api])
 
 
 @pytest.mark.parametrize(
     ("expected", "limit", "output_tokens"),
-    [(9, 100, 9), (100, 9, 9), (9, None, 9), (None, 9, 9), (None, None, 0), (2**40, None, 2**31)],
+    [(9, 100, 9), (100, 9, 9), (9, None, 9), (None, 9, 9), (None, None, 0), (None, 2**70, 2**31)],
 )
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
 def test_the_answer_is_as_long_as_the_smaller_of_hint_and_limit(
     expected: int | None, limit: int | None, output_tokens: int, name: str
 ) -> None:
-    body = chat("hi", **{name: limit})
-    if expected is not None:
-        hint = {"program_id": "p", "expected_output_length": expected}
-        body["vllm_xargs"] = {"agentic_context": json.dumps(hint)}
-    assert parsed(body).output_tokens == output_tokens
+    assert (
+        parsed(chat("hi", **{name: limit}, **hint(expected_output_length=expected))).output_tokens
+        == output_tokens
+    )
 
 
-# -- tenants ----------------------------------------------------------------------
-
-
-def test_no_tenant_alone_changes_anothers_tokens_per_byte() -> None:
-    sizes = PromptSizeEstimator()
-    question = parsed(chat("x" * 4000))
-    usual = sizes.tokens(question, "new")
-    for _ in range(100):
-        sizes.learn(question, 10**6, "hostile")
-    assert sizes.tokens(question, "hostile") > 3 * usual
-    assert sizes.tokens(question, "new") == usual
-    for tenant in ("a", "b"):
-        for _ in range(100):
-            sizes.learn(question, 2 * usual, tenant)
-    assert sizes.tokens(question, "new") == pytest.approx(2 * usual, rel=0.01), "as most tenants' are"
-    for _ in range(100):
-        sizes.learn(question, usual // 2, "new")
-    assert sizes.tokens(question, "new") == pytest.approx(usual / 2, rel=0.01)
-
-
-def test_tokens_per_byte_are_learned_of_more_tenants_than_are_kept() -> None:
-    sizes = PromptSizeEstimator()
-    question = parsed(chat("x" * 4000))
-    usual = sizes.tokens(question, "new")
-    names = [f"tenant {number}" for number in range(MAX_TENANTS + 1)]
-    for _ in range(100):
-        for tenant in names:
-            sizes.learn(question, 2 * usual, tenant)
-    assert min(sizes.tokens(question, tenant) for tenant in names) == pytest.approx(2 * usual, rel=0.01)
-
-
-def test_invented_models_and_tenants_drop_no_other_tenants_tokens_per_byte() -> None:
-    sizes = PromptSizeEstimator()
-    question = parsed(chat("x" * 4000))
-    for _ in range(100):
-        sizes.learn(question, 2000, "t")
-    learned = sizes.tokens(question, "t")
-    for number in range(500):
-        sizes.learn(parsed({**chat("x" * 4000), "model": f"m{number}"}), 100, "inventor")
-    assert sizes.tokens(question, "t") == learned
+def test_a_longer_prompt_begins_with_the_hashes_of_the_shorter() -> None:
+    messages = [{"role": "user", "content": "x" * 3000}]
+    short = parsed({"messages": messages}).prefix
+    messages.append({"role": "assistant", "content": "y" * 3000})
+    long = parsed({"messages": messages}).prefix
+    assert len(short) == 2
+    assert long[: len(short)] == short
+    assert parsed({"messages": messages[1:]}).prefix[0] != short[0]

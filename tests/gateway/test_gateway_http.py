@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from fake_engine import engines
 from gateway_harness import World, lines, until, world
-from sojourn_server.gateway.http import dropped_kv_poller, engine_routes, proxy_headers, request_bodies
+from sojourn_server.gateway.http import dropped_kv_poller, multi_engine_queries, proxy_request
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.gateway.http.generation_request import PromptSizeEstimator
-from sojourn_server.gateway.http.request_bodies import BodyBudget
-from sojourn_server.gateway.http.routing_backend import LocalRoutingBackend
+from sojourn_server.gateway.http.routing_backend import RoutingBackend
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_from_preset import build_routing_core
@@ -199,8 +198,7 @@ async def test_an_engine_whose_core_is_dead_counts_as_lost() -> None:
         await until(lambda: it.gateway.replicas.get(dead.name) is None)
 
 
-async def test_a_connection_that_closed_while_idle_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_server.gateway.http.engine_client.STALE_CONNECTION_S", 0.0)
+async def test_a_connection_that_closed_while_idle_is_no_loss() -> None:
     async with engines(2) as fakes, world(fakes, poll_s=3600) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)
@@ -403,7 +401,7 @@ async def test_a_last_turn_that_was_refused_is_not_the_end() -> None:
 
 
 async def test_an_engine_that_hangs_holds_up_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_routes, "ANY_ENGINE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(multi_engine_queries, "QUERY_TIMEOUT_S", 0.2)
     async with engines(2) as fakes, world(fakes) as it:
         fakes[0].tokenizes_never = True
         async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}) as answer:
@@ -414,7 +412,7 @@ def test_events_reported_during_an_event_come_after_it() -> None:
     core = build_routing_core(
         parse_cluster_preset('routing = "round-robin"', source="x"), RoutingLimits(lease_s=1.0)
     )
-    routing_backend = LocalRoutingBackend(core, clock=lambda: 0.0)
+    routing_backend = RoutingBackend(core, clock=lambda: 0.0)
     took: list[str] = []
 
     def decided(action: routing_events.AnyRoutingAction) -> None:
@@ -432,7 +430,7 @@ def test_events_reported_during_an_event_come_after_it() -> None:
 
 def test_a_failing_core_rejects_and_leaves_no_request_waiting() -> None:
     core = build_routing_core(parse_cluster_preset('routing = "round-robin"', source="x"))
-    routing_backend = LocalRoutingBackend(core, clock=lambda: 0.0)
+    routing_backend = RoutingBackend(core, clock=lambda: 0.0)
     core.take = None  # type: ignore[assignment]
     refused = routing_backend.open(routing_events.RequestReceived("r", "t", 10))._decisions[0]
     assert isinstance(refused, routing_events.RejectRequest)
@@ -536,60 +534,6 @@ def raw_request(it: World, body: bytes, length: int) -> bytes:
     return head.encode() + body
 
 
-async def test_a_body_that_drips_is_given_up_though_some_of_it_comes_all_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(request_bodies, "BODY_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(request_bodies, "MIN_BYTES_PER_S", 1000)
-    async with engines(1) as fakes, world(fakes) as it:
-        held = it.gateway.generation.bodies
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
-        writer.write(raw_request(it, b"{", 1000))
-
-        async def drip() -> None:
-            while True:
-                await asyncio.sleep(0.05)
-                writer.write(b" ")
-
-        dripping = asyncio.ensure_future(drip())
-        answer = await asyncio.wait_for(reader.read(100), 60)
-        assert b" 408 " in answer.splitlines()[0]
-        await until(lambda: held.held_bytes == 0)
-        dripping.cancel()
-        writer.close()
-        assert not fakes[0].requests
-
-
-async def test_one_of_several_tenants_cannot_fill_the_gateway() -> None:
-    tenants = {"key-a": "a", "key-b": "b"}
-    async with (
-        engines(1) as fakes,
-        world(fakes, tenants=tenants, max_body_bytes=3000, max_held_bytes=8000) as it,
-    ):
-        fakes[0].hold = asyncio.Event()
-        first = asyncio.ensure_future(it.chat(key="key-a", text="x" * 2500))
-        await until(lambda: len(fakes[0].requests) == 1)
-        assert (await it.chat(key="key-a", text="x" * 2500)).status == 503
-        other = asyncio.ensure_future(it.chat(key="key-b", text="x" * 2500))
-        await until(lambda: len(fakes[0].requests) == 2)
-        fakes[0].hold.set()
-        assert [(await one).status for one in (first, other)] == [200, 200]
-
-
-async def test_a_length_that_finds_no_room_is_refused_before_the_body_comes() -> None:
-    async with engines(1) as fakes, world(fakes, max_body_bytes=3000, max_held_bytes=4000) as it:
-        fakes[0].hold = asyncio.Event()
-        first = asyncio.ensure_future(it.chat(text="x" * 2500))
-        await until(lambda: len(fakes[0].requests) == 1)
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
-        writer.write(raw_request(it, b"", 2500))
-        answer = await asyncio.wait_for(reader.read(100), 60)
-        assert b" 503 " in answer.splitlines()[0]
-        writer.close()
-        fakes[0].hold.set()
-        assert (await first).status == 200
-
-
 @pytest.mark.parametrize("number", ["1e999", "9" * 5000])
 async def test_what_is_not_looked_at_of_a_body_goes_on_also_with_another_identity(number: str) -> None:
     tenants = {"key-a": "a", "key-b": "b"}
@@ -615,7 +559,7 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
 ) -> None:
     async with engines(1) as fakes, world(fakes) as it:
         core = it.gateway.routing_backend.core  # type: ignore[attr-defined]
-        for place, name in ((proxy_headers, "engine_request_headers"), (PromptSizeEstimator, "tokens")):
+        for place, name in ((proxy_request, "engine_request_headers"), (PromptSizeEstimator, "tokens")):
             with monkeypatch.context() as patched:
                 patched.setattr(place, name, lambda *args, **more: 1 / 0)
                 answer = await it.chat("p")
@@ -714,11 +658,6 @@ async def test_bodies_are_bounded_in_sum_and_counted_until_their_answer_is_over(
         assert [(await one).status for one in (first, small)] == [200, 200]
         await until(lambda: counted.held_bytes == 0)
         assert (await it.chat(text="x" * 2500)).status == 200
-
-
-def test_bounds_that_let_no_body_in_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected 0 < max_body_bytes ≤ 2000"):
-        BodyBudget(3000, 2000)
 
 
 async def test_errors_read_as_engines_do_on_their_routes_and_as_ours_on_ours() -> None:

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.client_apis import ClientApi
-from sojourn_server.gateway.http.client_json import InvalidGenerationRequest
-from sojourn_server.gateway.http.engine_client import EngineAnswer, is_engine_failure
-from sojourn_server.gateway.http.generation_request import parse_generation_request
+from sojourn_server.gateway.http.engine_client import EngineAnswer
+from sojourn_server.gateway.http.generation_request import InvalidGenerationRequest, parse_generation_request
 from sojourn_server.gateway.http.prefill_decode_bodies import (
     _ANSWER_FIELDS,
     decode_body,
@@ -184,12 +183,12 @@ def answered(status: int, first: bytes = b"{}", is_stream: bool = False) -> Engi
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
 def test_an_engine_that_reports_its_failure_has_failed(status: int) -> None:
-    assert is_engine_failure(answered(status))
+    assert answered(status).is_engine_failure
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 409, 429, 501])
 def test_what_is_wrong_with_a_request_is_no_failure(status: int) -> None:
-    assert not is_engine_failure(answered(status))
+    assert not answered(status).is_engine_failure
 
 
 @pytest.mark.parametrize(
@@ -204,4 +203,4 @@ def test_what_is_wrong_with_a_request_is_no_failure(status: int) -> None:
     ],
 )
 def test_a_stream_may_begin_with_a_failure(first: bytes, expected: bool) -> None:
-    assert is_engine_failure(answered(200, first, is_stream=True)) is expected
+    assert answered(200, first, is_stream=True).is_engine_failure is expected

@@ -524,7 +524,7 @@ async def test_the_end_of_a_program_reaches_the_engine_that_answered_it() -> Non
         [outcome] = await it.events(end)
         assert outcome["outcome"] == "applied"
         for engine in (prefill, *decode):
-            assert engine.of("p") == (["program_end"] if engine.name == answered else [])
+            assert engine.of("p")[-1:] == (["program_end"] if engine.name == answered else [])
         assert not core_of(it).programs
         [again] = await it.events({**end, "seq": 10})
         assert again["outcome"] == "missing"

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from fake_engine import FakeEngine, engines
 from gateway_harness import World, until, world
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire_codec import MAX_CONTEXT_BYTES
 from sojourn_server.gateway.http import dropped_kv_poller
-from sojourn_server.gateway.http.client_apis import ClientApi
-from sojourn_server.gateway.http.generation_request import parse_generation_request
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 
 IN_TURN = 'routing = "round-robin"'
@@ -85,42 +80,6 @@ def test_what_is_too_long_is_cut_and_stays_its_tenants() -> None:
         assert names.engine_name("b", bad) == bad, "an engine refuses it, as it would have"
 
 
-def test_of_one_tenant_alone_nothing_is_changed() -> None:
-    names = ProgramIdMapper(["default"])
-    assert names.engine_name("default", "p") == "p"
-    assert names.key("p") == ("default", "p")
-    event = msgspec.Raw(b'{"program_id" : "p"}')
-    assert names.event("default", event) is event
-    body = json.dumps(hint("p", TOOL)).encode()
-    assert names.request("default", body, parse_generation_request(ClientApi.CHAT, body, None)) == (
-        body,
-        True,
-    )
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        b'"text"',
-        b"{",
-        b'{"program_id": 3}',
-        b"{}",
-        b'{"type":"program_end","program_id":"bob/p\xff","seq":1}',
-        b'{"type":"program_end","program_id":"bob/p\\ud800","seq":1}',
-        b'{"type":"later_kind","program_id":"bob/p","seq":1}',
-    ],
-)
-def test_what_cannot_be_renamed_is_not_passed_on(event: bytes) -> None:
-    assert ProgramIdMapper(["a", "b"]).event("a", msgspec.Raw(event)) is None
-
-
-def test_only_what_the_gateway_reads_is_passed_on() -> None:
-    """A key with byte 0xFF had an event passed on with the ids that the client gave."""
-    event = b'{"type":"program_end","program_id":"bob/p","seq":1,"program_id_2":"bob/p","\xff":1}'
-    named = ProgramIdMapper(["a", "b"]).event("a", msgspec.Raw(event))
-    assert json.loads(bytes(named or b"")) == {"type": "program_end", "program_id": "a/bob/p", "seq": 1}
-
-
 # -- requests ---------------------------------------------------------------------
 
 
@@ -176,19 +135,6 @@ async def test_a_header_that_is_no_id_makes_none() -> None:
         await it.chat("x" * (MAX_ID_BYTES + 1), key="ka")
         assert fakes[0].headers[-1]["x-session-id"] == "x" * (MAX_ID_BYTES + 1)
         assert await it.gateway.routing_backend.programs() == []
-
-
-async def test_events_that_have_no_room_beside_longer_ids_go_their_own_way() -> None:
-    events = [{**TOOL, "seq": seq, "call_id": f"c{seq}"} for seq in range(1, 195)]
-    sent = hint("p", *events)
-    text = sent["vllm_xargs"]["agentic_context"]
-    assert len(text) <= MAX_CONTEXT_BYTES < len(text.replace('"p"', '"alice/p"'))
-    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
-        for _ in range(2):
-            assert (await it.chat(key="ka", **sent)).status == 200
-            assert "events" not in told(fakes[0])["sojourn"] or told(fakes[0])["sojourn"]["events"] == []
-            assert told(fakes[0])["program_id"] == "alice/p"
-        await until(lambda: len(fakes[0].of("alice/p")) >= len(events))
 
 
 @pytest.mark.parametrize(
@@ -263,17 +209,6 @@ async def test_each_program_moves_with_its_kv_and_events() -> None:
         assert it.gateway.routing_backend.home("bob", "p") == of["bob"].name
         assert [move["program_id"] for move in (await it.get("/sojourn/v1/moves", "ka"))["moves"]] == ["p"]
         assert (await it.get("/sojourn/v1/moves", "kb"))["moves"] == []
-
-
-async def test_both_are_at_home_where_they_were_after_a_restart(tmp_path: Path) -> None:
-    state = tmp_path / "state.json"
-    async with engines(2) as fakes:
-        async with world(fakes, preset=IN_TURN, tenants=TENANTS, state=state) as it:
-            of = await homes(it, fakes)
-        async with world(fakes, tenants=TENANTS, state=state) as it:
-            for tenant, key in reversed(KEYS.items()):
-                assert (await it.chat("p", key=key)).headers["X-Sojourn-Replica"] == of[tenant].name
-                assert of[tenant].headers[-1]["x-session-id"] == f"{tenant}/p"
 
 
 async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

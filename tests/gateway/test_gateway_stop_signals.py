@@ -159,7 +159,7 @@ async def test_a_stop_says_what_it_waits_for_and_ctrl_c_again_ends_it(again: boo
         said = await gateway.ended()
         await assert_told(asked)
         assert "ERROR" not in said, said
-        assert "Waiting for" not in said
+        assert "Waiting for connections" not in said
 
 
 async def test_a_stop_whose_message_has_no_reader_finishes_the_requests() -> None:
@@ -196,7 +196,7 @@ async def test_a_viewer_holds_up_no_stop() -> None:
 
 
 async def test_a_request_that_no_model_answers_is_cut_off() -> None:
-    endless = "import sojourn_server.gateway.http.engine_routes as routes; routes.ANY_ENGINE_TIMEOUT_S = 3600"
+    endless = "import sojourn_server.gateway.http.multi_engine_queries as q; q.QUERY_TIMEOUT_S = 3600"
     async with (
         running(UnwatchedEngine()) as [engine],
         aiohttp.ClientSession() as http,

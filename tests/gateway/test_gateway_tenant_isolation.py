@@ -8,17 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine import FakeEngine, engines, running
-from gateway_harness import World, until, world
+from fake_engine import FakeEngine, engines
+from gateway_harness import World, world
 from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context
-from sojourn_server.gateway.http import dropped_kv_poller, proxy_context
+from sojourn.wire_codec import decode_context
 from sojourn_server.gateway.http.client_apis import ClientApi
-from sojourn_server.gateway.http.client_json import InvalidGenerationRequest
-from sojourn_server.gateway.http.generation_request import (
-    parse_generation_request,
-    without_identity,
-)
+from sojourn_server.gateway.http.generation_request import parse_generation_request
 from sojourn_server.gateway.http.prefill_decode_bodies import prefill_body
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 from starlette.requests import Request
@@ -37,7 +32,7 @@ def named(tenant: str, body: dict[str, Any], session: str | None = None) -> dict
     raw = json.dumps(body).encode()
     names = ProgramIdMapper(TENANTS.values())
     read: dict[str, Any] = json.loads(
-        names.request(tenant, raw, parse_generation_request(ClientApi.CHAT, raw, session))[0]
+        names.request(tenant, raw, parse_generation_request(ClientApi.CHAT, raw, session))
     )
     return read
 
@@ -92,28 +87,6 @@ async def test_a_session_in_the_body_names_no_other_tenants_program(
         assert [one["program_id"] for one in shown] == [known]
 
 
-@pytest.mark.parametrize(
-    ("api", "own", "header", "beside", "expected"),
-    [
-        (ClientApi.CHAT, "own", "header", "beside", "own"),
-        (ClientApi.COMPLETIONS, "own", None, None, "own"),
-        (ClientApi.RESPONSES, None, "header", "beside", "header"),
-        (ClientApi.CHAT, "", "", "beside", "beside"),
-        (ClientApi.CHAT, None, None, 7, None),
-        (ClientApi.CHAT, LONGEST + "x", "header", None, None),
-        (ClientApi.MESSAGES, "own", "header", "beside", "header"),
-        (ClientApi.MESSAGES, "own", None, "beside", "beside"),
-    ],
-)
-def test_the_first_name_that_an_engine_reads_counts(
-    api: ClientApi, own: Any, header: str | None, beside: Any, expected: str | None
-) -> None:
-    body = {"session_id": own, "vllm_xargs": {"session_id": beside}}
-    assert parse_generation_request(api, json.dumps(body).encode(), header).program_id == expected
-    body["vllm_xargs"]["agentic_context"] = hint()
-    assert parse_generation_request(api, json.dumps(body).encode(), header).program_id == "p"
-
-
 async def test_of_one_tenant_the_gateway_means_the_program_that_its_engine_means() -> None:
     async with engines(1) as (fake,), world([fake]) as it:
         await it.chat("header", session_id="own")
@@ -142,16 +115,9 @@ def test_beside_a_hint_the_session_is_named_too() -> None:
 def test_a_prefill_engine_gets_no_program() -> None:
     body = {"session_id": "s", "vllm_xargs": {"session_id": "t", "agentic_context": hint(), "x": 1}}
     raw = json.dumps(body).encode()
-    assert json.loads(without_identity(raw)) == {"vllm_xargs": {"x": 1}}
     sent = json.loads(prefill_body(ClientApi.CHAT, raw, "t1", "tcp:d:1", 0.25))
     assert "session_id" not in sent
     assert sent["vllm_xargs"] == {"x": 1}
-
-
-def test_what_is_kept_of_a_kind_of_program_is_bounded() -> None:
-    text = hint(sojourn={"agent_type": "k" * 9000})
-    body = json.dumps({"vllm_xargs": {"agentic_context": text}}).encode()
-    assert parse_generation_request(ClientApi.CHAT, body, None).agent_type == "k" * 256
 
 
 # -- what is told of programs -----------------------------------------------------
@@ -181,46 +147,6 @@ async def test_evictions_do_not_name_another_tenants_program() -> None:
 def test_of_one_tenant_answers_stay_what_they_are() -> None:
     told = {"program_id": "p", "ledger": [{"evictor": "q"}]}
     assert ProgramIdMapper(["only"]).answer("only", told) == told
-
-
-def test_a_cut_name_is_read_again() -> None:
-    names = ProgramIdMapper(TENANTS.values())
-    cut = names.engine_name("bob", LONGEST)
-    assert cut.startswith("bob/#")
-    assert names.key(cut) == ("bob", LONGEST)
-    assert names.key(cut.replace("bob", "alice")) == ("alice", cut.removeprefix("bob/"))
-    assert names.answer("bob", {"program_id": cut}) == {"program_id": LONGEST}
-
-
-async def test_a_shortened_name_in_an_engines_answer_finds_its_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dropped_kv_poller, "DROPPED_KV_POLL_S", 0.02)
-    async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
-        await it.chat(LONGEST, key="kb")
-        assert it.gateway.routing_backend.home("bob", LONGEST) == fake.name
-        fake.lost = [fake.headers[-1]["x-session-id"]]
-        await until(lambda: it.gateway.routing_backend.home("bob", LONGEST) is None)
-
-
-@pytest.mark.parametrize("where", ["hint", "sojourn"])
-@pytest.mark.parametrize("events", [0, 3])
-def test_a_hint_that_longer_ids_leave_no_room_for_loses_its_longest_member(where: str, events: int) -> None:
-    event = {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"}
-    own: dict[str, Any] = {"v": 1, "node": "kept"}
-    if events:
-        own |= {"emitter": "em", "events": [event] * events}
-    room = MAX_CONTEXT_BYTES - len(hint(sojourn=own, request_id="kept", padding=""))
-    padding = {"padding": "y" * room}
-    text = hint(request_id="kept", **(padding if where == "hint" else {}), sojourn={
-        **own, **(padding if where == "sojourn" else {})
-    })  # fmt: skip
-    assert len(text) == MAX_CONTEXT_BYTES
-    sent = named("bob", {"vllm_xargs": {"agentic_context": text}})["vllm_xargs"]["agentic_context"]
-    read = decode_context(sent)
-    assert (read.program_id, read.request_id) == ("bob/p", "kept")
-    assert read.sojourn is not None
-    assert read.sojourn.node == "kept"
 
 
 @pytest.mark.parametrize("bad", [{"events": 5}, {"events": {"a": 1}}, {"events": None}, {"node": 5}])
@@ -254,12 +180,6 @@ async def test_names_that_are_not_text_are_rejected(body: bytes, caplog: Any) ->
         assert "Traceback" not in caplog.text
 
 
-def test_no_leg_is_made_of_what_cannot_be_read() -> None:
-    parse_generation_request(ClientApi.CHAT, BAD_NAMES[0], None)
-    with pytest.raises(InvalidGenerationRequest, match="members cannot be read"):
-        prefill_body(ClientApi.CHAT, BAD_NAMES[0], "t1", "tcp:d:1", 0.25)
-
-
 # -- keys and conversations -------------------------------------------------------
 
 
@@ -287,28 +207,6 @@ async def test_a_conversation_is_its_tenants_whatever_they_are_called() -> None:
         await responded(it, "k1", input="x", previous_response_id="b/resp_abc")
         [own] = (await it.get("/sojourn/v1/programs", "k1"))["programs"]
         assert own["program_id"].startswith("conversation-")
-
-
-class Numbered(FakeEngine):
-    """Gives each answer of the responses API an id of its own."""
-
-    async def _generate(self, request: Request) -> Response:
-        await super()._generate(request)
-        return JSONResponse({"id": f"resp_{len(self.requests)}", "model": "tiny"})
-
-
-async def test_conversations_of_one_tenant_drop_no_conversation_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(proxy_context, "MAX_RESPONSE_IDS", 8)
-    async with running(Numbered()) as [fake], world([fake], tenants=TENANTS) as it:
-        await responded(it, "ka", input="x")
-        for _ in range(20):
-            await responded(it, "kb", input="x")
-        await responded(it, "ka", input="y", previous_response_id="resp_1")
-        assert (await it.get("/sojourn/v1/programs", "ka"))["total"] == 1, "one conversation"
-        await responded(it, "kb", input="y", previous_response_id="resp_2")
-        assert (await it.get("/sojourn/v1/programs", "kb"))["total"] == 21, "its own oldest is forgotten"
 
 
 async def responded(it: World, key: str, *session: str, **body: Any) -> None:

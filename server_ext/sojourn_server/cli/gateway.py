@@ -18,8 +18,7 @@ from sojourn.errors import install_command
 from .console import CliError, check_free_port, is_given, print_line, print_note
 
 if TYPE_CHECKING:
-    from sojourn_server.gateway.http.engine_routes import GatewayApplication
-    from sojourn_server.gateway.http.gateway_app import Gateway
+    from sojourn_server.gateway.http.gateway_app import Gateway, GatewayApplication
     from sojourn_server.gateway.http.peers import Peers
     from sojourn_server.gateway.http.tenant_keys import TenantKeys
     from sojourn_server.gateway.ray.ray_config import RayConfig
@@ -103,6 +102,7 @@ def gateway(
         envvar="SOJOURN_ADMIN_KEY",
         help="Key of administrators, who may drain replicas and see all programs",
     ),
+    max_body_mib: int = typer.Option(16, min=1, max=1024, help="Maximum size of a request's body, in MiB"),
     max_waiting: int = typer.Option(
         20_000, min=1, help="Maximum number of waiting requests; further requests get a 429"
     ),
@@ -181,6 +181,7 @@ def gateway(
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
         reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=silent_program_s,
+        max_body_bytes=max_body_mib << 20,
     )
     if preset is None:
         from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
@@ -204,11 +205,7 @@ def gateway(
     check_free_port(host, port, "choose another --port")
     url = local_url(host, port)
     print_line(f"{served} behind {url}; run an agent with: sojourn run --url {url} -- python agent.py")
-    from sojourn_server.gateway.http.client_connection import log_accept_errors_rarely, raise_open_file_limit
-
-    raise_open_file_limit(max_waiting)
-    log_accept_errors_rarely()
-    _serve(made, app, host, port, log_level)
+    _serve(made, app, host, port, log_level, max_waiting)
 
 
 _ONLY_WITH_PAIRS = ("--read-side", "--short-queue-s", "--most-prefill-s", "--high-tokens-ratio")
@@ -281,29 +278,25 @@ def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers
         raise CliError(str(error).replace("an engine's address", "a gateway's address"), example) from None
 
 
-def _serve(gateway: Gateway, app: GatewayApplication, host: str, port: int, log_level: str) -> None:
+def _serve(
+    gateway: Gateway, app: GatewayApplication, host: str, port: int, log_level: str, max_waiting: int
+) -> None:
     import gc
 
     import uvicorn
 
-    from sojourn_server.gateway.http.client_connection import DeadlineProtocol
+    from sojourn_server.gateway.http.client_connection import uvicorn_settings
     from sojourn_server.gateway.http.gateway_server import GatewayServer
 
     config = uvicorn.Config(
         app,
-        http=DeadlineProtocol,
         host=host,
         port=port,
         log_level=log_level,
-        access_log=False,
-        ws="none",
-        # Longer than clients and load balancers keep a connection, so that their side closes it first.
-        timeout_keep_alive=75,
         timeout_graceful_shutdown=_STOP_GRACE_S,
-        server_header=False,
-        proxy_headers=False,
+        **uvicorn_settings(max_waiting),
     )
-    app.state.server = server = GatewayServer(config, gateway, app, print_line)
+    app.state.server = server = GatewayServer(config, gateway, print_line)
     # A full garbage collection would also examine all modules, and hold up all requests for 0.1 s.
     gc.collect()
     gc.freeze()
@@ -369,33 +362,6 @@ def _check_local_cluster(config: RayConfig, path: Path) -> None:
     for name in ("port", "direct_port"):
         if (port := getattr(config, name)) is not None:
             check_free_port(config.host, port, f"choose another {name} in {path}")
-    if not all(group.engines.command for group in config.groups):
-        _check_model(config.model, path)
-    store = config.pairs.store
-    if store is not None and not Path(store).is_dir():
-        raise CliError(
-            f"{path}: pairs.store is {store!r}; expected a directory that all engines share",
-            "mount it, or make it with mkdir",
-        )
-
-
-def _check_model(model: str, path: Path) -> None:
-    import difflib
-
-    from sojourn_server.models import LOCAL_MODELS
-
-    if model in LOCAL_MODELS or Path(model).expanduser().exists():
-        return
-    known = f"expected {', '.join(LOCAL_MODELS)}, a model directory or a hub id"
-    if model.startswith(("/", "./", "../", "~")):
-        raise CliError(f"{path}: model {model!r} does not exist; {known}", f"correct model in {path}")
-    near = difflib.get_close_matches(model, LOCAL_MODELS, 1)
-    if near:
-        raise CliError(
-            f"{path}: model is {model!r}; {known}; did you mean {near[0]}?", f"correct model in {path}"
-        )
-    if "/" not in model:  # only a note, because the hub has a few such names
-        print_note(f"model {model} is not ORGANISATION/NAME; {known}")
 
 
 def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> ClusterPreset:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from enum import Enum
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -43,65 +43,45 @@ def error_body(api: ClientApi | None, status: int, code: str, message: str) -> b
     """Return the JSON body of an error answer in the format of ``api``; ``None``: OpenAI's format."""
     kind = _TYPES.get(status, "api_error")
     if api is ClientApi.MESSAGES:
-        return _json({"type": "error", "error": {"type": kind, "message": message}})
-    return _json({"error": {"message": message, "type": kind, "param": None, "code": code}})
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
 def error_event(api: ClientApi, code: str, message: str) -> bytes:
     """Return the server-sent events that end a broken stream with an error, in the format of ``api``. The
     stream's earlier bytes must end with a complete event."""
+    failed: dict[str, Any]
     if api is ClientApi.RESPONSES:
-        error = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
-        return b"event: error\ndata: " + _json(error) + b"\n\n"
+        failed = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
+        return b"event: error\ndata: " + msgspec.json.encode(failed) + b"\n\n"
     if api is ClientApi.MESSAGES:
         failed = {"type": "error", "error": {"type": "api_error", "message": message}}
-        return b"event: error\ndata: " + _json(failed) + b"\n\n"
-    event = {"error": {"message": message, "type": code, "param": None, "code": 502}}
-    return b"data: " + _json(event) + b"\n\ndata: [DONE]\n\n"
-
-
-def _json(document: object) -> bytes:
-    return json.dumps(document, separators=(",", ":")).encode()
+        return b"event: error\ndata: " + msgspec.json.encode(failed) + b"\n\n"
+    failed = {"error": {"message": message, "type": code, "param": None, "code": 502}}
+    return b"data: " + msgspec.json.encode(failed) + b"\n\ndata: [DONE]\n\n"
 
 
 INVALID_KEY = "invalid_api_key"
 GATEWAY_FULL = "gateway_full"
 """Error code: the gateway holds too many request bodies, or cannot open a connection to an engine."""
-GATEWAY_ERROR_CODES = (
-    INVALID_KEY,
-    "bad_request",
-    "body_too_large",
-    "encoded_body",
-    GATEWAY_FULL,
-    "slow_body",
-)
-"""Error codes of requests that the gateway rejects before it submits them to the routing core.
-``GATEWAY_FULL`` may also come later."""
 GATEWAY_FAILED = "gateway_failed"
 GATEWAY_STOPPING = "gateway_stopping"
 REPLICA_LOST = "replica_lost"
-LATE_ERROR_CODES = (GATEWAY_FAILED, GATEWAY_STOPPING, REPLICA_LOST)
-"""Error codes of requests that the gateway rejects or aborts after it has submitted them to the core."""
+GATEWAY_ERROR_CODES = (
+    INVALID_KEY, "bad_request", "body_too_large", "encoded_body", GATEWAY_FULL, "slow_body", GATEWAY_FAILED,
+    GATEWAY_STOPPING, REPLICA_LOST,
+)  # fmt: skip
+"""Error codes of requests that the gateway itself rejects or aborts. The routing core has further ones."""
 
 AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class RequestRejected(Exception):
-    """Raised to answer the request with an error: HTTP status, error code, message and ``Retry-After``."""
+    """Raised to answer the request with an error: HTTP status, error code, message, and ``Retry-After`` in
+    seconds (``None``: no such header)."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        retry_after_s: float | None = None,
-        *,
-        is_counted: bool = False,
-    ) -> None:
-        """``retry_after_s``: ``Retry-After`` in seconds; ``None``: no such header. ``is_counted``: whether
-        the metrics already count this rejection."""
+    def __init__(self, status: int, code: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.is_counted = is_counted
         self.status = status
         self.code = code
         self.message = message
@@ -130,6 +110,13 @@ def unavailable_error(message: str) -> ApiError:
     return ApiError(503, message, "try again soon", {"Retry-After": str(RETRY_AFTER_S)})
 
 
+def openai_error(failure: ApiError) -> Response:
+    """Return the answer for an error on one of vLLM's own routes, in vLLM's format."""
+    code = INVALID_KEY if failure.status == 401 else "gateway_refused"
+    body = error_body(None, failure.status, code, f"{failure.message}; {failure.next_step}")
+    return Response(body, failure.status, failure.headers, media_type="application/json")
+
+
 async def unknown_route_response(request: Request, error: Exception) -> Response:
     """Build the answer to a request for an unknown route or method."""
     status, headers = 500, {}
@@ -146,8 +133,9 @@ async def unknown_route_response(request: Request, error: Exception) -> Response
 
 async def internal_error_response(request: Request, error: Exception) -> Response:
     """Build the answer to a request that failed with an internal error."""
-    message = "the gateway failed; see its log"
+    message, headers = "the gateway failed; see its log", {proxy_headers.GATEWAY: "1"}
     if f"{PREFIX}/" in request.scope["path"]:
-        return ApiError(500, message, "report it as a bug", {proxy_headers.GATEWAY: "1"}).response()
-    body = error_body(None, 500, "gateway_failed", message)
-    return Response(body, 500, {proxy_headers.GATEWAY: "1"}, media_type="application/json")
+        return ApiError(500, message, "report it as a bug", headers).response()
+    return Response(
+        error_body(None, 500, GATEWAY_FAILED, message), 500, headers, media_type="application/json"
+    )

@@ -1,46 +1,50 @@
-"""Sends one request to one engine, and returns the engine's answer once its first part has arrived."""
+"""The gateway's HTTP client to engines, on aiohttp: clients' requests, and the gateway's own queries."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from yarl import URL
 
-from .engine_connection import (
-    EngineConnectError,
-    EngineConnectionError,
-    EngineConnectionLost,
-    EngineResponse,
-)
-from .engine_connection_pool import CONNECT_TIMEOUT_S, IDLE_CONNECTION_S, EngineConnectionPool
-from .proxy_headers import RawHeaders
-from .replica_addresses import ReplicaAddress
+from .proxy_headers import EngineHeaders
 
-STALE_CONNECTION_S = 1.0
-"""Idle seconds that decide what the loss of a reused connection means. If the connection was idle for at
-least this time before the request, the engine has probably closed it without reading the request. After a
-shorter idle time, the engine counts as having read the request. The request may then have caused the loss."""
+CONNECT_TIMEOUT_S = 5.0
+"""Maximum seconds until a new connection is open, including name lookup and TLS."""
+IDLE_CONNECTION_S = 3.0
+"""Maximum idle seconds of a connection that is used again. vLLM closes connections after five idle seconds,
+and a request on a closing connection has to be sent again."""
+STALE_S = 1.0
+"""Seconds within which a request on a connection that the engine had already closed fails. A request that
+fails later was read by the engine."""
 MAX_WHOLE_ANSWER_BYTES = 1 << 20
 """Maximum bytes of an answer that the gateway holds as a whole. A longer answer is passed on in parts, as the
 client reads them."""
+_LARGE_BODY_BYTES = 64 << 10
+"""Bytes of a body from which it is written in pieces, so that other requests do not wait."""
 ENGINE_DEAD_MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 """The whole message of vLLM's ``EngineDeadError``. After an engine core has died, its API server runs on for
 a moment and answers with this message. Only the whole message counts, because vLLM quotes requests in its
 errors."""
+OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
+"""``errno`` values that mean a shortage in the gateway's process or machine, not a fault of the engine."""
 
 
 class ReplicaRequestError(Exception):
-    """A replica gave no answer. The text is the reason, for the log.
+    """A replica gave no complete answer. The text is the reason, for the log.
 
-    ``computing``: whether the replica had accepted the request. If so, the request itself may have caused the
-    failure.
+    ``computing``: whether the replica may have read the request. If so, the request itself may have caused
+    the failure.
     """
 
-    def __init__(self, how: str, *, computing: bool) -> None:
+    def __init__(self, how: str, *, computing: bool = True) -> None:
         super().__init__(how)
         self.computing = computing
         self.replica_id: str | None = None
@@ -48,20 +52,52 @@ class ReplicaRequestError(Exception):
         request."""
 
 
+class GatewayConnectError(Exception):
+    """The gateway has no file descriptor, port or buffer for another connection. No engine is at fault. The
+    text is for the client."""
+
+
 @dataclass(slots=True)
 class EngineAnswer:
     """An engine's answer whose first part has arrived."""
 
-    response: EngineResponse
+    response: aiohttp.ClientResponse
     first: bytes
     """The complete answer, or the first part of a stream or long answer. ``b""`` if the answer is empty."""
     is_stream: bool
     """Whether the answer is a stream of server-sent events."""
 
     @property
+    def status(self) -> int:
+        return self.response.status
+
+    @property
     def is_complete(self) -> bool:
         """Whether ``first`` is the complete answer. Always False for a stream."""
-        return not self.is_stream and self.response.is_complete
+        return not self.is_stream and self.response.content.at_eof()
+
+    async def next_part(self) -> bytes:
+        """Wait for further bytes, and return all that have arrived. Return ``b""`` after the end. Raises
+        ``ReplicaRequestError`` if the answer breaks off."""
+        try:
+            return await self.response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ReplicaRequestError(_text(error)) from None
+
+    def close(self) -> None:
+        """Give up the rest of the answer. This closes the connection of an incomplete answer, so the engine
+        stops computing."""
+        self.response.close()
+
+    @property
+    def is_engine_failure(self) -> bool:
+        """Whether the answer shows that the engine failed. True for a status of 500 or more, except 501 (not
+        implemented). Also True for a stream that begins with an error, unless its code is from 400 to 499.
+        Such an error is the request's own fault."""
+        if self.status != 200:
+            return self.status >= 500 and self.status != 501
+        event = _error_event(self.first) if self.is_stream else None
+        return event is not None and not _is_request_at_fault(_error_fields(event))
 
 
 class EngineReply(NamedTuple):
@@ -101,8 +137,9 @@ async def ask_engine(
     no complete answer came within ``timeout_s`` seconds."""
     sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
+    data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
     try:
-        async with session.request(method, url, data=body, headers=sent, timeout=timeout) as answer:
+        async with session.request(method, url, data=data, headers=sent, timeout=timeout) as answer:
             return EngineReply(answer.status, await answer.read(), answer.content_type)
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
         return None
@@ -114,84 +151,95 @@ def bearer(key: str | None, authorization: str | None = None) -> str | None:
     return f"Bearer {key}" if key else authorization
 
 
-def open_session() -> aiohttp.ClientSession:
-    """Open the pool of connections for the gateway's own queries. Each query has its own timeout."""
+def open_session(*, reuses: bool = True) -> aiohttp.ClientSession:
+    """Open a pool of connections to engines. Requests have no timeout besides that of the connection.
+    ``reuses``: whether a connection serves several requests."""
+    connector = (
+        aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+        if reuses
+        else aiohttp.TCPConnector(limit=0, force_close=True)
+    )
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
-        # The engine gets the headers of the query, without the library's own.
+        # The engine gets the headers of the client or the query, without the library's own.
         skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
         trust_env=False,
     )
 
 
-async def send_to_engine(
-    connections: EngineConnectionPool,
-    address: ReplicaAddress,
-    target: bytes,
-    headers: RawHeaders,
-    body: bytes,
-) -> EngineAnswer:
-    """POST a request, and wait for the first part of the answer. ``target``: path and query.
+class EngineClient:
+    """The connections of a gateway to its engines. They open at their first use, in the running event
+    loop."""
 
-    The request is sent a second time, over a new connection, if the engine has probably not read it. That is
-    so if the request could not be written completely. It is also so if the connection had been idle for
-    ``STALE_CONNECTION_S`` and was closed before an answer. In this second case the engine may have read the
-    request after all. So any failure of the second attempt counts as ``computing``.
+    def __init__(self) -> None:
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
-    Raises ``ReplicaRequestError``, or ``GatewayConnectError`` if the engine is not at fault.
-    """
-    is_written = False
-    for reuse in (True, False):
-        try:
-            response = await connections.request(address.url, b"POST", target, headers, body, reuse=reuse)
-        except EngineConnectError as error:
-            how = f"connection failed: {error}"
-            raise ReplicaRequestError(how, computing=is_written) from None
-        except EngineConnectionLost as error:
-            is_unseen = not error.is_written or error.idle_s >= STALE_CONNECTION_S
-            if not reuse or not is_unseen:
-                raise ReplicaRequestError(str(error), computing=True) from None
-            is_written = error.is_written  # the other idle connections may be closed too
-        except EngineConnectionError as error:
-            raise ReplicaRequestError(str(error), computing=True) from None
-        else:
-            return await _begin_answer(response)
-    raise AssertionError("unreachable")
+    def session(self, *, reuses: bool = True) -> aiohttp.ClientSession:
+        """Return a pool of connections. ``reuses``: see ``open_session``."""
+        if reuses not in self._sessions:
+            self._sessions[reuses] = open_session(reuses=reuses)
+        return self._sessions[reuses]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            await session.close()
+
+    async def send(self, url: str, headers: EngineHeaders, body: bytes) -> EngineAnswer:
+        """POST a request, and wait for the first part of the answer. ``url``: with path and query.
+
+        A request on a kept connection that the engine has just closed is sent again over a new connection.
+        The engine may have read the request after all, so any failure of the second attempt counts as
+        ``computing``.
+
+        Raises ``ReplicaRequestError``, or ``GatewayConnectError`` if the engine is not at fault.
+        """
+        began_s = time.monotonic()
+        for reuses in (True, False):
+            data = body if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
+            try:
+                response = await self.session(reuses=reuses).post(
+                    URL(url, encoded=True), data=data, headers=headers, allow_redirects=False
+                )
+                return await _begin_answer(response)
+            except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+                if getattr(error, "errno", None) in OWN_ERRORS:
+                    raise GatewayConnectError(f"the gateway cannot connect to an engine: {error}") from None
+                raise ReplicaRequestError(
+                    f"connection failed: {_text(error)}", computing=not reuses
+                ) from None
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if not reuses or time.monotonic() - began_s >= STALE_S:
+                    raise ReplicaRequestError(_text(error)) from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise ReplicaRequestError(_text(error)) from None
+        raise AssertionError("unreachable")
 
 
-async def _begin_answer(response: EngineResponse) -> EngineAnswer:
-    """Wait for the first part of a response: the first bytes of a stream, or up to about
-    ``MAX_WHOLE_ANSWER_BYTES`` of any other answer. Raises ``ReplicaRequestError`` if that fails, or if the
-    response says that the engine core is dead."""
-    is_stream = response.media_type == b"text/event-stream"
+async def _begin_answer(response: aiohttp.ClientResponse) -> EngineAnswer:
+    """Wait for the first part of a response: the first bytes of a stream, or all of an answer of up to
+    ``MAX_WHOLE_ANSWER_BYTES``. Raises ``ReplicaRequestError`` if that fails, or if the response says that the
+    engine core is dead."""
+    is_stream = response.content_type == "text/event-stream"
+    is_short = response.content_length is not None and response.content_length <= MAX_WHOLE_ANSWER_BYTES
     try:
-        first = await (response.read_some() if is_stream else response.read(MAX_WHOLE_ANSWER_BYTES))
-    except EngineConnectionError as error:
-        raise ReplicaRequestError(str(error), computing=True) from None
+        first = await (response.read() if is_short and not is_stream else response.content.readany())
+    except (aiohttp.ClientError, OSError) as error:
+        raise ReplicaRequestError(_text(error)) from None
     except BaseException:
         response.close()
         raise
     failed = first if response.status == 500 else _error_event(first) if is_stream else None
-    if failed is not None and _is_engine_dead_error(failed):
-        response.close()
-        raise ReplicaRequestError("its engine core is dead", computing=True)
+    if failed is not None:
+        fields = _error_fields(failed)
+        if fields.get("message") == ENGINE_DEAD_MESSAGE and not _is_request_at_fault(fields):
+            response.close()
+            raise ReplicaRequestError("its engine core is dead")
     return EngineAnswer(response, first, is_stream)
-
-
-def is_engine_failure(answer: EngineAnswer) -> bool:
-    """Whether an answer shows that the engine failed. True for a status of 500 or more, except 501 (not
-    implemented). Also True for a stream that begins with an error, unless its code is from 400 to 499. Such
-    an error is the request's own fault."""
-    status = answer.response.status
-    if status != 200:
-        return status >= 500 and status != 501
-    event = _error_event(answer.first) if answer.is_stream else None
-    if event is None:
-        return False
-    return not _is_request_at_fault(_error_fields(event))
 
 
 def _error_event(first: bytes) -> bytes | None:
@@ -199,10 +247,8 @@ def _error_event(first: bytes) -> bytes | None:
     stream's first bytes. Generated text cannot look like an error event."""
     if not first.startswith((b'data: {"error"', b"event: error")):
         return None
-    for line in first.splitlines():
-        if line.startswith(b"data: "):
-            return line[len(b"data: ") :]
-    return None
+    lines = first.splitlines()
+    return next((line[len(b"data: ") :] for line in lines if line.startswith(b"data: ")), None)
 
 
 def _error_fields(text: bytes) -> dict[str, Any]:
@@ -219,8 +265,5 @@ def _is_request_at_fault(error: dict[str, Any]) -> bool:
     return isinstance(code, int) and 400 <= code < 500
 
 
-def _is_engine_dead_error(text: bytes) -> bool:
-    """Whether a JSON error says that the engine core is dead. Its whole message must be
-    ``ENGINE_DEAD_MESSAGE``, and its code must not blame the request."""
-    error = _error_fields(text)
-    return error.get("message") == ENGINE_DEAD_MESSAGE and not _is_request_at_fault(error)
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -10,8 +10,7 @@ import aiohttp
 from sojourn.wire_codec import CAPABILITIES_PATH
 
 from ...routing.routing_status import LinkStats
-from .engine_client import ask_engine, parse_json_object
-from .engine_connection_pool import OWN_ERRORS
+from .engine_client import OWN_ERRORS, ask_engine, parse_json_object
 from .engine_descriptions import (
     STATS_PATH,
     EngineDescription,

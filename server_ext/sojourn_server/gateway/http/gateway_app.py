@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,34 +24,31 @@ from ...api.body_reader import read_body
 from ...api.live_stream import LiveHub
 from ...api.openapi import PREFIX, openapi_document
 from ...api.web_page import page_routes
-from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .client_access import ClientAccess, engine_authorization, tenant_name
 from .client_apis import (
-    INVALID_KEY,
     ClientApi,
-    error_body,
     internal_error_response,
+    openai_error,
     unavailable_error,
     unknown_route_response,
 )
-from .engine_client import open_session
-from .engine_connection_pool import EngineConnectionPool
+from .engine_client import EngineClient
 from .engine_descriptions import EngineDescription
 from .engine_monitor import EngineMonitorProtocol
-from .engine_routes import AnyEngineRoutes, GatewayApplication, GenerationEndpoint, GenerationRoutes
-from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import GATEWAY_OPERATIONS
+from .generation_request import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyReader
 from .live_engines import GatewayLiveSource
 from .multi_engine_queries import EngineQueries
 from .peers import Peers
+from .program_events import ProgramEvents
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
-from .proxy_context import ProxyContext
+from .proxy_headers import REPLICA
+from .proxy_request import GenerationProxy
 from .replica_addresses import ReplicaAddresses
-from .request_bodies import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyBudget
 from .routing_backend import ControlAction, RoutingBackend
 from .status_routes import StatusRoutes, json_response
 from .tenant_keys import TenantKeys
@@ -94,6 +91,37 @@ class GatewayOptions:
                 raise ValueError(f"{name} is empty; expected a key, or None")
 
 
+class GatewayApplication(Starlette):
+    """ASGI application that passes generation requests directly to the proxy. They skip the router and its
+    middlewares."""
+
+    def __init__(self, generation: GenerationProxy, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._generation = generation
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        api = _GENERATING.get(scope["path"]) if scope["type"] == "http" else None
+        if api is not None and scope["method"] == "POST":
+            await self._generation.serve(api, scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+_GENERATING: Mapping[str, ClientApi] = {api.value: api for api in ClientApi}
+
+
+class _GenerationEndpoint:
+    """The generation route of one API for Starlette's router, which serves other methods and paths below a
+    mount point. A class, because the router would call a function with a ``Request``."""
+
+    def __init__(self, generation: GenerationProxy, api: ClientApi) -> None:
+        self._generation = generation
+        self._api = api
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._generation.serve(self._api, scope, receive, send)
+
+
 class Gateway:
     """One gateway: its routes for clients, its routing backend, and its connections to engines."""
 
@@ -118,13 +146,10 @@ class Gateway:
         """Functions that are awaited one after the other before the gateway takes requests."""
         self.tasks: list[Callable[[], Awaitable[Any]]] = [self.peers.run]
         """Functions whose coroutines run while the application does."""
+        self.client = EngineClient()
         self._access = ClientAccess(tenants, options.admin_key, metrics)
-        self.connections = EngineConnectionPool()
-        """Connections for clients' requests."""
-        self._rate_limited_log = RateLimitedLog(logger)
-        self._open: aiohttp.ClientSession | None = None
         names = ProgramIdMapper(tenants.names)
-        self.forwarder = EventForwarder(
+        self.events = ProgramEvents(
             routing_backend,
             replicas,
             self.session,
@@ -132,29 +157,25 @@ class Gateway:
             engine_key=options.engine_key,
             silent_program_s=options.silent_program_s,
         )
-        self.forwarder.on_end = metrics.ended
-        self._migrator = ProgramMigrator(
-            self.forwarder, replicas, self._description_of, self.session, metrics
-        )
+        self.events.on_end = metrics.ended
+        self._migrator = ProgramMigrator(self.events, replicas, self._description_of, self.session, metrics)
         self.queries = EngineQueries(replicas, self.session, engine_key=options.engine_key)
-        source = GatewayLiveSource(self.queries, replicas, names, lambda: self.monitor)
-        self.live = LiveHub(source, gateway=True)
-        shared = ProxyContext(
-            routing_backend=routing_backend,
-            replicas=replicas,
-            connections=self.connections,
-            forwarder=self.forwarder,
-            migrator=self._migrator,
-            metrics=metrics,
+        self.live = LiveHub(
+            GatewayLiveSource(self.queries, replicas, names, lambda: self.monitor), gateway=True
+        )
+        self.generation = GenerationProxy(
+            routing_backend,
+            replicas,
+            self.client,
+            self.events,
+            self._migrator,
+            metrics,
+            tenants,
+            BodyReader(options.max_body_bytes, options.max_held_bytes),
+            peers=self.peers,
             engine_key=options.engine_key,
+            reads_prefixes=options.reads_prefixes,
         )
-        bodies = BodyBudget(
-            options.max_body_bytes, options.max_held_bytes, several_tenants=len(tenants.names) > 1
-        )
-        self.generation = GenerationRoutes(
-            shared, tenants, bodies, reads_prefixes=options.reads_prefixes, peers=self.peers
-        )
-        self._any = AnyEngineRoutes(shared, bodies)
         self._status = StatusRoutes(
             routing_backend,
             replicas,
@@ -172,18 +193,8 @@ class Gateway:
         routing_backend.on_control_action = self._run_control_action
 
     def session(self) -> aiohttp.ClientSession:
-        """Return the connection pool for the gateway's own queries to engines. The first call opens the pool
-        in the running event loop."""
-        if self._open is None:
-            self._open = open_session()
-        return self._open
-
-    async def close(self) -> None:
-        """Close the connections to engines."""
-        self.connections.close()
-        if self._open is not None:
-            await self._open.close()
-            self._open = None
+        """Return the connections to engines. The first call opens them in the running event loop."""
+        return self.client.session()
 
     def app(self) -> GatewayApplication:
         """Build the ASGI application. It awaits ``starts``, and then runs ``tasks`` until its end."""
@@ -201,15 +212,11 @@ class Gateway:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                await self.close()
+                await self.client.close()
 
-        generating = {api.value: GenerationEndpoint(self.generation, api) for api in ClientApi}
-        # ``GatewayApplication`` answers POSTs to these paths directly. The router has the routes too, for
-        # other methods and for paths below a mount point.
-        relayed = [Route(path, one, methods=["POST"]) for path, one in generating.items()]
         return GatewayApplication(
-            generating,
-            routes=[*relayed, *self._routes()],
+            self.generation,
+            routes=self._routes(),
             lifespan=lifespan,
             exception_handlers={HTTPException: unknown_route_response, Exception: internal_error_response},
         )
@@ -217,12 +224,22 @@ class Gateway:
     def _routes(self) -> list[Route]:
         guard = self._access.guard
         return [
-            Route("/v1/models", guard(self._models, _openai_error)),
-            Route("/tokenize", guard(self._any_engine_handler("/tokenize"), _openai_error), methods=["POST"]),
-            Route(
-                "/detokenize", guard(self._any_engine_handler("/detokenize"), _openai_error), methods=["POST"]
+            *(
+                Route(api.value, _GenerationEndpoint(self.generation, api), methods=["POST"])
+                for api in ClientApi
+            ),
+            Route("/v1/models", guard(self._models, openai_error)),
+            *(
+                Route(path, guard(functools.partial(self._any_engine, path), openai_error), methods=["POST"])
+                for path in ("/tokenize", "/detokenize")
             ),
             *page_routes(),
+            *self._own_routes(),
+        ]
+
+    def _own_routes(self) -> list[Route]:
+        guard = self._access.guard
+        return [
             Route(f"{PREFIX}/events", guard(self._events), methods=["POST"]),
             Route(f"{PREFIX}/capabilities", guard(self._capabilities)),
             Route(f"{PREFIX}/openapi.json", guard(self._openapi)),
@@ -237,14 +254,24 @@ class Gateway:
             raise unavailable_error("no engine answers")
         return Response(found.body, media_type="application/json")
 
-    def _any_engine_handler(self, path: str) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of a route that any engine can answer, such as ``/tokenize``."""
-
-        async def handle(request: Request) -> Response:
-            keeps_key = request.state.tenant is not None
-            return await self._any.answer(path, request, tenant_name(request), keeps_key=keeps_key)
-
-        return handle
+    async def _any_engine(self, path: str, request: Request) -> Response:
+        """Pass on the answer of the least loaded engine that answers."""
+        body = await read_body(request, self.options.max_body_bytes)
+        states = await self.routing_backend.replicas()
+        loads = {state.replica: state.load for state in states if state.health != "suspect"}
+        usable = [address for address in self.replicas.engines() if address.replica_id in loads]
+        for address in sorted(usable, key=lambda one: loads[one.replica_id]):
+            found = await self.queries.one(
+                address.replica_id,
+                path,
+                engine_authorization(request),
+                headers={"Content-Type": request.headers.get("content-type", "application/json")},
+                body=body,
+            )
+            if found is not None:
+                headers = {REPLICA: address.replica_id}
+                return Response(found.body, found.status, headers, media_type=found.media_type)
+        raise unavailable_error("no engine answers")
 
     # -- routes of the gateway -----------------------------------------------------
 
@@ -259,7 +286,7 @@ class Gateway:
         passed = await self.peers.report(batch, tenant, request.scope["headers"])
         rest = [raw for place, raw in enumerate(batch.events) if place not in passed]
         mine = msgspec.structs.replace(batch, events=rest)
-        own = iter(await self.forwarder.forward_batch(mine, tenant, engine_authorization(request)))
+        own = iter(await self.events.forward_batch(mine, tenant, engine_authorization(request)))
         outcomes = [passed.get(place) or next(own) for place in range(len(batch.events))]
         return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
 
@@ -290,38 +317,13 @@ class Gateway:
         if isinstance(action, routing_events.ReleaseProgramKv):
             self._migrator.release(action)
         elif isinstance(action, routing_events.YieldPrograms):
-            self.queries.order_yield(
-                action, self.forwarder.names, functools.partial(self._report_yield_answer, action)
-            )
+            self.routing_backend.tell(routing_events.YieldAnswered(action.replica_id, action.to_request_id))
         elif self.monitor is not None:
             self.monitor.probe(action)
-
-    def _report_yield_answer(
-        self, order: routing_events.YieldPrograms, answer: routing_events.YieldAnswered
-    ) -> None:
-        """Count an engine's answer to a yield order, which asks the engine to preempt running requests for a
-        more urgent one. Report the answer to the core."""
-        self.metrics.yielded(len(answer.programs), len(order.programs) - len(answer.programs))
-        if not answer.understood:
-            self._rate_limited_log.log(
-                logging.WARNING,
-                "%s: its engine did not accept a yield order: it runs without sojourn, does not answer, or "
-                "rejects the gateway's key",
-                order.replica_id,
-            )
-        self.routing_backend.tell(answer)
 
     def _description_of(self, replica_id: str) -> EngineDescription | None:
         """Return the last description of a replica's engine; ``None``: unknown."""
         return self.monitor.description_of(replica_id) if self.monitor is not None else None
-
-
-def _openai_error(failure: ApiError) -> Response:
-    """Return the answer for an error on one of vLLM's own routes, in vLLM's format."""
-    text = f"{failure.message}; {failure.next_step}"
-    code = INVALID_KEY if failure.status == 401 else "gateway_refused"
-    body = error_body(None, failure.status, code, text)
-    return Response(body, failure.status, failure.headers, media_type="application/json")
 
 
 def _log_task_failure(task: asyncio.Future[Any]) -> None:

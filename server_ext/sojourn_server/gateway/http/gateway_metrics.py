@@ -3,10 +3,9 @@ another."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -16,9 +15,9 @@ from ...programs.program_status import REPORTED_OUTCOMES, ProgramOutcome
 from ...routing import routing_events
 from ...routing.replica_fleet import ReplicaHealth
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
-from .client_apis import GATEWAY_ERROR_CODES, LATE_ERROR_CODES
+from .client_apis import GATEWAY_ERROR_CODES
 
-MAX_LOGGED_MOVES = 1_000
+MAX_LOGGED_MOVES = 100
 """Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _HEALTH_LABELS = tuple(health.value for health in ReplicaHealth)
@@ -27,8 +26,6 @@ _HEALTH_LABELS = tuple(health.value for health in ReplicaHealth)
 class ProgramMove(msgspec.Struct, frozen=True):
     """One change of a program's home, from one replica to another."""
 
-    number: int
-    """Serial number of the move, from 0."""
     unix_s: float
     """Time of the move, in seconds since 1970."""
     program_id: str
@@ -60,7 +57,6 @@ class GatewayMetrics:
         self._clock = clock
         self.registry = CollectorRegistry()
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
-        self._number = 0
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
@@ -74,13 +70,6 @@ class GatewayMetrics:
         )
         self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
         self._recalled = counter("recalls", "Requests recalled from a replica for a more urgent one.")
-        self._yields = counter(
-            "yields", "Running requests that yield to a more urgent one, as their engine answered."
-        )
-        self._no_yields = counter(
-            "refused_yields",
-            "Running requests that were to yield, and whose engine refused or did not answer.",
-        )
         self._cut = counter("cut_streams", "Answers that broke off after their first byte.")
         self._left = counter(
             "client_disconnects", "Requests whose client closed the connection before the answer's end."
@@ -95,7 +84,7 @@ class GatewayMetrics:
         for reason in reasons:
             self._requests.labels(reason)
             self._moved.labels(reason)
-        for code in {*routing_events.REJECTION_CODES, *GATEWAY_ERROR_CODES, *LATE_ERROR_CODES}:
+        for code in {*routing_events.REJECTION_CODES, *GATEWAY_ERROR_CODES}:
             self._refused.labels(code)
         self._waits = Histogram(
             "sojourn_gateway_wait_seconds",
@@ -165,22 +154,13 @@ class GatewayMetrics:
         self._waits.observe(waited_s)
 
     def refused(self, code: str) -> None:
-        """Count a request that the gateway itself rejected, by its error code."""
+        """Count a request that got an error of the gateway or the routing core, by its code."""
         self._refused.labels(code).inc()
 
     def decided(self, action: routing_events.AnyRoutingAction) -> None:
-        """Count a rejection or recall by the core. Other actions are ignored."""
-        if isinstance(action, routing_events.RejectRequest):
-            self._refused.labels(action.code).inc()
-        elif isinstance(action, routing_events.RecallRequest):
+        """Count a recall by the core. Other actions are ignored."""
+        if isinstance(action, routing_events.RecallRequest):
             self._recalled.inc()
-
-    def yielded(self, yielding: int, refused: int) -> None:
-        """Count an engine's answer to a yield order. The order asks the engine to preempt running requests
-        for a more urgent one. ``yielding``: number of requests that the engine will preempt. ``refused``:
-        number of requests in the order that it will not preempt."""
-        self._yields.inc(yielding)
-        self._no_yields.inc(refused)
 
     def moved(
         self,
@@ -198,20 +178,10 @@ class GatewayMetrics:
         self._moved.labels(reason).inc()
         self._moves.append(
             ProgramMove(
-                self._number, self._clock(), program_id, tenant, moved_from, moved_to, reason, kv,
+                self._clock(), program_id, tenant, moved_from, moved_to, reason, kv,
                 round(waited_s, 4), left_because,
             )
         )  # fmt: skip
-        self._number += 1
-
-    @contextlib.contextmanager
-    def count_waiting(self) -> Iterator[None]:
-        """Context manager that counts a request in ``waiting`` during its block."""
-        self.waiting += 1
-        try:
-            yield
-        finally:
-            self.waiting -= 1
 
     def count_broken_answer(self) -> None:
         """Count an answer that broke off after its first byte."""
@@ -229,17 +199,9 @@ class GatewayMetrics:
 
     # -- queries --------------------------------------------------------------------
 
-    def moves(self, since: int, limit: int, tenant: str | None = None) -> tuple[Sequence[ProgramMove], int]:
-        """Return (at most ``limit`` recorded moves, ``since`` for the next call). The oldest moves come
-        first.
-
-        ``since``: smallest ``ProgramMove.number`` to return. ``tenant``: return only this tenant's moves;
-        ``None``: return the moves of all tenants.
-        """
-        found = [move for move in self._moves if move.number >= since and tenant in (None, move.tenant)][
-            :limit
-        ]
-        return found, (found[-1].number + 1 if len(found) == limit else max(since, self._number))
+    def moves(self, tenant: str | None = None) -> list[ProgramMove]:
+        """Return the recorded moves of a tenant's programs, the oldest first; ``None``: of all tenants."""
+        return [move for move in self._moves if tenant in (None, move.tenant)]
 
     def exposition(
         self,

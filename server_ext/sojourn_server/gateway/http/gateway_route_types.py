@@ -22,7 +22,7 @@ from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, Repl
 from .gateway_metrics import ProgramMove
 
 MAX_LISTED_PROGRAMS = 1000
-"""Maximum number of programs, or of moves, in one answer."""
+"""Maximum number of programs in one answer."""
 
 AnyReplicaStatus = Annotated[Any, either(ReplicaStatus, PairEngineStatus)]
 
@@ -80,12 +80,10 @@ class GatewayStats(msgspec.Struct, frozen=True, kw_only=True):
     """URLs of engines that did not answer."""
 
 
-class MovePage(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of the log of programs' moves to other replicas."""
+class MoveList(msgspec.Struct, frozen=True, kw_only=True):
+    """The latest moves of programs to other replicas, the oldest first."""
 
     moves: Sequence[ProgramMove]
-    next: int
-    """``since`` of the next page."""
 
 
 class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,14 +109,6 @@ class RoutedProgramsQuery(msgspec.Struct):
     """Maximum number of programs in the answer."""
 
 
-class MovesQuery(msgspec.Struct):
-    """Query of the log of moves."""
-
-    since: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """Serial number of the first move in the answer."""
-    limit: Annotated[int, Meta(ge=1, le=MAX_LISTED_PROGRAMS)] = 100
-
-
 class ReplicaDecisionsQuery(DecisionsQuery):
     """Query of the decision log of one replica's engine."""
 
@@ -142,7 +132,7 @@ GATEWAY_OPERATIONS = {
     ("GET", "/graphs"): Operation(GatewayGraphList),
     ("GET", "/stats"): Operation(GatewayStats),
     ("GET", "/decisions"): Operation(DecisionsAnswer, ReplicaDecisionsQuery, media=DECISION_LINES),
-    ("GET", "/moves"): Operation(MovePage, MovesQuery),
+    ("GET", "/moves"): Operation(MoveList),
     ("GET", "/replicas"): Operation(ReplicaList),
     ("POST", "/replicas/{replica}/drain"): _REPLICA,
     ("POST", "/replicas/{replica}/stay"): _REPLICA,

@@ -1,5 +1,4 @@
-"""Queries several engines and merges their answers. Sends yield orders, which ask an engine to preempt
-requests."""
+"""Queries several engines and merges their answers."""
 
 from __future__ import annotations
 
@@ -10,24 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import msgspec
-from sojourn.wire_codec import Outcome, OutcomeBatch
 
 from ...api import response_merging
 from ...api.api_errors import ApiError
 from ...programs.program_status import OVER_STATUSES
-from ...routing.routing_events import YieldAnswered, YieldPrograms
 from .engine_client import EngineReply, ask_engine, bearer
-from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 
 QUERY_TIMEOUT_S = 15.0
 """Maximum seconds that a query waits for an engine's answer."""
-ORDER_TIMEOUT_S = 5.0
-"""Maximum seconds to wait for an engine's answer to a yield order (``order_yield``). Engines drop orders of
-this age."""
-MAX_ORDERS_IN_FLIGHT = 64
-"""Maximum number of unanswered yield orders. Further orders count as refused."""
 NEXT_ENGINE_WAIT_S = 1.0
 """Seconds to wait for one engine before the next engine is queried too. For queries that any engine can
 answer."""
@@ -67,8 +57,6 @@ class EngineQueries:
         self._replicas = replicas
         self._session = session
         self._engine_key = engine_key
-        self._orders: set[asyncio.Task[Any]] = set()
-        """Yield orders that have not been answered yet."""
 
     async def ask(
         self,
@@ -178,45 +166,13 @@ class EngineQueries:
         authorization: str | None,
         *,
         headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
     ) -> EngineReply | None:
         """Query one replica's engine. Return its answer unchanged; ``None``: the replica is unknown or does
-        not answer. ``headers``: further headers of the query."""
+        not answer. ``headers``: further headers of the query. ``body``: it is sent with POST; ``None``: the
+        query is a GET."""
         address = self._replicas.get(replica_id)
-        return await self._get(address, path, authorization, headers) if address is not None else None
-
-    def order_yield(
-        self, order: YieldPrograms, names: ProgramIdMapper, answered: Callable[[YieldAnswered], None]
-    ) -> None:
-        """Start to send a yield order. The order asks a replica's engine to preempt running requests of the
-        programs in ``order``, in favour of a more urgent request.
-
-        ``names``: maps program ids to the engine's names. ``answered`` gets the result within
-        ``ORDER_TIMEOUT_S``. If the order cannot be sent, ``answered`` is called before this method returns.
-        """
-        address = self._replicas.get(order.replica_id)
-        if address is None or len(self._orders) >= MAX_ORDERS_IN_FLIGHT:
-            answered(YieldAnswered(order.replica_id, order.to_request_id))
-            return
-
-        async def send() -> None:
-            body = {
-                "to": names.engine_name(order.to_tenant, order.to_program_id),
-                "programs": [names.engine_name(*key) for key in order.programs],
-            }
-            reply = await ask_engine(
-                self._session(),
-                address.url + "/sojourn/v1/yield",
-                method="POST",
-                body=msgspec.json.encode(body),
-                authorization=bearer(self._engine_key),
-                headers={"Content-Type": "application/json"},
-                timeout_s=ORDER_TIMEOUT_S,
-            )
-            answered(_yield_answer(order, reply))
-
-        task = asyncio.ensure_future(send())
-        self._orders.add(task)
-        task.add_done_callback(self._orders.discard)
+        return await self._get(address, path, authorization, headers, body) if address is not None else None
 
     async def _get(
         self,
@@ -224,10 +180,13 @@ class EngineQueries:
         path: str,
         authorization: str | None,
         headers: Mapping[str, str] | None = None,
+        body: bytes | None = None,
     ) -> EngineReply | None:
         return await ask_engine(
             self._session(),
             engine.url + path,
+            method="GET" if body is None else "POST",
+            body=body,
             authorization=bearer(self._engine_key, authorization),
             headers=headers,
             timeout_s=QUERY_TIMEOUT_S,
@@ -242,20 +201,6 @@ def _key_refused() -> ApiError:
     """Return the error 401 for a client whose key an engine refuses."""
     challenge = {"WWW-Authenticate": "Bearer"}
     return ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)
-
-
-def _yield_answer(order: YieldPrograms, reply: EngineReply | None) -> YieldAnswered:
-    """Parse an engine's answer to ``order``. If the engine returned no outcomes and is not busy, the result's
-    ``understood`` is False. Such an engine runs stock vLLM, is broken, or did not answer."""
-    document = reply.document if reply is not None else None
-    try:
-        outcomes = msgspec.convert(document, OutcomeBatch).outcomes
-    except msgspec.ValidationError:
-        outcomes = []
-    results = zip(order.programs, outcomes, strict=False)
-    yielding = tuple(key for key, one in results if one.outcome is Outcome.APPLIED)
-    is_busy = reply is not None and reply.status in (429, 503)
-    return YieldAnswered(order.replica_id, order.to_request_id, yielding, bool(outcomes) or is_busy)
 
 
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:

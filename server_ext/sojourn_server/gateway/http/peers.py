@@ -40,8 +40,8 @@ from .client_apis import (
     error_event,
     send_rejection,
 )
+from .generation_request import AsgiReceive
 from .proxy_headers import PASSED, RawHeaders, end_to_end_headers
-from .request_bodies import AsgiReceive
 from .response_meter import SseEventBuffer
 
 logger = logging.getLogger(__name__)

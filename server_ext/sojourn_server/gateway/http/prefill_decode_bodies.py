@@ -10,15 +10,13 @@ transfer. With prompt logprobs, the answering engine has to compute the prompt i
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
 
 from .client_apis import ClientApi
-from .client_json import InvalidGenerationRequest, encode_raw, members_of, short_value
 from .engine_client import parse_json_object
-from .generation_request import without_identity
+from .generation_request import InvalidGenerationRequest, Members, encode_raw, members_of, with_identity
 
 TRANSFER = "kv_transfer_params"
 _LENGTH_FIELDS = {
@@ -38,20 +36,20 @@ one token. ``ec_transfer_params`` could name another request's data."""
 
 
 class _BodyFields(msgspec.Struct):
-    """Fields that decide whether the decode engine has to compute all of a request."""
+    """Fields that decide whether the decode engine has to compute all of a request. A field of another type
+    is left to the decode engine."""
 
-    n: msgspec.Raw = msgspec.Raw(b"")
-    best_of: msgspec.Raw = msgspec.Raw(b"")
-    use_beam_search: msgspec.Raw = msgspec.Raw(b"")
-    prompt_logprobs: msgspec.Raw = msgspec.Raw(b"")
-    echo: msgspec.Raw = msgspec.Raw(b"")
+    n: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    echo: Any = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
-    prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
+    prompt_embeds: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _FirstPrompts(msgspec.Struct, array_like=True):
-    """The first two prompts of a list. As Python objects, all prompts of a list would take 25 times their
-    memory."""
+    """The first two prompts of a list."""
 
     first: msgspec.Raw = msgspec.Raw(b"")
     second: msgspec.Raw = msgspec.Raw(b"")
@@ -59,8 +57,6 @@ class _FirstPrompts(msgspec.Struct, array_like=True):
 
 _parts = msgspec.json.Decoder(_BodyFields)
 _first_prompts = msgspec.json.Decoder(_FirstPrompts)
-_LIST_OF_PROMPTS = re.compile(rb'\[[ \t\n\r]*["\[{]')
-_ABSENT = (b"", b"null")
 
 
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
@@ -72,29 +68,27 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
     if api not in (ClientApi.CHAT, ClientApi.COMPLETIONS):
         return None  # these APIs have one prompt and one answer
     try:
-        parts = _parts.decode(body)
-        counts = [short_value(raw) for raw in (parts.n, parts.best_of)]
-        flags = [short_value(raw) for raw in (parts.use_beam_search, parts.echo)]
-        logprobs = short_value(parts.prompt_logprobs)
-        several = _has_several_prompts(memoryview(parts.prompt)) if api is ClientApi.COMPLETIONS else False
+        read = _parts.decode(body)
+        several = api is ClientApi.COMPLETIONS and _has_several_prompts(bytes(read.prompt))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidGenerationRequest(f"the body is not a request of {api.value}: {error}") from None
-    # A count of another type, such as a text, is left to the decode engine.
     divided = (
-        all(count is None or (type(count) is int and count <= 1) for count in counts)
-        and all(flag in (None, False) for flag in flags)
-        and logprobs is None
-        and (api is not ClientApi.COMPLETIONS or bytes(memoryview(parts.prompt_embeds)[:4]) in _ABSENT)
+        all(count is None or (type(count) is int and count <= 1) for count in (read.n, read.best_of))
+        and read.use_beam_search in (None, False)
+        and read.echo in (None, False)
+        and read.prompt_logprobs is None
+        and (api is not ClientApi.COMPLETIONS or bytes(read.prompt_embeds) == b"null")
         and not several
     )
-    return None if divided else _without_transfer(members_of(body))
+    return None if divided else decode_body(body, None)
 
 
-def _has_several_prompts(prompt: memoryview) -> bool:
+def _has_several_prompts(prompt: bytes) -> bool:
     """Whether a prompt, as JSON, is a list of at least two texts, lists of token ids, or objects."""
     return (
-        _LIST_OF_PROMPTS.match(prompt) is not None
-        and bytes(memoryview(_first_prompts.decode(prompt).second)[:1]) != b""
+        prompt[:1] == b"["
+        and prompt[1:].lstrip()[:1] in (b'"', b"[", b"{")
+        and bool(bytes(_first_prompts.decode(prompt).second))
     )
 
 
@@ -109,24 +103,17 @@ def prefill_body(
     manager; empty: any. ``decode_share``: fraction of the prompt's stored KV that the decode engine's node
     reads.
     """
-    document = members_of(without_identity(body))
-    for name in _ANSWER_FIELDS:
-        document.pop(name, None)
+    document = members_of(with_identity(body, lambda name: None, None))
     first, *others = _LENGTH_FIELDS[api]
-    document[first] = encode_raw(1)
-    for name in others:
+    for name in (*_ANSWER_FIELDS, *others):
         document.pop(name, None)
-    document["stream"] = encode_raw(False)
+    params = {"do_remote_decode": True, "transfer": transfer, "peer": peer, "decode_share": decode_share}
+    fields: dict[str, Any] = {first: 1, "stream": False, TRANSFER: params}
+    if epoch:
+        params["epoch"] = epoch
     if api is ClientApi.RESPONSES:
-        document["store"] = encode_raw(False)
-    params = {
-        "do_remote_decode": True,
-        "transfer": transfer,
-        "peer": peer,
-        "decode_share": decode_share,
-    }
-    document[TRANSFER] = encode_raw({**params, "epoch": epoch} if epoch else params)
-    return msgspec.json.encode(document)
+        fields["store"] = False
+    return _encode(document, fields)
 
 
 def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
@@ -136,19 +123,17 @@ def parse_transfer_params(answer: bytes) -> dict[str, Any] | None:
     return params if isinstance(params, dict) and params.get("do_remote_prefill") is True else None
 
 
-def decode_body(body: bytes, params: dict[str, Any]) -> bytes:
-    """Return the body for the decode engine: the client's body with ``params``, which say where the KV is.
-    Raises ``InvalidGenerationRequest``.
+def decode_body(body: bytes, params: dict[str, Any] | None) -> bytes:
+    """Return the body for the decode engine: the client's body with ``params``, which say where the KV is;
+    ``None``: it computes the prompt itself. Raises ``InvalidGenerationRequest``.
 
     The client's own transfer parameters are removed, because they could name another request's memory.
     """
-    return _without_transfer(members_of(body), params)
-
-
-def _without_transfer(document: dict[str, msgspec.Raw], params: dict[str, Any] | None = None) -> bytes:
-    """Encode a body with its transfer parameters replaced by ``params``; ``None``: they are removed."""
+    document = members_of(body)
     for name in (TRANSFER, "ec_transfer_params"):
         document.pop(name, None)
-    if params is not None:
-        document[TRANSFER] = encode_raw(params)
-    return msgspec.json.encode(document)
+    return _encode(document, {} if params is None else {TRANSFER: params})
+
+
+def _encode(document: Members, fields: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({**document, **{name: encode_raw(value) for name, value in fields.items()}})

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -17,9 +17,8 @@ from ...routing import routing_events
 from ...routing.bounded_program_table import Key
 from .engine_client import ask_engine
 from .engine_descriptions import EngineDescription
-from .event_forwarder import EventForwarder
 from .gateway_metrics import GatewayMetrics
-from .program_event_records import RecordedEvent
+from .program_events import ProgramEvents
 from .replica_addresses import ReplicaAddresses
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
@@ -80,7 +79,7 @@ class ProgramMigrator:
 
     def __init__(
         self,
-        forwarder: EventForwarder,
+        events: ProgramEvents,
         replicas: ReplicaAddresses,
         description_of: Callable[[str], EngineDescription | None],
         session: Callable[[], aiohttp.ClientSession],
@@ -88,7 +87,7 @@ class ProgramMigrator:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._forwarder = forwarder
+        self._events = events
         self._replicas = replicas
         self._description_of = description_of
         self._session = session
@@ -98,7 +97,7 @@ class ProgramMigrator:
         """Pending releases of each program, oldest first."""
         self._waiting: Counter[Key] = Counter()
         """Number of requests of each program that wait for a decision of the routing core."""
-        forwarder.description_of = description_of
+        events.description_of = description_of
 
     @contextlib.contextmanager
     def while_waiting(self, key: Key) -> Iterator[None]:
@@ -119,7 +118,6 @@ class ProgramMigrator:
         moved_from: str | None,
         reason: str,
         authorization: str | None,
-        carried: Container[RecordedEvent] = (),
         *,
         left_because: str = "",
     ) -> None:
@@ -129,15 +127,14 @@ class ProgramMigrator:
         disk, provided that both engines use one. Then the KV is released at the former replica.
 
         ``moved_from``: id of the former home; ``None``: the program does not move. ``reason``,
-        ``left_because``: fields of the ``SendRequest``. ``authorization``: header for engines. ``carried``:
-        events that the request itself carries.
+        ``left_because``: fields of the ``SendRequest``. ``authorization``: header for engines.
         """
         self._cancel_release(key, replica_id)
         # After two moves without a request in between, the program's KV is still at the first home.
         leaving = self._leaving.get(key)
         moved_from = leaving[0].left.replica_id if leaving else moved_from
         try:
-            sending = self._forwarder.replay_before_request(key, replica_id, carried)
+            sending = self._events.replay_before_request(key, replica_id)
             if moved_from is None or moved_from == replica_id:
                 await sending
             else:
@@ -183,7 +180,7 @@ class ProgramMigrator:
         one of its requests waits."""
         one.times += 1
         # A program that lost its home with a replica may return to the replica that has its KV.
-        is_homeless = self._forwarder.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
+        is_homeless = self._events.home(*key) is None and one.times < MAX_RELEASE_ATTEMPTS
         if key in self._waiting or is_homeless:
             self._start_release_timer(key, one)
         else:
@@ -198,13 +195,13 @@ class ProgramMigrator:
         """Send a release to the former replica. Do not send it if the program's home is this replica again,
         or another rank of the same engine."""
         self._drop(key, one)
-        home_id = self._forwarder.home(*key)
+        home_id = self._events.home(*key)
         if home_id == one.left.replica_id:
             return
         old, home = self._replicas.get(one.left.replica_id), self._replicas.get(home_id)
         if old is not None and home is not None and old.url == home.url:
             return  # all ranks of an engine get the same message
-        self._forwarder.release(one.left, authorization)
+        self._events.release(one.left, authorization)
 
     def _cancel_release(self, key: Key, replica_id: str) -> None:
         """Cancel a program's pending release at a replica to which the program has returned."""
@@ -228,7 +225,7 @@ class ProgramMigrator:
         address = self._replicas.get(moved_from)
         if address is None:
             return False
-        name = quote(self._forwarder.names.engine_name(*key), safe="")
+        name = quote(self._events.names.engine_name(*key), safe="")
         url = f"{address.url}/sojourn/v1/programs/{name}/persist"
         began_s = self._clock()
         while True:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from multidict import CIMultiDict
+
 RawHeaders = Collection[tuple[bytes, bytes]]
+EngineHeaders = CIMultiDict[str]
 
 SESSION = b"x-session-id"
 """Request header with the program's id, in lower case. The hint and the body's ``session_id`` take
 precedence."""
+RANK = b"x-data-parallel-rank"
+"""Request header that chooses a data-parallel rank of an engine, in lower case."""
 PASSED = b"x-sojourn-passed"
 """Request header, in lower case, of requests that another gateway has passed on. They are not passed on
 again."""
-RANK = b"x-data-parallel-rank"
-"""Request header that chooses a data-parallel rank of an engine, in lower case."""
 REPLICA = "X-Sojourn-Replica"
 """Header that the gateway adds to every answer of an engine. It holds the id of the replica."""
 GATEWAY = "X-Sojourn-Gateway"
@@ -24,49 +27,41 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
 )
-_SERVER_HEADERS = frozenset((b"date", b"server"))
 # The gateway handles these itself: it reads the body, chooses the rank, names the session, and agrees with
 # the engine on the encoding of the answer.
-_CONSUMED_HEADERS = frozenset(
-    (b"host", b"content-length", b"expect", b"accept-encoding", RANK, SESSION, PASSED)
-)
-_NOT_SENT = _HOP_BY_HOP | _CONSUMED_HEADERS
-_NOT_SENT_WITH_KEY = _NOT_SENT | {b"authorization", b"x-api-key"}
-_NOT_RETURNED = _HOP_BY_HOP | _SERVER_HEADERS
+_NOT_SENT = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", RANK, SESSION, PASSED}
+_KEYS = frozenset((b"authorization", b"x-api-key"))
+_NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
 
 
 def engine_request_headers(
     headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
-) -> list[tuple[bytes, bytes]]:
-    """Return the headers to send to an engine with a client's request. Names are in lower case. Values of the
-    client's headers are unchanged.
+) -> EngineHeaders:
+    """Return the headers to send to an engine with a client's request.
 
     ``key``: replaces the client's key; ``None``: the client's key is sent. ``rank``: the data-parallel rank
     to choose; ``None``: no rank is chosen. ``session``: replaces the client's session id; ``None``: no
     session id is sent.
     """
-    dropped = _NOT_SENT if key is None else _NOT_SENT_WITH_KEY
-    passed = _without(headers, dropped)
-    passed.append((b"accept-encoding", b"identity"))
+    sent = _without(headers, _NOT_SENT if key is None else _NOT_SENT | _KEYS)
+    # aiohttp writes headers as UTF-8, so the bytes stay what they are.
+    passed = CIMultiDict([(name.decode("latin-1"), value.decode("utf-8", "replace")) for name, value in sent])
+    passed["accept-encoding"] = "identity"
     if key is not None:
-        passed.append((b"authorization", b"Bearer " + key.encode()))
+        passed["authorization"] = f"Bearer {key}"
     if rank is not None:
-        passed.append((RANK, b"%d" % rank))
+        passed[RANK.decode()] = str(rank)
     if session is not None:
-        passed.append((SESSION, session.encode("latin-1")))
+        passed[SESSION.decode()] = session.encode("latin-1", "replace").decode("utf-8", "replace")
     return passed
-
-
-def without_credentials(headers: RawHeaders) -> RawHeaders:
-    """Return the headers of a request without its API key. For the admin key, which engines must not get."""
-    return [pair for pair in headers if pair[0].lower() not in (b"authorization", b"x-api-key")]
 
 
 def client_response_headers(headers: RawHeaders, replica_id: str) -> list[tuple[bytes, bytes]]:
     """Return the headers to send to the client with an engine's answer, including ``X-Sojourn-Replica``."""
-    passed = _without(headers, _NOT_RETURNED)
-    passed.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
-    return passed
+    return [
+        *_without(headers, _NOT_RETURNED),
+        (REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")),
+    ]
 
 
 def end_to_end_headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:

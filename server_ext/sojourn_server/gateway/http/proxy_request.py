@@ -1,5 +1,5 @@
-"""Handles one proxied request. It submits the request to the routing core, sends it to an engine, and passes
-the answer to the client. After a failure, it sends the request to another engine.
+"""Handles proxied requests. Each is submitted to the routing core, sent to an engine, and its answer passed
+to the client. After a failure before the answer's first byte, it is sent to another engine.
 
 A request has one stage. If it goes to a prefill and a decode engine, it has two.
 """
@@ -11,33 +11,52 @@ import contextlib
 import logging
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...routing import routing_events
 from ...routing.routing_events import SendRequestToPair
-from . import proxy_headers
 from .client_apis import (
+    GATEWAY_FAILED,
     GATEWAY_FULL,
     GATEWAY_STOPPING,
+    INVALID_KEY,
     REPLICA_LOST,
     AsgiSend,
     ClientApi,
     RequestRejected,
     error_event,
+    send_rejection,
 )
-from .client_json import InvalidGenerationRequest
-from .engine_client import EngineAnswer, ReplicaRequestError, is_engine_failure, send_to_engine
-from .engine_connection import EngineConnectionError, GatewayConnectError
-from .generation_request import GenerationRequest
-from .piggybacked_events import PiggybackedEvents
+from .engine_client import EngineAnswer, EngineClient, GatewayConnectError, ReplicaRequestError
+from .gateway_metrics import GatewayMetrics
+from .generation_request import (
+    AsgiReceive,
+    BodyReader,
+    ClientDisconnected,
+    GenerationRequest,
+    InvalidGenerationRequest,
+    PromptSizeEstimator,
+    parse_generation_request,
+    without_events,
+)
+from .peers import Peers, is_passed
 from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
-from .proxy_context import ProxyContext
-from .proxy_headers import RawHeaders
-from .replica_addresses import ReplicaAddress
-from .request_bodies import RequestBody, process_body
+from .program_events import AttachedEvents, ProgramEvents
+from .program_id_mapper import Key
+from .program_migrator import ProgramMigrator
+from .proxy_headers import (
+    SESSION,
+    EngineHeaders,
+    client_response_headers,
+    engine_request_headers,
+    first_value,
+)
+from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .response_meter import ResponseMeter, SseEventBuffer, parse_prompt_tokens
-from .routing_backend import ClientDisconnected, RequestDecisionQueue
+from .routing_backend import RequestDecisions, RoutingBackend
+from .tenant_keys import TenantKeys
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +65,100 @@ AsgiScope = MutableMapping[str, Any]
 SILENT_ENGINE_S = 5.0
 """Seconds without bytes from a replica that counts as dead, after which the gateway gives up the rest of its
 answer."""
+UNREAD_TIMEOUT_S = 60.0
+"""Seconds within which a client must take the next part of an answer."""
+WATCH_DELAY_S = 0.02
+"""Seconds after a request's start at which the gateway begins to watch for a disconnect of the client. An
+earlier disconnect is noticed then."""
 FULL_RETRY_S = 2.0
 """``Retry-After``, in seconds, if the gateway cannot open a connection."""
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
+MAX_RESPONSE_IDS = 20_000
+"""Maximum number of remembered answer ids of the responses API. A later request may name such an id to
+continue the conversation."""
 
 
-class ParsedRequest(NamedTuple):
-    """A client's request after parsing, as it is passed on to an engine."""
+class GenerationProxy:
+    """Serves the generation routes of a gateway. For use in one event loop."""
 
-    body: bytes
-    """The request's body. The ids that engines use replace the client's program ids (``ProgramIdMapper``)."""
-    question: GenerationRequest
-    """The parsed request, without its prompt."""
-    prefix: tuple[int, ...]
-    """The prompt's prefix hashes (``GenerationRequest.prefix``). Empty if the routing policy does not read
-    them."""
-    events_fit: bool
-    """Whether the hint in the body still has its events. They are removed if the engines' longer program ids
-    make the hint too long."""
+    def __init__(
+        self,
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        client: EngineClient,
+        events: ProgramEvents,
+        migrator: ProgramMigrator,
+        metrics: GatewayMetrics,
+        tenants: TenantKeys,
+        bodies: BodyReader,
+        *,
+        peers: Peers,
+        engine_key: str | None,
+        reads_prefixes: bool,
+    ) -> None:
+        """``engine_key``: key sent to engines in place of the client's; ``None``: the client's key is sent.
+        ``reads_prefixes``: whether the routing policy needs prefix hashes of prompts."""
+        self.routing_backend = routing_backend
+        self.replicas = replicas
+        self.client = client
+        self.events = events
+        self.migrator = migrator
+        self.metrics = metrics
+        self.bodies = bodies
+        self.engine_key = engine_key
+        self.sizes = PromptSizeEstimator()
+        self.conversations: OrderedDict[Key, str] = OrderedDict()
+        """The program to which each answer of the responses API belongs, by tenant and answer id."""
+        self.open_requests = 0
+        """Number of requests whose answers are not complete."""
+        self._peers = peers
+        self._tenants = tenants
+        self._reads_prefixes = reads_prefixes
+
+    async def serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        """Handle one generation request. All errors before the answer are sent to the client."""
+        headers, size = scope["headers"], 0
+        request: ProxyRequest | None = None
+        self.open_requests += 1
+        try:
+            tenant = self._tenants.tenant_of(
+                first_value(headers, b"authorization"), first_value(headers, b"x-api-key")
+            )
+            if tenant is None:
+                message = "missing or unknown API key; expected one of the gateway's"
+                raise RequestRejected(401, INVALID_KEY, message)
+            body = await self.bodies.read(headers, receive)
+            size = len(body)
+            question = parse_generation_request(
+                api, body, first_value(headers, SESSION), reads_prefixes=self._reads_prefixes
+            )
+            if question.program_id is not None and not is_passed(headers):
+                owner = self._peers.owner(tenant, question.program_id)
+                if owner and await self._peers.pass_on(owner, api, scope, body, receive, send):
+                    return
+            request = ProxyRequest(self, api, scope, send, tenant, body, question)
+            del body  # replaced by one with the engines' names of programs
+            await request.run(receive)
+        except RequestRejected as refused:
+            await self._refuse(send, api, refused)
+        except InvalidGenerationRequest as error:
+            await self._refuse(send, api, RequestRejected(400, "bad_request", str(error)))
+        except (ClientDisconnected, OSError):  # the server raises OSError on a write to a client that left
+            self.metrics.count_disconnect()
+        except Exception:
+            if request is not None and request.has_begun:
+                raise  # the server closes the connection, so that the answer does not look complete
+            logger.exception("the gateway failed at a request; please report this")
+            failed = RequestRejected(500, GATEWAY_FAILED, "the gateway failed; see its log")
+            await self._refuse(send, api, failed)
+        finally:
+            self.bodies.free(size)
+            self.open_requests -= 1
+
+    async def _refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
+        self.metrics.refused(refused.code)
+        await send_rejection(send, api, refused)
 
 
 class ProxyRequest:
@@ -73,43 +167,36 @@ class ProxyRequest:
 
     def __init__(
         self,
-        shared: ProxyContext,
+        proxy: GenerationProxy,
         api: ClientApi,
         scope: AsgiScope,
         send: AsgiSend,
         tenant: str,
-        read: ParsedRequest,
-        held: RequestBody,
+        body: bytes,
+        question: GenerationRequest,
     ) -> None:
-        self._shared = shared
+        self._proxy = proxy
         self._api = api
         self._scope = scope
         self._to_client = send
         self._tenant = tenant
-        self._body = read.body
-        self._held = held
-        question = read.question
-        raw: RawHeaders = scope["headers"]
-        session = proxy_headers.first_value(raw, proxy_headers.SESSION)
+        self._question = question
+        headers, names = scope["headers"], proxy.events.names
         program_id = question.program_id
         if program_id is None and api is ClientApi.RESPONSES:
             # A conversation without a program id is a program too: only one engine has its earlier turns.
-            known = shared.conversations.get((tenant, question.previous_response_id or ""))
+            known = proxy.conversations.get((tenant, question.previous_response_id or ""))
             program_id = known or f"conversation-{secrets.token_hex(8)}"
-        self._question = question
         self._program_id = program_id
-        self._session_header = (
-            shared.forwarder.names.engine_name(tenant, session) if session is not None else None
-        )
+        session = first_value(headers, SESSION)
+        self._session = names.engine_name(tenant, session) if session is not None else None
+        self._body = names.request(tenant, body, question)
         self._asked_s = time.monotonic()
         hint = question.context
-        deadline_s = hint.deadline_seconds if hint is not None else None
-        self._piggybacked: PiggybackedEvents | None = None
-        if hint is not None and hint.sojourn is not None:
-            shown = proxy_headers.first_value(raw, b"authorization")
-            self._piggybacked = PiggybackedEvents(
-                shared.forwarder, tenant, program_id, hint, shown, fits=read.events_fit
-            )
+        self._attached: AttachedEvents | None = None
+        """The events in the hint of ``_body``; ``None``: there are none."""
+        if hint is not None and hint.sojourn is not None and hint.sojourn.events:
+            self._attached = AttachedEvents(program_id, hint, first_value(headers, b"authorization"))
         self._meter = ResponseMeter(stream=question.stream)
         self._is_given_answer = False
         """Whether a successful answer has begun. It may have ended early."""
@@ -126,71 +213,74 @@ class ProxyRequest:
         """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
         """Number of prompt tokens that the prefill engine counted; ``None``: unknown."""
+        deadline_s = hint.deadline_seconds if hint is not None else None
         # This comes last, because it submits the request. ``run`` reads the core's decision.
-        self.decisions: RequestDecisionQueue = shared.routing_backend.open(
+        self.decisions: RequestDecisions = proxy.routing_backend.open(
             routing_events.RequestReceived(
-                # Not the client's own id, since two clients may use the same.
-                secrets.token_hex(12),
+                secrets.token_hex(12),  # not the client's own id, since two clients may use the same
                 tenant,
-                shared.sizes.tokens(question, tenant),
+                proxy.sizes.tokens(question),
                 program_id=program_id,
-                parent_id=question.parent_id,
+                parent_id=hint.parent_program_id if hint is not None else None,
                 agent_type=question.agent_type,
                 output_tokens=question.output_tokens,
                 deadline_s=self._asked_s + deadline_s if deadline_s is not None else None,
-                prefix=read.prefix,
+                prefix=question.prefix,
                 exact=question.is_exact,
             )
         )
 
-    async def run(self) -> None:
-        """Handle the request until its answer ends, complete or not."""
-        routing_backend = self._shared.routing_backend
+    async def run(self, receive: AsgiReceive) -> None:
+        """Handle the request until its answer ends, complete or not. Raises ``RequestRejected``,
+        ``InvalidGenerationRequest``, ``ClientDisconnected``, or ``OSError`` if the client has left."""
+        routing_backend, loop = self._proxy.routing_backend, asyncio.get_running_loop()
+        watching: list[asyncio.Task[None]] = []
+        # Begin later, so that this does not delay sending the request to its engine.
+        later = loop.call_later(
+            WATCH_DELAY_S, lambda: watching.append(loop.create_task(self._until_client_leaves(receive)))
+        )
         try:
             await self._until_answered()
-        except RequestRejected as refused:
-            await self._shared.refuse(self._to_client, self._api, refused)
-        except InvalidGenerationRequest as error:
-            await self._shared.refuse(
-                self._to_client, self._api, RequestRejected(400, "bad_request", str(error))
-            )
-        except (ClientDisconnected, OSError):  # the server raises OSError on a write to a client that left
-            self._shared.metrics.count_disconnect()
         except asyncio.CancelledError:
             # The server stops, and the time that it grants running requests has passed. The task ends here.
             await self._end_with_gateway()
         finally:
+            later.cancel()
+            for task in watching:
+                task.cancel()
             # After a newer decision, the core has assigned the request to another replica. ``None`` ends the
             # request wherever the core has it.
             where = None if self.decisions.superseded or self.decisions.has_decision else self._sent_to
-            routing_backend.tell(self._finished_event(where))
+            routing_backend.tell(
+                routing_events.RequestFinished(
+                    self.decisions.request_id,
+                    self._meter.output_tokens,
+                    where,
+                    self._is_given_answer,
+                    self._prompt_tokens or 0,
+                )
+            )
             routing_backend.close(self.decisions)
         if self._program_id is not None and self._question.is_last and self._is_answered:
-            self._shared.forwarder.forget((self._tenant, self._program_id))
+            self._proxy.events.forget((self._tenant, self._program_id))
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
+
+    async def _until_client_leaves(self, receive: AsgiReceive) -> None:
+        with contextlib.suppress(Exception):  # no other event will follow an error
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        self.decisions.mark_client_disconnected()
 
     async def _end_with_gateway(self) -> None:
         """Tell the client that the gateway stops: by a rejection, or by an error event in an open stream."""
         message = "the gateway stops; send the request again"
         if not self.has_begun:
-            refused = RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
-            await self._shared.refuse(self._to_client, self._api, refused)
-        elif self._is_streaming:
-            self._shared.metrics.count_broken_answer()
+            raise RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
+        if self._is_streaming:
+            self._proxy.metrics.count_broken_answer()
             event = error_event(self._api, GATEWAY_STOPPING, message)
             with contextlib.suppress(OSError):
                 await self._to_client({"type": "http.response.body", "body": event})
-
-    def _finished_event(self, where: str | None) -> routing_events.RequestFinished:
-        """Return the event that reports the request's end. ``where``: id of the replica at which it ended;
-        ``None``: the replica to which the core has assigned it, if any."""
-        return routing_events.RequestFinished(
-            self.decisions.request_id,
-            self._meter.output_tokens,
-            where,
-            self._is_given_answer,
-            self._prompt_tokens or 0,
-        )
 
     @property
     def _prompt_tokens(self) -> int | None:
@@ -199,17 +289,25 @@ class ProxyRequest:
         return self._meter.prompt_tokens or self._prefilled_tokens
 
     async def _until_answered(self) -> None:
-        """Carry out the core's decisions until the client has an answer. Raises ``RequestRejected``,
-        ``InvalidGenerationRequest`` or ``ClientDisconnected``."""
+        """Carry out the core's decisions until the client has an answer."""
+        metrics = self._proxy.metrics
         while True:
-            if self.decisions.has_decision:
-                decision = await self.decisions.next()
-            else:
-                with self._shared.metrics.count_waiting(), self._while_waiting():
-                    decision = await self.decisions.next()
+            if not self.decisions.has_decision:
+                metrics.waiting += 1
+                try:
+                    with (
+                        self._proxy.migrator.while_waiting((self._tenant, self._program_id))
+                        if self._program_id is not None
+                        else contextlib.nullcontext()
+                    ):
+                        await self.decisions.wait()
+                finally:
+                    metrics.waiting -= 1
+            decision = self.decisions.take()
             if isinstance(decision, routing_events.RejectRequest):
-                answer = (decision.status, decision.code, decision.message, decision.retry_after_s)
-                raise RequestRejected(*answer, is_counted=True)
+                raise RequestRejected(
+                    decision.status, decision.code, decision.message, decision.retry_after_s
+                )
             if isinstance(decision, routing_events.AbortStream):
                 raise RequestRejected(502, REPLICA_LOST, "the replica that was answering is gone", 1.0)
             if isinstance(decision, routing_events.RecallRequest):
@@ -217,149 +315,135 @@ class ProxyRequest:
             if await self._send_to_replica(decision):
                 return
 
-    def _while_waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Return ``ProgramMigrator.while_waiting`` for the request's program. Without a program, return a
-        context manager that does nothing."""
-        if self._program_id is None:
-            return contextlib.nullcontext()
-        return self._shared.migrator.while_waiting((self._tenant, self._program_id))
-
     async def _send_to_replica(self, decision: routing_events.SendRequest) -> bool:
         """Send the request to the chosen replica, and pass the answer to the client. Return False if there is
         no answer, or if a new decision came first. The caller must then carry out the next decision."""
-        shared = self._shared
-        self._sent_to = decision.replica_id
-        address = shared.replicas.get(decision.replica_id)
+        proxy, replica_id = self._proxy, decision.replica_id
+        self._sent_to = replica_id
+        address = proxy.replicas.get(replica_id)
         if address is None:
-            self._report_replica_failure(decision.replica_id, "its address is not known", computing=False)
+            self._report_replica_failure(replica_id, "its address is not known", computing=False)
             return False
         waited_s = time.monotonic() - self._asked_s
-        passed = proxy_headers.engine_request_headers(
-            self._scope["headers"], key=shared.engine_key, rank=address.rank, session=self._session_header
+        headers = engine_request_headers(
+            self._scope["headers"], key=proxy.engine_key, rank=address.rank, session=self._session
         )
+        attached = self._attached
+        if attached is not None and not proxy.events.may_attach(attached, self._tenant, replica_id):
+            self._body, self._attached = without_events(self._body), None
+            await proxy.events.forward_attached(attached, self._tenant)
         if self._program_id is not None:
-            await shared.migrator.prepare(
+            await proxy.migrator.prepare(
                 (self._tenant, self._program_id),
-                decision.replica_id,
+                replica_id,
                 decision.moved_from,
                 decision.reason,
-                proxy_headers.first_value(passed, b"authorization"),
-                self._piggybacked.kept if self._piggybacked is not None else (),
+                headers.get("authorization"),
                 left_because=decision.left_because,
             )
-            if self.decisions.has_decision:
-                return False
-        if self._piggybacked is not None:
-            self._body = await self._piggybacked.prepare_body(decision.replica_id, self._body)
-            self._held.set_size(len(self._body))
         try:
-            answer = await self.decisions.run_unless_decided(self._ask(decision, address, passed))
+            answer = await self.decisions.unless_decided(self._ask(decision, address, headers))
         except ReplicaRequestError as error:
-            lost_id = error.replica_id or decision.replica_id
-            self._report_replica_failure(lost_id, str(error), computing=error.computing)
+            self._report_replica_failure(
+                error.replica_id or replica_id, str(error), computing=error.computing
+            )
             return False
         except GatewayConnectError as error:
             # The core learns only that the request has ended, so it suspects no engine.
             raise RequestRejected(503, GATEWAY_FULL, f"{error}; try again", FULL_RETRY_S) from None
         if answer is None:
             return False
-        await self._pass_back(answer, decision, waited_s)
+        try:
+            await self._pass_back(answer, decision, waited_s)
+        finally:
+            # A partly read answer makes the connection useless. The engine sees the connection close and
+            # stops computing.
+            answer.close()
         return True
 
     async def _ask(
-        self, decision: routing_events.SendRequest, address: ReplicaAddress, passed: RawHeaders
+        self, decision: routing_events.SendRequest, address: ReplicaAddress, headers: EngineHeaders
     ) -> EngineAnswer:
         """Send the request to its replica or pair. Return the answer once its first part has arrived.
-        ``passed``: headers for the engine.
 
         Raises ``ReplicaRequestError``, ``GatewayConnectError``, ``RequestRejected`` or
         ``InvalidGenerationRequest``.
         """
         if not isinstance(decision, SendRequestToPair):
-            return await self._post(address, passed, self._body)
+            return await self._post(address, headers, self._body)
         if self._question.previous_response_id is not None:
             message = (
                 "previous_response_id: engines keep only their own answers, and each request goes to another "
                 "engine; expected the whole conversation in input"
             )
             raise RequestRejected(400, "bad_request", message)
-        body = await process_body(self._body, lambda: decode_only_body(self._api, self._body))
+        body = decode_only_body(self._api, self._body)
         if body is not None:
-            self._shared.routing_backend.tell(
+            self._proxy.routing_backend.tell(
                 routing_events.PrefillFinished(self.decisions.request_id, decision.prefill_id)
             )
         else:
-            prefilled = await self._prefill(decision)
+            try:
+                prefilled = await self._prefill(decision)
+            except ReplicaRequestError as error:
+                error.replica_id = decision.prefill_id
+                raise
             if isinstance(prefilled, EngineAnswer):
                 # The prefill engine rejected the request, so the client gets its answer.
                 self._sent_to = None
                 return prefilled
-            body = await process_body(self._body, lambda: decode_body(self._body, prefilled))
-        answer = await self._post(address, passed, body)
-        if is_engine_failure(answer):
+            body = decode_body(self._body, prefilled)
+        answer = await self._post(address, headers, body)
+        if answer.is_engine_failure:
             # Another pair may succeed.
-            answer.response.close()
-            raise ReplicaRequestError(f"it failed, status {answer.response.status}", computing=True)
+            answer.close()
+            raise ReplicaRequestError(f"it failed, status {answer.status}")
         return answer
 
     async def _prefill(self, pair: SendRequestToPair) -> EngineAnswer | dict[str, Any]:
         """Run the prefill stage. Return the ``kv_transfer_params`` that say where the KV is. If the engine
-        rejects the request, return its answer. Raises ``ReplicaRequestError`` with the prefill engine's
-        id."""
-        shared, prefill_id = self._shared, pair.prefill_id
-        address = shared.replicas.get(prefill_id)
-        passed = proxy_headers.engine_request_headers(
-            self._scope["headers"],
-            key=shared.engine_key,
-            rank=address.rank if address is not None else None,
-            session=None,
+        rejects the request, return its answer. Raises ``ReplicaRequestError``."""
+        proxy, request_id = self._proxy, self.decisions.request_id
+        address = proxy.replicas.get(pair.prefill_id)
+        if address is None:
+            raise ReplicaRequestError("its address is not known", computing=False)
+        headers = engine_request_headers(
+            self._scope["headers"], key=proxy.engine_key, rank=address.rank, session=None
         )
         self._prefill_attempts += 1
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
-        transfer = f"{self.decisions.request_id}-{self._prefill_attempts}"
+        transfer = f"{request_id}-{self._prefill_attempts}"
         to = (transfer, pair.peer, pair.decode_share, pair.epoch)
-        body = await process_body(self._body, lambda: prefill_body(self._api, self._body, *to))
+        answer = await self._post(address, headers, prefill_body(self._api, self._body, *to))
+        if answer.status != 200 and not answer.is_engine_failure:
+            return answer
         try:
-            if address is None:
-                raise ReplicaRequestError("its address is not known", computing=False)
-            answer = await self._post(address, passed, body)
-            status = answer.response.status
-            if status != 200 and not is_engine_failure(answer):
-                return answer
-            if status != 200:
-                answer.response.close()
-                raise ReplicaRequestError(f"it failed, status {status}", computing=True)
-            try:
-                document = answer.first + await answer.response.read()
-            except EngineConnectionError as error:
-                raise ReplicaRequestError(str(error), computing=True) from None
-            finally:
-                answer.response.close()
-            prefilled = parse_transfer_params(document)
-            if prefilled is None:
-                raise ReplicaRequestError("it computed a prompt and reports no KV", computing=True)
-        except ReplicaRequestError as error:
-            error.replica_id = prefill_id
-            raise
+            if answer.status != 200:
+                raise ReplicaRequestError(f"it failed, status {answer.status}")
+            document = answer.first
+            while part := await answer.next_part():
+                document += part
+        finally:
+            answer.close()
+        prefilled = parse_transfer_params(document)
+        if prefilled is None:
+            raise ReplicaRequestError("it computed a prompt and reports no KV")
         self._prefilled_tokens = parse_prompt_tokens(document)
-        shared.routing_backend.tell(routing_events.PrefillFinished(self.decisions.request_id, prefill_id))
+        proxy.routing_backend.tell(routing_events.PrefillFinished(request_id, pair.prefill_id))
         return prefilled
 
-    async def _post(self, address: ReplicaAddress, passed: RawHeaders, body: bytes) -> EngineAnswer:
-        """Send a body to one engine, with the client's query string. Raises what ``send_to_engine``
+    async def _post(self, address: ReplicaAddress, headers: EngineHeaders, body: bytes) -> EngineAnswer:
+        """Send a body to one engine, with the client's query string. Raises what ``EngineClient.send``
         raises."""
-        query = self._scope.get("query_string", b"")
-        target = self._api.value.encode() + (b"?" + query if query else b"")
-        if body is self._body:
-            return await send_to_engine(self._shared.connections, address, target, passed, body)
-        with self._held.counting_copy(len(body)):
-            return await send_to_engine(self._shared.connections, address, target, passed, body)
+        query = self._scope.get("query_string", b"").decode("latin-1")
+        url = f"{address.url}{self._api.value}{'?' + query if query else ''}"
+        return await self._proxy.client.send(url, headers, body)
 
     def _report_replica_failure(self, replica_id: str, why: str, *, computing: bool) -> None:
         """Log that a replica did not answer, and report this to the core. ``computing``: whether the replica
         had accepted the request."""
         logger.warning("replica %s did not answer a request: %s", replica_id, why)
-        self._shared.routing_backend.tell(
+        self._proxy.routing_backend.tell(
             routing_events.RequestFailed(self.decisions.request_id, replica_id, computing=computing)
         )
 
@@ -368,42 +452,32 @@ class ProxyRequest:
     ) -> None:
         """Pass an engine's answer to the client, and record it. From now on the request cannot go to another
         replica. ``waited_s``: seconds that the request waited at the gateway before."""
-        response, replica_id = answer.response, decision.replica_id
+        proxy, replica_id = self._proxy, decision.replica_id
         self.decisions.mark_answered()
         self.has_begun = True
-        self._is_given_answer = response.status == 200 and not is_engine_failure(answer)
-
-        def note() -> None:
-            self._shared.routing_backend.tell(
-                routing_events.FirstByteSent(self.decisions.request_id, replica_id)
-            )
-            self._shared.metrics.sent(decision.reason, waited_s)
-            self._meter.add_chunk(answer.first)
-
-        # A complete answer goes to its client before it is recorded.
+        self._is_given_answer = answer.status == 200 and not answer.is_engine_failure
+        if self._attached is not None and self._is_given_answer:
+            proxy.events.record_attached(self._attached, self._tenant, replica_id)
+        # The engine's list of headers, with multiple cookies and such, as it came.
+        headers = client_response_headers(answer.response.raw_headers, replica_id)
+        start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         is_complete = answer.is_complete
-        if not is_complete:
-            note()
         try:
-            passed_back = proxy_headers.client_response_headers(response.raw_headers, replica_id)
-            await self._to_client(
-                {"type": "http.response.start", "status": response.status, "headers": passed_back}
-            )
-            is_whole = True
-            if not is_complete:
-                self._is_streaming = answer.is_stream
-                is_whole = await self._pass_parts(answer, replica_id)
-                self._is_streaming = False
-            else:
+            if is_complete:  # it goes to its client before it is recorded
+                await self._to_client(start)
                 await self._to_client({"type": "http.response.body", "body": answer.first})
-            self._is_answered = self._is_given_answer and is_whole
         finally:
-            if is_complete:
-                note()
-            # A partly read answer makes the connection useless. The engine sees the connection close and
-            # stops computing.
-            response.close()
-        self._record_answer(response.status)
+            proxy.metrics.sent(decision.reason, waited_s)
+            self._meter.add_chunk(answer.first)
+        if not is_complete:
+            proxy.routing_backend.tell(routing_events.FirstByteSent(self.decisions.request_id, replica_id))
+            await self._to_client(start)
+            self._is_streaming = answer.is_stream
+            is_complete = await self._pass_parts(answer, replica_id)
+            self._is_streaming = False
+        self._is_answered = self._is_given_answer and is_complete
+        if answer.status == 200:
+            self._record_answer()
 
     async def _pass_parts(self, answer: EngineAnswer, replica_id: str) -> bool:
         """Pass a stream or a long answer on to the client. Return whether the answer ended regularly.
@@ -413,67 +487,51 @@ class ProxyRequest:
         client has left.
         """
         events = SseEventBuffer() if answer.is_stream else None
-        decisions, response = self.decisions, answer.response
-        loop = asyncio.get_running_loop()
-        heard_s = loop.time()
-        is_writing = False
-
-        def look_again() -> None:
-            # A replica that counts as dead may finish an answer that it still writes. While the client reads
-            # nothing, no bytes are expected.
-            if decisions.client_gone or (not is_writing and loop.time() - heard_s >= SILENT_ENGINE_S):
-                response.close()  # reading fails then, as if the replica had closed the connection
-            else:
-                loop.call_later(SILENT_ENGINE_S, look_again)
-
-        decisions.on_change = look_again
-        if decisions.client_gone:
-            raise ClientDisconnected  # before ``on_change`` was set
-        if decisions.has_decision:
-            look_again()  # decided before ``on_change`` was set
-        chunk = answer.first
-        ended_well = False
-        with contextlib.suppress(EngineConnectionError):
-            while chunk:
-                whole = events.push(chunk) if events is not None else chunk
-                if whole:
-                    is_writing = True
-                    try:
+        decisions, now = self.decisions, asyncio.get_running_loop().time
+        chunk, is_writing, ended_well = answer.first, False, False
+        try:
+            # A replica that counts as dead may finish an answer that it still writes.
+            async with decisions.interruptible(SILENT_ENGINE_S) as limit:
+                while chunk:
+                    whole = events.push(chunk) if events is not None else chunk
+                    if whole:
+                        is_writing = True
+                        limit.reschedule(now() + UNREAD_TIMEOUT_S)
                         await self._to_client(
                             {"type": "http.response.body", "body": whole, "more_body": True}
                         )
-                    finally:
-                        is_writing, heard_s = False, loop.time()
-                chunk = await response.read_some()
-                heard_s = loop.time()
-                self._meter.add_chunk(chunk)
-            ended_well = True
-        if decisions.client_gone:
-            raise ClientDisconnected
+                        is_writing = False
+                    if decisions.client_gone:
+                        raise ClientDisconnected
+                    limit.reschedule(now() + SILENT_ENGINE_S if decisions.has_decision else None)
+                    chunk = await answer.next_part()
+                    self._meter.add_chunk(chunk)
+                ended_well = True
+        except TimeoutError:
+            if is_writing or decisions.client_gone:
+                raise ClientDisconnected from None
+        except ReplicaRequestError as error:
+            logger.debug("replica %s broke off: %s", replica_id, error)
         if ended_well:
             rest = events.rest() if events is not None else b""
             await self._to_client({"type": "http.response.body", "body": rest})
             return True
         logger.warning("replica %s broke off an answer after its first byte", replica_id)
-        self._shared.metrics.count_broken_answer()
-        self._shared.routing_backend.tell(routing_events.RequestFailed(self.decisions.request_id, replica_id))
-        if events is None:
-            return False
-        message = "the replica that was answering is gone; send the request again"
-        await self._to_client(
-            {"type": "http.response.body", "body": error_event(self._api, "replica_lost", message)}
-        )
+        self._proxy.metrics.count_broken_answer()
+        self._proxy.routing_backend.tell(routing_events.RequestFailed(self.decisions.request_id, replica_id))
+        if events is not None:
+            message = "the replica that was answering is gone; send the request again"
+            event = error_event(self._api, REPLICA_LOST, message)
+            await self._to_client({"type": "http.response.body", "body": event})
         return False
 
-    def _record_answer(self, status: int) -> None:
-        """Record the engine's count of prompt tokens, and the answer's id (responses API). ``status``: HTTP
-        status of the answer. Only answers with status 200 are recorded."""
-        if status != 200:
-            return
+    def _record_answer(self) -> None:
+        """Record the engine's count of prompt tokens, and the id of an answer of the responses API."""
         counted = self._prompt_tokens
         if counted is not None:
-            self._shared.sizes.learn(self._question, counted, self._tenant)
-        if self._api is ClientApi.RESPONSES and self._program_id is not None:
-            name = self._meter.response_id
-            if name is not None:
-                self._shared.conversations.put((self._tenant, name), self._program_id, 1)
+            self._proxy.sizes.learn(self._question, counted)
+        name = self._meter.response_id if self._api is ClientApi.RESPONSES else None
+        if name is not None and self._program_id is not None:
+            self._proxy.conversations[(self._tenant, name)] = self._program_id
+            if len(self._proxy.conversations) > MAX_RESPONSE_IDS:
+                self._proxy.conversations.popitem(last=False)

@@ -1,4 +1,4 @@
-"""The gateway's interface to a routing core, and the queue of decisions about each request."""
+"""The routing core in this process, and the queues of its decisions about each request."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,8 +17,7 @@ from ...routing import routing_events
 from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import AbortStream, RecallRequest, RejectRequest, SendRequest
 from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
-from .cancel_scope import CancelScope
-from .policy_failure_log import PolicyFailureLog
+from .generation_request import ClientDisconnected
 
 logger = logging.getLogger(__name__)
 
@@ -27,28 +27,25 @@ RequestDecision = SendRequest | RejectRequest | AbortStream | RecallRequest
 """An action of the routing core that concerns one request."""
 
 
-class ClientDisconnected(Exception):
-    """The client of this request has disconnected."""
-
-
-class RequestDecisionQueue:
+class RequestDecisions:
     """The routing decisions about one request that are still to be carried out, in order. For use in one
     event loop."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.on_change: Callable[[], None] | None = None
-        """Function to call at a new decision, or when the client disconnects. ``None``: no function is
-        called."""
-        self._decisions: deque[RequestDecision] = deque()
         self.client_gone = False
         """Whether the client has disconnected."""
         self.superseded = False
         """Whether a ``SendRequest`` was ignored because the answer had begun. The core then believes that the
         request is at another replica."""
+        self._decisions: deque[RequestDecision] = deque()
         self._answered = False
         """Whether the first byte of the answer has arrived. From then on, only ``AbortStream`` is queued."""
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
+        self._limit: asyncio.Timeout | None = None
+        """What a decision ends; ``None``: nothing."""
+        self._grace_s = 0.0
+        """Seconds from a decision to the end of ``_limit``."""
 
     def add_decision(self, decision: RequestDecision) -> None:
         """Add a decision of the core. After the first byte of the answer, only ``AbortStream`` is added."""
@@ -56,7 +53,7 @@ class RequestDecisionQueue:
             self.superseded = self.superseded or isinstance(decision, SendRequest)
             return
         self._decisions.append(decision)
-        self._wake()
+        self._wake(self._grace_s)
 
     def mark_answered(self) -> None:
         """Record that the first byte of the answer has arrived. Pending and later decisions other than
@@ -67,26 +64,41 @@ class RequestDecisionQueue:
             self.add_decision(decision)
 
     def mark_client_disconnected(self) -> None:
-        """Record that the client has disconnected. From now on ``next`` raises ``ClientDisconnected``."""
+        """Record that the client has disconnected. From now on ``take`` raises ``ClientDisconnected``."""
         self.client_gone = True
-        self._wake()
+        self._wake(0.0)
 
     @property
     def has_decision(self) -> bool:
-        """Whether ``next`` would return or raise at once."""
+        """Whether ``take`` would return or raise at once."""
         return bool(self._decisions) or self.client_gone
 
-    async def next(self) -> RequestDecision:
-        """Wait for the next decision, and remove it from the queue. Raises ``ClientDisconnected``."""
-        while True:
-            if self.client_gone:
-                raise ClientDisconnected
-            if self._decisions:
-                return self._decisions.popleft()
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    async def wait(self) -> None:
+        """Wait until ``has_decision`` is True."""
+        while not self.has_decision:
+            self._changed.clear()
+            await self._changed.wait()
 
-    async def run_unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
+    def take(self) -> RequestDecision:
+        """Remove and return the next decision. Raises ``ClientDisconnected``."""
+        if self.client_gone:
+            raise ClientDisconnected
+        return self._decisions.popleft()
+
+    @asynccontextmanager
+    async def interruptible(self, grace_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Context manager whose block ends with ``TimeoutError`` at once if the client disconnects, and
+        ``grace_s`` after a decision, unless the block moves this time."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limit, self._grace_s = limit, grace_s
+                if self.has_decision:
+                    self._wake(0.0 if self.client_gone else grace_s)
+                yield limit
+        finally:
+            self._limit = None
+
+    async def unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
         """Await ``doing`` and return its result. Raises the exceptions of ``doing``.
 
         If a routing decision arrives first, or the client disconnects, cancel ``doing`` and return ``None``.
@@ -94,20 +106,19 @@ class RequestDecisionQueue:
         if self.has_decision:
             doing.close()
             return None
-        with CancelScope() as leave:
-            self.on_change = leave.end_now
-            try:
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                self._grace_s = 0.0
                 return await doing
-            finally:
-                self.on_change = None
-        return None
+        except TimeoutError:
+            return None
+        finally:
+            self._limit = None
 
-    def _wake(self) -> None:
-        """Wake ``next``, so that it checks the queue again, and call ``on_change``."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-        if self.on_change is not None:
-            self.on_change()
+    def _wake(self, grace_s: float) -> None:
+        self._changed.set()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + grace_s)
 
 
 TICK_S = 0.1
@@ -118,76 +129,35 @@ ControlAction = routing_events.ReleaseProgramKv | routing_events.YieldPrograms |
 """An action of the routing core that concerns no single request."""
 
 
-class RoutingBackend(Protocol):
-    """Decides where requests go. It is a routing core in this process, or a connection to one. All calls come
-    from one event loop and never block it."""
-
-    on_control_action: Callable[[ControlAction], None]
-    """Function that is called with each ``ControlAction``. The gateway sets it."""
-
-    def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
-        """Submit a request. The returned queue receives the core's decisions until ``close``."""
-        ...
-
-    def close(self, decisions: RequestDecisionQueue) -> None:
-        """Stop adding decisions to a request's queue."""
-        ...
-
-    def tell(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Report an event to the routing core."""
-        ...
-
-    def home(self, tenant: str, program_id: str) -> str | None:
-        """Return the id of the replica that is a program's home; ``None``: unknown."""
-        ...
-
-    def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Return the id of the engine that gave a program's last answer; ``None``: unknown. For programs
-        without a home."""
-        ...
-
-    async def programs(self) -> Sequence[ProgramRouteStatus]:
-        """Return the statuses of all programs that have not ended."""
-        ...
-
-    async def replicas(self) -> Sequence[ReplicaStatus]:
-        """Return the statuses of all known replicas."""
-        ...
-
-    def shares_used(self) -> dict[str, float]:
-        """Return, by tenant, the fraction of the capacity that its requests in flight use ÷ its share of the
-        capacity. Empty if tenants do not share capacity."""
-        ...
-
-
-class LocalRoutingBackend:
-    """A routing core in this process, and the decision queues of its requests. For use in one event loop."""
+class RoutingBackend:
+    """A routing core in this process, and the decisions about its requests. For use in one event loop."""
 
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
         self.on_control_action: Callable[[ControlAction], None] = lambda action: None
+        """Function that is called with each ``ControlAction``. The gateway sets it."""
         self.on_action: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
         """Function that is called with every action of the core, for metrics."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
         """Function that returns the last report of an engine's links, by replica id. The engine monitor sets
         it."""
         self._clock = clock
-        self._queues: dict[str, RequestDecisionQueue] = {}
-        """The queue of each open request, by request id."""
+        self._open: dict[str, RequestDecisions] = {}
+        """The decisions about each open request, by request id."""
         self._pending_events: deque[routing_events.AnyRoutingEvent] = deque()
         self._is_reporting = False
-        self._policy_log = PolicyFailureLog(core.counts)
-        self._rate_limited_log = RateLimitedLog(logger, clock)
+        self._failures_logged = 0
+        self._log = RateLimitedLog(logger, clock)
 
-    def open(self, asked: routing_events.RequestReceived) -> RequestDecisionQueue:
+    def open(self, asked: routing_events.RequestReceived) -> RequestDecisions:
         """Submit a request. The returned queue receives the core's decisions until ``close``."""
-        decisions = self._queues[asked.request_id] = RequestDecisionQueue(asked.request_id)
+        decisions = self._open[asked.request_id] = RequestDecisions(asked.request_id)
         self.tell(asked)
         return decisions
 
-    def close(self, decisions: RequestDecisionQueue) -> None:
+    def close(self, decisions: RequestDecisions) -> None:
         """Stop adding decisions to a request's queue."""
-        self._queues.pop(decisions.request_id, None)
+        self._open.pop(decisions.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass an event to the core, and deliver the core's actions. An error of the core is logged, not
@@ -226,7 +196,12 @@ class LocalRoutingBackend:
     async def replicas(self) -> Sequence[ReplicaStatus]:
         """Return the statuses of all known replicas with their engines' links, in the order of
         registration."""
-        return with_links(self.core.replica_statuses(), self.links_of)
+        return [
+            msgspec.structs.replace(status, links=self.links_of(status.replica))
+            if isinstance(status, PairEngineStatus)
+            else status
+            for status in self.core.replica_statuses()
+        ]
 
     def shares_used(self) -> dict[str, float]:
         """Return, by tenant, the fraction of the capacity that it uses ÷ its share of the capacity. Empty if
@@ -236,62 +211,43 @@ class LocalRoutingBackend:
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass one event to the core. Deliver the core's actions to requests, gateway and metrics."""
         now = self._clock()
-        actions = take_event(self.core, event, now, self._rate_limited_log)
-        self._policy_log.log_new_failures(now)
+        try:
+            actions = self.core.take(event, now)
+            if isinstance(event, routing_events.RequestFinished) and self.core.is_open(event.request_id):
+                # The core took this for the end of an earlier attempt, but the gateway makes no further
+                # attempt.
+                over = routing_events.RequestFinished(event.request_id, answered=False)
+                actions = [*actions, *self.core.take(over, now)]
+        except Exception:
+            what = type(event).__name__
+            self._log.log(
+                logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True
+            )
+            actions = _after_failure(event)
+        self._log_policy_failures()
         for action in actions:
             # Metrics come after the waiting request, so that their errors keep no request waiting.
             try:
                 if isinstance(action, ControlAction):
                     self.on_control_action(action)
-                elif (decisions := self._queues.get(action.request_id)) is not None:
+                elif (decisions := self._open.get(action.request_id)) is not None:
                     decisions.add_decision(action)
                 self.on_action(action)
             except Exception:
                 logger.exception("an action could not be delivered; please report this")
 
-
-def take_event(
-    core: RoutingCore, event: routing_events.AnyRoutingEvent, now: float, log: RateLimitedLog
-) -> Sequence[routing_events.AnyRoutingAction]:
-    """Pass an event to the core and return the core's actions.
-
-    A ``RequestFinished`` always ends its request. The core may meanwhile have lost the request's replica, or
-    assigned the request to another one.
-
-    If the core raises, the error is logged, and the returned actions depend on the event:
-
-    - ``RequestReceived``: a ``RejectRequest``.
-    - ``RequestFailed``: a ``RejectRequest`` and an ``AbortStream``. The first takes effect only before the
-      first byte of the answer, the second only after it.
-    - Other events: none.
-    """
-    try:
-        actions = core.take(event, now)
-        if isinstance(event, routing_events.RequestFinished) and core.is_open(event.request_id):
-            # The core took this for the end of an earlier attempt, but the gateway makes no further attempt.
-            over = routing_events.RequestFinished(event.request_id, answered=False)
-            actions = [*actions, *core.take(over, now)]
-        return actions
-    except Exception:
-        what = type(event).__name__
-        log.log(logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True)
-    if not isinstance(event, (routing_events.RequestReceived, routing_events.RequestFailed)):
-        return []
-    message = "the gateway failed; see its log"
-    rejected = routing_events.RejectRequest(event.request_id, 500, "gateway_failed", message)
-    if isinstance(event, routing_events.RequestReceived):
-        return [rejected]
-    return [rejected, routing_events.AbortStream(event.request_id, event.replica_id)]
+    def _log_policy_failures(self) -> None:
+        """Log new failures of policies, since the core itself writes no log."""
+        counts = self.core.counts
+        if counts.policy_failures > self._failures_logged:
+            self._failures_logged = counts.policy_failures
+            message = "the routing policy failed: %s; please report this"
+            self._log.log(logging.ERROR, message, counts.newest_policy_failure or "no text")
 
 
-def with_links(
-    statuses: Sequence[ReplicaStatus], links_of: Callable[[str], Mapping[str, LinkStats]]
-) -> list[ReplicaStatus]:
-    """Return the statuses, with the state of the links of prefill and decode engines. ``links_of`` returns
-    the last report of an engine's links, by replica id."""
-    return [
-        msgspec.structs.replace(status, links=links_of(status.replica))
-        if isinstance(status, PairEngineStatus)
-        else status
-        for status in statuses
-    ]
+def _after_failure(event: routing_events.AnyRoutingEvent) -> list[routing_events.AnyRoutingAction]:
+    """Return the action with which a request ends after an error of the core."""
+    if isinstance(event, (routing_events.RequestReceived, routing_events.RequestFailed)):
+        message = "the gateway failed; see its log"
+        return [routing_events.RejectRequest(event.request_id, 500, "gateway_failed", message)]
+    return []

@@ -18,13 +18,12 @@ from ...routing.routing_from_preset import (
 from ...routing.routing_limits import RoutingLimits
 from .dropped_kv_poller import DroppedKVPoller
 from .engine_monitor import POLL_S, EngineMonitor
-from .engine_routes import GatewayApplication
-from .gateway_app import Gateway, GatewayOptions
+from .gateway_app import Gateway, GatewayApplication, GatewayOptions
 from .gateway_metrics import GatewayMetrics
 from .pair_monitor import PairMonitor
 from .peers import Peers
 from .replica_addresses import ReplicaAddresses
-from .routing_backend import LocalRoutingBackend
+from .routing_backend import RoutingBackend
 from .tenant_keys import TenantKeys
 
 
@@ -51,7 +50,7 @@ def build_gateway(
     gateway.monitor = monitor
 
     dropped_kv = DroppedKVPoller(
-        backend, gateway.replicas, gateway.forwarder.names, gateway.queries, monitor.description_of
+        backend, gateway.replicas, gateway.events.names, gateway.queries, monitor.description_of
     )
     # The engines know the programs of a former gateway.
     gateway.starts += [monitor.poll_all, dropped_kv.poll_all]
@@ -102,8 +101,8 @@ def _build(
     options: GatewayOptions,
     reasons: Iterable[str],
     peers: Peers | None,
-) -> tuple[Gateway, LocalRoutingBackend]:
+) -> tuple[Gateway, RoutingBackend]:
     metrics = GatewayMetrics(reasons)
-    backend = LocalRoutingBackend(core)
+    backend = RoutingBackend(core)
     backend.on_action = metrics.decided
     return Gateway(backend, ReplicaAddresses(), tenants, options, metrics, peers), backend

@@ -3,10 +3,8 @@ drain."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -23,9 +21,6 @@ from ...api.live_stream import Audience, LiveHub
 from ...api.openapi import PREFIX
 from ...metrics.turn_explanation import Explanation
 from ...routing import routing_events
-from ...routing.affinity_core import AffinityCore
-from ...routing.bounded_program_table import BoundedProgramTable
-from ...routing.routed_programs import RoutedProgram
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_access import ClientAccess, engine_authorization
@@ -35,26 +30,22 @@ from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import (
     MAX_LISTED_PROGRAMS,
     GatewayStats,
-    MovePage,
+    MoveList,
     ReplicaList,
     RoutedProgramList,
 )
 from .multi_engine_queries import EngineQueries
 from .peers import Peers
 from .program_id_mapper import ProgramIdMapper
-from .program_listing import ProgramListing
 from .proxy_headers import REPLICA
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
-from .routing_backend import LocalRoutingBackend, RoutingBackend
+from .routing_backend import RoutingBackend
 
 logger = logging.getLogger(__name__)
 NumberT = TypeVar("NumberT", int, float)
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 """Prometheus' text format."""
-REUSE_S = 0.5
-"""Seconds for which a coordinator's last answer about its replicas is used again, by routes that check no
-key."""
 
 
 class StatusRoutes:
@@ -93,12 +84,6 @@ class StatusRoutes:
         self._peers = peers
         self._in_pairs = in_pairs
         self._read_side = read_side
-        self._listing = ProgramListing(routing_backend.programs)
-        """Lists all programs when ``_local_programs`` returns ``None``."""
-        self._recent: asyncio.Task[Sequence[ReplicaStatus]] | None = None
-        """The last query of ``_recent_states`` to the coordinator, finished or not."""
-        self._recent_s = 0.0
-        """Time at which the query ``_recent`` began, on the monotonic clock."""
 
     def routes(self) -> list[Route]:
         """Return all routes of this class. Only ``/health``, ``/ping`` and ``/metrics`` check no key."""
@@ -121,20 +106,10 @@ class StatusRoutes:
             Route(f"{PREFIX}/replicas/{{replica:path}}/stay", guard(self._cancel_drain), methods=["POST"]),
         ]
 
-    async def _recent_states(self) -> Sequence[ReplicaStatus]:
-        """Return the statuses of all replicas, for routes that check no key. A remote coordinator is asked at
-        most once in ``REUSE_S``, however often clients ask."""
-        backend, now = self._routing_backend, time.monotonic()
-        if isinstance(backend, LocalRoutingBackend):
-            return await backend.replicas()
-        if self._recent is None or (self._recent.done() and now - self._recent_s >= REUSE_S):
-            self._recent, self._recent_s = asyncio.ensure_future(backend.replicas()), now
-        return await asyncio.shield(self._recent)
-
     async def _health(self, request: Request) -> Response:
         """Handle ``/health``. The status is 200 if at least one replica is not suspect, otherwise 503. With
         prefill and decode engines, 200 also needs an engine of each role that is ``up``."""
-        states = await self._recent_states()
+        states = await self._routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
         health = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
@@ -151,7 +126,7 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states, monitor = await self._recent_states(), self._monitor()
+        states, monitor = await self._routing_backend.replicas(), self._monitor()
         page = self._metrics.exposition(
             states,
             self._routing_backend.shares_used(),
@@ -174,28 +149,20 @@ class StatusRoutes:
                 f"status is {status[:40]!r}: this list has all live programs, and engines know their status",
                 f"leave it out; GET {PREFIX}/programs/ID has a program's status under engine",
             )
-        table = self._local_programs()
-        if table is not None:
-            programs, total = table.newest(request.state.tenant, limit)
-            shown = [program.status() for program in programs]
-        else:
-            shown, total = (await self._listing.get()).newest(request.state.tenant, limit)
-        return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=total))
+        found = await self._visible_programs(request)
+        shown = found[:limit]
+        return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=len(found)))
 
-    def _local_programs(self) -> BoundedProgramTable[RoutedProgram] | None:
-        """Return the core's table of programs; ``None``: the core is in another process, or is not an
-        ``AffinityCore``."""
-        backend = self._routing_backend
-        core = backend.core if isinstance(backend, LocalRoutingBackend) else None
-        return core.programs if isinstance(core, AffinityCore) else None
+    async def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
+        """Return the live programs that the client may see, most recently active first."""
+        tenant = request.state.tenant
+        programs = await self._routing_backend.programs()
+        return [program for program in programs if tenant in (None, program.tenant)]
 
     async def _place(self, request: Request, program_id: str) -> ProgramRouteStatus | None:
         """Return the status of a live program; ``None``: unknown, or the client may not see the program."""
-        table = self._local_programs()
-        if table is None:
-            return (await self._listing.get()).find(request.state.tenant, program_id)
-        program = table.find(request.state.tenant, program_id)
-        return program.status() if program is not None else None
+        programs = await self._visible_programs(request)
+        return next((one for one in programs if one.program_id == program_id), None)
 
     async def _program(self, request: Request) -> Response:
         """Return one program: its home, and under ``engine`` the answer of its engine.
@@ -362,10 +329,7 @@ class StatusRoutes:
 
     async def _moves(self, request: Request) -> Response:
         """List the latest changes of programs' homes, oldest first. A tenant sees only its own programs."""
-        since = _number(request, "since", 0, 0, 2**63 - 1)
-        limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
-        moves, following = self._metrics.moves(since, limit, request.state.tenant)
-        return json_response(MovePage(moves=moves, next=following))
+        return json_response(MoveList(moves=self._metrics.moves(request.state.tenant)))
 
     async def _replica_list(self, request: Request) -> Response:
         """List the replicas with health, load and capacity."""

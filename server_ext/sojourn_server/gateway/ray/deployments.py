@@ -26,7 +26,7 @@ from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_
 from ...routing.routing_events import PairRole, ReplicaDrainStarted
 from ...routing.routing_from_preset import PAIR_POLICY, PrefillDecodeRules
 from ...routing.routing_limits import RoutingLimits
-from ..http.client_connection import DeadlineProtocol, log_accept_errors_rarely, raise_open_file_limit
+from ..http.client_connection import raise_open_file_limit, uvicorn_settings
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.peers import Peers
 from ..http.standalone_gateway import build_gateway, build_prefill_decode_gateway
@@ -49,9 +49,6 @@ GATEWAY = "Gateway"
 """Name of the gateways' deployment."""
 GATEWAY_CPUS = 0.1
 """CPUs that Ray reserves for a gateway."""
-KEEP_ALIVE_S = 75
-"""Seconds that an idle connection of a client stays open. The time is longer than the usual limits of clients
-and load balancers, because they should close idle connections first."""
 STREAM_GRACE_S = 60.0
 """Maximum seconds that a stopping gateway waits for running requests to end."""
 MAX_TRIED_PORTS = 100
@@ -278,7 +275,6 @@ def gateway_class(config: RayConfig) -> type[Any]:
             gateway.tasks.append(lambda: serve_http(app, bound_socket(config.host, direct, shared=True)))
         gateway.tasks.append(lambda: follow_directory(gateway, config, own_url))
         raise_open_file_limit(config.max_waiting)
-        log_accept_errors_rarely()
         logger.info("this gateway's own address is %s", own_url)
         return app
 
@@ -319,15 +315,10 @@ async def serve_http(app: Starlette, bound: socket.socket) -> None:
     ``STREAM_GRACE_S``."""
     config = uvicorn.Config(
         app,
-        http=DeadlineProtocol,
         lifespan="off",
         log_config=None,
-        access_log=False,
-        ws="none",
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(STREAM_GRACE_S),
-        server_header=False,
-        proxy_headers=False,
+        **uvicorn_settings(),
     )
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve(sockets=[bound]))

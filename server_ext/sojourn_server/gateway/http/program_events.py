@@ -1,0 +1,590 @@
+"""Keeps the last state of each program, and forwards clients' events to the engine that serves the program.
+
+An engine knows a program only from the events that it has received. So the gateway keeps of each program its
+start, its workflow graph, its running tools, and the events that no engine has answered yet. They reach the
+program's home, the replica that serves its turns, in one of three ways:
+
+- Events that a client posts are recorded and posted on at once, together with all that the home lacks of
+  these programs. Without a home they wait for the program's first request.
+- Events in a request's hint travel with the request if they concern its own program or programs at home at
+  the same replica. If not, all events of this hint are taken out of it and are handled like posted ones.
+- Before a request goes to a replica that lacks events, they are posted there: after a move, after a restart
+  of the engine, or because the engine did not answer. The request waits for that at most ``REPLAY_WAIT_S``.
+
+A gateway has at most one POST at a time for each engine and tenant. It takes along all events that have
+arrived meanwhile, so the order of a program's events is kept, a flood costs few requests, and no tenant waits
+for another's. An event keeps the number of its emitter until an engine has answered it, so an engine that
+gets it twice applies it once. State that is sent again to another engine has numbers of the gateway.
+
+Events may be lost if an engine does not answer; no request ever fails for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import aiohttp
+import msgspec
+from sojourn.hints import AgenticContext
+from sojourn.ids import id_problem
+from sojourn.wire_codec import (
+    EVENTS_PATH,
+    MAX_BATCH_BYTES,
+    MAX_BATCH_EVENTS,
+    MAX_EVENT_NAME_BYTES,
+    MAX_GRAPH_BYTES,
+    WIRE_VERSION,
+    EventBatch,
+    EventOutcome,
+    Outcome,
+    WireError,
+    decode_event,
+    decode_outcomes,
+    encode,
+)
+from sojourn.wire_events import (
+    AegGraph,
+    AegReport,
+    AnyEvent,
+    Heartbeat,
+    ProgramEnd,
+    ProgramStart,
+    ToolStart,
+    ToolStop,
+)
+
+from ...core.client_event_decoder import MAX_ATTACHED_EVENTS
+from ...programs.program_status import ProgramOutcome
+from ...routing import routing_events
+from ...routing.routing_limits import SILENT_PROGRAM_S
+from .engine_client import ask_engine, bearer
+from .engine_descriptions import EngineDescription
+from .program_id_mapper import Key, ProgramIdMapper
+from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .routing_backend import RoutingBackend
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 5.0
+"""Maximum seconds that a batch of events waits for the engine's answer."""
+FORWARD_TIMEOUT_S = 3 * ANSWER_TIMEOUT_S
+"""Maximum seconds that a client waits for the outcomes of its events."""
+REPLAY_WAIT_S = 1.0
+"""Maximum seconds that a request waits until its replica has received the program's events."""
+REPLAY_RETRY_S = 5.0
+"""Seconds before a program's events are sent again to an engine that did not accept them."""
+END_ATTEMPTS = 3
+"""Number of times that the end of a program is sent to an engine that does not answer."""
+MAX_PROGRAMS = 20_000
+"""Maximum number of programs whose state is kept."""
+MAX_UNSENT_EVENTS = 100_000
+"""Maximum number of events of all programs that no engine has answered. Beyond either bound, the programs
+whose last event is the oldest are forgotten."""
+MAX_RUNNING_TOOLS = 64
+"""Maximum number of running tools that are kept of a program."""
+MAX_UNSENT_OF_PROGRAM = 2 * MAX_BATCH_EVENTS
+"""Maximum number of events of a program that no engine has answered. Older ones are dropped."""
+MAX_TOTAL_GRAPH_BYTES = 32 << 20
+"""Maximum total bytes of all graphs as JSON."""
+
+ReplicaInstance = tuple[str, str]
+"""(replica id, ``EngineDescription.instance`` of the replica's engine)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """An event, without its graph."""
+
+    event: AnyEvent
+    emitter: str
+    authorization: str | None
+    """``Authorization`` header with which it came; ``None``: the gateway's key is sent."""
+    at_s: float
+    """Time of arrival, on the gateway's clock."""
+    outcome: EventOutcome | None = None
+    """The engine's answer; ``None``: there is none yet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Program:
+    """What the gateway keeps of one program."""
+
+    state: dict[str, _Entry] = field(default_factory=dict)
+    """The newest start and graph, and the starts of the running tools, by ``_state_name``."""
+    unsent: dict[_Entry, None] = field(default_factory=dict)
+    """Events that no engine has answered, in order of arrival."""
+    place: ReplicaInstance | None = None
+    """The replica that has all events but ``unsent``; ``None``: no replica has."""
+    heard_s: float = 0.0
+    """Time of the last event."""
+    again_s: float = 0.0
+    """Time before which no request waits for the events, after an engine did not accept them."""
+
+    @property
+    def authorization(self) -> str | None:
+        """``Authorization`` header of the newest event that is kept."""
+        every = (*self.state.values(), *self.unsent)
+        return max(every, key=lambda one: one.at_s).authorization if every else None
+
+    def lacking(self, place: ReplicaInstance) -> list[_Entry]:
+        """Return the events that a replica lacks, in order."""
+        if self.place == place:
+            return list(self.unsent)
+        return [*(one for one in self.state.values() if one not in self.unsent), *self.unsent]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What orders the POSTs of one tenant's events to one engine."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    failures: int = 0
+    """Number of POSTs without an answer."""
+
+
+class AttachedEvents:
+    """The events in the hint of one request."""
+
+    def __init__(self, program_id: str | None, context: AgenticContext, authorization: str | None) -> None:
+        """``program_id``: the request's program; ``None``: it counts as having none, even if its hint names
+        one. ``authorization``: the client's ``Authorization`` header."""
+        own = context.sojourn
+        self.program_id = program_id
+        self.authorization = authorization
+        self.emitter = (own.emitter if own is not None else None) or ""
+        self.implicit_id = context.program_id if program_id is None else None
+        # Engines reject events without a valid emitter.
+        raw = own.events if own is not None and id_problem(self.emitter) is None else ()
+        self.batch = EventBatch(v=WIRE_VERSION, emitter=self.emitter, events=list(raw[:MAX_BATCH_EVENTS]))
+        self.events: list[AnyEvent] = []
+        """The events that can be read."""
+        for one in self.batch.events:
+            try:
+                self.events.append(decode_event(one))
+            except WireError:
+                continue  # the engine reports the error
+
+
+class ProgramEvents:
+    """The events of all programs of a gateway. For use in one event loop.
+
+    In all methods, ``key`` is (tenant, program id), and ``authorization`` is the client's ``Authorization``
+    header.
+    """
+
+    def __init__(
+        self,
+        routing_backend: RoutingBackend,
+        replicas: ReplicaAddresses,
+        session: Callable[[], aiohttp.ClientSession],
+        *,
+        names: ProgramIdMapper | None = None,
+        engine_key: str | None = None,
+        silent_program_s: float = SILENT_PROGRAM_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``names``: maps clients' program ids to the names that engines use for programs; ``None``: engines
+        use the clients' ids. ``engine_key``: key sent to engines instead of the client's; ``None``: the
+        client's key is sent. ``silent_program_s``: seconds without an event after which a program is
+        forgotten."""
+        self.names = names or ProgramIdMapper(())
+        self._routing_backend = routing_backend
+        self._replicas = replicas
+        self._session = session
+        self._engine_key = engine_key
+        self._silent_s = silent_program_s
+        self._clock = clock
+        self.description_of: Callable[[str], EngineDescription | None] = lambda replica_id: None
+        """Function that returns the last description of a replica's engine."""
+        self.on_end: Callable[[str], None] = lambda status: None
+        """Function that is called with the status of each program whose end a client reports."""
+        self._programs: OrderedDict[Key, _Program] = OrderedDict()
+        """The programs whose last event is the oldest come first."""
+        self._unsent_count = 0
+        """Number of events in all ``_Program.unsent``."""
+        self._graphs: OrderedDict[Key, tuple[AegGraph, int]] = OrderedDict()
+        """(graph, its bytes as JSON) by tenant and hash."""
+        self._graph_bytes = 0
+        self._emitter = f"gateway-{secrets.token_hex(6)}"
+        self._seq = 0
+        self._turns: defaultdict[tuple[str, str], _Turn] = defaultdict(_Turn)
+        """By URL of the engine and tenant."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    # -- events from clients -----------------------------------------------------------
+
+    async def forward_batch(
+        self, batch: EventBatch, tenant: str, authorization: str | None
+    ) -> list[EventOutcome]:
+        """Record the events of a client's batch, and forward each to its program's home. Return one outcome
+        per event, in order.
+
+        If a program has no home, its ``ProgramEnd`` goes to the engine that gave its last answer. Its other
+        events are not sent yet.
+        """
+        backend = self._routing_backend
+        outcomes: list[EventOutcome | None] = [None] * len(batch.events)
+        sent: list[tuple[int, Key, _Entry]] = []
+        homes: dict[str, tuple[ReplicaAddress, dict[Key, None]]] = {}
+        for number, raw in enumerate(batch.events):
+            try:
+                event = decode_event(raw)
+            except WireError as error:
+                outcomes[number] = EventOutcome(outcome=Outcome.REJECTED, reason=str(error))
+                continue
+            key = (tenant, event.program_id)
+            home_id = backend.home(*key)
+            if home_id is None and isinstance(event, ProgramEnd):
+                home_id = backend.answered_by(*key)  # prefill and decode engines are no homes
+            home = self._replicas.get(home_id)
+            if home is not None:
+                sent.append((number, key, self._record(key, event, batch.emitter, authorization)))
+                homes.setdefault(home.url, (home, {}))[1][key] = None
+            elif isinstance(event, ProgramEnd):
+                is_known = self._end(key, event.status)
+                outcomes[number] = (
+                    _outcome(event, Outcome.APPLIED)
+                    if is_known
+                    else _outcome(event, Outcome.MISSING, "unknown program")
+                )
+            elif isinstance(event, Heartbeat):
+                outcomes[number] = _outcome(event, Outcome.MISSING, "unknown program")
+            else:
+                self._record(key, event, batch.emitter, authorization)
+                outcomes[number] = _outcome(event, Outcome.DEFERRED, "it has no replica yet")
+        try:
+            async with asyncio.timeout(FORWARD_TIMEOUT_S):
+                await asyncio.gather(*(self._deliver(tenant, home, keys) for home, keys in homes.values()))
+        except TimeoutError:
+            logger.debug("events of %s wait for an engine that does not answer", tenant)
+        for number, key, entry in sent:
+            event, outcome = entry.event, entry.outcome
+            if isinstance(event, ProgramEnd) and (outcome is None or outcome.outcome is not Outcome.REJECTED):
+                if outcome is None:
+                    address = self._replicas.get(backend.home(*key) or backend.answered_by(*key))
+                    self._send_end(address, key, event.status, authorization)
+                    outcome = _outcome(event, Outcome.DEFERRED, "its replica receives it later")
+                self._end(key, event.status)
+            outcomes[number] = outcome or _outcome(event, Outcome.MISSING, "its replica did not answer")
+        return [outcome or EventOutcome(outcome=Outcome.MISSING) for outcome in outcomes]
+
+    def home(self, tenant: str, program_id: str) -> str | None:
+        """Return the id of the replica that is a program's home; ``None``: the program has no home."""
+        return self._routing_backend.home(tenant, program_id)
+
+    # -- events in requests ------------------------------------------------------------
+
+    def may_attach(self, attached: AttachedEvents, tenant: str, replica_id: str) -> bool:
+        """Whether a request may carry the events of its hint to a replica."""
+        if len(attached.batch.events) > MAX_ATTACHED_EVENTS:
+            return False  # the engine would reject the rest
+        for event in attached.events:
+            program_id = event.program_id
+            home_id = self.home(tenant, program_id)
+            # Events of a program without a home wait for a home. The program of an implicit hint gets none.
+            is_here = (
+                program_id == attached.program_id
+                or home_id == replica_id
+                or (home_id is None and program_id == attached.implicit_id)
+            )
+            # The gateway may have to add the graph.
+            if not is_here or (isinstance(event, AegReport) and event.graph is None):
+                return False
+        return True
+
+    async def forward_attached(self, attached: AttachedEvents, tenant: str) -> None:
+        """Forward events that were taken out of a request. Wait for that at most ``REPLAY_WAIT_S``."""
+        await self._wait_for(self.forward_batch(attached.batch, tenant, attached.authorization))
+
+    def record_attached(self, attached: AttachedEvents, tenant: str, replica_id: str) -> None:
+        """Record the events that an answered request carried to a replica."""
+        for event in attached.events:
+            key = (tenant, event.program_id)
+            if event.program_id == attached.implicit_id:
+                continue
+            if not isinstance(event, ProgramEnd):
+                is_new = key not in self._programs
+                entry = self._record(key, event, attached.emitter, attached.authorization)
+                record = self._programs[key]
+                call_id = event.call_id if isinstance(event, ToolStop) else None
+                for one in list(record.unsent):
+                    # A start that came after its stop would never end.
+                    if one is entry or (call_id and getattr(one.event, "call_id", None) == call_id):
+                        self._answered(record, one)
+                if is_new:
+                    record.place = self._instance(replica_id)
+            elif event.program_id != attached.program_id:
+                self._end(key, event.status)
+            elif self._drop(key):  # the request itself has yet to run
+                self.on_end(event.status)
+
+    # -- events of the gateway ---------------------------------------------------------
+
+    async def replay_before_request(self, key: Key, replica_id: str) -> None:
+        """Send a replica the events of a program that it has not received yet. Wait up to ``REPLAY_WAIT_S``
+        for the answer. Call this before a request of the program goes to the replica."""
+        record, address = self._programs.get(key), self._replicas.get(replica_id)
+        if record is None or address is None or self._clock() < record.again_s:
+            return
+        place, described = self._instance(replica_id), self.description_of(replica_id)
+        if record.lacking(place) and (described is None or described.speaks_sojourn):
+            await self._wait_for(self._deliver(key[0], address, [key]))
+            if record.lacking(place):
+                record.again_s = self._clock() + REPLAY_RETRY_S
+
+    def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
+        """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
+
+        ``authorization``: header of the program's last request; ``None``: use the header of its last recorded
+        event.
+        """
+        key = (left.tenant, left.program_id)
+        record = self._programs.get(key)
+        if record is not None and record.place is not None and record.place[0] == left.replica_id:
+            record.place = None
+        if record is not None and authorization is None:
+            authorization = record.authorization
+        self._send_end(self._replicas.get(left.replica_id), key, "cancelled", authorization)
+
+    def forget(self, key: Key) -> None:
+        """Drop a program whose final request was answered. Report the end to ``on_end``."""
+        self._drop(key)
+        self.on_end(ProgramOutcome.FINAL.value)
+
+    # -- what is kept ------------------------------------------------------------------
+
+    def _record(self, key: Key, event: AnyEvent, emitter: str, authorization: str | None) -> _Entry:
+        """Record an event as one that no engine has answered."""
+        if isinstance(event, AegReport):
+            event = self._without_graph(key[0], event)
+        elif isinstance(event, ToolStop) and len(event.status) > MAX_EVENT_NAME_BYTES:
+            event = msgspec.structs.replace(event, status="error")
+        now = self._clock()
+        shown = authorization if self._engine_key is None else None
+        entry = _Entry(event, emitter, shown, now)
+        record = self._programs.setdefault(key, _Program())
+        self._programs.move_to_end(key)
+        record.heard_s = now
+        if isinstance(event, ToolStop):
+            record.state.pop(event.call_id, None)
+        elif not isinstance(event, (Heartbeat, ProgramEnd)):
+            name = event.call_id if isinstance(event, ToolStart) else _STATE_NAMES[type(event)]
+            if name in record.state or len(record.state) < MAX_RUNNING_TOOLS + len(_STATE_NAMES):
+                record.state[name] = entry
+        record.unsent[entry] = None
+        self._unsent_count += 1
+        if len(record.unsent) > MAX_UNSENT_OF_PROGRAM:
+            self._answered(record, next(iter(record.unsent)))
+        while len(self._programs) > 1:
+            oldest = next(iter(self._programs))
+            is_silent = now - self._programs[oldest].heard_s > self._silent_s
+            is_full = len(self._programs) > MAX_PROGRAMS or self._unsent_count > MAX_UNSENT_EVENTS
+            if not (is_silent or is_full):
+                break
+            self._drop(oldest)
+        return entry
+
+    def _answered(self, record: _Program, entry: _Entry) -> None:
+        """Record that an event need not be sent any more."""
+        if entry in record.unsent:
+            del record.unsent[entry]
+            self._unsent_count -= 1
+
+    def _drop(self, key: Key) -> bool:
+        """Forget a program. Return whether it was known."""
+        record = self._programs.pop(key, None)
+        if record is None:
+            return False
+        self._unsent_count -= len(record.unsent)
+        record.unsent = {}
+        return True
+
+    def _end(self, key: Key, status: str) -> bool:
+        """Forget a program that has ended, and report its end to the routing core. Return whether the program
+        was known."""
+        backend = self._routing_backend
+        is_known = self._drop(key) or backend.home(*key) is not None or backend.answered_by(*key) is not None
+        if is_known:
+            self.on_end(status)  # not for a repeated event
+        backend.tell(routing_events.ProgramEnded(key[1], key[0]))
+        return is_known
+
+    def _without_graph(self, tenant: str, event: AegReport) -> AegReport:
+        """Store the graph of an event apart, so that programs share it. Return the event without it."""
+        key = (tenant, event.graph_hash)
+        graph, size = self._graphs.pop(key, (None, 0))
+        self._graph_bytes -= size
+        if event.graph is not None:
+            graph, size = event.graph, len(encode(event.graph))
+        if graph is not None and size <= MAX_GRAPH_BYTES:  # engines reject longer ones
+            self._graphs[key] = (graph, size)
+            self._graph_bytes += size
+            while self._graph_bytes > MAX_TOTAL_GRAPH_BYTES:
+                self._graph_bytes -= self._graphs.popitem(last=False)[1][1]
+        return msgspec.structs.replace(event, graph=None)
+
+    def _instance(self, replica_id: str) -> ReplicaInstance:
+        """Return (replica id, instance). The instance is empty if unknown."""
+        described = self.description_of(replica_id)
+        return (replica_id, described.instance if described is not None else "")
+
+    # -- to engines ----------------------------------------------------------------------
+
+    async def _deliver(self, tenant: str, address: ReplicaAddress, keys: Collection[Key]) -> None:
+        """Post to an engine all that it lacks of these programs of a tenant."""
+        turn = self._turns[(address.url, tenant)]
+        failures = turn.failures
+        async with turn.lock:
+            if turn.failures > failures:
+                return  # the engine has not answered the POST before this one
+            place = self._instance(address.replica_id)
+            records = [record for key in keys if (record := self._programs.get(key)) is not None]
+            lacking = [
+                (one.emitter if one in record.unsent else self._emitter, one.authorization, record, one)
+                for record in records
+                for one in record.lacking(place)
+            ]
+            for (emitter, shown), part in groupby(lacking, lambda one: one[:2]):
+                here = [(record, entry) for *_, record, entry in part]
+                accepted = await self._post_part(address.url, tenant, emitter, shown, here)
+                turn.failures += accepted is None
+                if not accepted:
+                    return
+            for record in records:
+                record.place = place
+
+    async def _post_part(
+        self,
+        url: str,
+        tenant: str,
+        emitter: str,
+        authorization: str | None,
+        part: list[tuple[_Program, _Entry]],
+    ) -> bool | None:
+        """Post events of one emitter. Return whether the engine has accepted the state that it lacked;
+        ``None``: it did not answer."""
+        raw = [self._encoded(tenant, entry, emitter) for _, entry in part]
+        is_accepted = True
+        for start, events in _batches(raw):
+            batch = EventBatch(v=WIRE_VERSION, emitter=emitter, events=events)
+            here = part[start : start + len(events)]
+            outcomes = await self._post(url, batch, authorization)
+            answers: Sequence[EventOutcome | None] = outcomes or [None] * len(here)
+            for (record, entry), outcome in zip(here, answers, strict=True):
+                event = entry.event
+                if outcome is not None:
+                    entry.outcome = msgspec.structs.replace(
+                        outcome, program_id=event.program_id, seq=event.seq
+                    )
+                    is_accepted &= outcome.outcome is not Outcome.REJECTED or emitter != self._emitter
+                if outcome is not None or isinstance(event, (Heartbeat, ProgramEnd)):
+                    self._answered(record, entry)
+            if outcomes is None:
+                return None
+        return is_accepted
+
+    def _encoded(self, tenant: str, entry: _Entry, emitter: str) -> msgspec.Raw:
+        """Encode an event with its present ``age_s``, its graph, and the engines' names of programs. If the
+        gateway is the emitter, the event gets the gateway's next number."""
+        event = self.names.named(tenant, entry.event)
+        event = msgspec.structs.replace(event, age_s=round(event.age_s + self._clock() - entry.at_s, 4))
+        if emitter == self._emitter:
+            event = msgspec.structs.replace(event, seq=self._seq)
+            self._seq += 1
+        if isinstance(event, AegReport):
+            graph, _ = self._graphs.get((tenant, event.graph_hash), (None, 0))
+            event = msgspec.structs.replace(event, graph=graph)
+        return msgspec.Raw(encode(event))
+
+    def _send_end(
+        self, address: ReplicaAddress | None, key: Key, status: str, authorization: str | None
+    ) -> None:
+        """Start to send an engine a ``ProgramEnd`` of the gateway."""
+        if address is None:
+            return
+        end = ProgramEnd(program_id=key[1], seq=0, status=status[:MAX_EVENT_NAME_BYTES])
+        entry = _Entry(end, self._emitter, authorization, self._clock())
+
+        async def send() -> None:
+            for _ in range(END_ATTEMPTS):
+                async with self._turns[(address.url, key[0])].lock:
+                    event = self._encoded(key[0], entry, self._emitter)
+                    batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=[event])
+                    if await self._post(address.url, batch, authorization) is not None:
+                        return
+                await asyncio.sleep(ANSWER_TIMEOUT_S)
+
+        self._start(send())
+
+    async def _wait_for(self, doing: Coroutine[Any, Any, Any]) -> None:
+        """Start ``doing``, and wait for its end at most ``REPLAY_WAIT_S``."""
+        await asyncio.wait({self._start(doing)}, timeout=REPLAY_WAIT_S)
+
+    def _start(self, doing: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(doing)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _post(
+        self, url: str, batch: EventBatch, authorization: str | None
+    ) -> list[EventOutcome] | None:
+        """Post a batch to an engine. Return one outcome per event; ``None``: there is no usable answer."""
+        answer = await ask_engine(
+            self._session(),
+            url + EVENTS_PATH,
+            method="POST",
+            body=encode(batch),
+            authorization=bearer(self._engine_key, authorization),
+            headers={"Content-Type": "application/json"},
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
+        if answer is not None and answer.status in (401, 403, 404):
+            refused = EventOutcome(outcome=Outcome.REJECTED, reason="the engine refuses this key")
+            stock = EventOutcome(outcome=Outcome.MISSING, reason="its replica runs without sojourn")
+            return [stock if answer.status == 404 else refused] * len(batch.events)
+        if answer is None or answer.status != 200:
+            return None
+        try:
+            outcomes = decode_outcomes(answer.body).outcomes
+        except WireError as error:
+            logger.debug("events for %s are lost: %s", url, error)
+            return None
+        return outcomes if len(outcomes) == len(batch.events) else None
+
+
+_STATE_NAMES: dict[type, str] = {ProgramStart: "start of the program", AegReport: "its graph"}
+"""Names in ``_Program.state`` besides call ids, which have no spaces."""
+
+
+def _batches(events: list[msgspec.Raw]) -> Iterator[tuple[int, list[msgspec.Raw]]]:
+    """Divide events into batches that an engine accepts. Yield (index of the first event, events). An event
+    that is too long for any batch gets a batch of its own."""
+    start, size = 0, 0
+    for number, raw in enumerate(events):
+        length = len(bytes(raw)) + 1
+        if number > start and (size + length > _BATCH_BYTES or number - start >= MAX_BATCH_EVENTS):
+            yield start, events[start:number]
+            start, size = number, 0
+        size += length
+    if events[start:]:
+        yield start, events[start:]
+
+
+_BATCH_BYTES = MAX_BATCH_BYTES - 2048
+"""Bytes of a batch that its events may take; an emitter's name takes the rest."""
+
+
+def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:
+    return EventOutcome(outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq)

@@ -1,0 +1,196 @@
+"""The client to engines: what it passes on, which failures it repeats, and what it holds of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from gateway_harness import no_more_files, until
+from multidict import CIMultiDict
+from sojourn_server.gateway.http import engine_client
+from sojourn_server.gateway.http.engine_client import (
+    EngineAnswer,
+    EngineClient,
+    GatewayConnectError,
+    ReplicaRequestError,
+)
+
+Answer = Callable[["Script", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+STREAM = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+class Script:
+    """An engine that runs ``answer`` at each request."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.requests: list[bytes] = []
+        self.connections = 0
+        self.closed = 0
+        self.url = ""
+        self._answer = answer
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    self.requests.append(head)
+                    await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split()[0]))
+                    await self._answer(self, reader, writer)
+        finally:
+            self.closed += 1
+            writer.close()
+
+
+@asynccontextmanager
+async def engine(answer: Answer) -> AsyncIterator[tuple[EngineClient, Script]]:
+    made, client = Script(answer), EngineClient()
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+    made.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield client, made
+    finally:
+        await client.close()
+        server.close()
+
+
+def says(*parts: bytes, then_closes: bool = False) -> Answer:
+    """An answer that has these bytes, each sent for itself."""
+
+    async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if then_closes:
+            raise ConnectionError
+
+    return answer
+
+
+async def ask(client: EngineClient, script: Script, body: bytes = b"{}") -> EngineAnswer:
+    headers = CIMultiDict({"x-a": "ö", "accept-encoding": "identity"})
+    return await client.send(f"{script.url}/v1/x?q=a%20b", headers, body)
+
+
+async def test_a_connection_carries_the_next_request_and_the_engine_gets_the_clients_headers_alone() -> None:
+    async with engine(says(OK)) as (client, script):
+        for _ in range(3):
+            answer = await ask(client, script)
+            assert (answer.status, answer.first, answer.is_complete) == (200, b"ok", True)
+        assert script.connections == 1
+        assert script.requests[0].startswith(b"POST /v1/x?q=a%20b HTTP/1.1\r\n")
+        names = {line.split(b":")[0].lower() for line in script.requests[0].split(b"\r\n")[1:-2]}
+        assert names == {b"host", b"x-a", b"accept-encoding", b"content-length"}
+        assert "x-a: ö".encode() in script.requests[0]
+
+
+async def test_a_stream_is_read_as_it_comes() -> None:
+    more = asyncio.Event()
+
+    async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + b"9\r\ndata: 1\n\n\r\n")
+        await more.wait()
+        writer.write(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+
+    async with engine(answer) as (client, script):
+        answer = await ask(client, script)
+        assert (answer.first, answer.is_stream, answer.is_complete) == (b"data: 1\n\n", True, False)
+        more.set()
+        assert [await answer.next_part(), await answer.next_part()] == [b"data: 2\n\n", b""]
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n1", b"SSH-2.0-x\r\n", b""])
+async def test_an_answer_that_breaks_off_before_its_first_part_is_none(said: bytes) -> None:
+    async with engine(says(said, then_closes=True)) as (client, script):
+        with pytest.raises(ReplicaRequestError) as caught:
+            await ask(client, script)
+        assert caught.value.computing
+
+
+async def test_a_stream_that_breaks_off_is_an_error() -> None:
+    async with engine(says(STREAM + b"9\r\ndata: 1\n\n\r\n", then_closes=True)) as (client, script):
+        answer = await ask(client, script)
+        with pytest.raises(ReplicaRequestError):
+            await answer.next_part()
+
+
+async def test_a_request_on_a_connection_that_the_engine_has_closed_is_sent_again() -> None:
+    async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(script.requests) == 2:
+            raise ConnectionError
+        writer.write(OK)
+
+    for body in (b"{}", b"x" * (4 << 20)):
+        async with engine(answer) as (client, script):
+            for _ in range(2):
+                assert (await ask(client, script, body)).first == b"ok"
+            assert len(script.requests) == 3
+
+
+async def test_a_request_that_fails_later_or_twice_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine(says(then_closes=True)) as (client, script):
+        with pytest.raises(ReplicaRequestError) as caught:
+            await ask(client, script)
+        assert (caught.value.computing, len(script.requests)) == (True, 2)
+        monkeypatch.setattr(engine_client, "STALE_S", 0.0)
+        with pytest.raises(ReplicaRequestError):
+            await ask(client, script)
+        assert len(script.requests) == 3
+
+
+async def test_an_engine_that_cannot_be_reached_has_not_computed() -> None:
+    async with engine(says()) as (client, script):
+        script.url = "http://127.0.0.1:1"
+        with pytest.raises(ReplicaRequestError, match="connection failed") as caught:
+            await ask(client, script)
+        assert not caught.value.computing
+
+
+async def test_a_gateway_without_files_blames_no_engine() -> None:
+    async with engine(says(OK)) as (client, script):
+        with no_more_files(), pytest.raises(GatewayConnectError, match="open files"):
+            await ask(client, script)
+        assert (await ask(client, script)).first == b"ok"
+
+
+async def test_a_reader_that_lags_stops_its_engine() -> None:
+    piece, written = b"x" * (1 << 16), 0
+
+    async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (1000 * len(piece)))
+        for _ in range(1000):
+            writer.write(piece)
+            await writer.drain()
+            written += len(piece)
+
+    async with engine(answer) as (client, script):
+        answer = await ask(client, script)
+        before = -1
+        while before < written:  # until all buffers are full
+            before = written
+            await asyncio.sleep(0.05)
+        assert written < 500 * len(piece)
+        read = len(answer.first)
+        while part := await answer.next_part():
+            read += len(part)
+        assert read == 1000 * len(piece)
+
+
+async def test_an_answer_that_is_given_up_and_a_request_that_is_cancelled_end_their_connections() -> None:
+    async with engine(says(STREAM + b"9\r\ndata: 1\n\n\r\n")) as (client, script):
+        (await ask(client, script)).close()
+        await until(lambda: script.closed == 1)
+    async with engine(says()) as (client, script):
+        asking = asyncio.ensure_future(ask(client, script))
+        await until(lambda: script.requests)
+        asking.cancel()
+        await until(lambda: script.closed == 1)

@@ -1,0 +1,590 @@
+"""What programs say of themselves reaches the engines that serve them, and no other tenant's programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from fake_engine import FakeEngine, engines
+from gateway_harness import World, until, world
+from sojourn.hints import AgenticContext, SojournContext
+from sojourn.wire_codec import (
+    MAX_BATCH_BYTES,
+    EventBatch,
+    EventOutcome,
+    Outcome,
+    OutcomeBatch,
+    decode_batch,
+    decode_event,
+    encode,
+)
+from sojourn.wire_events import (
+    AegGraph,
+    AegNode,
+    AegReport,
+    AnyEvent,
+    Heartbeat,
+    ProgramEnd,
+    ProgramStart,
+    ToolStart,
+    ToolStop,
+)
+from sojourn_server.core.client_event_decoder import MAX_ATTACHED_EVENTS
+from sojourn_server.gateway.http import program_events, program_migrator
+from sojourn_server.gateway.http.engine_descriptions import EngineDescription
+from sojourn_server.gateway.http.program_events import AttachedEvents, ProgramEvents
+from sojourn_server.gateway.http.replica_addresses import ReplicaAddress
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.routing_limits import SILENT_PROGRAM_S
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+IN_TURN = 'routing = "round-robin"'
+TENANTS = {"ka": "alice", "kb": "bob"}
+START = {"type": "program_start", "seq": 0, "agent_type": "coder"}
+TOOL = {"type": "tool_start", "seq": 1, "call_id": "c", "tool": "bash"}
+STOP = {"type": "tool_stop", "seq": 2, "call_id": "c", "duration_s": 1.0}
+END = {"type": "program_end", "seq": 3, "status": "cancelled"}
+
+
+def riding(program: str, *events: dict[str, Any], **own: Any) -> dict[str, Any]:
+    """A hint with events in it."""
+    context = {"program_id": program, "sojourn": {"v": 1, "emitter": "em", "events": list(events), **own}}
+    return {"vllm_xargs": {"agentic_context": json.dumps(context), "other": 1}}
+
+
+def rode(fake: FakeEngine) -> list[tuple[str, str]]:
+    """Types and programs of the events in the hint of an engine's last request."""
+    context = json.loads(fake.requests[-1]["vllm_xargs"]["agentic_context"])
+    return [(event["type"], event["program_id"]) for event in context["sojourn"].get("events", [])]
+
+
+def of(fakes: list[FakeEngine], name: str | None) -> FakeEngine:
+    """The engine of this replica."""
+    return next(fake for fake in fakes if name is not None and name.split("/")[0] == fake.name)
+
+
+async def drain(it: World, replica: str) -> None:
+    """Its programs move at their next turns."""
+    url = f"{it.url}/sojourn/v1/replicas/{replica.replace('/', '%2F')}/drain"
+    async with it.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
+        assert answer.status == 200, await answer.text()
+
+
+def graph(number: int, nodes: int = 1000) -> dict[str, Any]:
+    """One of about 100 bytes a node."""
+    return {"nodes": [{"id": f"{number}-{node}-" + "x" * 80} for node in range(nodes)], "edges": []}
+
+
+# -- events that ride ----------------------------------------------------------------
+
+
+async def test_another_tenants_program_is_not_ended_by_events_that_ride() -> None:
+    hint = riding("mine", {**END, "program_id": "victim"}, {**TOOL, "program_id": "mine"})
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        await it.chat("victim", key="ka")
+        assert (await it.chat(key="kb", temperature=0.5, **hint)).status == 200
+        assert rode(fakes[0]) == []
+        assert fakes[0].of("bob/mine") == ["tool_start"]
+        assert fakes[0].requests[-1]["vllm_xargs"]["other"] == 1
+        assert fakes[0].requests[-1]["temperature"] == 0.5
+        assert await it.home("victim") == fakes[0].name
+        assert fakes[0].of("alice/victim") == []
+
+
+async def test_nor_by_those_of_a_request_of_no_program() -> None:
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        await it.chat("victim", key="ka")
+        hint = riding("victim", {**END, "program_id": "victim"}, implicit=True)
+        assert (await it.chat(key="kb", **hint)).status == 200
+        assert rode(fakes[0]) == [("program_end", "bob/victim")]
+        assert await it.home("victim") == fakes[0].name
+        assert fakes[0].of("alice/victim") == []
+
+
+async def test_events_that_may_ride_leave_the_body_as_it_came() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.chat("q")
+        hint = riding("p", {**START, "program_id": "p"}, {**TOOL, "program_id": "q"}, {"type": "nonsense"})
+        body = json.dumps({"messages": [], **hint}, indent=3).encode()
+        async with it.http.post(f"{it.url}/v1/chat/completions", data=body) as answer:
+            assert answer.status == 200
+        assert dict(fakes[0].raw_headers[-1])[b"content-length"] == str(len(body)).encode()
+        assert fakes[0].requests[-1] == json.loads(body)
+        assert fakes[0].events == []
+
+
+async def test_events_that_ride_go_to_the_home_of_their_program() -> None:
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
+        homes = {name: (await it.chat(name)).headers["X-Sojourn-Replica"] for name in ("p", "q", "r")}
+        assert homes["p"] != homes["q"]
+        tool = {**TOOL, "program_id": "q"}
+        answer = await it.chat(**riding("x", {**TOOL, "program_id": "p"}, tool, {**STOP, "program_id": "x"}))
+        at = of(fakes, answer.headers["X-Sojourn-Replica"])
+        other = next(fake for fake in fakes if fake is not at)
+        here, there = sorted(("p", "q"), key=lambda name: homes[name] != at.name)
+        assert (rode(at), at.of(here), at.of("x")) == ([], ["tool_start"], ["tool_stop"])
+        assert other.of(there) == ["tool_start"]
+        assert "em" in other.emitters
+        answer = await it.chat(**riding("x", {**STOP, "program_id": "x", "seq": 4}))
+        assert rode(of(fakes, answer.headers["X-Sojourn-Replica"])) == [("tool_stop", "x")]
+
+
+async def test_what_rides_of_a_program_without_a_home_waits_for_one() -> None:
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
+        answer = await it.chat(**riding("parent", {**START, "program_id": "child"}))
+        assert rode(of(fakes, answer.headers["X-Sojourn-Replica"])) == []
+        home = (await it.chat("child")).headers["X-Sojourn-Replica"]
+        assert of(fakes, home).of("child") == ["program_start"]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_apart(is_known: bool) -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        for name in ("p", "q") if is_known else ("q",):
+            await it.chat(name)
+        calls = [f"c{number}" for number in range(MAX_ATTACHED_EVENTS)]
+        tools = [
+            {**TOOL, "program_id": "p", "call_id": call, "seq": number} for number, call in enumerate(calls)
+        ]
+        stop = {**STOP, "program_id": "p", "call_id": "c0", "seq": 1000}
+        end = {**END, "program_id": "q", "seq": 1001}
+        await it.chat(**riding("p", *tools, stop, {"type": "nonsense"}, end))
+        assert rode(fakes[0]) == []
+        told = ["tool_start"] * MAX_ATTACHED_EVENTS + ["tool_stop"]
+        assert (fakes[0].of("p"), fakes[0].of("q")) == (told, ["program_end"])
+        assert await it.home("q") is None
+        await it.chat("p")
+        assert fakes[0].of("p") == told, "nothing is sent twice"
+
+
+async def test_the_end_of_another_program_that_rides_ends_that_one() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        for name in ("p", "q"):
+            await it.chat(name)
+            await it.events({**START, "program_id": name})
+        await it.chat(**riding("p", {**END, "program_id": "q"}))
+        assert rode(fakes[0]) == [("program_end", "q")]
+        assert await it.home("q") is None
+        assert len(it.gateway.events) == 1, "p is known, q is forgotten"
+
+
+# -- who has been told -----------------------------------------------------------------
+
+
+async def test_the_replica_after_a_dead_one_gets_the_programs_events() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        old = of(fakes, (await it.chat("p")).headers["X-Sojourn-Replica"])
+        new = next(fake for fake in fakes if fake is not old)
+        small = graph(0, nodes=2)
+        await it.events(
+            {**START, "program_id": "p"},
+            {**TOOL, "program_id": "p"},
+            {"type": "aeg", "program_id": "p", "seq": 2, "graph_hash": "h", "graph": small},
+        )
+        await old.kill()
+        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == new.name
+        # Its request waited for that.
+        assert sorted(new.of("p")) == ["aeg", "program_start", "tool_start"]
+        assert [event["graph"] for event in new.events if event["type"] == "aeg"] == [small]
+        await it.chat("p")
+        assert len(new.of("p")) == 3
+
+
+async def test_a_restarted_engine_gets_its_programs_and_graphs_again() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.chat("p")
+        small = graph(0, nodes=2)
+        report = {"type": "aeg", "program_id": "p", "graph_hash": "h"}
+        await it.events({**START, "program_id": "p"}, {**report, "seq": 1, "graph": small})
+        await fakes[0].kill()
+        await until(lambda: it.gateway.monitor is not None and it.gateway.monitor.missing())
+        fakes[0].events.clear()
+        await fakes[0].restart()
+        await until(lambda: it.gateway.monitor is not None and not it.gateway.monitor.missing())
+        await it.chat("p")
+        assert fakes[0].of("p") == ["program_start", "aeg"]
+        fakes[0].events.clear()
+        await it.chat("q")
+        await it.events({**report, "program_id": "q", "seq": 2})
+        assert [event.get("graph") for event in fakes[0].events] in ([None], [small])
+
+
+async def test_a_graph_is_sent_in_full_until_an_engine_has_accepted_it() -> None:
+    small = graph(0, nodes=2)
+    report = {"type": "aeg", "graph_hash": "h"}
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
+        homes = [of(fakes, (await it.chat(name)).headers["X-Sojourn-Replica"]) for name in ("p", "q")]
+        await it.events({**report, "program_id": "p", "seq": 1, "graph": small})
+        homes[1].key = "it takes nothing"
+        refused = await it.events({**report, "program_id": "q", "seq": 2})
+        assert [one["outcome"] for one in refused] == ["rejected"]
+        homes[1].key = None
+        await it.events({**report, "program_id": "q", "seq": 3})
+        assert homes[1].events[-1]["graph"] == small
+
+
+async def test_a_tool_whose_stop_is_in_the_request_is_not_started_afterwards() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.events({**START, "program_id": "p"}, {**TOOL, "program_id": "p"})
+        await it.chat(**riding("p", {**STOP, "program_id": "p"}))
+        assert rode(fakes[0]) == [("tool_stop", "p")]
+        await it.chat("p")
+        assert fakes[0].of("p") == ["program_start", "tool_start"]
+
+
+async def test_the_stop_of_a_tool_that_got_no_answer_is_sent_before_the_next_request() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        await it.chat("p")
+        await it.events({**TOOL, "program_id": "p"})
+        fakes[0].deaf = True
+        assert [one["outcome"] for one in await it.events({**STOP, "program_id": "p"})] == ["missing"]
+        fakes[0].deaf = False
+        for _ in range(2):
+            await it.chat("p")
+            assert fakes[0].of("p") == ["tool_start", "tool_stop"]
+
+
+async def test_events_in_a_request_are_not_sent_again() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        for _ in range(2):
+            await it.chat(**riding("p", {**START, "program_id": "p"}, {**TOOL, "program_id": "p"}))
+        assert fakes[0].events + fakes[1].events == []
+
+
+async def test_a_request_does_not_wait_long_for_an_engine_that_does_not_listen() -> None:
+    async def deaf(self: FakeEngine, request: Request) -> Response:
+        await asyncio.sleep(3600)
+        return Response()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "_take_events", deaf)
+        async with engines(1) as fakes, world(fakes) as it:
+            await it.events({**START, "program_id": "p"})
+            assert (await asyncio.wait_for(it.chat("p"), 30)).status == 200
+
+
+# -- who is left ------------------------------------------------------------------------
+
+
+async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def two(self: FakeEngine, request: Request) -> Response:
+        info = 'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="100"} 1.0\n'
+        return PlainTextResponse("process_start_time_seconds 1\n" + "".join(info % rank for rank in (0, 1)))
+
+    monkeypatch.setattr(FakeEngine, "_metrics", two)
+    async with engines(1) as fakes, world(fakes, admin_key="root") as it:
+
+        async def both() -> bool:
+            return len(await it.gateway.routing_backend.replicas()) == 2
+
+        await until(both)
+        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
+        await it.events({**START, "program_id": "p"})
+        await drain(it, home)
+        assert (await it.chat("p")).headers["X-Sojourn-Replica"] != home
+        # Whatever is said of it now comes after what was said before.
+        await it.events({**TOOL, "program_id": "p"})
+        assert "program_end" not in fakes[0].of("p")
+
+
+class _Late:
+    """A world whose old replicas are told early, and a program's home as the test says."""
+
+    def __init__(self, it: World, patch: pytest.MonkeyPatch) -> None:
+        self.home: str | None = None
+        patch.setattr(it.gateway.routing_backend, "home", lambda tenant, program_id: self.home)
+        self.migrator = it.gateway._migrator
+        self.key = ("default", "p")
+
+    def left(self, fake: FakeEngine, home: FakeEngine | None) -> None:
+        self.home = home.name if home is not None else None
+        self.migrator.release(routing_events.ReleaseProgramKv("p", fake.name, "default"))
+
+
+async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_migrator, "RELEASE_DELAY_S", 0.05)
+    async with engines(2) as fakes, world(fakes) as it:
+        late = _Late(it, monkeypatch)
+        late.left(fakes[0], fakes[1])
+        late.left(fakes[1], fakes[0])  # it came back before any request of it went
+        await until(lambda: not late.migrator._leaving)
+        await until(lambda: fakes[1].of("p") == ["program_end"])
+        assert fakes[0].of("p") == []
+
+
+async def test_a_home_that_died_meanwhile_does_not_end_a_program_where_it_goes_back_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(program_migrator, "RELEASE_DELAY_S", 0.05)
+    monkeypatch.setattr(program_migrator, "MAX_RELEASE_ATTEMPTS", 1_000_000)
+    async with engines(2) as fakes, world(fakes) as it:
+        late = _Late(it, monkeypatch)
+        late.left(fakes[0], None)
+        one = late.migrator._leaving[late.key][0]
+        await until(lambda: one.times >= 2)
+        late.home = fakes[0].name
+        await late.migrator.prepare(late.key, fakes[0].name, None, "moved", None)
+        assert not late.migrator._leaving
+        assert fakes[0].of("p") == []
+
+
+async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(program_migrator, "RELEASE_DELAY_S", 0.02)
+    async with engines(2, shared_disk=True) as fakes, world(fakes) as it:
+        late = _Late(it, monkeypatch)
+        with late.migrator.while_waiting(late.key):
+            late.left(fakes[0], fakes[1])
+            one = late.migrator._leaving[late.key][0]
+            await until(lambda: one.times >= 3)
+            assert fakes[0].of("p") == []
+        # It went to its second home only after the first was gone: the KV is where it was before both.
+        await late.migrator.prepare(late.key, fakes[1].name, None, "lost", None)
+        assert fakes[0].persisted == ["p"]
+        await until(lambda: fakes[0].of("p") == ["program_end"])
+
+
+# -- how much is kept and said ------------------------------------------------------------
+
+
+async def test_graphs_that_are_spelt_out_come_in_batches_that_engines_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    takes = FakeEngine._take_events
+
+    async def bounded(self: FakeEngine, request: Request) -> Response:
+        if len(await request.body()) > MAX_BATCH_BYTES:
+            return JSONResponse({"error": "too long"}, 413)
+        return await takes(self, request)
+
+    monkeypatch.setattr(FakeEngine, "_take_events", bounded)
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
+        for name in ("p", "q"):
+            await it.chat(name)
+        report = {"type": "aeg", "program_id": "p"}
+        for number in range(4):
+            told = {**report, "seq": number, "graph_hash": f"h{number}", "graph": graph(number)}
+            assert [one["outcome"] for one in await it.events(told)] == ["applied"]
+        short = [{**report, "program_id": "q", "seq": n, "graph_hash": f"h{n}"} for n in range(4)]
+        outcomes = await it.events(*short)
+        assert [(one["outcome"], one["seq"]) for one in outcomes] == [("applied", n) for n in range(4)]
+        other = of(fakes, await it.home("q"))
+        assert [event["graph"] for event in other.events] == [graph(n) for n in range(4)]
+
+
+async def test_an_end_that_an_engine_does_not_know_or_take_names_its_program() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        end = {"type": "program_end", "program_id": "nobody", "seq": 3}
+        assert await it.events(end) == [
+            {"outcome": "missing", "reason": "unknown program", "program_id": "nobody", "seq": 3}
+        ]
+        for name in ("p", "q"):
+            await it.chat(name)
+        fakes[0].key = "another"
+        assert await it.events({**end, "program_id": "p"}) == [
+            {"outcome": "rejected", "reason": "the engine refuses this key", "program_id": "p", "seq": 3}
+        ]
+        fakes[0].key, fakes[0].deaf = None, True
+        assert await it.events({**end, "program_id": "q"}) == [
+            {"outcome": "deferred", "reason": "its replica receives it later", "program_id": "q", "seq": 3}
+        ]
+
+
+# -- any order ----------------------------------------------------------------------------
+
+
+class Answer:
+    """An answer as aiohttp gives it."""
+
+    content_type = "application/json"
+
+    def __init__(self, status: int, body: bytes = b"") -> None:
+        self.status, self._body = status, body
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+    async def read(self) -> bytes:
+        return self._body
+
+
+class View:
+    """What an engine knows of one program."""
+
+    def __init__(self) -> None:
+        self.numbers: set[tuple[str, int]] = set()
+        self.started = False
+        self.running: set[str] = set()
+        self.stopped: list[str] = []
+
+    def apply(self, emitter: str, event: AnyEvent) -> None:
+        if (emitter, event.seq) in self.numbers:
+            return
+        self.numbers.add((emitter, event.seq))
+        if isinstance(event, ProgramStart):
+            self.started = True
+        elif isinstance(event, ToolStart):
+            self.running.add(event.call_id)
+        elif isinstance(event, ToolStop):
+            self.running.discard(event.call_id)
+            self.stopped.append(event.call_id)
+
+
+class Fleet:
+    """Two engines, the homes of programs, and what is true of the programs. It stands for the session, the
+    replicas and the routing core of ``ProgramEvents``."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.views: dict[str, dict[str, View]] = {"a": {}, "b": {}}
+        self.instances = {"a": 1, "b": 1}
+        self.deaf: dict[str, str] = {}
+        """``drops`` or ``loses its answer``, by engine."""
+        self.homes: dict[str, str] = {}
+        self.events = ProgramEvents(self, self, lambda: self, clock=lambda: self.now_s)  # type: ignore[arg-type, return-value]
+        self.events.description_of = lambda engine: EngineDescription(
+            1, str(self.instances[engine]), 100, 0, 0, 0, shares_disk=False, speaks_sojourn=True
+        )
+
+    def home(self, tenant: str, program_id: str) -> str | None:
+        return self.homes.get(program_id)
+
+    def answered_by(self, tenant: str, program_id: str) -> str | None:
+        return None
+
+    def tell(self, event: object) -> None:
+        pass
+
+    def get(self, name: str | None) -> ReplicaAddress | None:
+        return ReplicaAddress(name, name) if name is not None else None
+
+    def request(self, method: str, url: str, *, data: Any, **more: Any) -> Answer:
+        engine, how = url[0], self.deaf.get(url[0])
+        batch = decode_batch(data if isinstance(data, bytes) else data.read())
+        events = [decode_event(raw) for raw in batch.events]
+        for event in events if how != "drops" else ():
+            if isinstance(event, ProgramEnd):
+                self.views[engine].pop(event.program_id, None)
+            else:
+                self.views[engine].setdefault(event.program_id, View()).apply(batch.emitter, event)
+        if how is not None:
+            return Answer(500)
+        outcomes = [EventOutcome(outcome=Outcome.APPLIED, program_id=e.program_id, seq=e.seq) for e in events]
+        return Answer(200, encode(OutcomeBatch(outcomes=outcomes)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events are posted or ride, programs move, engines restart, do not answer, or lose their answers."""
+    monkeypatch.setattr(program_events, "ANSWER_TIMEOUT_S", 0.0)
+    draw, fleet = random.Random(seed), Fleet()
+    truth = {name: View() for name in ("p", "q")}
+    seq = 0
+
+    def event_of(name: str) -> AnyEvent:
+        nonlocal seq
+        seq += 1
+        kind = draw.choice(["start", "tool", "tool", "stop", "stop", "beat"])
+        running = sorted(truth[name].running)
+        event: AnyEvent = Heartbeat(program_id=name, seq=seq)
+        if kind == "start":
+            event = ProgramStart(program_id=name, seq=seq)
+        elif kind == "tool":
+            event = ToolStart(program_id=name, seq=seq, call_id=f"c{seq}", tool="bash")
+        elif kind == "stop" and running:
+            event = ToolStop(program_id=name, seq=seq, call_id=draw.choice(running), duration_s=1.0)
+        truth[name].apply("e", event)
+        return event
+
+    async def turn(name: str, attached: AttachedEvents | None) -> None:
+        home = fleet.homes.setdefault(name, draw.choice("ab"))
+        if attached is not None and not fleet.events.may_attach(attached, "", home):
+            await fleet.events.forward_attached(attached, "")
+            attached = None
+        await fleet.events.replay_before_request(("", name), home)
+        view = fleet.views[home].setdefault(name, View())
+        if attached is not None:
+            for event in attached.events:
+                fleet.views[home].setdefault(event.program_id, View()).apply("e", event)
+            fleet.events.record_attached(attached, "", home)
+        if home not in fleet.deaf:
+            assert (view.started, view.running) == (truth[name].started, truth[name].running)
+            assert len(view.stopped) == len(set(view.stopped))
+
+    for _ in range(80):
+        fleet.now_s += draw.choice([0.1, 10.0])
+        name = draw.choice("pq")
+        step = draw.choice(
+            ["post", "post", "post", "ride", "ride", "turn", "move", "restart", "deaf", "heal"]
+        )
+        if step == "post":
+            events = [event_of(draw.choice("pq")) for _ in range(draw.randrange(1, 4))]
+            batch = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(one)) for one in events])
+            assert len(await fleet.events.forward_batch(batch, "", None)) == len(events)
+        elif step == "ride":
+            raw = [msgspec.Raw(encode(event_of(draw.choice([name, name, "p"]))))]
+            own = SojournContext(v=1, emitter="e", events=raw)
+            context = AgenticContext(program_id=name, sojourn=own)
+            fleet.now_s += 10.0
+            await turn(name, AttachedEvents(name, context, None))
+        elif step == "turn":
+            fleet.now_s += 10.0
+            await turn(name, None)
+        elif step == "move" and name in fleet.homes:
+            old = fleet.homes.pop(name)
+            fleet.deaf.pop(old, None)
+            fleet.events.release(routing_events.ReleaseProgramKv(name, old, ""))
+            await until(lambda name=name, old=old: name not in fleet.views[old])  # type: ignore[misc]
+        elif step == "restart":
+            engine = draw.choice("ab")
+            fleet.instances[engine] += 1
+            fleet.views[engine] = {}
+        elif step == "deaf":
+            fleet.deaf[draw.choice("ab")] = draw.choice(["drops", "loses its answer"])
+        elif step == "heal":
+            fleet.deaf.clear()
+    fleet.deaf.clear()
+    fleet.now_s += 10.0
+    for name in truth:
+        await turn(name, None)
+
+
+async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_events, "MAX_PROGRAMS", 100)
+    monkeypatch.setattr(program_events, "MAX_UNSENT_OF_PROGRAM", 100)
+    monkeypatch.setattr(program_events, "MAX_TOTAL_GRAPH_BYTES", 10_000)
+    fleet = Fleet()
+
+    async def post(*events: AnyEvent) -> None:
+        batch = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(one)) for one in events])
+        await fleet.events.forward_batch(batch, "", None)
+
+    graph = AegGraph(nodes=[AegNode(id="n" * 100) for _ in range(10)], edges=[])
+    for seq in range(1000):
+        await post(ProgramStart(program_id=f"p{seq}", seq=seq))
+        report = AegReport(program_id="q", seq=2 * seq, graph_hash=f"h{seq}", graph=graph)
+        await post(report, ToolStart(program_id="q", seq=2 * seq + 1, call_id=f"c{seq}", tool="sh"))
+    assert len(fleet.events) == 100
+    fleet.homes = {"q": "a", "p0": "a", "p999": "a"}
+    for name in fleet.homes:
+        await fleet.events.replay_before_request(("", name), "a")
+    assert len(fleet.views["a"]["q"].numbers) < 200
+    assert "c999" in fleet.views["a"]["q"].running
+    assert fleet.views["a"]["p999"].started
+    assert "p0" not in fleet.views["a"], "it is forgotten"
+    fleet.now_s += SILENT_PROGRAM_S + 1.0
+    await post(Heartbeat(program_id="q", seq=9999), ToolStart(program_id="r", seq=1, call_id="c", tool="sh"))
+    assert len(fleet.events) <= 2, "the others are silent"
