@@ -151,6 +151,24 @@ async def test_a_client_that_leaves_ends_its_request_at_the_owner_and_its_engine
         await until(lambda: fakes[0].gave_up == 1)
 
 
+async def test_a_gateway_that_hangs_holds_up_no_request_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "CHECK_TIMEOUT_S", 0.2)
+    async with engines(1) as fakes, gateways(fakes) as (one, other):
+        owned = _owned(one, True)
+        hangs = asyncio.Event()
+
+        async def no_answer(*_: Any) -> None:
+            hangs.set()
+            await asyncio.sleep(3600)
+
+        monkeypatch.setattr(one.gateway.generation, "serve", no_answer)
+        monkeypatch.setattr(one.gateway.routing_backend, "replicas", no_answer)  # for /ping
+        asked = asyncio.ensure_future(other.chat(owned, "key-a"))
+        await hangs.wait()
+        assert (await asked).status == 200
+        assert owned in await known(other)
+
+
 async def test_a_drain_reaches_all_gateways() -> None:
     async with engines(2) as fakes, gateways(fakes, admin_key="root") as (one, other):
         url = f"{one.url}/sojourn/v1/replicas/{fakes[0].name}/drain"

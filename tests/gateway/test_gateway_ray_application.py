@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
-import re
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +16,9 @@ from sojourn_server.routing.routing_events import PairRole, ReplicaRegistered
 
 pytest.importorskip("ray.serve")
 
+from ray.exceptions import RayError
 from sojourn_server.gateway.ray import deployments, fleet_directory, ray_application
 from sojourn_server.gateway.ray.fleet_directory import SILENT_S, Announcement, FleetDirectory
-from sojourn_server.gateway.ray.ray_application import (
-    REPEAT_INTERVAL_S,
-    RunningReplicas,
-    StartupProgress,
-    report_progress,
-)
-
-DEADLINE_S = 60.0
 
 
 def config(**engines: Any) -> RayConfig:
@@ -37,54 +28,73 @@ def config(**engines: Any) -> RayConfig:
 # -- starting and stopping ------------------------------------------------------------------
 
 
-def test_each_change_is_reported_once_and_repeated_after_a_while() -> None:
-    lines = StartupProgress(2, 2, began_s=100.0)
-    assert lines.line(RunningReplicas(0, 0), 101.0) is None
-    assert lines.line(RunningReplicas(0, 2), 104.0) == "0 of 2 engines and 2 of 2 gateways are up after 4 s"
-    assert lines.line(RunningReplicas(0, 2), 104.0 + REPEAT_INTERVAL_S - 0.1) is None
-    assert (
-        lines.line(RunningReplicas(0, 2), 104.0 + REPEAT_INTERVAL_S)
-        == "0 of 2 engines and 2 of 2 gateways are up after 19 s"
-    )
-    trouble = (
-        "A replica failed to start with exception. Retrying 2 more time(s). Error:\n"
-        "Traceback (most recent call last):\n  many lines\n"
-        f"EngineFailed: the engine ended with code 1 while starting:\nValueError: {'x' * 10_000}\n\n"
-    )
-    line = lines.line(RunningReplicas(1, 2, trouble), 130.0)
-    assert line is not None
-    assert line.startswith(
-        "1 of 2 engines and 2 of 2 gateways are up after 30 s; A replica failed to start with exception. "
+def deployment(message: str = "", **states: int) -> Any:
+    return SimpleNamespace(message=message, replica_states=states)
+
+
+TROUBLE = (
+    "A replica failed to start with exception. Retrying 2 more time(s). Error:\n"
+    "Traceback (most recent call last):\n  many lines\n"
+    f"EngineFailed: the engine ended with code 1 while starting:\nValueError: {'x' * 10_000}\n\n"
+)
+
+
+class StartingServe:
+    """Ray Serve whose application has these statuses, one after the other."""
+
+    RunTarget = staticmethod(lambda target, **options: target)
+
+    def __init__(self, *statuses: Any) -> None:
+        self._statuses = list(statuses)
+
+    def start(self, **_: Any) -> None:
+        pass
+
+    def run_many(self, targets: Any, **_: Any) -> None:
+        pass
+
+    def status(self) -> Any:
+        status = self._statuses.pop(0)
+        if isinstance(status, Exception):
+            raise status
+        return SimpleNamespace(applications={"sojourn": status} if status is not None else {})
+
+
+def deploy(monkeypatch: pytest.MonkeyPatch, *statuses: Any) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(ray_application, "serve", StartingServe(*statuses))
+    monkeypatch.setattr(ray_application, "application", lambda _: None)
+    monkeypatch.setattr(ray_application, "STATUS_POLL_S", 0.001)
+    ray_application.deploy_application(config(min=2), threading.Event(), said.append)
+    return said
+
+
+def status(state: str, message: str = "", **deployments: Any) -> Any:
+    return SimpleNamespace(status=state, message=message, deployments=deployments)
+
+
+def test_each_change_of_a_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = "1 replicas have taken more than 30s to initialize.\nThis may be caused by a slow __init__ or so."
+    first = status("DEPLOYING", Engine=deployment(slow, STARTING=2), Gateway=deployment(RUNNING=2))
+    failing = status("DEPLOYING", Engine=deployment(TROUBLE, RUNNING=1), Gateway=deployment(RUNNING=2))
+    said = deploy(monkeypatch, None, first, first, RayError("gone"), failing, failing, status("RUNNING"))
+    assert said[:3] == [
+        "Ray does not answer after 0 s",
+        "0 of 2 engines and 2 of 2 gateways are up after 0 s",
+        "Ray does not answer after 0 s",
+    ]
+    assert said[3].startswith(
+        "1 of 2 engines and 2 of 2 gateways are up after 0 s; A replica failed to start with exception. "
         "Retrying 2 more time(s). ValueError: xxx"
     )
-    assert len(line) < 500
+    assert len(said) == 4
+    assert len(said[3]) < 500
 
 
-def test_lines_come_beside_what_waits_and_tell_that_ray_does_not_answer() -> None:
-    said: list[str] = []
-    came = threading.Event()
-    answers = [RunningReplicas(1, 2)]
-    now_s = 0.0
-
-    def look() -> RunningReplicas:
-        nonlocal now_s
-        now_s += 1.0
-        if answers:
-            return answers.pop()
-        raise RuntimeError("the controller is gone")
-
-    def say(text: str) -> None:
-        said.append(text)
-        if len(said) == 2:
-            came.set()
-
-    with report_progress(StartupProgress(2, 2, 0.0), look, say, clock=lambda: now_s, poll_s=0.001):
-        assert came.wait(DEADLINE_S)
-    assert said[:2] == [
-        "1 of 2 engines and 2 of 2 gateways are up after 1 s",
-        "1 of 2 engines and 2 of 2 gateways are up after 16 s; Ray does not answer",
-    ]
-    assert not any(thread.name == "start-progress" for thread in threading.enumerate())
+def test_a_failed_start_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = status("DEPLOY_FAILED", "Deploying failed", Engine=deployment(TROUBLE), Gateway=deployment())
+    with pytest.raises(RuntimeError, match=r"exception\. Retrying 2 more time\(s\)\. ValueError: xxx"):
+        deploy(monkeypatch, failed)
 
 
 class FakeServe:
@@ -122,14 +132,11 @@ def test_engines_get_their_time_to_be_left_by_all_and_no_more(
     assert shutdowns == ["shutdown"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the cluster has 1 CPUs"), KeyboardInterrupt()])
-def test_what_was_not_begun_is_not_taken_off(
-    shutdowns: list[str], monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_what_was_not_begun_is_not_taken_off(shutdowns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a cluster that runs, somebody else may have an application of this name."""
 
     def connect(config: RayConfig, **options: Any) -> None:
-        raise error
+        raise RuntimeError("the cluster has 1 CPUs")
 
     fake = FakeServe(ends_after=1)
     monkeypatch.setattr(ray_application, "serve", fake)
@@ -140,56 +147,7 @@ def test_what_was_not_begun_is_not_taken_off(
         ray_application.serve_until_stopped(config(), said.append)
     assert fake.calls == []
     assert shutdowns == ["shutdown"]
-    assert said == ([] if isinstance(error, RuntimeError) else ["stopped while engines were starting"])
-
-
-def test_running_replicas_are_those_that_serve_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    schema: Any = pytest.importorskip("ray.serve.schema")
-
-    def deployment(message: str, **states: int) -> Any:
-        trigger = schema.DeploymentStatusTrigger.UNSPECIFIED
-        return schema.DeploymentStatusOverview(schema.DeploymentStatus.UPDATING, trigger, states, message)
-
-    def status(**deployments: Any) -> Any:
-        of = schema.ApplicationStatusOverview(schema.ApplicationStatus.DEPLOYING, "", 0.0, deployments)
-        return schema.ServeStatus(applications={"sojourn": of})
-
-    now = schema.ServeStatus()
-    monkeypatch.setattr(ray_application, "serve", SimpleNamespace(status=lambda: now))
-    assert ray_application.running_replicas(config(min=2)) == RunningReplicas(0, 0)
-    slow = "1 replicas have taken more than 30s to initialize.\nThis may be caused by a slow __init__ or so."
-    now = status(Engine=deployment(slow, STARTING=1, RUNNING=1), Gateway=deployment("", RUNNING=2))
-    assert ray_application.running_replicas(config(min=2)) == RunningReplicas(1, 2)
-    # A cluster of our own neither grows nor installs anything: what is reserved is what matters.
-    waits = "Deployment 'Engine' has 1 replicas that wait. "
-    hint = f"{waits}{ray_application.CLUSTER_SCALING_HINT}Resources required: 9 CPUs."
-    now = status(Engine=deployment(hint, STARTING=2))
-    assert ray_application.running_replicas(config(min=2)).trouble == f"{waits}Resources required: 9 CPUs."
-    elsewhere = parse_config({"model": "tiny", "address": "auto"}, source="f.yaml")
-    assert ray_application.running_replicas(elsewhere).trouble == hint
-
-
-def test_serve_still_writes_the_text_that_is_removed() -> None:
-    from ray.serve._private import deployment_state
-
-    source = re.sub(r'"\s+f?"', "", inspect.getsource(deployment_state))
-    assert ray_application.CLUSTER_SCALING_HINT in source
-
-
-def test_a_failed_start_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any, **__: Any) -> None:
-        raise RuntimeError("Deploying application sojourn failed: Failed to update ['Engine'].")
-
-    trouble = "A replica failed to start with exception. Error:\nTraceback\nValueError: no such model\n"
-    monkeypatch.setattr(ray_application, "serve", SimpleNamespace(start=lambda **_: None, run=run))
-    monkeypatch.setattr(ray_application, "application", lambda _: None)
-    monkeypatch.setattr(ray_application, "running_replicas", lambda _: RunningReplicas(0, 2, trouble))
-    with pytest.raises(RuntimeError) as raised:
-        ray_application.deploy_application(config())
-    assert str(raised.value).endswith(
-        "['Engine']. A replica failed to start with exception. ValueError: no such model"
-    )
-    assert "\n" not in str(raised.value)
+    assert said == []
 
 
 # -- engines and gateways ---------------------------------------------------------------------

@@ -237,12 +237,6 @@ def test_the_command_says_what_is_wrong(
         ("keys: {api: ONE, admin: SAME}", "the admin key is also the clients' key"),
         ("port: TAKEN", "choose another port in "),
         ("direct_port: TAKEN", "choose another direct_port in "),
-        (
-            "model: tinny",
-            "model is 'tinny'; expected tiny, smol, a model directory or a hub id; did you mean tiny?",
-        ),
-        ("model: ./nowhere", "model './nowhere' does not exist"),
-        ("prefill:\ndecode:\npairs: {store: /no/where}", "pairs.store is '/no/where'; expected a directory"),
         ("policy: continuum", "continuum is an engine's policy, not a cluster's"),
     ],
 )

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
 _PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,http://HOST:PORT"
+_SEVERAL = (
+    "sojourn gateway --engines ... --peers http://HOST:PORT,http://HOST:PORT --own-url http://HOST:PORT"
+)
 _READ_SIDES = ("shorter", "split", "prefill")
 _WAITING_ORDERS = ("arrival", "idleness", "largest-first")
 _STOP_GRACE_S = 60
@@ -242,14 +245,9 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
 
 
 def _urls(role: str, texts: list[str], example: str) -> list[str]:
-    """Return the engine addresses in ``texts``, the values of one option. A value may hold several addresses,
-    separated by commas. ``example``: a valid command, for error messages."""
-    from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
-
-    try:
-        urls = [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
-    except InvalidReplicaAddress as error:
-        raise CliError(str(error), example) from None
+    """Return the engine addresses in ``texts``, the values of one option. ``example``: a valid command, for
+    error messages."""
+    urls = _addresses(texts, "an engine's", example)
     if not urls:
         raise CliError(f"no {'engines' if role == 'engines' else f'{role} engines'} were named", example)
     return urls
@@ -258,24 +256,25 @@ def _urls(role: str, texts: list[str], example: str) -> list[str]:
 def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers | None:
     """Return the other gateways; ``None``: none are named."""
     from sojourn_server.gateway.http.peers import Peers
-    from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
 
-    example = (
-        "sojourn gateway --engines ... --peers http://HOST:PORT,http://HOST:PORT --own-url http://HOST:PORT"
-    )
     if not texts:
         if own_url is not None:
-            raise CliError("--own-url is given without --peers", example)
+            raise CliError("--own-url is given without --peers", _SEVERAL)
         return None
     if own_url is None and (port == 0 or host in ("0.0.0.0", "::")):
-        raise CliError("--peers needs the address by which the others name this gateway", example)
+        raise CliError("--peers needs the address by which the others name this gateway", _SEVERAL)
+    [own, *others] = _addresses([own_url or local_url(host, port), *texts], "a gateway's", _SEVERAL)
+    return Peers(own, others)
+
+
+def _addresses(texts: list[str], whose: str, example: str) -> list[str]:
+    """Return the addresses in ``texts``, each of which may hold several, separated by commas."""
+    from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
+
     try:
-        own = parse_engine_url(own_url or local_url(host, port))
-        return Peers(
-            own, [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
-        )
+        return [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
     except InvalidReplicaAddress as error:
-        raise CliError(str(error).replace("an engine's address", "a gateway's address"), example) from None
+        raise CliError(str(error).replace("an engine's", whose), example) from None
 
 
 def _serve(
