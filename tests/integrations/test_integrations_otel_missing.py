@@ -27,9 +27,9 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("absent", ["opentelemetry", "opentelemetry.sdk"])
-@pytest.mark.parametrize("module", ["otel.source", "otel.export"])
-def test_the_error_names_the_extra(absent, module):
-    done = python(BLOCK.format(absent=absent) + f"\n    import sojourn_integrations.{module}\n")
+@pytest.mark.parametrize("name", ["install", "export_spans"])
+def test_the_error_names_the_extra(absent, name):
+    done = python(BLOCK.format(absent=absent) + f"\n    from sojourn_integrations.otel import {name}\n")
     assert done.returncode == 1
     assert "pip install '.[otel]'" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("ImportError")

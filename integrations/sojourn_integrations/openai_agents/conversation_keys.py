@@ -1,18 +1,10 @@
 """Keys of conversations: which session objects of the OpenAI Agents SDK stand for the same conversation.
 
-A session id such as ``"1"`` is unique in one store only. So a key identifies the store too:
-
-- file: its path;
-- database server: its address, with the tables, prefix or collections;
-- database in memory: its engine;
-- store with an unknown address: the client object that the session uses;
-- session class that is not the framework's: the session's attributes. Texts, whole numbers and paths count
-  with their values at the first run, objects by identity. Flags, fractions, times and locks do not count.
-
-Two clients or other objects are two stores only while both are alive. An application may make a session
-object, and so a client, for each request. A new client then continues the conversation of a client that is
-gone. If nothing identifies the store, the key is class and id, and two conversations may share a program.
-That costs less than a new program, without its KV, for each run.
+A session id such as ``"1"`` is unique in one store only. So a key identifies the store too: a file by its
+path, a database server by its address, with the tables or prefix, and a database in memory by its engine. If
+nothing identifies the store, as with a session class of the user, the key is class and id, and conversations
+of two such stores may share a program. That costs less than a new program, without its KV, for each session
+object, since an application may make a session object for each request.
 
 A wrapper such as ``EncryptedSession`` has the store of the session inside. A session in memory or without an
 id is its own key.
@@ -24,25 +16,14 @@ import functools
 import os
 import socket
 import uuid
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import suppress
-from enum import Enum
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
-
-from .stores_by_objects import SeenObject, StoresByObjects, seen
 
 MAX_WRAPPERS = 8
 """Maximum number of wrappers around a session that are looked into. A wrapper may contain itself."""
-
-_FRAMEWORK = "agents."
-"""Start of the names of the framework's modules."""
-_NOT_OF_STORE = frozenset({"session_id", "_session_id", "session_settings"})
-"""Attributes of a session that say nothing about its store."""
-_LOCKS_AND_TIMES = frozenset({"_thread", "asyncio.locks", "threading", "datetime"})
-"""Modules of locks and times. Each session object has its own, whatever its store."""
 
 
 class ConversationKey(NamedTuple):
@@ -70,9 +51,7 @@ def conversation_key(conversation: Any) -> ConversationKey:
         return ConversationKey(object_key(conversation), None, True, True)
     kind, where = type(inner), tuple(map(str, names))
     if not path:
-        store = _store(inner)
-        key = kind, store.values, where
-        return ConversationKey((*key, _stores_by_objects.find(key, store.objects)), None, False, False)
+        return ConversationKey((kind, _store(inner), where), None, False, False)
     path = os.path.abspath(path)
     tables = tuple(str(getattr(inner, name, "")) for name in ("sessions_table", "messages_table"))
     # Neither path nor name is sent. The same path on another machine is another conversation.
@@ -108,124 +87,37 @@ def machine_id() -> bytes:
 # ---- stores
 
 
-class _ValuesByObject:
-    """Values of live objects, which need not be hashable. A value is dropped with its object."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[ReferenceType[Any], Any]] = {}
-
-    def find(self, owner: object, make: Callable[[], Any]) -> Any:
-        """Return the value of ``owner``. At the first call this is the result of ``make()``, which is then
-        kept. Raises ``TypeError`` for an object that is not weakly referable."""
-        key = id(owner)
-        known = self._known.get(key)
-        if known is None or known[0]() is not owner:
-            self._known.pop(key, None)
-            new = ref(owner, lambda _: self._known.pop(key, None)), make()
-            known = self._known.setdefault(key, new)  # another thread may be first
-        return known[1]
-
-
-_tokens = _ValuesByObject()
-_attributes = _ValuesByObject()
-_stores_by_objects = StoresByObjects()
-
-
-def _token(owner: object) -> Hashable:
-    """Return a value that stands for this object only, as long as it lives. Raises ``TypeError`` for an
-    object that is not weakly referable."""
-    found: Hashable = _tokens.find(owner, object)
-    return found
-
-
-class _Store(NamedTuple):
-    """What identifies the store of a session that has no file."""
-
-    values: Hashable
-    objects: Mapping[str, SeenObject] = {}
-    """Objects of the session by the names of their attributes."""
-
-
-def _store(inner: Any) -> _Store:
-    """Return what identifies the store of a session that has no file; empty if nothing does."""
+def _store(inner: Any) -> Hashable:
+    """Return what identifies the store of a session that has no file; ``None`` if nothing does."""
     with suppress(Exception):  # another release of the framework may lack an attribute
         for kind in type(inner).__mro__:
-            if kind.__module__.startswith(_FRAMEWORK) and kind.__name__ in _STORES:
+            if kind.__module__.startswith("agents.") and kind.__name__ in _STORES:
                 return _STORES[kind.__name__](inner)
-    with suppress(Exception):  # TypeError, or anything that the attributes of a foreign object raise
-        found: _Store = _attributes.find(inner, lambda: _attribute_store(inner))
-        return found
-    return _Store(())
+    return None
 
 
-def _attribute_store(inner: Any) -> _Store:
-    """Return the session's attributes as a store. Texts, whole numbers and paths count by value, other
-    objects by identity. The session's id, flags, fractions, times and locks say nothing about a store. The
-    values of containers do not count, since they may be the conversation itself."""
-    values, objects = [], {}
-    for name, value in sorted(vars(inner).items()):
-        if value is None or isinstance(value, (bool, float)) or name in _NOT_OF_STORE:
-            continue
-        if type(value).__module__ in _LOCKS_AND_TIMES:
-            continue
-        if _is_plain(value):
-            values.append((name, str(value)))
-        else:
-            objects[name] = seen(value, inner)
-    return _Store(tuple(values), objects)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, (str, bytes, int, os.PathLike, uuid.UUID, Enum))
-
-
-def _sqlalchemy_store(inner: Any) -> _Store:
+def _sqlalchemy_store(inner: Any) -> Hashable:
     engine, tables = inner._engine, (inner._sessions.fullname, inner._messages.fullname)
     url, options = engine.url, engine.sync_engine.get_execution_options()
     database = str(url.database or "")
-    if url.get_backend_name() == "sqlite" and (
-        not database or ":memory:" in database or "mode=memory" in str(url)
-    ):
-        return _Store((_token(engine.sync_engine), tables))
-    if not (url.host or database):  # a function makes the connections
-        return _Store(tables, {"engine": seen(engine.sync_engine, inner)})
+    in_memory = not database or ":memory:" in database or "mode=memory" in str(url)
+    if url.get_backend_name() == "sqlite" and in_memory:
+        return id(engine.sync_engine), tables
     # Options may choose another schema.
-    return _Store((url.render_as_string(hide_password=True), repr(sorted(options.items())), tables))
+    return url.render_as_string(hide_password=True), repr(sorted(options.items())), tables
 
 
-def _redis_store(inner: Any) -> _Store:
-    pool = getattr(inner._redis, "connection_pool", None)
-    given = getattr(pool, "connection_kwargs", {})
+def _redis_store(inner: Any) -> Hashable:
+    given = inner._redis.connection_pool.connection_kwargs
     address = tuple(str(given.get(name, "")) for name in ("host", "port", "path", "db", "username"))
-    if given.get("host") or given.get("path"):
-        return _Store((address, inner._key_prefix))
-    return _Store(inner._key_prefix, {"client": seen(inner._redis, inner)})
+    return address, inner._key_prefix
 
 
-def _mongodb_store(inner: Any) -> _Store:
-    seeds = getattr(inner._client, "_seeds", None)
-    if seeds:
-        return _Store((frozenset(seeds), inner._init_sub_key))
-    return _Store(inner._init_sub_key, {"client": seen(inner._client, inner)})
-
-
-def _dapr_store(inner: Any) -> _Store:
-    return _Store(inner._state_store_name, {"client": seen(inner._dapr_client, inner)})
-
-
-def _openai_store(inner: Any) -> _Store:
-    client = inner._openai_client
-    url = getattr(client, "base_url", None)
-    return _Store((), {"client": seen(client, inner)}) if url is None else _Store(str(url))
-
-
-_STORES: dict[str, Callable[[Any], _Store]] = {
+_STORES: dict[str, Callable[[Any], Hashable]] = {
     "SQLAlchemySession": _sqlalchemy_store,
     "RedisSession": _redis_store,
-    "MongoDBSession": _mongodb_store,
-    "DaprSession": _dapr_store,
-    "OpenAIConversationsSession": _openai_store,
+    "MongoDBSession": lambda inner: (frozenset(inner._client._seeds), inner._init_sub_key),
+    "DaprSession": lambda inner: inner._state_store_name,
+    "OpenAIConversationsSession": lambda inner: str(inner._openai_client.base_url),
 }
 """Functions that read the store of a session, by the name of the framework's class."""
