@@ -91,17 +91,21 @@ class Client:
         return {state["replica"]: state["instance"] for state in states if state["health"] == "up"}
 
     async def settled(self, engines: int = 2, gateways: int = 2) -> None:
-        """Wait until exactly this many engines and gateways are up, and all gateways know all engines."""
+        """Wait until exactly this many engines and gateways are up, and each gateway knows all of them."""
 
         async def there() -> bool:
             try:
                 urls = await self.gateways()
                 known = [await self.replicas(url) for url in urls]
+                peers = [(await self.get("/health", url)).get("peers", 0) for url in urls]
             except aiohttp.ClientError:
                 return False
             if len(urls) != gateways or len(self.cluster.pids(GATEWAYS)) != gateways:
                 return False
-            return all(one == known[0] and len(one) == engines for one in known)
+            return (
+                all(one == known[0] and len(one) == engines for one in known)
+                and peers == [gateways - 1] * gateways
+            )
 
         await until(there)
 

@@ -141,7 +141,7 @@ class Gateway:
         self.metrics = metrics
         self.options = options
         self.monitor: EngineMonitorProtocol | None = None
-        self.peers = peers or Peers()
+        self.peers = peers if peers is not None else Peers()
         self.starts: list[Callable[[], Awaitable[None]]] = [self.peers.check_all]
         """Functions that are awaited one after the other before the gateway takes requests."""
         self.tasks: list[Callable[[], Awaitable[Any]]] = [self.peers.run]

@@ -87,9 +87,17 @@ class Peers:
                 del self._peers[url]
                 await self._close(peer)
 
+    @property
+    def alive(self) -> list[str]:
+        """URLs of the other gateways that answer."""
+        return [url for url, peer in self._peers.items() if peer.is_alive]
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
     def owner(self, tenant: str, program_id: str) -> str | None:
         """Return the URL of the gateway to which a program belongs; ``None``: to this one."""
-        alive = [url for url, peer in self._peers.items() if peer.is_alive]
+        alive = self.alive
         if not alive:
             return None
         name = f"\0{tenant}\0{program_id}".encode("utf-8", "replace")
@@ -225,8 +233,7 @@ class Peers:
     async def repeat(self, path: str, headers: RawHeaders) -> None:
         """Repeat a client's order at all other gateways, unless another one has passed it on."""
         if not is_passed(headers):
-            alive = [url for url, peer in self._peers.items() if peer.is_alive]
-            await asyncio.gather(*(self._post(url, path, headers, b"") for url in alive))
+            await asyncio.gather(*(self._post(url, path, headers, b"") for url in self.alive))
 
     async def _post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> bytes | None:
         """Send a POST to another gateway. Return the body of its answer; ``None``: no answer with status

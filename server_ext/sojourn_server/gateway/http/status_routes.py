@@ -108,11 +108,14 @@ class StatusRoutes:
 
     async def _health(self, request: Request) -> Response:
         """Handle ``/health``. The status is 200 if at least one replica is not suspect, otherwise 503. With
-        prefill and decode engines, 200 also needs an engine of each role that is ``up``."""
+        prefill and decode engines, 200 also needs an engine of each role that is ``up``. ``peers``: number of
+        other gateways that answer."""
         states = await self._routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
         health = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
+        if len(self._peers):
+            health["peers"] = len(self._peers.alive)
         return json_response(health, 200 if up and (roles is None or all(roles.values())) else 503)
 
     def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
