@@ -26,14 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for library in ("OMP", "OPENBLAS", "MKL"):
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    forked = Path(__file__).parent / "support" / "forked_processes"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(forked))))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Processes that a shell starts in the background ignore Ctrl-C, and so do their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 from gc_tools import imports, old_objects_passed_over
-from warm_python import fork_for_multiprocessing, forks_simulations, start_engines_warm
 
 # A user's settings of the terminal, the proxy and Python change what the tested commands print and reach. A
 # test sets the ones that it needs.
@@ -43,10 +40,6 @@ SETTINGS_OF_A_USER = {
 for name in list(os.environ):
     if name in SETTINGS_OF_A_USER or name.lower().endswith("_proxy"):
         del os.environ[name]
-
-if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
-    start_engines_warm()
-    fork_for_multiprocessing(pytest.MonkeyPatch(), forks_simulations)
 
 try:
     from hypothesis import settings

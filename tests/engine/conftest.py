@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from engine_tools import VOCABULARY, import_engine, open_engines, rest_after_empty_steps, save_tokenizer
 from gc_tools import imports, old_objects_passed_over, pass_over_more
-from warm_python import fork_for_multiprocessing, is_spawned
 
 HERE = Path(__file__).parent
 
@@ -39,11 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def engine_environment() -> Iterator[None]:
-    """Run the engine core in this process, so that a test can reach its scheduler. With several test
-    processes, each forks the processes that its engines would spawn."""
+    """Run the engine core in this process, so that a test can reach its scheduler."""
     patch = pytest.MonkeyPatch()
-    if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
-        fork_for_multiprocessing(patch, is_spawned)
     patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     patch.setenv("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))

@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from forked_processes.sitecustomize import inspect_models_here, spin_for_a_moment_only
 from gc_tools import imports, old_objects_passed_over, pass_over_more
 
 BLOCK_TOKENS = 32
@@ -156,8 +155,6 @@ def import_engine() -> None:
         cpu = import_module("vllm.platforms.cpu").CpuPlatform
     # Otherwise each engine would search all modules, and wrap again what an earlier engine has wrapped.
     cpu.register_triton_kernel_overrides = staticmethod(cache(cpu.register_triton_kernel_overrides))
-    inspect_models_here()
-    spin_for_a_moment_only()
 
 
 def _in_a_fork(call: Callable[..., Any], *args: Any, **more: Any) -> Any:

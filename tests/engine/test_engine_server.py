@@ -31,7 +31,7 @@ BLOCK_SIZE = 32
 def server():
     pytest.importorskip("vllm")
     arguments = ["--max-model-len", "4096", "--logits-processors", FORCED_TOKENS]
-    env = {"SOJOURN_TEST_SPAWN": "1", "TORCHDYNAMO_DISABLE": "0"}
+    env = {"TORCHDYNAMO_DISABLE": "0"}
     with EngineServer("tiny", policy="stock", serve_args=arguments, env=env, api_key="k3y") as running:
         yield running
 

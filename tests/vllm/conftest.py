@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_processes.sitecustomize import inspect_models_here
 
 HERE = Path(__file__).parent
 
@@ -19,12 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == HERE and item.path.name != "test_vllm_compat.py":
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.filterwarnings("default"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def models_inspected_here() -> None:
-    """Spare a release of vLLM whose cache is empty, as tox's are, a process that imports all of vLLM."""
-    inspect_models_here()
 
 
 @dataclass
