@@ -86,7 +86,6 @@ def engine_answers(**changed: Any) -> dict[str, Any]:
         "programs": {"programs": [{"program_id": "p", "turns": 2}], "total": 1, "shown": 1},
         "program": lambda payload: {"program_id": "p", "turns": 2} if payload["program_id"] == "p" else None,
         "persist": lambda payload: {**PERSISTED, "turns": 2} if payload["program_id"] == "p" else None,
-        "yield": lambda payload: outcomes(*("applied" for _ in payload["programs"])),
         "graphs": {"graphs": [{"graph_hash": "h"}], "total": 1, "bytes": 9, "forgotten": 0},
         "graph": lambda payload: {"graph_hash": "h"} if payload["graph_hash"] == "h" else None,
         "snapshot": {"engine": {"engine": "0", "now_s": 1.0}, "programs": [], "total": 0, "full": True},

@@ -107,8 +107,6 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
         ask(contract, client, f"/programs/{name}/explain")
     ask(contract, client, "/programs/nobody", 404)
     ask(contract, client, "/programs/a/persist")
-    ask(contract, client, "/yield", json={"to": "b", "programs": ["a", "nobody"]})
-    ask(contract, client, "/yield", 400, json={"to": "b"})
     for url in (
         "/programs",
         "/capabilities",

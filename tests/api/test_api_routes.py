@@ -100,15 +100,6 @@ def test_a_program_is_written_to_disk_by_any_id(engine: ScriptedEngine, path: st
     assert len(engine.calls) == asked
 
 
-def test_running_requests_are_ordered_to_yield(client: TestClient, engine: ScriptedEngine) -> None:
-    answer = client.post("/sojourn/v1/yield", json={"to": "u", "programs": ["a/1", "b"]})
-    assert [one["outcome"] for one in answer.json()["outcomes"]] == ["applied", "applied"]
-    assert engine.calls == [("yield", '{"to":"u","programs":["a/1","b"]}')]
-    for wrong in ({"to": "u"}, {"to": "", "programs": []}, {"to": "u", "programs": ["p"] * 65}, []):
-        check_error(client.post("/sojourn/v1/yield", json=wrong), 400)
-    assert len(engine.calls) == 1
-
-
 def test_decisions_as_json_and_as_lines(client: TestClient, engine: ScriptedEngine) -> None:
     document = client.get("/sojourn/v1/decisions?since=4&limit=2").json()
     assert document["next"] == 6
@@ -200,7 +191,6 @@ def test_every_route_refuses_a_missing_or_wrong_key_before_anything_else(headers
     refused = client.post("/sojourn/v1/events", content=b"x" * (MAX_BATCH_BYTES + 1), headers=headers)
     check_error(refused, 401)
     check_error(client.post("/sojourn/v1/programs/p/persist", headers=headers), 401)
-    check_error(client.post("/sojourn/v1/yield", content=b"", headers=headers), 401)
     check_error(client.get(f"/sojourn/v1/programs?limit={CANARY}", headers=headers), 401)
     assert refused.headers["www-authenticate"] == "Bearer"
     assert engine.calls == []
@@ -214,9 +204,6 @@ def test_any_configured_key_opens_every_route(header: str) -> None:
     posted = client.post("/sojourn/v1/events", json=BATCH, headers={"authorization": header})
     assert posted.status_code == 200
     posted = client.post("/sojourn/v1/programs/p/persist", headers={"authorization": header})
-    assert posted.status_code == 200
-    order = {"to": "p", "programs": ["q"]}
-    posted = client.post("/sojourn/v1/yield", json=order, headers={"authorization": header})
     assert posted.status_code == 200
 
 
@@ -233,7 +220,6 @@ def test_the_tests_above_know_every_route() -> None:
     assert found == expected | {
         ("GET", "/sojourn/v1/openapi.json"),
         ("POST", "/sojourn/v1/events"),
-        ("POST", "/sojourn/v1/yield"),
         ("GET", "/sojourn/v1/programs/{program_id:path}"),
         ("GET", "/sojourn/v1/programs/{program_id:path}/explain"),
         ("POST", "/sojourn/v1/programs/{program_id:path}/persist"),

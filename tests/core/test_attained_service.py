@@ -146,7 +146,7 @@ def test_what_was_before_a_promotion_is_forgotten() -> None:
     e = engine()
     turn(e, "p", 0.0, 3.0)  # 3 s of service: the second queue; promoted after 8 * 3 s
     request = e.arrive("p", prompt(40))
-    assert e.program_scheduler.promoted_s(request) == e.now + 24.0
+    assert e.program_scheduler.queue_place(request).changes_s == e.now + 24.0
     e.wait(26.0)
     e.admit(request)
     e.wait(1.0)
@@ -164,7 +164,7 @@ def test_no_promotion_forgets_nothing() -> None:
 @pytest.mark.parametrize("preset", ["continuum", "observe", "admit"])
 def test_orders_that_do_not_age_say_so(preset: str) -> None:
     e = VirtualEngine(preset)
-    assert e.program_scheduler.promoted_s(e.arrive("p", prompt(40))) == math.inf
+    assert e.program_scheduler.queue_place(e.arrive("p", prompt(40))).changes_s == math.inf
 
 
 def test_the_victim_policy_sees_what_running_requests_have_run() -> None:

@@ -18,6 +18,7 @@ from sojourn_server.core.demand_forecaster import (
     REPREDICT_AFTER_TOKENS,
 )
 from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
+from sojourn_server.core.program_scheduler import QueueState
 from sojourn_server.policies.forecasting.kv_demand import needed_blocks
 from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preemption.preemption_recovery import AlwaysRecompute, RecoveryMethod
@@ -274,8 +275,8 @@ def test_preempted_requests_are_asked_about_too_and_strangers_never() -> None:
     e = engine()
     request = start(e)
     e.program_scheduler.preempted(request, e.now, tokens=40)
-    assert e.program_scheduler.subject_to_admission(request)
-    assert not e.program_scheduler.subject_to_admission(e.arrive(None, prompt(8)))
+    assert e.program_scheduler.queue_place(request).state is QueueState.GATED
+    assert e.program_scheduler.queue_place(e.arrive(None, prompt(8))).state is QueueState.OPEN
 
 
 def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:
@@ -559,7 +560,7 @@ def test_a_long_output_is_not_the_judge_alone() -> None:
     assert counted[-1] > 150, "and those later on count as well"
     assert e.request_state(request).network_predicted_at_tokens == 3996, "and yet the newest is heard"
     e.finish(request, output=[7] * 4001)
-    assert e.program_scheduler._forecaster._network_errors.values() == [pytest.approx(0.0)]
+    assert e.program_scheduler._forecaster._network_errors.snapshot() == [pytest.approx(0.0)]
 
 
 def test_an_output_counts_once_however_often_it_was_guessed() -> None:

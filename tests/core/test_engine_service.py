@@ -10,7 +10,6 @@ from sojourn.aeg import END, START, Aeg
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core import request_yielding
 from sojourn_server.core.engine_service import (
     MAX_DECISIONS_SHOWN,
     MAX_PROGRAMS_SHOWN,
@@ -342,21 +341,6 @@ def test_batches_of_several_clients_are_answered_in_their_order(engine: VirtualE
     answers = json.loads(engine.service.call("event_batches", json.dumps(batches), engine.now))
     found = [[outcome["outcome"] for outcome in answer["outcomes"]] for answer in answers]
     assert found == [["applied", "duplicate"], ["rejected"]]
-
-
-def test_an_order_that_exists_can_be_renewed_when_there_is_room_for_no_other(
-    engine: VirtualEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(request_yielding, "MAX_ORDERS", 2)
-    for number in range(3):
-        engine.admit(engine.arrive(f"p{number}", prompt(8)))
-
-    def ordered(program: str) -> list[str]:
-        answer = engine.ask("yield", programs=[program], to="urgent")
-        return [outcome["outcome"] for outcome in answer["outcomes"]]
-
-    assert [ordered(program) for program in ("p0", "p1", "p2")] == [["applied"], ["applied"], ["rejected"]]
-    assert ordered("p0") == ["applied"], "it adds no entry"
 
 
 def test_a_report_of_load_has_the_programs_whose_kv_is_there(engine: VirtualEngine) -> None:

@@ -1042,18 +1042,6 @@ def test_an_id_that_arrives_again_ends_the_request_before_it() -> None:
     assert engine.program_scheduler.state.requests.running_tokens == 0
 
 
-def test_an_overdue_request_passes_later_requests_unless_they_were_preempted() -> None:
-    engine = VirtualEngine()
-    earlier = engine.arrive("p", prompt(8))
-    overdue = engine.arrive(None, prompt(8))
-    later = engine.arrive("q", prompt(8))
-    passes = engine.program_scheduler.passes
-    assert passes(overdue, later, preempted=False)
-    assert not passes(overdue, later, preempted=True)
-    assert not passes(overdue, earlier, preempted=False)
-    assert not passes(overdue, "unknown", preempted=False)
-
-
 def test_only_a_waiting_request_without_a_program_becomes_overdue() -> None:
     engine = VirtualEngine()
     patience_s = engine.program_scheduler.limits.queue_patience_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from scheduler_driver import check_tables
 from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core import events_and_actions as ev
-from sojourn_server.core.program_scheduler import ProgramScheduler
+from sojourn_server.core.program_scheduler import ProgramScheduler, QueueState
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
@@ -64,7 +63,7 @@ class Life(RuleBasedStateMachine):
                 if action.kind in (ev.EngineActionKind.RELEASE, ev.EngineActionKind.DROP):
                     self.held.discard(action.program_id)
             elif isinstance(action, ev.RequestRefused):
-                assert self.scheduler.is_parked(action.request_id)
+                assert self.scheduler.queue_place(action.request_id).state is QueueState.PARKED
             elif isinstance(action, ev.LeaseGranted):
                 assert action is actions[-1]
                 self.held.add(action.lease.program_id)
@@ -230,10 +229,9 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def questions_have_answers(self) -> None:
         for request_id in self.scheduler.state.requests.states:
-            self.scheduler.queue_key(request_id)
-            self.scheduler.is_parked(request_id)
-            self.scheduler.subject_to_admission(request_id)
-            assert not math.isnan(self.scheduler.promoted_s(request_id))
+            place = self.scheduler.queue_place(request_id)
+            assert place is not None
+            assert place.changes_s > self.now
         for program in self.scheduler.state.programs:
             assert self.scheduler.owner_standing(program.id) is not None
 

@@ -532,16 +532,6 @@ def test_plans_are_bounded_by_the_programs() -> None:
     assert len(agents.engine.program_scheduler._predictor._plans) < 200
 
 
-def test_the_ablation_plans_none() -> None:
-    agents = Agents("saga-no-prefetch", histories=with_history())
-    agents.turn("p")
-    agents.engine.wait(50.0)
-    assert prefetches(agents) == []
-
-
-# -- seen -------------------------------------------------------------------------------
-
-
 def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() -> None:
     agents = Agents()
     agents.turn("p", expected_steps_left=1.0)

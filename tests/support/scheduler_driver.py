@@ -8,7 +8,7 @@ from typing import Any
 from sojourn.ids import ProgramId
 from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.lease_table import Lease
-from sojourn_server.core.program_scheduler import ProgramScheduler
+from sojourn_server.core.program_scheduler import ProgramScheduler, QueueState
 from sojourn_server.core.request_table import RequestState
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest, WaitingRequestView
@@ -61,6 +61,11 @@ class SchedulerDriver(ProgramScheduler):
     def take_actions(self) -> list[ev.EngineAction]:
         actions, self.actions = self.actions, []
         return actions
+
+    def is_parked(self, request_id: str) -> bool:
+        """Whether a waiting request may not run even if blocks are free."""
+        place = self.queue_place(request_id)
+        return place is not None and place.state is QueueState.PARKED
 
     def tick(self, now: float) -> None:
         self.handle(ev.Tick(), now)

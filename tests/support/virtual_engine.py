@@ -289,7 +289,8 @@ class VirtualEngine:
 
     def queue(self) -> list[str]:
         """Return the ids of all requests in the engine, by the preset's queue order."""
-        return sorted(self.program_scheduler.state.requests.states, key=self.program_scheduler.queue_key)
+        place = self.program_scheduler.queue_place
+        return sorted(self.program_scheduler.state.requests.states, key=lambda request: place(request).key)
 
     def reasons(self, kind: str) -> list[str]:
         """Return the reasons of all decisions of one kind, oldest first."""

@@ -331,10 +331,16 @@ def test_only_a_request_of_a_pair_is_not_parked(
 
 
 def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> None:
+    from sojourn_server.core.program_scheduler import QueuePlace, QueueState
     from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 
     ranks, parked = {"seen": 2, "parked": 1, "last": 3}, {"parked"}
-    queue: Any = PolicyRequestQueue(lambda name: (ranks[name],), parked=lambda name: name in parked)
+
+    def place(name: str) -> QueuePlace:
+        state = QueueState.PARKED if name in parked else QueueState.OPEN
+        return QueuePlace((ranks[name],), state, 0, True)
+
+    queue: Any = PolicyRequestQueue(SimpleNamespace(place=place))
     for name in ranks:
         queue.add_request(name)
     assert queue.peek_request() == "seen"

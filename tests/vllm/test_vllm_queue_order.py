@@ -79,28 +79,6 @@ def test_victims_priority_is_put_back(make_engine):
     assert [request.num_output_tokens for request in requests] == [150] * 4
 
 
-def test_a_request_that_is_skipped_at_every_step_has_one_promotion_at_most(make_engine, clock):
-    """vLLM puts it back into the queue at each step, for example while its LoRA adapter has no slot."""
-    from vllm.v1.request import RequestStatus
-
-    engine = make_engine("autellix", blocks=4000)
-    engine.add("first", prompt(1, 100), program_id="A", max_tokens=4)
-    while engine.scheduler.requests:
-        engine.step()
-        clock.now += 30.0
-    skipped = engine.add("skipped", prompt(2, 100), program_id="A", max_tokens=4)
-    skipped.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    engine.add("running", prompt(3, 100), max_tokens=3000)
-    promotions = engine.scheduler.sojourn._waiting._promotions
-    for _ in range(300):
-        engine.step()
-        clock.now += 0.02
-    assert len(promotions) == 1
-    assert len(promotions._heap) < 100
-    engine.abort("skipped")
-    assert not promotions
-
-
 @dataclass(eq=False)
 class Waiting:
     """A waiting request, by itself."""
@@ -111,53 +89,51 @@ class Waiting:
     status: Any
 
 
-class OverdueQueue:
-    """A waiting queue in which every request without a program is overdue. It counts the comparisons."""
+class OverdueRequests:
+    """Owner of a waiting queue in which every request without a program is overdue."""
 
-    def __init__(self) -> None:
-        from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
+    def place(self, request: Waiting) -> Any:
+        from sojourn_server.core.program_scheduler import QueuePlace, QueueState
 
-        self.comparisons = 0
-        self.queue: Any = PolicyRequestQueue(
-            lambda request: (request.key,),
-            gated=lambda request: request.tracked and request.arrival % 3 == 0,
-            may_be_admitted=lambda request: True,
-            untracked=lambda request: not request.tracked,
-            arrival=lambda request: request.arrival,
-            overdue=lambda request: True,
-            passes=self.passes,
-        )
+        state = QueueState.GATED if request.tracked and request.arrival % 3 == 0 else QueueState.OPEN
+        return QueuePlace((request.key,), state, request.arrival, request.tracked)
 
-    def passes(self, overdue: Waiting, other: Waiting) -> bool:
-        from vllm.v1.request import RequestStatus
+    def may_be_admitted(self, request: Waiting) -> bool:
+        return True
 
-        self.comparisons += 1
-        return other.status != RequestStatus.PREEMPTED and other.arrival > overdue.arrival
+    def blocks_queue(self, request: Waiting) -> bool:
+        return False
 
-    def add(self, request: Waiting) -> None:
-        self.queue.add_request(request)
+    def is_overdue(self, request: Waiting) -> bool:
+        return True
 
-    def pop(self) -> Waiting:
-        self.queue.open_step()
-        assert self.queue
-        request: Waiting = self.queue.pop_request()
-        return request
+
+def make_queue() -> Any:
+    from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
+
+    return PolicyRequestQueue(OverdueRequests())
+
+
+def pop(queue: Any) -> Waiting:
+    queue.open_step()
+    assert queue
+    request: Waiting = queue.pop_request()
+    return request
 
 
 def expected_first(requests: list[Waiting]) -> Waiting:
-    """The request with the lowest key among those that the oldest request without a program does not pass; if
-    there is no other, that oldest request."""
+    """The request with the lowest key among the oldest request without a program and those that it does not
+    pass."""
     from vllm.v1.request import RequestStatus
 
     untracked = [request for request in requests if not request.tracked]
     overdue = min(untracked, key=lambda request: request.arrival, default=None)
     if overdue is not None:
-        arrived_by = [
+        requests = [
             request
             for request in requests
-            if request.status == RequestStatus.PREEMPTED or request.arrival < overdue.arrival
+            if request.status == RequestStatus.PREEMPTED or request.arrival <= overdue.arrival
         ]
-        requests = arrived_by or [overdue]
     return min(requests, key=lambda request: request.key)
 
 
@@ -167,57 +143,46 @@ def test_an_overdue_request_passes_later_requests_alone(seed):
     from vllm.v1.request import RequestStatus
 
     rng = random.Random(seed)
-    queue, waiting, popped, keys = OverdueQueue(), [], [], iter(rng.sample(range(10_000), 2_000))
+    queue, waiting, popped, keys = make_queue(), [], [], iter(rng.sample(range(10_000), 2_000))
     for arrival in range(400):
         request = Waiting(arrival, next(keys), rng.random() < 0.6, RequestStatus.WAITING)
         waiting.append(request)
-        queue.add(request)
+        queue.add_request(request)
         if popped and rng.random() < 0.2:
             again = popped.pop(rng.randrange(len(popped)))
             again.key, again.status = next(keys), RequestStatus.PREEMPTED
             waiting.append(again)
-            queue.add(again)
+            queue.add_request(again)
         if rng.random() < 0.2:
             moved = rng.choice(waiting)
             moved.key = next(keys)
-            queue.queue.rekey(moved)
+            queue.rekey(moved)
         if rng.random() < 0.2:
             left = waiting.pop(rng.randrange(len(waiting)))
-            queue.queue.remove_request(left)
+            queue.remove_request(left)
         while waiting and rng.random() < 0.4:
             first = expected_first(waiting)
-            assert queue.pop() is first
+            assert pop(queue) is first
             waiting.remove(first)
             popped.append(first)
-
-
-@pytest.mark.parametrize("tracked_share", [0.0, 0.5, 0.9])
-def test_a_look_at_a_long_queue_of_overdue_requests_does_not_compare_them_all(tracked_share):
-    from vllm.v1.request import RequestStatus
-
-    rng, queue, count = random.Random(1), OverdueQueue(), 2_000
-    for arrival in range(count):
-        queue.add(Waiting(arrival, rng.randrange(10**9), rng.random() < tracked_share, RequestStatus.WAITING))
-    for _ in range(count):
-        queue.pop()
-    assert queue.comparisons <= 4 * count
+        assert len(queue) == len(waiting)
 
 
 def test_a_request_that_has_left_the_queue_is_freed():
     """Its prompt may be long."""
     from vllm.v1.request import RequestStatus
 
-    queue = OverdueQueue()
+    queue = make_queue()
     left = []
     for arrival in range(10):
         request = Waiting(arrival, arrival, True, RequestStatus.WAITING)
-        queue.add(request)
-        queue.queue.rekey(request)
+        queue.add_request(request)
+        queue.rekey(request)
         left.append(weakref.ref(request))
         if arrival % 2:
-            queue.queue.remove_request(request)
+            queue.remove_request(request)
         else:
-            queue.pop()
+            pop(queue)
         del request
     gc.collect()
     assert [ref() for ref in left] == [None] * 10

@@ -6,11 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import EventBatch, OutcomeBatch
 
 from ..core import engine_answers
-from ..core.engine_service import MAX_YIELDING_PROGRAMS
 from ..metrics.live_frame import LiveFrame
 from ..metrics.turn_explanation import Explanation
 from ..programs.program_status import ProgramStatus
@@ -67,16 +65,6 @@ class LoadByRank(msgspec.Struct, frozen=True):
     engines: list[engine_answers.EngineLoad]
 
 
-class YieldOrder(msgspec.Struct, frozen=True):
-    """Order to preempt running requests of ``programs`` for a waiting request of the program ``to``."""
-
-    to: Annotated[str, Meta(min_length=1, max_length=MAX_ID_BYTES)]
-    programs: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=MAX_ID_BYTES)]],
-        Meta(max_length=MAX_YIELDING_PROGRAMS),
-    ]
-
-
 class ExplainQuery(msgspec.Struct):
     """Query parameters of ``GET /programs/{program_id}/explain``."""
 
@@ -117,7 +105,6 @@ ENGINE_OPERATIONS = {
     ("GET", "/programs/{program_id}"): Operation(engine_answers.ProgramDetail),
     ("GET", "/programs/{program_id}/explain"): Operation(Explanation, ExplainQuery),
     ("POST", "/programs/{program_id}/persist"): Operation(engine_answers.PersistProgress),
-    ("POST", "/yield"): Operation(engine_answers.YieldOutcomes, body=YieldOrder),
     ("GET", "/graphs"): Operation(engine_answers.GraphList),
     ("GET", "/graphs/{graph_hash}"): Operation(engine_answers.GraphDetail),
     ("GET", "/stats"): Operation(

@@ -51,14 +51,12 @@ class EngineRpc(Protocol):
 
 PERSIST_OPERATION = "persist"
 """Name of the operation that starts to write a program's KV to disk and returns the state of the write."""
-YIELD_OPERATION = "yield"
-"""Name of the operation that orders running requests to yield: to be preempted for a waiting request."""
 MAX_QUERIES_IN_FLIGHT = 2
 """Maximum number of unanswered queries per operation, except for ``GATEWAY_OPERATIONS``."""
 MAX_GATEWAY_CALLS_IN_FLIGHT = 16
 """Maximum number of unanswered calls for each of ``GATEWAY_OPERATIONS``. A gateway that drains an engine
 sends many ``persist`` calls at once."""
-GATEWAY_OPERATIONS = frozenset({PERSIST_OPERATION, YIELD_OPERATION})
+GATEWAY_OPERATIONS = frozenset({PERSIST_OPERATION})
 CACHE_TTL_S = 0.5
 """Seconds for which an answer is reused for equal queries."""
 CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "graphs", "stats"})

@@ -72,13 +72,6 @@ def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
     return {name: value for name, value in best.items() if name != "turns"} if best is not None else None
 
 
-def merge_yields(answers: Sequence[Any]) -> dict[str, Any]:
-    """Return one outcome per program under ``outcomes``: that of the first engine that has a request of the
-    program, or ``missing`` if none has."""
-    decoded = [msgspec.convert(answer, OutcomeBatch).outcomes for answer in answers]
-    return {"outcomes": msgspec.to_builtins([_first_outcome(found) for found in zip(*decoded, strict=True)])}
-
-
 def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
     """Return one answer, whose list of graphs has no duplicates. Each engine gets all graphs and may forget
     some."""

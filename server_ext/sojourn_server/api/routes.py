@@ -34,11 +34,9 @@ from .engine_route_types import (
     MAX_DELTA_S,
     MAX_PROGRAMS,
     NDJSON,
-    YieldOrder,
 )
 from .engine_rpc import (
     PERSIST_OPERATION,
-    YIELD_OPERATION,
     EngineQueryLimiter,
     EngineRpc,
     EngineUnavailableError,
@@ -55,7 +53,6 @@ from .response_merging import (
     merge_program,
     merge_programs,
     merge_stats,
-    merge_yields,
 )
 from .web_page import page_routes
 
@@ -151,20 +148,6 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
         return JSONResponse(
             _require_program(merge_persisted(await query_id(PERSIST_OPERATION, program_id=program_id)))
         )
-
-    @router.post("/yield")
-    async def post_yield(request: Request) -> JSONResponse:
-        """Order running requests of ``programs`` to yield: the engine preempts them and holds them until a
-        request of the program ``to`` has started. Gateways send this for a more urgent tenant. The answer has
-        one outcome per program."""
-        body = await read_body(request, MAX_BATCH_BYTES)
-        try:
-            order = msgspec.json.decode(body, type=YieldOrder)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(
-                400, f"not an order: {error}", 'send {"to": PROGRAM, "programs": [PROGRAM, ...]}'
-            ) from None
-        return JSONResponse(merge_yields(await query(YIELD_OPERATION, to=order.to, programs=order.programs)))
 
     @router.get("/graphs")
     async def get_graphs() -> JSONResponse:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from sojourn.wire_codec import EventOutcome
 
 from ..metrics.decision_log import DecisionRecord, OwnDecisionRecord
 from ..metrics.turn_ledger import LedgerTotals, TurnEntry
@@ -234,13 +233,6 @@ class ProgramDetail(ProgramSummary, kw_only=True):
     """Running tools, the longest-running first; at most 256."""
     ledger: list[TurnEntry]
     decisions: list[OwnDecisionRecord]
-
-
-class YieldOutcomes(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcomes of orders to running requests to yield (``YieldOrdered``)."""
-
-    outcomes: list[EventOutcome]
-    """One per program, in the order of the request."""
 
 
 class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):

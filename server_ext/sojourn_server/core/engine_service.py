@@ -29,7 +29,6 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
 from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, ClientEventDecoder, EventHandler
-from .events_and_actions import EventAnswered, YieldOrdered
 from .live_frame_builder import collect_turn_facts, take_snapshot
 from .program_scheduler import ProgramScheduler
 from .refused_requests import RefusedRequests
@@ -42,8 +41,6 @@ MAX_RESIDENT_SHOWN = 2000
 MAX_SNAPSHOT_PROGRAMS = 20_000
 MAX_TOOLS_SHOWN = 256
 """Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
-MAX_YIELDING_PROGRAMS = 64
-"""Maximum number of programs in one ``yield``."""
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
 """Operations that ``StockEngineService`` answers."""
 
@@ -67,10 +64,9 @@ class UnknownOperation(InputError):
 
 class EngineService:
     """Carries out the operations ``events, event_batches, capabilities, programs, program, load, explain,
-    persist, graphs, graph, stats, snapshot, decisions, drain_metrics, refusal`` and ``yield``.
+    persist, graphs, graph, stats, snapshot, decisions, drain_metrics`` and ``refusal``.
 
     ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
-    ``yield`` orders running requests of ``programs`` to yield to a request of the program ``to``.
 
     Arguments that are entries of the answer to ``capabilities`` (``docs/wire.md``), or functions that return
     one:
@@ -146,7 +142,6 @@ class EngineService:
             "snapshot": self._snapshot,
             "decisions": self._decisions,
             "refusal": self._refusal,
-            "yield": self._yield,
             "drain_metrics": self._drain_metrics,
         }
 
@@ -312,16 +307,6 @@ class EngineService:
             bytes=progress.get("pending_bytes", 0),
             compute_s=self._state.compute_s(program.context_tokens),
         )
-
-    def _yield(self, arguments: dict[str, Any], now: float) -> answers.YieldOutcomes:
-        to, named = arguments.get("to"), arguments.get("programs")
-        programs = [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
-        outcomes = []
-        for program_id in programs[:MAX_YIELDING_PROGRAMS]:
-            (answered,) = self._handle(YieldOrdered(ProgramId(program_id), ProgramId(str(to))), now)[-1:]
-            assert isinstance(answered, EventAnswered)
-            outcomes.append(msgspec.structs.replace(answered.outcome, program_id=program_id))
-        return answers.YieldOutcomes(outcomes=outcomes)
 
     def _graphs(self, arguments: dict[str, Any], now: float) -> answers.GraphList:
         graphs = self._state.graphs

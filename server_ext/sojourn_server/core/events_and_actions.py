@@ -288,20 +288,11 @@ class CacheReset(_Event, frozen=True):
     """Whether the prefix cache on the device was cleared too."""
 
 
-class YieldOrdered(_Event, frozen=True):
-    """A gateway orders a running request to yield to a request of another program. The other request is
-    waiting or about to arrive. The answer is ``EventAnswered``."""
-
-    program_id: ProgramId
-    """The program whose running request yields."""
-    to_program_id: ProgramId
-
-
 Event = (
     RequestArrived | UntrackedRequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp
     | TurnFinished | UntrackedRequestLeft | ClientEventReceived | Tick | StepCompleted | AdmissionRequested
     | BlocksNeeded | VictimNeeded | DemandSampled | OutputLengthPredicted | BlocksEvicted | CachedBlocksFound
-    | PrefetchStarted | CacheResetStarted | CacheReset | YieldOrdered
+    | PrefetchStarted | CacheResetStarted | CacheReset
 )  # fmt: skip
 
 
@@ -341,23 +332,6 @@ class RequestRefused(NamedTuple):
     request_id: str
 
 
-class RequestYields(NamedTuple):
-    """The engine must preempt this running request in its next step. The preempted request is not admitted
-    again before a ``RequestRequeued`` for it. The action has no effect while ``to_request_id`` waits for
-    something other than blocks, such as the load of its KV."""
-
-    request_id: str
-    to_request_id: str
-    """The request to which the running request yields."""
-
-
-class RequestRequeued(NamedTuple):
-    """The request's place in the waiting queue, or whether it is parked (``ProgramScheduler.is_parked``), may
-    have changed."""
-
-    request_id: str
-
-
 class LeaseGranted(NamedTuple):
     """The engine must hold the reported blocks until the lease is released."""
 
@@ -392,7 +366,7 @@ class LoadAheadChosen(NamedTuple):
 
 
 class EventAnswered(NamedTuple):
-    """The outcome of a client's event, or of a gateway's order."""
+    """The outcome of a client's event."""
 
     outcome: EventOutcome
 
@@ -400,7 +374,7 @@ class EventAnswered(NamedTuple):
 Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | LoadAheadChosen | EventAnswered
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
-Action = EngineAction | RequestRefused | RequestYields | RequestRequeued | Answer
+Action = EngineAction | RequestRefused | Answer
 
 
 def granted_lease(actions: Sequence[Action]) -> Lease | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from collections.abc import Set as AbstractSet
+from enum import Enum
 from typing import Any, NamedTuple
 
 from sojourn.ids import EmitterId, ProgramId
@@ -61,21 +62,41 @@ from .events_and_actions import (
     UntrackedRequestArrived,
     UntrackedRequestLeft,
     VictimNeeded,
-    YieldOrdered,
 )
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_lifecycle import RequestLifecycle
-from .request_yielding import RequestYielding
 from .scheduler_state import SchedulerState
 from .shortage_handler import ShortageHandler
 from .tier_manager import TierManager
 from .turn_gap_tracker import TurnGapTracker
 from .workflow_predictor import WorkflowPredictor
 
-FIRST_IN_QUEUE = -1e18
-"""First element of the queue key of a request that others have yielded to. The number is finite, because a
-recording cannot store infinity."""
+
+class QueueState(Enum):
+    """What keeps a waiting request from being admitted, besides requests before it."""
+
+    OPEN = "open"
+    """Nothing: it is admitted once its blocks fit."""
+    GATED = "gated"
+    """The engine must report ``AdmissionRequested`` before it admits the request."""
+    PARKED = "parked"
+    """It may not run even if blocks are free, because its program is not placed on the device."""
+
+
+class QueuePlace(NamedTuple):
+    """Place of a request in the waiting queue."""
+
+    key: tuple[Any, ...]
+    """Sort key, lowest first."""
+    state: QueueState
+    arrival: int
+    """Number of the request in order of arrival."""
+    is_tracked: bool
+    """Whether the request has a program."""
+    changes_s: float = math.inf
+    """Time at which the request's long wait changes its key; ``inf``: it does not, unless its state
+    changes."""
 
 
 class KnownRequest(NamedTuple):
@@ -123,7 +144,6 @@ class ProgramScheduler:
             state, self._lifecycle, self._lease_manager, self._predictor, self._tiers
         )
         self._parked_requests = self._tiers.parked_requests
-        self._yielding = RequestYielding(state, self._parked_requests.is_parked)
         shortages = ShortageHandler(
             state,
             lease_manager=self._lease_manager,
@@ -140,7 +160,6 @@ class ProgramScheduler:
             forecaster=self._forecaster,
             admission=self._admission,
             tiers=self._tiers,
-            yielding=self._yielding,
             decision_recorder=self._decision_recorder,
         )
         self._handlers: dict[type, Callable[[Any, float], Answer | None]] = {
@@ -165,7 +184,6 @@ class ProgramScheduler:
             PrefetchStarted: self._predictor.prefetch_started,
             CacheResetStarted: self._cache_reset_started,
             CacheReset: self._cache_reset,
-            YieldOrdered: self._yield_ordered,
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -201,11 +219,16 @@ class ProgramScheduler:
             for lease, reason in self._leases.pop_expired(now, self.limits.max_ends_per_tick):
                 self._lease_manager.ended(lease, reason, now)
         self._lifecycle.expire_silent_programs(now)
-        self._predictor.observe_open_gap(now)
-        while (program := self._predictor.pop_due_prefetch(now)) is not None:
-            self._outbox.append(EngineAction(EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL))
+        # Only parts that the preset uses.
+        if self.preset.workflow_prediction.is_used:
+            self._predictor.observe_open_gap(now)
+        if self.preset.prefetch.is_used:
+            while (program := self._predictor.pop_due_prefetch(now)) is not None:
+                prefetch = EngineAction(EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL)
+                self._outbox.append(prefetch)
+        if not self._tiers.places:
+            return
         self._tiers.tick(now)
-        self._yielding.tick(now)
         limits = self.limits
         limit_s = limits.gate_timeout_s if self._tiers.policy.refuses else limits.hold_timeout_s
         for request_state in self._tiers.take_overdue(limit_s, now):
@@ -216,7 +239,6 @@ class ProgramScheduler:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
         self.state.host_link.observe_loads(event.load_back_s_per_token, event.queued_s)
         self._forecaster.record_step(event.seconds)
-        self._yielding.step_completed()
         self._decision_recorder.step_completed()
 
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
@@ -230,9 +252,6 @@ class ProgramScheduler:
         self._forecaster.store_prediction(
             event.request_id, event.at_tokens, event.remaining, now, most_tokens=event.most_tokens
         )
-
-    def _yield_ordered(self, event: YieldOrdered, now: float) -> EventAnswered:
-        return EventAnswered(self._yielding.yield_to(event.program_id, event.to_program_id, now))
 
     def _cache_reset_started(self, event: CacheResetStarted, now: float) -> None:
         self._reset_leases = self._lease_manager.end_all(DecisionReason.RESET, now)
@@ -299,30 +318,33 @@ class ProgramScheduler:
         program = self._programs.get(program_id)
         return program.continuation_probability if program is not None else None
 
-    def queue_key(self, request_id: str, *, preempted: bool | None = None) -> tuple[Any, ...]:
-        """Sort key of the request in the waiting queue, lowest first.
+    def queue_place(self, request_id: str, preempted: bool | None = None) -> QueuePlace | None:
+        """Return the request's place in the waiting queue; ``None`` for an unknown request.
 
         ``preempted``: whether the engine preempted the request; ``None``: the last reported state applies."""
-        state = self._requests.states[request_id]
-        if state.goes_first:
-            return (FIRST_IN_QUEUE, state.arrival)
-        view = self._request_lifecycle.waiting_view(state)
-        return self.preset.order.key(view if preempted is None else view._replace(preempted=preempted))
-
-    def promoted_s(self, request_id: str) -> float:
-        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: the
-        request does not move, unless its state changes."""
-        return self._request_lifecycle.promoted_s(self._requests.states[request_id])
-
-    def arrival(self, request_id: str) -> int:
-        """Number of the request in order of arrival. An unknown request gets 0, so it counts as the earliest
-        and no other request overtakes it."""
         state = self._requests.states.get(request_id)
-        return state.arrival if state is not None else 0
+        if state is None:
+            return None
+        view = self._request_lifecycle.waiting_view(state)
+        if preempted is not None:
+            view = view._replace(preempted=preempted)
+        order, queue_state = self.preset.order, QueueState.OPEN
+        if self._parked_requests.is_parked(state):
+            queue_state = QueueState.PARKED
+        elif self._admission.applies_to(state, preempted):
+            queue_state = QueueState.GATED
+        changes_s = order.promoted_s(view)
+        return QueuePlace(
+            order.key(view),
+            queue_state,
+            state.arrival,
+            state.program is not None,
+            changes_s if changes_s > view.now_s else math.inf,
+        )
 
     def is_overdue(self, request_id: str, now: float) -> bool:
-        """Whether a waiting request has waited so long that it may end any lease, and may be served before
-        requests that arrived later (see ``passes``).
+        """Whether a waiting request has waited so long that it may end any lease, and is served before
+        requests that arrived later, except preempted ones.
 
         A request without a program is overdue after ``queue_patience_s``. A request of a program is never
         overdue: leases make it wait only for programs that arrived earlier.
@@ -332,36 +354,14 @@ class ProgramScheduler:
             return False
         return now - state.since_s >= self.limits.queue_patience_s
 
-    def passes(self, overdue_id: str, other_id: str, *, preempted: bool) -> bool:
-        """Whether an overdue request is served before another waiting request. True if the other request
-        arrived later and is not preempted. ``preempted``: whether the engine preempted the other request."""
-        overdue, other = self._requests.states.get(overdue_id), self._requests.states.get(other_id)
-        return overdue is not None and other is not None and not preempted and other.arrival > overdue.arrival
-
-    def subject_to_admission(self, request_id: str, *, preempted: bool | None = None) -> bool:
-        """Whether the engine must report ``AdmissionRequested`` before it admits the request. ``preempted``:
-        whether the engine preempted the request; ``None``: the last reported state applies."""
-        state = self._requests.states[request_id]
-        return not state.goes_first and self._admission.applies_to(state, preempted)
-
-    def is_parked(self, request_id: str) -> bool:
-        """Whether a waiting request may not run even if blocks are free, because its program is not placed on
-        the device or the request has yielded."""
-        return self._yielding.is_held(request_id) or self._parked_requests.is_parked(
-            self._requests.states[request_id]
-        )
-
-    def has_yielded(self, request_id: str) -> bool:
-        """Whether a request was preempted because it yields, and may not run yet."""
-        return self._yielding.is_held(request_id)
-
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
         """Whether this request holds back all requests behind it in the queue, because the admission policy
         has rejected it for more than ``queue_patience_s``.
 
         Normally it then waits until the policy accepts it. But while a request without a program also waits,
         the engine admits the rejected request without asking the policy, as soon as its blocks fit."""
-        since_s = self._requests.states[request_id].admission_blocked_since_s
+        state = self._requests.states.get(request_id)
+        since_s = state.admission_blocked_since_s if state is not None else None
         return since_s is not None and now - since_s > self.limits.queue_patience_s
 
     def awaiting_first_token(self) -> KeysView[str]:

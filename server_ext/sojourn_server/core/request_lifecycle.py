@@ -31,7 +31,6 @@ from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_hints import has_unused_field, unused_hint_fields
 from .request_table import RequestState
-from .request_yielding import RequestYielding
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
 from .turn_gap_tracker import TurnGapTracker
@@ -53,7 +52,6 @@ class RequestLifecycle:
         forecaster: DemandForecaster,
         admission: AdmissionController,
         tiers: TierManager,
-        yielding: RequestYielding,
         decision_recorder: DecisionRecorder,
     ) -> None:
         self._state = state
@@ -68,7 +66,6 @@ class RequestLifecycle:
         self._forecaster = forecaster
         self._admission = admission
         self._tiers = tiers
-        self._yielding = yielding
         self._decision_recorder = decision_recorder
         self.now_s = 0.0
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
@@ -158,7 +155,6 @@ class RequestLifecycle:
         first = self._requests.run(request_state, now, self.promoted_s(request_state))
         request_state.output_tokens_at_admission = max(0, event.tokens - request_state.prompt_tokens)
         self._tiers.admitted(request_state, now, event.block_hashes)
-        self._yielding.admitted(event.request_id)
         self._forecaster.admitted(request_state, event.tokens, event.most_tokens, now)
         program, record = request_state.program, request_state.record
         if program is None or record is None:
@@ -187,7 +183,6 @@ class RequestLifecycle:
         if request_state is not None:
             self._requests.stop(request_state, now)
             self._tiers.preempted(request_state, now)
-            self._yielding.preempted(request_id, now)
             request_state.preempted = True
             request_state.preemptions += 1
             self._admission.drop_holder(request_id)
@@ -218,7 +213,6 @@ class RequestLifecycle:
         if request_state is None:
             return None
         self._requests.stop(request_state, now)
-        self._yielding.left(event.request_id)
         failed = event.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
         if not failed:
             self._forecaster.ended(

@@ -65,10 +65,6 @@ class RequestState:
     waited_s: float = 0.0
     """Seconds that the request waited in the queue before ``since_s``."""
     preemptions: int = 0
-    yields: int = 0
-    """Number of times that the request was preempted because it yielded to another request."""
-    goes_first: bool = False
-    """Whether other requests have yielded to this request, so that it is admitted before all others."""
     output_tokens_at_admission: int = 0
     """Number of tokens that the request had generated at its last admission."""
     remaining: RemainingTokens | None = None

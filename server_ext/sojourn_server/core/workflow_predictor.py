@@ -164,10 +164,9 @@ class WorkflowPredictor:
 
     def observe_open_gap(self, now: float) -> None:
         """Learn the longest gap that is still open, if it is already longer than all learned gaps."""
-        if self._predicts:
-            idle_s = self._table.longest_idle_s(now)
-            if idle_s > self._workflows.gaps_s.value:
-                self._workflows.gaps_s.observe(idle_s)
+        idle_s = self._table.longest_idle_s(now)
+        if idle_s > self._workflows.gaps_s.value:
+            self._workflows.gaps_s.observe(idle_s)
 
     # -- queries ------------------------------------------------------------------
 

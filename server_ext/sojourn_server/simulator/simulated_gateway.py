@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sojourn.wire_codec import Outcome
-
 from sojourn_server.policies.cluster_preset import ClusterPreset
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routed_programs import RoutedProgram
@@ -263,24 +261,9 @@ class GatewayClients(SimulatedClients):
                 raise AssertionError(f"{action}: unexpected, because engines do not fail in a simulation")
 
     def _order_yield(self, order: YieldPrograms) -> None:
-        """Order an engine to preempt the running requests of some programs for another request, and send the
-        engine's answer to the routing core. Order and answer take ``call_s`` seconds each."""
-        sim_replica = self._sim_replicas[order.replica_id]
-        programs = [program_id for _, program_id in order.programs]
-
-        def report(yielding: Sequence[tuple[str, str]], understood: bool) -> None:
-            answer = YieldAnswered(order.replica_id, order.to_request_id, tuple(yielding), understood)
-            self._event_queue.schedule_at(self._event_queue.now_s + self._call_s, self._take, answer)
-
-        def tell() -> None:
-            answer = sim_replica.engine.ask("yield", to=order.to_program_id, programs=programs)
-            outcomes = zip(order.programs, answer["outcomes"], strict=True)
-            report([key for key, one in outcomes if one["outcome"] == Outcome.APPLIED.value], True)
-
-        if sim_replica.engine.adapter is None:
-            report((), False)  # stock vLLM does not know programs
-        else:
-            self._after_call_delay(lambda: self._post(order.replica_id, tell))
+        """Answer for the engine, in which no running request yields."""
+        answer = YieldAnswered(order.replica_id, order.to_request_id, (), False)
+        self._event_queue.schedule_at(self._event_queue.now_s + self._call_s, self._take, answer)
 
     def _end_rejected(self, refusal: RejectRequest) -> None:
         """End the program of a rejected request."""

@@ -204,8 +204,6 @@ class AllocationFallback:
         self._starved: Request | None = None
         """A waiting request with loaded KV that got no blocks for the rest of its prompt in the last step;
         ``None`` if there is none. Used only with several KV cache groups."""
-        self._yielding: list[Request] = []
-        """Running requests that the engine has to preempt in the next step, because they yield."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         # Only vLLM's priority branch preempts a request at any position of the running list.
         scheduler.policy = SchedulingPolicy.PRIORITY
@@ -230,32 +228,13 @@ class AllocationFallback:
             self._guarded(self._break_load_deadlock, starved)
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
         ample = (
-            not self._yielding
-            and free > self._step_blocks + 4 * len(self._groups) * len(scheduler.running)
+            free > self._step_blocks + 4 * len(self._groups) * len(scheduler.running)
             and not len(scheduler.waiting)
             and not len(scheduler.kv_holding_waiting)
         )
         if ample:
             self.allocating = None
         scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._allocate_with_fallback
-
-    def forget_yielding(self) -> None:
-        """Forget the requests that had to yield in the last step. In each step, the ``ProgramScheduler``
-        reports all requests that must yield in this step."""
-        self._yielding.clear()
-
-    def preempt_for_yield(self, request_id: str, to_request_id: str) -> None:
-        """Have vLLM preempt the running request ``request_id`` in the next step, as if blocks ran short. Then
-        the request ``to_request_id`` can run.
-
-        Does nothing if one of the two has left the engine, or if the engine schedules by user priority. It
-        also does nothing if ``to_request_id`` waits for something other than blocks, for example a KV load.
-        """
-        request, urgent = map(self._scheduler.requests.get, (request_id, to_request_id))
-        if request is None or urgent is None or self._by_user_priority:
-            return
-        if urgent.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            self._yielding.append(request)
 
     def restore_victim(self) -> None:
         """Give the request chosen for preemption, if any, its original priority back."""
@@ -270,32 +249,12 @@ class AllocationFallback:
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
             self.allocating = request
-            if self._yielding and self._guarded(self._mark_yielding, request):
-                return None  # vLLM preempts the request with the lowest priority and tries again
             blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
             if blocks is None and not self._blocks_are_coming():
                 blocks = self._guarded(self._make_room, request, args, kwargs)
             return blocks
 
         return allocate_slots
-
-    def _mark_yielding(self, request: Request) -> bool:
-        """Give the lowest priority to a running request that has to yield. Return whether this was done.
-        ``request`` is the request for which vLLM allocates. If it does not run, or if the connector is about
-        to free blocks, do nothing."""
-        if request.status != RequestStatus.RUNNING or self._blocks_are_coming():
-            return False
-        running = self._scheduler.running
-        while self._yielding:
-            if self._yielding[-1] is request and request is not running[-1]:
-                # If ``request`` preempted itself, vLLM would end its loop over the running requests. The next
-                # request of the loop preempts ``request`` instead.
-                return False
-            victim = self._yielding.pop()
-            if victim.status == RequestStatus.RUNNING and victim in running:
-                self._make_victim(victim)
-                return True
-        return False
 
     def _make_victim(self, victim: Request) -> None:
         """Give a running request the lowest priority, so that vLLM's priority branch preempts it next."""
@@ -317,14 +276,13 @@ class AllocationFallback:
             return None
         blocks: KVCacheBlocks | None = None
         # Loads ahead are given up first, so that no lease ends and no request is preempted because of them.
-        if self._guarded(self._cancel_prefetches):
+        if self._cancel_prefetches():
             self._waiting.pause_admission()
             if not running:
                 return None  # a waiting request gets these blocks only after the worker has answered
             blocks = self._allocate(request, *args, **kwargs)
         if blocks is None:
-            # Guarded separately: if reclaiming leases fails, a victim must still be chosen.
-            blocks = self._guarded(self._reclaim_leases, request, args, kwargs, running)
+            blocks = self._reclaim_leases(request, args, kwargs, running)
         if blocks is None and not running and request.num_computed_tokens and not self._groups.is_single:
             self._starved = request
         while blocks is None and running:
@@ -407,8 +365,7 @@ class AllocationFallback:
         if self._by_user_priority:
             lowest = max(candidate.priority for candidate in candidates)
             candidates = [candidate for candidate in candidates if candidate.priority == lowest]
-        # Guarded separately: if the policy fails, vLLM's own choice is made.
-        chosen = self._guarded(self._policy_victim, candidates, missing_blocks)
+        chosen = self._policy_victim(candidates, missing_blocks)
         victim = next((c for c in candidates if c.request_id == chosen), None)
         if victim is None:
             running = [c for c in candidates if c.status == RequestStatus.RUNNING]

@@ -5,7 +5,6 @@ Each pin adds one reference to a block, so the pool does not reuse a pinned bloc
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
@@ -176,9 +175,9 @@ def without_common_prefix(manager: KVCacheManager, pinned: PinnedBlocks) -> Call
 class EvictionAdapter:
     """Keeps a pool's free queue in the order of the preset's eviction policy.
 
-    The caller must install ``queue`` in the pool, in place of ``replaced``. ``guarded`` runs a call and
-    returns ``None`` if it fails. ``evicted``, ``failed`` and ``before_reuse`` are callbacks of the queue
-    (``ProgramFreeBlockQueue``). After an error, the queue keeps vLLM's own order from then on.
+    The caller must install ``queue`` in the pool, in place of ``replaced``. ``evicted``, ``failed`` and
+    ``before_reuse`` are callbacks of the queue (``ProgramFreeBlockQueue``). After an error, also of the
+    policy, the queue keeps vLLM's own order from then on.
     """
 
     def __init__(
@@ -189,10 +188,8 @@ class EvictionAdapter:
         evicted: OnEvicted,
         failed: Callable[[Exception], None],
         before_reuse: BeforeReuse | None = None,
-        guarded: Callable[..., Any],
     ) -> None:
         self._program_scheduler = program_scheduler
-        self._guarded = guarded
         self._by_program = program_scheduler.preset.eviction.by_program
         scorer = self if self._by_program else None
         self.queue = ProgramFreeBlockQueue(
@@ -204,29 +201,8 @@ class EvictionAdapter:
     def before_step(self) -> None:
         """Update the scores of programs whose state has changed. Update all scores if the scale of scores has
         changed. Does nothing if the policy does not order by program."""
-        if self._by_program:
-            self._guarded(self._rescore)
-
-    def after_step(self) -> None:
-        """Mark an abandoned branch for each program with a newly admitted turn. It consists of the free
-        blocks of the program's previous turn, which the new turn does not use."""
-        for program_id, used_s in self._program_scheduler.take_begun_turns().items():
-            self.queue.mark_abandoned(program_id, used_s)
-
-    def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
-        """Return the standing (the inputs of the eviction score) of the abandoned branch ``left``, or of the
-        program's newest turn if ``left`` is ``None``. Returns ``None`` for an unknown program."""
-        standing: Standing = self._guarded(self._program_scheduler.owner_standing, program_id, left)
-        return standing
-
-    def score(self, standing: Standing) -> Score:
-        """Return the eviction score of a standing in the present scale; the lowest is evicted first. Return
-        (-inf,) if the policy fails."""
-        return self._guarded(self._program_scheduler.owner_score, standing, self._branches.share) or (
-            -math.inf,
-        )
-
-    def _rescore(self) -> None:
+        if not self._by_program:
+            return
         self._branches.observe(self.queue.abandoned_reused, self.queue.abandoned_evicted)
         for program_id in self._program_scheduler.take_changed_programs():
             self.queue.rescore(program_id)
@@ -234,6 +210,22 @@ class EvictionAdapter:
         if scale_changes != self._scale_changes:
             self._scale_changes = scale_changes
             self.queue.rescale()
+
+    def after_step(self) -> None:
+        """Mark an abandoned branch for each program with a newly admitted turn. It consists of the free
+        blocks of the program's previous turn, which the new turn does not use."""
+        if self._by_program:
+            for program_id, used_s in self._program_scheduler.take_begun_turns().items():
+                self.queue.mark_abandoned(program_id, used_s)
+
+    def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
+        """Return the standing (the inputs of the eviction score) of the abandoned branch ``left``, or of the
+        program's newest turn if ``left`` is ``None``. Returns ``None`` for an unknown program."""
+        return self._program_scheduler.owner_standing(program_id, left)
+
+    def score(self, standing: Standing) -> Score:
+        """Return the eviction score of a standing in the present scale; the lowest is evicted first."""
+        return self._program_scheduler.owner_score(standing, self._branches.share)
 
 
 def block_content_hash(block: KVCacheBlock) -> Any:

@@ -23,8 +23,6 @@ from ..core.events_and_actions import (
     RequestArrived,
     RequestPreempted,
     RequestRefused,
-    RequestRequeued,
-    RequestYields,
     StepCompleted,
     Tick,
     TurnFinished,
@@ -147,7 +145,6 @@ class SchedulerAdapter:
             evicted=partial(self.guarded, self._evicted),
             failed=self._eviction_order_failed,
             before_reuse=self._offload.save if self._offload is not None else None,
-            guarded=self.guarded,
         )
         self._queue = self._pool.free_block_queue = self._eviction.queue
         self._pinned = PinnedBlocks(self._pool, self._queue, clock)
@@ -232,10 +229,6 @@ class SchedulerAdapter:
                 self._executor.pending.append(action)
             elif type(action) is RequestRefused:
                 self._refused.append(action.request_id)
-            elif type(action) is RequestYields:
-                self._allocation_fallback.preempt_for_yield(action.request_id, action.to_request_id)
-            elif type(action) is RequestRequeued:
-                self._requeue(action.request_id)
         return actions
 
     def _requeue(self, request_id: str) -> None:
@@ -281,7 +274,6 @@ class SchedulerAdapter:
     def _open_step(self) -> None:
         self._waiting.open_step()
         self._allocation_fallback.restore_victim()
-        self._allocation_fallback.forget_yielding()
         now = self._clock()
         self.handle(_TICK, now)
         self._prefetcher.expire(now)
@@ -289,10 +281,9 @@ class SchedulerAdapter:
             self._executor.execute(now)
         self._waiting.promote(now)
         self._eviction.before_step()
-        # Guarded separately: after an error here, the calls below still run.
         if self._length_predictor is not None:
-            self.guarded(self._length_predictor.report, now)
-        self.guarded(self._demand_monitor.before_step, now)
+            self._length_predictor.report(now)
+        self._demand_monitor.before_step(now)
         if self._offload is not None:
             self._offload.store_ahead(self._queue)
 
@@ -453,9 +444,7 @@ class SchedulerAdapter:
             return
         if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
             self._offload.skip_saving(cached, program_id, self._queue.owners)
-        elif program_id is not None and (
-            self.program_scheduler.predicts_outputs or self.program_scheduler.has_yielded(request.request_id)
-        ):
+        elif program_id is not None and self.program_scheduler.predicts_outputs:
             self._offload.keep_preempted(program_id, reusable, hashes)
 
     def evict_unfilled(self, block_ids: set[int]) -> None:

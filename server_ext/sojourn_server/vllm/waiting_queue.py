@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import structs
 
 from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import AdmissionRequested, is_let_in
-from ..core.program_scheduler import ProgramScheduler
+from ..core.program_scheduler import ProgramScheduler, QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
 from .kv_cache_groups import KVCacheGroups
-from .request_heap import QueueKey, RequestHeap, RequestsBeforeOverdue
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -25,21 +24,42 @@ SHARED_LOOKUP_EVERY_STEPS = 16
 """Number of steps between two look-ups of the blocks that a request waiting for admission could share."""
 
 
-class PolicyRequestQueue(RequestQueue):
-    """vLLM's waiting queue as a priority queue by ``key(request)``, lowest first, with admission control.
+class QueueOwner(Protocol):
+    """Answers a ``PolicyRequestQueue``'s questions about waiting requests. No method raises."""
 
-    callback         returns, for a request
-    gated            whether it needs admission. If so, it is called a gated request
-    may_be_admitted  for the first gated request: whether it may be admitted. If not, all gated requests wait
-                     until the next step (``open_step``), and the queue returns only other requests
-    blocks_queue     for a gated request that is rejected: whether it stops all requests behind it. Requests
-                     before it are still returned. If an untracked request waits, the queue returns the gated
-                     request nevertheless, and vLLM admits it if it fits
-    parked           whether the queue holds it back, until ``rekey`` calls ``parked`` again and gets false
-    untracked        whether it has no program. Without this callback, no request becomes overdue
-    arrival          sort key of untracked requests, lowest first
-    overdue          for the oldest untracked request: whether it has waited too long. If so, the queue
-                     returns it before each other request for which ``passes(overdue, other)`` is true
+    def place(self, request: Request) -> QueuePlace:
+        """Return the request's key and state."""
+
+    def may_be_admitted(self, request: Request) -> bool:
+        """Whether the first gated request may be admitted."""
+
+    def blocks_queue(self, request: Request) -> bool:
+        """Whether a gated request that is rejected stops all requests behind it."""
+
+    def is_overdue(self, request: Request) -> bool:
+        """Whether the oldest request without a program has waited too long."""
+
+
+class _Entry(NamedTuple):
+    """A request in the queue. Entries are compared by key, then by number."""
+
+    key: tuple[Any, ...]
+    number: int
+    request: Request
+    place: QueuePlace
+
+
+class PolicyRequestQueue(RequestQueue):
+    """vLLM's waiting queue, sorted by the key of each request's ``QueuePlace``, lowest first.
+
+    A parked request is held back until ``rekey`` finds it in another state. The first gated request is
+    admitted if ``owner.may_be_admitted``. If not, all gated requests wait until the next step
+    (``open_step``), and the queue returns only open requests. Once the rejected request ``blocks_queue``, it
+    stops all requests behind it. If a request without a program waits then, the queue returns the rejected
+    request nevertheless, and vLLM admits it if it fits.
+
+    An overdue request passes all requests that arrived after it, except preempted ones. Requests with and
+    without a program are then served by arrival, so that neither class starves the other.
 
     ``bool`` is true if ``peek_request`` would return a request now, and false between ``close_step`` and
     ``open_step``. ``len`` counts all requests, so that the engine knows that it has work left.
@@ -48,33 +68,19 @@ class PolicyRequestQueue(RequestQueue):
     has peeked, so ``rekey`` does not change the peeked request.
     """
 
-    def __init__(
-        self,
-        key: Callable[[Request], QueueKey],
-        *,
-        parked: Callable[[Request], bool] = lambda request: False,
-        gated: Callable[[Request], bool] = lambda request: False,
-        may_be_admitted: Callable[[Request], bool] = lambda request: True,
-        blocks_queue: Callable[[Request], bool] = lambda request: False,
-        untracked: Callable[[Request], bool] | None = None,
-        arrival: Callable[[Request], int] = lambda request: 0,
-        overdue: Callable[[Request], bool] = lambda request: False,
-        passes: Callable[[Request, Request], bool] = lambda overdue, other: False,
-    ) -> None:
-        self._open = RequestHeap(key)
-        self._gated = RequestHeap(key)
+    def __init__(self, owner: QueueOwner, *, holds_kv: bool = False) -> None:
+        """``holds_kv``: whether this queue is for requests that hold blocks. It is only sorted."""
+        self._owner = owner
+        self._holds_kv = holds_kv
+        # A sorted list: an insertion moves pointers only, and a scan in order finds every answer.
+        self._entries: list[_Entry] = []
+        self._entry_of: dict[Request, _Entry] = {}
+        self._untracked: list[tuple[int, int, Request]] = []
+        """(Arrival, number of the entry, request) of the requests that have no program, sorted."""
         self._parked: dict[Request, None] = {}
-        self._is_parked = parked
-        self._needs_admission = gated
-        self._may_be_admitted = may_be_admitted
-        self._blocks_queue = blocks_queue
-        self._is_untracked = untracked
-        self._is_overdue = overdue
-        self._before_overdue = {
-            heap: RequestsBeforeOverdue(heap, arrival, passes) for heap in (self._open, self._gated)
-        }
-        self._untracked = RequestHeap(lambda request: (arrival(request),))
-        """Waiting requests that have no program, by arrival."""
+        self._changes_s = math.inf
+        """Time before which no request's key changes by its wait."""
+        self._pushes = 0
         self._admission_closed = False
         self._step_closed = False
         self._peeked: Request | None = None
@@ -89,21 +95,28 @@ class PolicyRequestQueue(RequestQueue):
         """Make ``bool(self)`` false until the next step, so that vLLM takes no further request."""
         self._step_closed = True
 
+    def promote(self, now: float) -> None:
+        """Move each request whose long wait has changed its key to its new position."""
+        if now < self._changes_s:
+            return
+        for entry in [entry for entry in self._entries if entry.place.changes_s <= now]:
+            self.rekey(entry.request)
+        self._changes_s = min((entry.place.changes_s for entry in self._entries), default=math.inf)
+
     def add_request(self, request: Request) -> None:
-        self._peeked = None
-        if self._is_parked(request):
+        self.remove_request(request)
+        place = self._owner.place(request)
+        if self._holds_kv:
+            place = place._replace(state=QueueState.OPEN, is_tracked=True)
+        if place.state is QueueState.PARKED:
             self._parked[request] = None
             return
-        heap = self._gated if self._needs_admission(request) else self._open
-        key, number = heap.push(request)
-        if self._is_untracked is None:
-            return
-        untracked = self._is_untracked(request)
-        if untracked:
-            self._untracked.push(request)
-        # The overdue request is the oldest untracked one, so it passes all other untracked requests.
-        if not untracked or request.status == RequestStatus.PREEMPTED:
-            self._before_overdue[heap].push(key, number)
+        self._pushes += 1
+        entry = self._entry_of[request] = _Entry(place.key, self._pushes, request, place)
+        insort(self._entries, entry)
+        if not place.is_tracked:
+            insort(self._untracked, (place.arrival, self._pushes, request))
+        self._changes_s = min(self._changes_s, place.changes_s)
 
     def parked_requests(self) -> KeysView[Request]:
         """Return the parked requests."""
@@ -130,9 +143,11 @@ class PolicyRequestQueue(RequestQueue):
         return request
 
     def remove_request(self, request: Request) -> None:
-        self._open.discard(request)
-        self._gated.discard(request)
-        self._untracked.discard(request)
+        entry = self._entry_of.pop(request, None)
+        if entry is not None:
+            del self._entries[bisect_left(self._entries, entry)]
+            if not entry.place.is_tracked:
+                del self._untracked[bisect_left(self._untracked, (entry.place.arrival, entry.number))]
         self._parked.pop(request, None)
         self._peeked = None
 
@@ -143,9 +158,8 @@ class PolicyRequestQueue(RequestQueue):
     def rekey(self, request: Request) -> None:
         """Move a request to the position of its present key and state. Ignores a request that is not in this
         queue."""
-        if request in self._open or request in self._gated or request in self._parked:
+        if request in self._entry_of or request in self._parked:
             peeked = self._peeked
-            self.remove_request(request)
             self.add_request(request)
             self._peeked = peeked
 
@@ -157,45 +171,43 @@ class PolicyRequestQueue(RequestQueue):
         return self._peeked is not None
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._gated) + len(self._parked)
+        return len(self._entries) + len(self._parked)
 
     def __iter__(self) -> Iterator[Request]:
-        entries = self._open.entries() + self._gated.entries()
-        yield from (entry[2] for entry in sorted(entries, key=lambda entry: entry[:2]))
+        yield from [entry.request for entry in self._entries]
         yield from tuple(self._parked)
 
     def next_requests(self, most: int) -> list[Request]:
         """Return the ``most`` requests with the lowest keys, lowest first, without parked ones."""
-        entries = self._open.entries() + self._gated.entries()
-        return [entry[2] for entry in heapq.nsmallest(most, entries, key=lambda entry: entry[:2])]
+        return [entry.request for entry in self._entries[:most]]
 
     def overdue_request(self) -> Request | None:
-        """Return the oldest untracked request if it is overdue."""
-        oldest = self._untracked.head()
-        return oldest[2] if oldest is not None and self._is_overdue(oldest[2]) else None
+        """Return the oldest request without a program if it is overdue."""
+        if self._untracked and self._owner.is_overdue(self._untracked[0][2]):
+            return self._untracked[0][2]
+        return None
 
     def gated_before_untracked(self, request: Request) -> bool:
         """Return whether a request that this queue returned is gated, and untracked requests wait."""
-        return request in self._gated and self._untracked.head() is not None
+        entry = self._entry_of.get(request)
+        return entry is not None and entry.place.state is QueueState.GATED and bool(self._untracked)
 
     def _first(self) -> Request | None:
         overdue = self.overdue_request()
-        if overdue is None:
-            free, gated = self._open.head(), self._gated.head()
-        else:
-            # The overdue request passes the requests that arrived after it. Requests with and without a
-            # program are then served by arrival, so that neither class starves the other.
-            free = self._before_overdue[self._open].head(overdue)
-            gated = self._before_overdue[self._gated].head(overdue)
-        if self._admission_closed:
-            gated = None
-        if gated is not None and (free is None or gated[:2] < free[:2]):
-            if self._may_be_admitted(gated[2]):
-                return gated[2]
-            if self._blocks_queue(gated[2]):
-                return gated[2] if self._untracked.head() is not None else None
+        passed_from = self._entry_of[overdue].place.arrival if overdue is not None else math.inf
+        for _, _, request, place in self._entries:
+            if place.arrival > passed_from and request.status != RequestStatus.PREEMPTED:
+                continue
+            if place.state is QueueState.OPEN:
+                return request
+            if self._admission_closed:
+                continue
+            if self._owner.may_be_admitted(request):
+                return request
+            if self._owner.blocks_queue(request):
+                return request if self._untracked else None
             self._admission_closed = True
-        return free[2] if free is not None else overdue
+        return None
 
 
 class WaitingQueueAdapter:
@@ -221,35 +233,55 @@ class WaitingQueueAdapter:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
-        preset = program_scheduler.preset
-        self._places = preset.placement.is_used
-        # With user priorities, admission by program would let an early program of low priority delay an
-        # important one.
-        gates = preset.admission.is_used and not self._by_user_priority
-        scheduler.waiting = self._queue = PolicyRequestQueue(
-            self._queue_key,
-            parked=self.is_parked,
-            gated=lambda request: gates and guarded(self._needs_admission, request) is True,
-            may_be_admitted=lambda request: guarded(self._may_be_admitted, request) is not False,
-            blocks_queue=lambda request: guarded(self._blocks_queue, request) is True,
-            # With user priorities, a request of low priority may wait for ever, as in stock vLLM.
-            untracked=None if self._by_user_priority else self._is_untracked,
-            arrival=lambda request: program_scheduler.arrival(request.request_id),
-            overdue=lambda request: guarded(self._is_overdue, request) is True,
-            passes=self._passes,
-        )
-        scheduler.kv_holding_waiting = PolicyRequestQueue(self._queue_key)
+        scheduler.waiting = self._queue = PolicyRequestQueue(self)
+        scheduler.kv_holding_waiting = PolicyRequestQueue(self, holds_kv=True)
         self._steps = 0
         self._admission_paused_until = 0
         """Number of the last step in which no request is admitted."""
-        self._promotions = RequestHeap(lambda request: (program_scheduler.promoted_s(request.request_id),))
-        """Requests by the time at which their long wait changes their key."""
         self._shared: dict[str, tuple[int, int]] = {}
         """Id of a request that needs admission → (step of the last look-up, number of shared blocks). A block
         of its prompt is shared if other requests use it or leases pin it."""
         self._last_rejected: tuple[str, int] | None = None
         """(Id of the request that admission rejected last, value of ``ProgramScheduler.demand_changes`` at
         that time)."""
+
+    # -- the queue's questions ----------------------------------------------------
+
+    def place(self, request: Request) -> QueuePlace:
+        """Return the request's key and state. If sojourn fails, it is by arrival, behind the requests whose
+        key is known."""
+        by_priority = self._by_user_priority
+        # With user priorities, vLLM orders preempted requests by arrival too.
+        preempted = request.status == RequestStatus.PREEMPTED and not by_priority
+        place: QueuePlace | None = self._guarded(
+            self._program_scheduler.queue_place, request.request_id, preempted
+        )
+        if place is None:
+            key = (not preempted, True, math.inf, request.arrival_time)
+            place = QueuePlace(key, QueueState.OPEN, 0, True)
+        if by_priority:
+            # Admission by program would let an early program of low priority delay an important one. And a
+            # request of low priority may wait for ever, as in stock vLLM, so none becomes overdue.
+            return place._replace(key=(request.priority, *place.key), state=QueueState.OPEN, is_tracked=True)
+        if place.state is not QueueState.OPEN and self._is_transfer(request):
+            return place._replace(state=QueueState.OPEN)
+        return place
+
+    def may_be_admitted(self, request: Request) -> bool:
+        """Whether the admission policy accepts the request."""
+        return self._guarded(self._may_be_admitted, request) is not False
+
+    def blocks_queue(self, request: Request) -> bool:
+        """Whether admission has rejected the request so long that later requests may not overtake it."""
+        # Programs then wait until the policy admits it, which may take until a long answer ends. If a request
+        # of no program waits, stock vLLM's rule decides.
+        return self._program_scheduler.blocks_later_requests(request.request_id, self._clock())
+
+    def is_overdue(self, request: Request) -> bool:
+        """Whether a request without a program has waited too long."""
+        return self._program_scheduler.is_overdue(request.request_id, self._clock())
+
+    # -- steps --------------------------------------------------------------------
 
     def open_step(self) -> None:
         """Start a step before vLLM plans it. In steps in which admission is paused, close the queue."""
@@ -258,6 +290,11 @@ class WaitingQueueAdapter:
         if self._steps <= self._admission_paused_until:
             self._queue.close_step()
 
+    def promote(self, now: float) -> None:
+        """Move each queued request whose long wait has changed its key to its new position. ``now``: seconds
+        on the engine's clock."""
+        self._queue.promote(now)
+
     def rekey(self, request: Request) -> None:
         """Move a request whose key may have changed."""
         self._queue.rekey(request)
@@ -265,7 +302,6 @@ class WaitingQueueAdapter:
     def left(self, request: Request) -> None:
         """Forget a request that has left the engine."""
         self._shared.pop(request.request_id, None)
-        self._promotions.discard(request)
 
     def loading(self) -> list[Request]:
         """Return the waiting requests that hold blocks for a KV load, in the queue's order. The load may
@@ -313,13 +349,6 @@ class WaitingQueueAdapter:
         for request in self.loading():
             self.give_up_load(request, connector)
 
-    def promote(self, now: float) -> None:
-        """Move each queued request whose long wait has changed its key to its new position. ``now``: seconds
-        on the engine's clock."""
-        while (first := self._promotions.head()) is not None and first[0][0] <= now:
-            self._promotions.discard(first[2])
-            self._queue.rekey(first[2])
-
     def may_end_any_lease(self, request: Request) -> bool:
         """Return whether a waiting request that needs blocks may end any lease. It may in three cases:
 
@@ -336,7 +365,7 @@ class WaitingQueueAdapter:
             return False  # nothing overtakes by the time it has waited
         if self._queue.overdue_request() is not None:
             return True  # the queue returns only requests that are served before the overdue one
-        return self._queue.gated_before_untracked(request) and self._blocks_queue(request)
+        return self._queue.gated_before_untracked(request) and self.blocks_queue(request)
 
     def only_parked_wait(self) -> bool:
         """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
@@ -349,46 +378,8 @@ class WaitingQueueAdapter:
         return waiting <= len(parked) + deferred
 
     def is_parked(self, request: Request) -> bool:
-        """Return whether the request waits because its program is not placed on the device, or because it has
-        yielded."""
-        return self._guarded(self._check_parked, request) is True
-
-    def _queue_key(self, request: Request) -> QueueKey:
-        key = self._guarded(self._policy_key, request)
-        if key is None:  # by arrival, behind the requests whose key is known
-            key = (not self._goes_first(request), True, float("inf"), request.arrival_time)
-        return (request.priority, *key) if self._by_user_priority else key
-
-    def _goes_first(self, request: Request) -> bool:
-        """Return whether the request goes first because it is preempted. With user priorities the result is
-        false, because vLLM then orders preempted requests by arrival too."""
-        return request.status == RequestStatus.PREEMPTED and not self._by_user_priority
-
-    def _policy_key(self, request: Request) -> QueueKey:
-        key = self._program_scheduler.queue_key(request.request_id, preempted=self._goes_first(request))
-        promoted_s = self._program_scheduler.promoted_s(request.request_id)
-        if promoted_s < math.inf and promoted_s > self._clock():
-            self._promotions.push(request)
-        return key
-
-    def _is_overdue(self, request: Request) -> bool:
-        return self._program_scheduler.is_overdue(request.request_id, self._clock())
-
-    def _passes(self, overdue: Request, other: Request) -> bool:
-        return self._program_scheduler.passes(
-            overdue.request_id, other.request_id, preempted=other.status == RequestStatus.PREEMPTED
-        )
-
-    def _is_untracked(self, request: Request) -> bool:
-        known = self._program_scheduler.request(request.request_id)
-        return known is not None and known.program_id is None
-
-    def _check_parked(self, request: Request) -> bool:
-        if self._is_transfer(request):
-            return False
-        if not self._places:
-            return self._program_scheduler.has_yielded(request.request_id)
-        return self._program_scheduler.is_parked(request.request_id)
+        """Return whether the request waits because its program is not placed on the device."""
+        return request in self._queue.parked_requests()
 
     def _is_transfer(self, request: Request) -> bool:
         """Return whether the other engine of a pair works on the same request and waits for this engine.
@@ -397,18 +388,6 @@ class WaitingQueueAdapter:
         request pass others.
         """
         return self._in_pair and isinstance(request.kv_transfer_params, Mapping)
-
-    def _needs_admission(self, request: Request) -> bool:
-        if self._is_transfer(request):
-            return False
-        return self._program_scheduler.subject_to_admission(
-            request.request_id, preempted=request.status == RequestStatus.PREEMPTED
-        )
-
-    def _blocks_queue(self, request: Request) -> bool:
-        # Rejected for long, it may be overtaken no more. Programs then wait until the policy admits it, which
-        # may take until a long answer ends. If a request of no program waits, stock vLLM's rule decides.
-        return self._program_scheduler.blocks_later_requests(request.request_id, self._clock())
 
     def _may_be_admitted(self, request: Request) -> bool:
         running = bool(self._scheduler.running or self._admitted_loading())
