@@ -35,8 +35,9 @@ from sojourn_server.policies.fairness.fair_share import FcfsSharing
 from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.policies.routing.work_stealing import NoStealing
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.affinity_core import AffinityCore
-from sojourn_server.routing.pair_core import PairCore
+from sojourn_server.routing.affinity_strategy import AffinityStrategy
+from sojourn_server.routing.pair_strategy import PairStrategy
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import PairRole
 from sojourn_server.routing.routing_limits import RoutingLimits
 
@@ -72,14 +73,14 @@ def test_an_event_without_end_is_not_held_for_ever() -> None:
 def test_token_counts_are_read_from_an_answer() -> None:
     meter = ResponseMeter(stream=False)
     meter.add_chunk(b'{"id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 3}}')
-    assert (meter.prompt_tokens, meter.output_tokens, meter.response_id) == (7, 3, "resp_1")
+    assert (meter.counts(), meter.response_id) == ((7, 3), "resp_1")
     stream = ResponseMeter(stream=True)
     for _ in range(5):
         stream.add_chunk(b'data: {"choices": []}\n\n')
     stream.add_chunk(b"data: [DONE]\n\n")
-    assert (stream.prompt_tokens, stream.output_tokens) == (None, 5)
+    assert stream.counts() == (None, 5)
     stream.add_chunk(b'data: {"usage": {"prompt_tokens": 9, "completion_tokens": 20}}\n\n')
-    assert (stream.prompt_tokens, stream.output_tokens) == (9, 20)
+    assert stream.counts() == (9, 20)
 
 
 @pytest.mark.parametrize("api", ClientApi)
@@ -228,7 +229,7 @@ def test_a_failing_policy_is_logged_with_its_reason_and_not_at_each_request(
 
     now = [100.0]
     policies: list[Any] = [Fails(), NoStealing(), FcfsSharing()]
-    core = AffinityCore(*policies, RoutingLimits())
+    core = RoutingCore(AffinityStrategy(*policies), RoutingLimits())
     routing_backend = RoutingBackend(core, lambda: now[0])
     routing_backend.tell(routing_events.ReplicaRegistered("a", "1", 1000))
     with caplog.at_level("ERROR"):
@@ -247,7 +248,7 @@ def test_a_failing_policy_is_logged_with_its_reason_and_not_at_each_request(
 @pytest.mark.parametrize("in_pairs", [True, False])
 def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, spare: bool) -> None:
     policies: list[Any] = [SessionAffinityRouting(), NoStealing(), FcfsSharing()]
-    core = PairCore(None, RoutingLimits()) if in_pairs else AffinityCore(*policies, RoutingLimits())
+    core = RoutingCore(PairStrategy() if in_pairs else AffinityStrategy(*policies), RoutingLimits())
     routing_backend = RoutingBackend(core, lambda: 100.0)
 
     def register(name: str) -> None:
@@ -255,7 +256,9 @@ def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, s
             for role in PairRole:
                 engine = f"{role.value}-{name}"
                 routing_backend.tell(
-                    routing_events.PairEngineRegistered(engine, "1", role, engine, 1000, 0.01, peer=engine)
+                    routing_events.PairEngineRegistered(
+                        engine, "1", 1000, role=role, node=engine, block_s=0.01, peer=engine
+                    )
                 )
         else:
             routing_backend.tell(routing_events.ReplicaRegistered(f"decode-{name}", "1", 1000))
@@ -267,9 +270,8 @@ def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, s
         register("b")
     decisions.mark_answered()
     routing_backend.tell(routing_events.ReplicaGone("decode-a", "1"))
-    routing_backend.tell(routing_events.RequestFinished("r", 5, "decode-a"))
-    routing_backend.close(decisions)
-    assert (core.is_open("r"), core.waiting) == (False, 0)
+    routing_backend.close(decisions, routing_events.RequestFinished("r", 5, "decode-a"))
+    assert (core.is_open("r"), core.waiting) == (False, {})
     assert [program.turns for program in core.program_statuses()] in ([], [0])
     register("b")
     assert [one.in_flight for one in core.replica_statuses() if one.replica == "decode-b"] == [0]

@@ -94,8 +94,9 @@ class EngineAnswer:
         """Whether the answer shows that the engine failed. True for a status of 500 or more, except 501 (not
         implemented). Also True for a stream that begins with an error, unless its code is from 400 to 499.
         Such an error is the request's own fault."""
-        if self.status != 200:
-            return self.status >= 500 and self.status != 501
+        status = self.response.status
+        if status != 200:
+            return status >= 500 and status != 501
         event = _error_event(self.first) if self.is_stream else None
         return event is not None and not _is_request_at_fault(_error_fields(event))
 

@@ -11,7 +11,7 @@ import asyncio
 import re
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 from sojourn.errors import InputError
@@ -19,9 +19,8 @@ from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
 
 from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
-from . import proxy_headers
 from .client_apis import GATEWAY_FULL, ClientApi, RequestRejected
-from .proxy_headers import RawHeaders
+from .proxy_headers import ClientHeaders
 
 AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Members = dict[str, msgspec.Raw]
@@ -65,12 +64,12 @@ class BodyReader:
         self.held_bytes = 0
         """Bytes of all bodies that were read and not freed."""
 
-    async def read(self, headers: RawHeaders, receive: AsgiReceive) -> bytes:
+    async def read(self, headers: ClientHeaders, receive: AsgiReceive) -> bytes:
         """Read a body, and count its bytes until ``free``. Raises ``RequestRejected`` if the body exceeds a
         limit or arrives too slowly, and ``ClientDisconnected``."""
-        if proxy_headers.first_value(headers, b"content-encoding") not in (None, "identity"):
+        if headers.get("content-encoding", "identity") != "identity":
             raise RequestRejected(415, "encoded_body", "the body is compressed; expected plain JSON")
-        declared = proxy_headers.first_value(headers, b"content-length") or ""
+        declared = headers.get("content-length", "")
         if declared.isascii() and declared.isdigit():
             self._check(0, int(declared[:20]))  # before a large body is sent
         parts: list[bytes] = []
@@ -132,9 +131,9 @@ class _Body(msgspec.Struct):
     prompt: msgspec.Raw = _ABSENT
     session_id: Any = None
     vllm_xargs: _XArgs | None = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     previous_response_id: str | None = None
     truncate_prompt_tokens: Any = None
     truncation: Any = None
@@ -222,10 +221,9 @@ def parse_generation_request(
     xargs = read.vllm_xargs or _XArgs()
     # vLLM neither reads nor forwards this member of a messages request.
     own = read.session_id if api is not ClientApi.MESSAGES else None
-    named = next((name for name in (own, session, xargs.session_id) if isinstance(name, str) and name), None)
+    named = own if isinstance(own, str) and own else session or xargs.session_id
     identity = read_identity(named, {CONTEXT_KEY: xargs.agentic_context})
-    parts = tuple(part for name in _PROMPT_FIELDS[api] if (part := getattr(read, name)) is not _ABSENT)
-    text = bytes(parts[0]) if len(parts) == 1 else b"".join(map(bytes, parts))
+    text = b"".join([bytes(getattr(read, name)) for name in _PROMPT_FIELDS[api]])
     embedded = _EMBEDDED.findall(text)
     ids, is_truncated = None, read.truncate_prompt_tokens is not None and api is not ClientApi.MESSAGES
     if api is ClientApi.COMPLETIONS:
@@ -233,10 +231,9 @@ def parse_generation_request(
     elif api is ClientApi.RESPONSES:
         is_truncated = read.truncation not in (None, "disabled")
     text_bytes = len(text) - sum(map(len, embedded))
-    limits = (read.max_completion_tokens, read.max_tokens, read.max_output_tokens)
+    limit = read.max_completion_tokens or read.max_tokens or read.max_output_tokens
     expected = identity.context.expected_output_length if identity.context is not None else None
-    limit = next((count for count in limits if _is_count(count)), None)
-    lengths: list[int] = [count for count in (expected, limit) if _is_count(count)]
+    lengths = [count for count in (expected, limit) if count is not None and count > 0]
     return GenerationRequest(
         bool(read.stream),
         read.model,
@@ -327,10 +324,6 @@ def _prefix(text: bytes) -> tuple[int, ...]:
         chain = zlib.crc32(text[start : start + PREFIX_PIECE_BYTES], chain)
         found.append(chain)
     return tuple(found)
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _count_ids(prompt: bytes) -> int | None:

@@ -300,14 +300,17 @@ class _Relay:
 def is_passed(headers: RawHeaders) -> bool:
     """Whether another gateway has passed a request on. A client that sends the header itself changes only
     where its request is decided."""
-    return any(name == PASSED for name, _ in headers)
+    return any(name == PASSED.encode() for name, _ in headers)
 
 
 def _passed(headers: RawHeaders) -> list[tuple[str, str]]:
     """Return the headers of a request to another gateway."""
     own = (b"host", b"content-length", b"expect")
     passed = [pair for pair in end_to_end_headers(headers) if pair[0] not in own]
-    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in [*passed, (PASSED, b"1")]]
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in [*passed, (PASSED.encode(), b"1")]
+    ]
 
 
 async def _disconnected(receive: AsgiReceive) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from multidict import CIMultiDict
 
 RawHeaders = Collection[tuple[bytes, bytes]]
+ClientHeaders = Mapping[str, str]
+"""Headers of a client's request, as engines read them: names in lower case, values decoded as Latin-1, the
+first of repeated headers."""
 EngineHeaders = CIMultiDict[str]
 
-SESSION = b"x-session-id"
+SESSION = "x-session-id"
 """Request header with the program's id, in lower case. The hint and the body's ``session_id`` take
 precedence."""
-RANK = b"x-data-parallel-rank"
+RANK = "x-data-parallel-rank"
 """Request header that chooses a data-parallel rank of an engine, in lower case."""
-PASSED = b"x-sojourn-passed"
+PASSED = "x-sojourn-passed"
 """Request header, in lower case, of requests that another gateway has passed on. They are not passed on
 again."""
 REPLICA = "X-Sojourn-Replica"
@@ -29,7 +32,10 @@ _HOP_BY_HOP = frozenset(
 )
 # The gateway handles these itself: it reads the body, chooses the rank, names the session, and agrees with
 # the engine on the encoding of the answer.
-_NOT_SENT = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"accept-encoding", RANK, SESSION, PASSED}
+_NOT_SENT = _HOP_BY_HOP | {
+    b"host", b"content-length", b"expect", b"accept-encoding",
+    RANK.encode(), SESSION.encode(), PASSED.encode(),
+}  # fmt: skip
 _KEYS = frozenset((b"authorization", b"x-api-key"))
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
 
@@ -50,9 +56,9 @@ def engine_request_headers(
     if key is not None:
         passed["authorization"] = f"Bearer {key}"
     if rank is not None:
-        passed[RANK.decode()] = str(rank)
+        passed[RANK] = str(rank)
     if session is not None:
-        passed[SESSION.decode()] = session.encode("latin-1", "replace").decode("utf-8", "replace")
+        passed[SESSION] = session.encode("latin-1", "replace").decode("utf-8", "replace")
     return passed
 
 
@@ -69,20 +75,18 @@ def end_to_end_headers(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     return _without(headers, _NOT_RETURNED)
 
 
-def first_value(headers: RawHeaders, name: bytes) -> str | None:
-    """Return the first value of the header ``name`` (lower case), decoded as Latin-1 as engines do. ``None``:
-    there is no such header."""
-    for key, value in headers:
-        if key == name:
-            return value.decode("latin-1")
-    return None
+def client_headers(headers: RawHeaders) -> ClientHeaders:
+    """Return the headers of a client's request by name."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed([*headers])}
 
 
 def _without(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
     """Return the headers with names in lower case. Leave out the headers in ``dropped``, and those that the
     header ``Connection`` lists, which concern only one connection."""
-    lowered = [(name.lower(), value) for name, value in headers]
-    for name, value in lowered:
+    kept = []
+    for name, value in headers:
+        name = name.lower()
         if name == b"connection":
             dropped |= {part.strip().lower() for part in value.split(b",")}
-    return [pair for pair in lowered if pair[0] not in dropped]
+        kept.append((name, value))
+    return [pair for pair in kept if pair[0] not in dropped]

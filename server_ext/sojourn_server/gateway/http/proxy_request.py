@@ -41,17 +41,19 @@ from .generation_request import (
     parse_generation_request,
     without_events,
 )
-from .peers import Peers, is_passed
+from .peers import Peers
 from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .program_events import AttachedEvents, ProgramEvents
 from .program_id_mapper import Key
 from .program_migrator import ProgramMigrator
 from .proxy_headers import (
+    PASSED,
     SESSION,
+    ClientHeaders,
     EngineHeaders,
+    client_headers,
     client_response_headers,
     engine_request_headers,
-    first_value,
 )
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .response_meter import ResponseMeter, SseEventBuffer, parse_prompt_tokens
@@ -118,26 +120,24 @@ class GenerationProxy:
 
     async def serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Handle one generation request. All errors before the answer are sent to the client."""
-        headers, size = scope["headers"], 0
+        headers, size = client_headers(scope["headers"]), 0
         request: ProxyRequest | None = None
         self.open_requests += 1
         try:
-            tenant = self._tenants.tenant_of(
-                first_value(headers, b"authorization"), first_value(headers, b"x-api-key")
-            )
+            tenant = self._tenants.tenant_of(headers.get("authorization"), headers.get("x-api-key"))
             if tenant is None:
                 message = "missing or unknown API key; expected one of the gateway's"
                 raise RequestRejected(401, INVALID_KEY, message)
             body = await self.bodies.read(headers, receive)
             size = len(body)
             question = parse_generation_request(
-                api, body, first_value(headers, SESSION), reads_prefixes=self._reads_prefixes
+                api, body, headers.get(SESSION), reads_prefixes=self._reads_prefixes
             )
-            if question.program_id is not None and not is_passed(headers):
+            if question.program_id is not None and PASSED not in headers:
                 owner = self._peers.owner(tenant, question.program_id)
                 if owner and await self._peers.pass_on(owner, api, scope, body, receive, send):
                     return
-            request = ProxyRequest(self, api, scope, send, tenant, body, question)
+            request = ProxyRequest(self, api, scope, headers, send, tenant, body, question)
             del body  # replaced by one with the engines' names of programs
             await request.run(receive)
         except RequestRejected as refused:
@@ -170,6 +170,7 @@ class ProxyRequest:
         proxy: GenerationProxy,
         api: ClientApi,
         scope: AsgiScope,
+        headers: ClientHeaders,
         send: AsgiSend,
         tenant: str,
         body: bytes,
@@ -181,14 +182,14 @@ class ProxyRequest:
         self._to_client = send
         self._tenant = tenant
         self._question = question
-        headers, names = scope["headers"], proxy.events.names
+        names = proxy.events.names
         program_id = question.program_id
         if program_id is None and api is ClientApi.RESPONSES:
             # A conversation without a program id is a program too: only one engine has its earlier turns.
             known = proxy.conversations.get((tenant, question.previous_response_id or ""))
             program_id = known or f"conversation-{secrets.token_hex(8)}"
         self._program_id = program_id
-        session = first_value(headers, SESSION)
+        session = headers.get(SESSION)
         self._session = names.engine_name(tenant, session) if session is not None else None
         self._body = names.request(tenant, body, question)
         self._asked_s = time.monotonic()
@@ -196,7 +197,7 @@ class ProxyRequest:
         self._attached: AttachedEvents | None = None
         """The events in the hint of ``_body``; ``None``: there are none."""
         if hint is not None and hint.sojourn is not None and hint.sojourn.events:
-            self._attached = AttachedEvents(program_id, hint, first_value(headers, b"authorization"))
+            self._attached = AttachedEvents(program_id, hint, headers.get("authorization"))
         self._meter = ResponseMeter(stream=question.stream)
         self._is_given_answer = False
         """Whether a successful answer has begun. It may have ended early."""
@@ -212,7 +213,8 @@ class ProxyRequest:
         self._prefill_attempts = 0
         """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
-        """Number of prompt tokens that the prefill engine counted; ``None``: unknown."""
+        """Number of prompt tokens that the prefill engine counted; ``None``: unknown. A stream reports the
+        number only if the client asked for it."""
         deadline_s = hint.deadline_seconds if hint is not None else None
         # This comes last, because it submits the request. ``run`` reads the core's decision.
         self.decisions: RequestDecisions = proxy.routing_backend.open(
@@ -251,16 +253,16 @@ class ProxyRequest:
             # After a newer decision, the core has assigned the request to another replica. ``None`` ends the
             # request wherever the core has it.
             where = None if self.decisions.superseded or self.decisions.has_decision else self._sent_to
-            routing_backend.tell(
+            counted, output_tokens = self._meter.counts()
+            counted = counted or self._prefilled_tokens
+            routing_backend.close(
+                self.decisions,
                 routing_events.RequestFinished(
-                    self.decisions.request_id,
-                    self._meter.output_tokens,
-                    where,
-                    self._is_given_answer,
-                    self._prompt_tokens or 0,
-                )
+                    self.decisions.request_id, output_tokens, where, self._is_given_answer, counted or 0
+                ),
             )
-            routing_backend.close(self.decisions)
+            if self._is_answered:
+                self._record_answer(counted)
         if self._program_id is not None and self._question.is_last and self._is_answered:
             self._proxy.events.forget((self._tenant, self._program_id))
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
@@ -281,12 +283,6 @@ class ProxyRequest:
             event = error_event(self._api, GATEWAY_STOPPING, message)
             with contextlib.suppress(OSError):
                 await self._to_client({"type": "http.response.body", "body": event})
-
-    @property
-    def _prompt_tokens(self) -> int | None:
-        """Number of prompt tokens that an engine counted; ``None``: unknown. A prefill engine always reports
-        it. A stream reports it only if the client asked for it."""
-        return self._meter.prompt_tokens or self._prefilled_tokens
 
     async def _until_answered(self) -> None:
         """Carry out the core's decisions until the client has an answer."""
@@ -476,8 +472,6 @@ class ProxyRequest:
             is_complete = await self._pass_parts(answer, replica_id)
             self._is_streaming = False
         self._is_answered = self._is_given_answer and is_complete
-        if answer.status == 200:
-            self._record_answer()
 
     async def _pass_parts(self, answer: EngineAnswer, replica_id: str) -> bool:
         """Pass a stream or a long answer on to the client. Return whether the answer ended regularly.
@@ -525,9 +519,9 @@ class ProxyRequest:
             await self._to_client({"type": "http.response.body", "body": event})
         return False
 
-    def _record_answer(self) -> None:
-        """Record the engine's count of prompt tokens, and the id of an answer of the responses API."""
-        counted = self._prompt_tokens
+    def _record_answer(self, counted: int | None) -> None:
+        """Record the engine's count of prompt tokens (``None``: unknown), and the id of an answer of the
+        responses API."""
         if counted is not None:
             self._proxy.sizes.learn(self._question, counted)
         name = self._meter.response_id if self._api is ClientApi.RESPONSES else None

@@ -36,17 +36,11 @@ class ResponseMeter:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
         self._tail = (self._tail + chunk)[-_TAIL_BYTES:] if len(chunk) < _TAIL_BYTES else chunk[-_TAIL_BYTES:]
 
-    @property
-    def prompt_tokens(self) -> int | None:
-        """The engine's count of prompt tokens; ``None``: not reported."""
-        return _last(_PROMPT, self._tail)
-
-    @property
-    def output_tokens(self) -> int:
-        """The engine's count of output tokens. If the engine reports none, the number of a stream's events
-        minus one, or 0 if the answer is not a stream."""
-        reported = _last(_OUTPUT, self._tail)
-        return reported if reported is not None else max(0, self._events - 1)
+    def counts(self) -> tuple[int | None, int]:
+        """Return the engine's counts of (prompt tokens, output tokens). If it reports none: ``None``, and the
+        number of a stream's events minus one, or 0 if the answer is not a stream."""
+        output = _last(_OUTPUT, self._tail)
+        return _last(_PROMPT, self._tail), max(0, self._events - 1) if output is None else output
 
     @property
     def response_id(self) -> str | None:

@@ -125,7 +125,7 @@ TICK_S = 0.1
 """Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1). No other
 work of the core needs a shorter one."""
 
-ControlAction = routing_events.ReleaseProgramKv | routing_events.YieldPrograms | routing_events.ProbeReplica
+ControlAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica
 """An action of the routing core that concerns no single request."""
 
 
@@ -155,8 +155,9 @@ class RoutingBackend:
         self.tell(asked)
         return decisions
 
-    def close(self, decisions: RequestDecisions) -> None:
-        """Stop adding decisions to a request's queue."""
+    def close(self, decisions: RequestDecisions, over: routing_events.RequestFinished) -> None:
+        """Report a request's end, and stop adding decisions to its queue."""
+        self.tell(over)
         self._open.pop(decisions.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
