@@ -7,7 +7,6 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import cycle
 from typing import Any, TypeVar
 
 import uvicorn
@@ -68,10 +67,6 @@ class FakeEngine:
         """Programs that this process has answered."""
         self.lost: list[str] = []
         """Programs whose KV it has lost."""
-        self.yields: list[dict[str, Any]] = []
-        """Orders that running requests yield."""
-        self.yield_outcomes: list[str] | None = ["applied"]
-        """Outcomes for an order's programs, repeated for all. With ``None`` it has no such route."""
         self.port = 0
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -133,7 +128,6 @@ class FakeEngine:
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/sojourn/v1/capabilities", self._capabilities),
                 Route("/sojourn/v1/events", self._take_events, methods=["POST"]),
-                Route("/sojourn/v1/yield", self._yield, methods=["POST"]),
                 Route("/sojourn/v1/stats", self._stats),
                 Route("/sojourn/v1/decisions", self._decisions),
                 Route("/sojourn/v1/load", self._load),
@@ -188,13 +182,6 @@ class FakeEngine:
         if request.query_params.get("format") == "ndjson" or lines in request.headers.get("accept", ""):
             return Response(b"{}\n", media_type=lines)
         return JSONResponse({"decisions": [{}]})
-
-    async def _yield(self, request: Request) -> Response:
-        self.yields.append(order := await request.json())
-        if self.yield_outcomes is None:
-            return JSONResponse({"detail": "Not Found"}, 404)
-        told = zip(order["programs"], cycle(self.yield_outcomes), strict=False)
-        return JSONResponse({"outcomes": [{"program_id": name, "outcome": one} for name, one in told]})
 
     async def _take_events(self, request: Request) -> Response:
         if self.deaf:

@@ -15,6 +15,7 @@ from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.routing.routing_events import PairRole
 from sojourn_server.routing.routing_from_preset import PAIR_POLICY, PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.routing.routing_records import Replica
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -157,3 +158,8 @@ async def pairs(
 def core_of(world: World) -> Any:
     """The routing core of a gateway of pairs."""
     return world.gateway.routing_backend.core  # type: ignore[attr-defined]
+
+
+def engines_of(world: World) -> dict[str, Replica]:
+    """The engines that the routing core of a gateway of pairs knows, by replica id."""
+    return {one.replica_id: one for one in core_of(world).fleet}

@@ -12,12 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines, running
-from fake_pair_engine import core_of, pairs
+from fake_pair_engine import core_of, engines_of, pairs
 from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import proxy_request
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.routing import routing_events
+from sojourn_server.routing.routing_records import ReplicaHealth
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -70,7 +71,7 @@ async def test_an_error_is_no_turn_and_keeps_no_room() -> None:
         for status in (400, 401, 500):
             fake.status = status
             assert (await it.chat("p")).status == status
-            await until(lambda: not it.gateway.routing_backend.core.requests.by_id)  # type: ignore[attr-defined]
+            await until(lambda: not it.gateway.routing_backend.core.requests)  # type: ignore[attr-defined]
             assert await it.home("p") is None
         fake.status = 200
         await it.chat("p")
@@ -132,7 +133,7 @@ async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
         fake.cut_after = 2
         told = await lines(await it.chat(stream=True, **last))
         assert "replica_lost" in told[-2]
-        await until(lambda: not it.gateway.routing_backend.core.requests.by_id)  # type: ignore[attr-defined]
+        await until(lambda: not it.gateway.routing_backend.core.requests)  # type: ignore[attr-defined]
         assert [one.program_id for one in await it.gateway.routing_backend.programs()] == ["p"]
         fake.cut_after = None
         await lines(await it.chat(stream=True, **last))
@@ -190,7 +191,7 @@ async def test_a_gateway_without_files_refuses_requests_and_suspects_no_engine(
                     assert answer.headers["X-Sojourn-Gateway"] == "1"
                     assert int(answer.headers["Retry-After"]) > 0
                     assert "open files" in await answer.text()
-        assert not core.requests.by_id
+        assert not core.requests
         assert [(state.health, state.load) for state in core.replica_statuses()] == [("up", 0)] * 2
         assert core.counts.replayed == 0
         assert (await it.chat("p")).headers["X-Sojourn-Replica"] == home
@@ -204,7 +205,7 @@ async def test_the_same_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
             patched.setattr(asyncio.get_running_loop(), "create_connection", cannot_connect)
             assert (await it.chat("p")).status == 503
         assert not core_of(it).requests
-        assert not any(engine.suspect for engine in core_of(it).engines.values())
+        assert not any(engine.health is ReplicaHealth.SUSPECT for engine in engines_of(it).values())
         assert (await it.chat("p")).status == 200
 
 
@@ -256,7 +257,7 @@ async def test_a_long_answer_that_breaks_off_is_not_taken_for_complete() -> None
             with pytest.raises(aiohttp.ClientError):
                 await answer.read()
         core = it.gateway.routing_backend.core  # type: ignore[attr-defined]
-        await until(lambda: not core.requests.by_id)
+        await until(lambda: not core.requests)
         assert core.counts.cut == 1
 
 

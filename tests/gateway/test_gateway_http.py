@@ -565,7 +565,7 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
                 answer = await it.chat("p")
             assert (answer.status, (await answer.json())["error"]["code"]) == (500, "gateway_failed")
             assert answer.headers["X-Sojourn-Gateway"] == "1"
-            await until(lambda: not core.requests.by_id)
+            await until(lambda: not core.requests)
         assert "ZeroDivisionError" in caplog.text
         caplog.clear()
         assert (await it.chat("p")).status == 200

@@ -76,7 +76,7 @@ def test_all_codes_of_refusals_are_listed() -> None:
         word
         for folder in folders
         for path in folder.rglob("*.py")
-        for call in _calls(ast.parse(path.read_text("utf-8")), "RejectRequest", "_reject")
+        for call in _calls(ast.parse(path.read_text("utf-8")), "RejectRequest", "reject")
         if len(call.args) > 2
         for word in _words(call.args[2])
     }

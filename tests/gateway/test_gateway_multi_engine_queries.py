@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeEngine, engines, running
-from fake_pair_engine import core_of, pairs
+from fake_pair_engine import engines_of, pairs
 from gateway_harness import until, world
 from sojourn_server.cli import doctor
 from sojourn_server.gateway.http import multi_engine_queries
@@ -190,7 +190,7 @@ async def test_the_doctor_knows_a_gateway_for_pairs() -> None:
 async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
     async with pairs(1, 1) as (it, _, [decode]):
         decode.paths = {"block_bytes": 8192}
-        await until(lambda: decode.name not in core_of(it).engines)
+        await until(lambda: decode.name not in engines_of(it))
         checks = await examined(it.url)
         assert checks["server"].ok is True
         assert [name for name in checks][:3] == ["server", "gateway", "pairs"]
@@ -205,7 +205,7 @@ async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
 async def test_the_doctor_names_rejected_engines_beside_working_pairs() -> None:
     async with pairs(1, 2) as (it, _, decode):
         decode[0].tells_paths = False
-        await until(lambda: decode[0].name not in core_of(it).engines)
+        await until(lambda: decode[0].name not in engines_of(it))
         check = (await examined(it.url))["pairs"]
         assert check.ok is False
         assert check.detail.startswith("1 prefill, 1 decode; ")
@@ -215,7 +215,7 @@ async def test_the_doctor_names_rejected_engines_beside_working_pairs() -> None:
 async def test_the_doctor_reports_what_is_left_when_a_role_has_died() -> None:
     async with pairs(1, 1) as (it, [prefill], _):
         await prefill.kill()
-        await until(lambda: prefill.name not in core_of(it).engines)
+        await until(lambda: prefill.name not in engines_of(it))
         checks = await examined(it.url)
         assert checks["pairs"].ok is checks["gateway"].ok is False
         assert checks["pairs"].detail.startswith("0 prefill, 1 decode")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from fake_pair_engine import PairEngine, core_of, gateway_of, pair_engines, pairs
+from fake_pair_engine import PairEngine, core_of, engines_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, until
 from sojourn_server.gateway.http.engine_descriptions import (
     DEFAULT_BLOCK_S,
@@ -29,6 +29,7 @@ from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.routing.routing_events import NicQueueReported, PairRole
 from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.routing.routing_records import ReplicaHealth
 
 PATHS: dict[str, Any] = {
     "role": "decode",
@@ -42,7 +43,7 @@ PATHS: dict[str, Any] = {
 
 
 def known(it: World) -> set[str]:
-    return {*core_of(it).engines}
+    return {*engines_of(it)}
 
 
 async def refused(it: World) -> dict[str, str]:
@@ -232,29 +233,29 @@ async def test_the_log_names_the_effect_of_a_lost_engine(role: str, caplog: pyte
 
 async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() -> None:
     async with pairs(1, 1) as (it, _, [decode]):
-        before = core_of(it).engines[decode.name].seen
+        before = engines_of(it)[decode.name].seen
         await decode.kill()
         await decode.restart()
         await until(
-            lambda: decode.name in known(it) and core_of(it).engines[decode.name].seen.epoch == decode.epoch
+            lambda: decode.name in known(it) and engines_of(it)[decode.name].seen.epoch == decode.epoch
         )
-        assert core_of(it).engines[decode.name].seen.instance != before.instance
+        assert engines_of(it)[decode.name].seen.instance != before.instance
 
 
 async def test_how_many_an_engine_runs_at_once_is_learnt() -> None:
     async with pairs(1, 1) as (it, _, decode):
-        engine = core_of(it).engines[decode[0].name]
+        engine = engines_of(it)[decode[0].name]
         assert engine.seen.max_running == 64
-        [view] = core_of(it).pairs.decode.available()
+        [view] = core_of(it).strategy.pairs.decode.available()
         assert view.most_requests == 64
 
 
 async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:
     async with pairs(1, 1) as (it, _, [decode]):
-        before = core_of(it).engines[decode.name].seen
+        before = engines_of(it)[decode.name].seen
         decode.epoch = "e2"
-        await until(lambda: core_of(it).engines[decode.name].seen.epoch == "e2")
-        assert core_of(it).engines[decode.name].seen.instance != before.instance
+        await until(lambda: engines_of(it)[decode.name].seen.epoch == "e2")
+        assert engines_of(it)[decode.name].seen.instance != before.instance
 
 
 async def test_an_engine_that_is_slow_but_alive_is_doubted_and_kept() -> None:
@@ -262,7 +263,7 @@ async def test_an_engine_that_is_slow_but_alive_is_doubted_and_kept() -> None:
         slow, other = decode
         async with gateway_of(prefill, decode, limits=RoutingLimits(lease_s=0.3)) as it:
             slow.silent = True
-            await until(lambda: core_of(it).engines[slow.name].suspect)
+            await until(lambda: engines_of(it)[slow.name].health is ReplicaHealth.SUSPECT)
             for _ in range(2):
                 assert (await it.chat()).status == 200
             assert (len(slow.requests), len(other.requests)) == (0, 2)
@@ -304,7 +305,7 @@ def queue_s(it: World, engine: PairEngine) -> float:
     """What the books have waiting for the NIC of its node."""
     core = core_of(it)
     now: float = asyncio.get_running_loop().time()  # the decider's clock
-    return float(core.pairs.queues.queue_s(core._nodes[engine.at_node], now))
+    return float(core.strategy.pairs.queues.queue_s(core.strategy._nodes[engine.at_node], now))
 
 
 async def test_a_nodes_queue_is_that_of_all_its_engines() -> None:

@@ -8,11 +8,11 @@ import time
 from typing import Any
 
 import pytest
-from fake_pair_engine import PairEngine, core_of, gateway_of, pair_engines, pairs
+from fake_pair_engine import PairEngine, core_of, engines_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, lines, until
 from sojourn_server.gateway.http.engine_client import MAX_WHOLE_ANSWER_BYTES
 from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
-from sojourn_server.routing import pair_core
+from sojourn_server.routing import pair_strategy
 from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES, PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
 from starlette.requests import Request
@@ -81,7 +81,7 @@ async def test_a_request_that_has_no_one_context_is_all_the_decode_engines(more:
         decode.hold = asyncio.Event()
         asking = asyncio.ensure_future(it.chat("p", max_tokens=7, kv_transfer_params=forged, **more))
         await until(lambda: decode.requests)
-        [view] = core_of(it).pairs.prefill.available()
+        [view] = core_of(it).strategy.pairs.prefill.available()
         assert view.tokens == 0
         decode.hold.set()
         assert (await asking).status == 200
@@ -97,7 +97,7 @@ async def test_the_prefill_engine_is_free_while_the_answer_is_written() -> None:
         decode.hold = asyncio.Event()
         asking = asyncio.ensure_future(it.chat())
         await until(lambda: decode.requests)
-        [view] = core_of(it).pairs.prefill.available()
+        [view] = core_of(it).strategy.pairs.prefill.available()
         assert view.tokens == 0
         assert core_of(it).requests
         decode.hold.set()
@@ -151,7 +151,7 @@ async def test_an_engine_that_dies_costs_a_repetition_and_no_request(lost: str, 
                 assert [json.loads(line).get("number") for line in (await lines(answer))[:-1]] == [*range(5)]
         await until(lambda: not core_of(it).requests)
         if how == "gone":
-            await until(lambda: victim.name not in core_of(it).engines)
+            await until(lambda: victim.name not in engines_of(it))
         else:
             assert core_of(it).counts.replayed
 
@@ -179,7 +179,7 @@ async def test_a_prefill_engine_that_dies_after_its_stage_fails_no_request() -> 
         asking = asyncio.ensure_future(it.chat("p"))
         await until(lambda: decode.requests)
         await prefill.kill()
-        await until(lambda: prefill.name not in core_of(it).engines)
+        await until(lambda: prefill.name not in engines_of(it))
         decode.hold.set()
         assert (await asking).status == 200
         assert len(decode.requests) == 1
@@ -340,7 +340,7 @@ async def test_requests_wait_while_all_engines_are_busy_up_to_the_limit() -> Non
         async with gateway_of(prefill, decode, limits=limits) as it:
             decode[0].hold = asyncio.Event()
             first, second = (asyncio.ensure_future(it.chat(name, max_tokens=300)) for name in "ab")
-            await until(lambda: core_of(it).waiting == 1 and decode[0].requests)
+            await until(lambda: len(core_of(it).waiting) == 1 and decode[0].requests)
             full = await it.chat("c")
             assert (full.status, full.headers["Retry-After"]) == (429, "5")
             decode[0].hold.set()
@@ -364,13 +364,13 @@ async def test_a_request_that_waited_as_long_as_allowed_is_rejected() -> None:
 async def test_without_a_pair_new_requests_get_a_retry_time() -> None:
     async with pairs(1, 1) as (it, [prefill], [decode]):
         await decode.kill()
-        await until(lambda: decode.name not in core_of(it).engines)
+        await until(lambda: decode.name not in engines_of(it))
         refused = await it.chat("p")
         assert refused.status == 503
         assert "Retry-After" in refused.headers
         assert not prefill.requests
         await decode.restart()
-        await until(lambda: decode.name in core_of(it).engines)
+        await until(lambda: decode.name in engines_of(it))
         assert (await it.chat("p")).status == 200
 
 
@@ -378,7 +378,7 @@ async def test_without_a_pair_new_requests_get_a_retry_time() -> None:
 async def test_accepted_requests_do_not_wait_long_after_the_last_engine_of_a_role_died(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair_core, "ROLE_MISSING_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(pair_strategy, "ROLE_MISSING_TIMEOUT_S", 0.3)
     # It is the request that finds out: nobody looks for long.
     async with pairs(1, 1, poll_s=3600.0) as (it, [prefill], [decode]):
         await (prefill if role == "prefill" else decode).kill()
@@ -422,7 +422,7 @@ async def test_what_has_no_first_leg_takes_a_place_in_a_pair_all_the_same() -> N
         assert (await it.chat("p", n=2)).status == 200
         assert not prefill.requests
         await prefill.kill()
-        await until(lambda: prefill.name not in core_of(it).engines)
+        await until(lambda: prefill.name not in engines_of(it))
         assert (await it.chat("p", n=2)).status == 503
         assert len(decode.requests) == 1
 
@@ -430,7 +430,6 @@ async def test_what_has_no_first_leg_takes_a_place_in_a_pair_all_the_same() -> N
 async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> None:
     async with pairs(1, 2) as (it, [prefill], decode):
         prefill.queued_s = 2.5
-        one = core_of(it).engines
 
         async def told() -> bool:
             shown = (await it.get("/sojourn/v1/replicas"))["replicas"]
@@ -451,7 +450,7 @@ async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> 
         assert queue in page
         assert 'sojourn_gateway_requests_total{reason="pair"} 0.0' in page
         await prefill.kill()
-        await until(lambda: prefill.name not in one)
+        await until(lambda: prefill.name not in engines_of(it))
         page = await (await it.http.get(f"{it.url}/metrics")).text()
         assert prefill.name not in page
         assert decode[0].name in page

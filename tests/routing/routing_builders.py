@@ -8,7 +8,8 @@ from sojourn_server.policies.fairness.fair_share import FcfsSharing
 from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.policies.routing.work_stealing import NoStealing
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.affinity_core import AffinityCore
+from sojourn_server.routing.affinity_strategy import AffinityStrategy
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 CAPACITY = 1000
@@ -19,26 +20,23 @@ def build_core(
     stealing: Any = None,
     sharing: Any = None,
     *,
-    yielding: Any = None,
+    preemption: Any = None,
     order: Any = None,
-    expected: Any = None,
-    life: str = "",
+    estimator: Any = None,
     **limits: Any,
-) -> AffinityCore:
+) -> RoutingCore:
     """A core without replicas, which keeps programs at their home."""
-    return AffinityCore(
+    strategy = AffinityStrategy(
         routing or SessionAffinityRouting(),
         stealing or NoStealing(),
         sharing or FcfsSharing(),
-        RoutingLimits(**limits),
-        yielding=yielding,
+        preemption=preemption,
         order=order,
-        expected=expected,
-        life=life,
     )
+    return RoutingCore(strategy, RoutingLimits(**limits), estimator)
 
 
-def with_replicas(of: AffinityCore, *names: str) -> AffinityCore:
+def with_replicas(of: RoutingCore, *names: str) -> RoutingCore:
     """Register replicas with these names, and return the core."""
     for name in names:
         of.take(seen(name), 0.0)

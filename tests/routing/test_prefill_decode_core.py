@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from routing_builders import build_core, only
-from sojourn_server.policies.prefill_decode.decode_engine_selection import HIGH_TOKENS_RATIO
+from routing_builders import only
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
-from sojourn_server.policies.prefill_decode.read_side_policies import ShorterQueueRead, WaterFillingRead
-from sojourn_server.routing import pair_core, routing_events, routing_from_preset
-from sojourn_server.routing.bounded_program_table import BoundedProgramTable, Key
-from sojourn_server.routing.pair_core import ROLE_MISSING_TIMEOUT_S, PairCore
-from sojourn_server.routing.pair_tables import PairProgram
-from sojourn_server.routing.replica_fleet import MAX_REMEMBERED_DRAINS
+from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.pair_strategy import PairStrategy
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     AbortStream,
     NicQueueReported,
@@ -32,17 +26,16 @@ from sojourn_server.routing.routing_events import (
     RequestFinished,
     SendRequestToPair,
 )
-from sojourn_server.routing.routing_from_preset import PrefillDecodeRules, build_pair_core
 from sojourn_server.routing.routing_limits import RoutingLimits
-from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PdCluster
+from sojourn_server.routing.routing_records import ReplicaHealth
 
 KV_TOKENS = 10_000
 
 
-def seen(name: str, instance: str = "1", **more: Any) -> PairEngineRegistered:
+def seen(name: str, instance: str = "1", kv_tokens: int = KV_TOKENS, **more: Any) -> PairEngineRegistered:
     role = PairRole.PREFILL if name.startswith("p") else PairRole.DECODE
-    given = {"node": f"node-{name}", "kv_tokens": KV_TOKENS, "block_s": 0.01, "peer": f"tcp:{name}:1", **more}
-    return PairEngineRegistered(name, instance, role, **given)
+    given = {"role": role, "node": f"node-{name}", "block_s": 0.01, "peer": f"tcp:{name}:1", **more}
+    return PairEngineRegistered(name, instance, kv_tokens, **given)
 
 
 def asked(
@@ -51,39 +44,18 @@ def asked(
     return routing_events.RequestReceived(name, "t", tokens, program_id=program, **more)
 
 
-def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> PairCore:
-    made = PairCore(pairs, RoutingLimits(**limits))
+def stored(it: RoutingCore) -> int:
+    program = it.programs.get(("t", "p"))
+    return program.context_tokens if program is not None else 0
+
+
+def core(
+    *names: str, pairs: PairScheduler | None = None, expects: bool = False, **limits: Any
+) -> RoutingCore:
+    made = RoutingCore(PairStrategy(pairs, expects_engines=expects), RoutingLimits(**limits))
     for name in names:
         made.take(seen(name), 0.0)
     return made
-
-
-def test_the_rules_reach_the_pairs_and_have_the_defaults_of_the_simulation(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class BuiltError(Exception):
-        pass
-
-    def made(*given: Any) -> None:
-        raise BuiltError(*given)
-
-    monkeypatch.setattr(routing_from_preset, "PairScheduler", made)
-
-    def given_of(rules: PrefillDecodeRules) -> tuple[Any, ...]:
-        with pytest.raises(BuiltError) as caught:
-            build_pair_core(rules)
-        return caught.value.args
-
-    limits, side, ratio = given_of(PrefillDecodeRules("split", 1.0, 2.0, 1.5))
-    assert (limits.short_queue_s, limits.most_tokens_s, ratio) == (1.0, 2.0, 1.5)
-    assert isinstance(side, WaterFillingRead)
-    limits, side, ratio = given_of(PrefillDecodeRules())
-    assert isinstance(side, ShorterQueueRead)
-    simulated = {field.name: field.default for field in fields(PdCluster)}
-    assert limits.short_queue_s == simulated["short_queue_s"]
-    assert limits.most_tokens_s == simulated["most_tokens_s"]
-    assert limits.most_tokens_s < math.inf
-    assert ratio == HIGH_TOKENS_RATIO
 
 
 def test_a_request_goes_to_a_pair_and_the_next_to_the_other() -> None:
@@ -108,7 +80,7 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
     it.take(routing_events.RequestFinished("c", 10, "d1"), 200.0)
     it.take(routing_events.ProgramEnded("p", "t"), 300.0)
     assert only(it.take(asked("d", 6600, "p"), 300.0)).decode_share == 0.0
-    assert it.pairs.queues.queue_s(1, 300.0) <= 0.0  # nothing of an ended program is looked for
+    assert it.strategy.pairs.queues.queue_s(1, 300.0) <= 0.0  # nothing of an ended program is looked for
 
 
 def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
@@ -124,13 +96,13 @@ def test_what_an_engine_refused_has_stored_nothing_and_is_no_turn(answered: bool
     it.take(asked("a", 6400, "p"), 1.0)
     it.take(routing_events.PrefillFinished("a", "p1"), 1.5)
     it.take(routing_events.RequestFinished("a", 0, "d1", answered=answered), 2.0)
-    assert it.stored_tokens("t", "p") == 0
+    assert stored(it) == 0
     assert not it.programs
     assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
     it.take(routing_events.RequestFinished("b", 36, "d1"), 4.0)
     it.take(asked("c", 6600, "p"), 5.0)
     it.take(routing_events.RequestFinished("c", 0, "d1", answered=answered), 6.0)
-    assert it.stored_tokens("t", "p") == 6500
+    assert stored(it) == 6500
     assert it.programs.get(("t", "p")).turns == 1
 
 
@@ -143,40 +115,9 @@ def test_no_decode_engine_is_sent_more_than_it_runs_at_once() -> None:
     assert [one.replica_id for one in sent] == ["d1", "d2", "d2"]
     it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
     assert it.take(asked("d", 100), 2.0) == []  # it waits here, not in an engine's queue
-    assert it.waiting == 1
+    assert len(it.waiting) == 1
     done = sent[0]
     assert only(it.take(routing_events.RequestFinished("a", 5, done.replica_id), 3.0)).request_id == "d"
-
-
-def test_an_engine_that_was_drained_when_it_came_is_bound_as_well() -> None:
-    it = core("p1", "d1")
-    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
-    it.take(routing_events.ReplicaGone("d1", "1"), 1.0)
-    it.take(seen("d1", max_running=1), 2.0)  # a blip undrains nobody
-    it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0)
-    assert only(it.take(asked("a"), 3.0)).replica_id == "d1"
-    assert it.take(asked("b"), 3.0) == []
-
-
-def test_a_waiting_request_goes_to_the_first_engine_with_room() -> None:
-    it = core("p1")
-    for name in ("d1", "d2"):
-        it.take(seen(name, max_running=1), 0.0)
-    sent = [only(it.take(asked(name, tokens), 1.0)) for name, tokens in (("a", 100), ("b", 900))]
-    assert [one.replica_id for one in sent] == ["d1", "d2"]
-    for name in "cd":
-        assert it.take(asked(name, 100), 1.0) == []
-    assert it.pairs.prefill.available()[0].tokens == 1000  # who waits for a decode engine loads no other
-    first = only(it.take(routing_events.RequestFinished("b", 5, "d2"), 2.0))
-    assert (first.request_id, first.replica_id) == ("c", "d2")
-    assert it.take(asked("e", 100), 2.0) == []
-    second = only(it.take(routing_events.RequestFinished("c", 5, "d2"), 3.0))
-    assert (second.request_id, second.replica_id) == ("d", "d2")  # not who came later
-    it.take(routing_events.RequestFinished("d"), 4.0)
-    assert it.waiting == 0
-    it.take(asked("f", 100), 4.0)
-    it.take(routing_events.RequestFinished("f"), 5.0)  # given up in line
-    assert it.waiting == 0
 
 
 def test_a_request_that_only_a_full_engine_could_hold_blocks_no_other() -> None:
@@ -187,18 +128,6 @@ def test_a_request_that_only_a_full_engine_could_hold_blocks_no_other() -> None:
     assert it.take(asked("b", 9000), 1.0) == []
     assert only(it.take(asked("c", 100), 1.0)).replica_id == "d2"
     assert only(it.take(routing_events.RequestFinished("a", 5, "d1"), 2.0)).request_id == "b"
-
-
-def test_an_engine_may_report_its_request_limit_later() -> None:
-    it = core("p1", "d1")
-    for name in "ab":
-        assert only(it.take(asked(name), 1.0)).replica_id == "d1"
-    it.take(seen("d1", max_running=2), 2.0)
-    assert it.pairs.decode.available()[0].requests == 2  # what is there still counts
-    assert it.take(asked("c"), 3.0) == []
-    assert only(it.take(seen("d1", max_running=3), 4.0)).request_id == "c"
-    assert it.take(asked("d"), 5.0) == []
-    assert only(it.take(seen("d1", max_running=0), 6.0)).request_id == "d"  # it does not tell any more
 
 
 @pytest.mark.parametrize(("there", "absent"), [("p1", "decode"), ("d1", "prefill"), ("", "prefill")])
@@ -212,15 +141,6 @@ def test_without_both_roles_new_requests_are_rejected_with_a_retry_time(there: s
     assert not it.programs
 
 
-def test_where_all_of_a_role_are_drained_there_is_no_pair() -> None:
-    it = core("p1", "d1", "d2")
-    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
-    it.take(routing_events.ReplicaDrainStarted("d2"), 1.0)
-    assert only(it.take(asked("a"), 2.0)).status == 503
-    it.take(routing_events.ReplicaDrainCancelled("d2"), 3.0)
-    assert only(it.take(asked("a"), 4.0)).replica_id == "d2"
-
-
 def test_an_engine_in_doubt_is_waited_for() -> None:
     it = core("p1", "d1")
     it.take(asked("a"), 1.0)
@@ -232,7 +152,7 @@ def test_an_engine_in_doubt_is_waited_for() -> None:
 
 @pytest.mark.parametrize("how", ["failed", "drained"])
 def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None:
-    it = PairCore()
+    it = core()
     it.take(seen("p1", kv_tokens=1000), 0.0)
     it.take(seen("d1", kv_tokens=1000), 0.0)
     for name in ("a", "b"):
@@ -248,37 +168,10 @@ def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None
     else:
         it.take(routing_events.ReplicaDrainStarted("d1"), 2.0)
         assert it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0) == []
-    [view] = it.pairs.decode.available()
+    [view] = it.strategy.pairs.decode.available()
     assert (view.free_kv_tokens, view.requests) == (100, 2)
-    assert it.pairs.prefill.available()[0].tokens == 1200  # c waits there for memory
+    assert it.strategy.pairs.prefill.available()[0].tokens == 1200  # c waits there for memory
     assert only(it.take(routing_events.RequestFinished("b", 1, "d1"), 4.0)).request_id == "c"
-
-
-def test_what_ends_while_an_engine_is_drained_is_out_of_its_books() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    for name in ("p1", "d1"):
-        it.take(routing_events.ReplicaDrainStarted(name), 2.0)
-    it.take(routing_events.PrefillFinished("a", "p1"), 3.0)
-    it.take(routing_events.RequestFinished("a", 1, "d1"), 3.0)
-    for name in ("p1", "d1"):
-        it.take(routing_events.ReplicaDrainCancelled(name), 4.0)
-    [view] = it.pairs.decode.available()
-    assert (view.free_kv_tokens, view.tokens, view.requests) == (KV_TOKENS, 0, 0)
-    assert it.pairs.prefill.available()[0].tokens == 0
-
-
-def test_an_engine_in_doubt_that_goes_leaves_nothing_behind() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    it.take(routing_events.RequestFailed("a", "d1"), 2.0)
-    it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
-    assert it.waiting == 1
-    assert only(it.take(seen("d1", "2"), 4.0)).request_id == "a"
-    [view] = it.pairs.decode.available()
-    assert view.requests == 1
-    assert set(it._names.values()) == {"p1", "d1"}
-    assert len(it._names) == 2
 
 
 def test_the_wait_of_a_request_starts_again_when_its_pair_is_lost() -> None:
@@ -294,53 +187,8 @@ def test_the_wait_of_a_request_starts_again_when_its_pair_is_lost() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["gone", "drained"])
-def test_requests_that_wait_for_a_missing_role_are_rejected_soon(how: str) -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    it.take(routing_events.RequestFailed("a", "d1"), 2.0)
-    it.take(asked("b"), 2.0)
-    it.take(
-        routing_events.ReplicaGone("d1", "1") if how == "gone" else routing_events.ReplicaDrainStarted("d1"),
-        3.0,
-    )
-    assert not [one for one in it.take(routing_events.Tick(), 3.1) if isinstance(one, RejectRequest)]
-    assert not [
-        one
-        for one in it.take(routing_events.Tick(), 3.1 + ROLE_MISSING_TIMEOUT_S - 0.1)
-        if isinstance(one, RejectRequest)
-    ]
-    refused: list[Any] = [
-        one
-        for one in it.take(routing_events.Tick(), 3.1 + ROLE_MISSING_TIMEOUT_S)
-        if isinstance(one, RejectRequest)
-    ]
-    assert [(one.request_id, one.status, one.code) for one in refused] == [
-        (name, 503, "no_room") for name in "ab"
-    ]
-    assert all("no decode engine" in one.message and one.retry_after_s for one in refused)
-    assert not it.requests
-
-
-def test_a_role_that_returns_in_time_costs_no_request() -> None:
-    it = core("p1", "d1", most_failures=4)
-    it.take(asked("a"), 1.0)
-    for start, life in ((2.0, "1"), (7.0, "2"), (12.0, "3")):
-        it.take(routing_events.ReplicaGone("d1", life), start)
-        for tenth in range(10 * int(ROLE_MISSING_TIMEOUT_S) - 10):
-            assert not [
-                o for o in it.take(routing_events.Tick(), start + tenth / 10) if isinstance(o, RejectRequest)
-            ]
-        it.take(seen("p1"), start + ROLE_MISSING_TIMEOUT_S - 1)
-        assert (
-            only(it.take(seen("d1", str(int(life) + 1)), start + ROLE_MISSING_TIMEOUT_S - 1)).request_id
-            == "a"
-        )
-        it.take(routing_events.Tick(), start + ROLE_MISSING_TIMEOUT_S - 1)
-
-
 def test_a_supervised_missing_role_is_waited_for() -> None:
-    it = PairCore(expects_engines=True)
+    it = core(expects=True)
     for name in ("p1", "d1"):
         it.take(seen(name), 0.0)
     it.take(asked("a"), 1.0)
@@ -354,20 +202,13 @@ def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> Non
     it = core("p1", "d1")
     it.take(asked("a", 700, "p"), 1.0)
     it.take(RequestFinished("a", 20, "d1", prompt_tokens=301), 2.0)
-    assert it.stored_tokens("t", "p") == 321
+    assert stored(it) == 321
     it.take(asked("b", 700, "p"), 3.0)
     it.take(RequestFinished("b", 6, "d1", prompt_tokens=100), 4.0)
-    assert it.stored_tokens("t", "p") == 106
+    assert stored(it) == 106
     it.take(asked("c", 700, "p"), 5.0)
     it.take(routing_events.RequestFinished("c", 20, "d1"), 6.0)  # nobody counted: the guess is all there is
-    assert it.stored_tokens("t", "p") == 720
-
-
-def test_a_prompt_count_travels_and_is_left_out_where_unknown() -> None:
-    counted = RequestFinished("a", 20, "d1", prompt_tokens=301)
-    written = msgspec.msgpack.encode(counted)
-    assert msgspec.msgpack.decode(written, type=routing_events.AnyRoutingEvent) == counted
-    assert b"prompt_tokens" not in msgspec.msgpack.encode(RequestFinished("a", 20, "d1"))
+    assert stored(it) == 720
 
 
 def test_which_engine_answered_last_is_known() -> None:
@@ -390,7 +231,7 @@ def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:
     it.take(routing_events.ReplicaGone("p1", "1"), 5.0)
     assert only(it.take(seen("p1", "2"), 6.0)).request_id == "a"
     it.take(routing_events.PrefillFinished("a", "p1"), 7.0)
-    assert it.pairs.prefill.available()[0].tokens == 0
+    assert it.strategy.pairs.prefill.available()[0].tokens == 0
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
@@ -398,20 +239,10 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     it.take(asked("a", 128, "p"), 1.0)
     it.take(routing_events.RequestFinished("a", 0, "d1"), 2.0)
     it.take(asked("b", 128, "p"), 3.0)
-    assert it.pairs.in_flight["b"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS - 1
+    assert it.strategy.pairs.in_flight["b"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS - 1
     it.take(routing_events.RequestFinished("b", 0, "d1"), 4.0)
     it.take(asked("c", 129, "p"), 5.0)
-    assert it.pairs.in_flight["c"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS
-
-
-def test_whose_engine_has_gone_waits_and_goes_in_its_order() -> None:
-    it = core("p1", "d1")
-    for name in "abc":
-        it.take(asked(name), 1.0)
-    assert it.take(routing_events.ReplicaGone("d1", "1"), 2.0) == []
-    assert it.waiting == 3
-    sent: list[Any] = it.take(seen("d1", "2"), 3.0)
-    assert [one.request_id for one in sent] == ["a", "b", "c"]
+    assert it.strategy.pairs.in_flight["c"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS
 
 
 def test_the_expected_epoch_of_a_decode_engine_is_sent() -> None:
@@ -422,24 +253,8 @@ def test_the_expected_epoch_of_a_decode_engine_is_sent() -> None:
     assert (again.request_id, again.epoch) == ("a", "e2")
 
 
-def known(it: PairCore) -> list[tuple[str, int, int]]:
+def known(it: RoutingCore) -> list[tuple[str, int, int]]:
     return [(one.key[1], one.requests, one.turns) for one in it.programs]
-
-
-def test_a_program_is_known_while_it_has_a_request_and_after_its_first_answer() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a", 640, "p"), 1.0)
-    it.take(asked("b", 640, "q"), 1.0)
-    assert [(one.key[1], one.requests, one.turns) for one in it.programs] == [
-        ("p", 1, 0),
-        ("q", 1, 0),
-    ]
-    it.take(routing_events.RequestFinished("a", 10, "d1"), 2.0)
-    it.take(routing_events.RequestFinished("b"), 2.0)
-    assert known(it) == [("p", 0, 1)]
-    assert it.stored_tokens("t", "p") == 650
-    it.take(routing_events.ProgramEnded("p", "t"), 3.0)
-    assert not it.programs
 
 
 def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> None:
@@ -453,112 +268,10 @@ def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> No
     assert not it.programs
 
 
-def test_requests_of_an_ended_program_are_none_of_a_later_one_of_its_name() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a", 640, "p"), 1.0)
-    it.take(routing_events.ProgramEnded("p", "t"), 2.0)
-    it.take(asked("b", 100, "p"), 3.0)
-    it.take(routing_events.RequestFinished("a", 10, "d1"), 4.0)
-    assert known(it) == [("p", 1, 0)]
-    [status] = it.program_statuses()
-    assert (status.in_flight, status.waiting, status.turns) == (1, 0, 0)
-    it.take(routing_events.RequestFinished("b", 10, "d1"), 5.0)
-    assert it.stored_tokens("t", "p") == 110
-
-
-def test_a_program_that_is_silent_for_long_is_forgotten() -> None:
-    it = core("p1", "d1", silent_program_s=100.0, lease_s=1e6)
-    for number, name in enumerate("xyz"):
-        it.take(asked(name, 640, f"program {name}"), float(number))
-        it.take(routing_events.RequestFinished(name, 10, "d1"), float(number))
-    it.take(asked("runs", 640, "program x"), 50.0)
-    it.take(asked("again", 640, "program z"), 50.0)
-    it.take(routing_events.RequestFinished("again", 10, "d1"), 60.0)
-    it.take(routing_events.Tick(), 101.5)
-    assert [name for name, *_ in known(it)] == ["program x", "program z"]
-    it.take(routing_events.Tick(), 500.0)
-    assert [name for name, *_ in known(it)] == ["program x"], "its request runs"
-    it.take(routing_events.RequestFinished("runs", 10, "d1"), 500.0)
-    it.take(routing_events.Tick(), 600.5)
-    assert not it.programs
-
-
-def test_a_tenant_with_many_programs_displaces_its_own() -> None:
-    table: BoundedProgramTable[PairProgram] = BoundedProgramTable(most=4)
-
-    def add(key: Key, now: float) -> None:
-        table.find_or_add(key, lambda: PairProgram(key, now), now)
-
-    def found(tenant: str, name: str) -> PairProgram:
-        program = table.get((tenant, name))
-        assert program is not None
-        return program
-
-    add(("quiet", "old"), 0.0)
-    for number in range(3):
-        add(("busy", f"b{number}"), 1.0 + number)
-    found("busy", "b0").requests = 1
-    add(("busy", "b3"), 5.0)
-    assert [program.key for program in table] == [
-        ("quiet", "old"),
-        ("busy", "b0"),
-        ("busy", "b2"),
-        ("busy", "b3"),
-    ]
-    table.touched(found("busy", "b2"), 6.0)
-    add(("other", "o"), 7.0)
-    assert [program.key for program in table] == [
-        ("quiet", "old"),
-        ("busy", "b0"),
-        ("busy", "b2"),
-        ("other", "o"),
-    ]
-    for program in table:
-        program.requests = 1
-    add(("other", "new"), 8.0)
-    assert len(table) == 5, "programs with requests stay"
-
-
 def test_a_prefill_engine_with_too_much_to_do_gets_nothing_until_a_prompt_is_computed() -> None:
     it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=1500)))
     assert [len(it.take(asked(name), 1.0)) for name in "abc"] == [1, 1, 0]
     assert only(it.take(routing_events.PrefillFinished("a", "p1"), 2.0)).request_id == "c"
-
-
-def test_a_request_that_waited_too_long_is_rejected() -> None:
-    it = core("p1", "d1", wait_s=60.0)
-    it.take(asked("a"), 1.0)
-    assert it.take(routing_events.ReplicaGone("d1", "1"), 2.0) == []
-    assert it.take(routing_events.Tick(), 60.0) == [ProbeReplica("p1", "1")]
-    refused = [one for one in it.take(routing_events.Tick(), 62.5) if isinstance(one, RejectRequest)]
-    assert (only(refused).request_id, only(refused).status) == ("a", 503)
-    assert not it.requests
-
-
-@pytest.mark.parametrize(
-    ("fact", "status", "code"),
-    [
-        (asked("a"), 409, "duplicate_request"),
-        (asked("b", KV_TOKENS + 1, exact=True), 400, "context_too_long"),
-        (asked("b"), 429, "too_many_waiting"),
-    ],
-)
-def test_at_a_full_queue_a_request_that_can_never_be_served_is_told_so(
-    fact: routing_events.RequestReceived, status: int, code: str
-) -> None:
-    """429 means that a later attempt may succeed, so it comes last."""
-    it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=0)), most_waiting=1)
-    it.take(asked("a"), 1.0)
-    it.take(asked("full"), 1.0)
-    assert it.waiting == 1
-    refused = only(it.take(fact, 1.0))
-    assert (refused.status, refused.code) == (status, code)
-    assert "a" in it.requests
-
-
-def test_a_guess_that_no_engine_holds_is_sent_all_the_same() -> None:
-    it = core("p1", "d1")
-    assert only(it.take(asked("a", 50 * KV_TOKENS, output_tokens=10**6), 1.0)).replica_id == "d1"
 
 
 @pytest.mark.parametrize("lost", ["p1", "d1"])
@@ -590,9 +303,9 @@ def test_after_some_failures_a_request_is_refused() -> None:
     assert not it.requests
 
 
-def lose_its_engine(it: PairCore, *, computing: bool) -> str:
+def lose_its_engine(it: RoutingCore, *, computing: bool) -> str:
     """The decode engine of request ``a`` hangs and is given up. Returns the engine's id."""
-    lost = it.requests["a"].decode_id
+    lost = it.requests["a"].replica_id
     assert lost is not None
     it.take(routing_events.ReplicaGone(lost, "1"), 2.0)
     if computing:
@@ -605,14 +318,14 @@ def test_a_request_that_hangs_engines_takes_no_more_than_three_pairs_down() -> N
     it.take(asked("a"), 1.0)
     for _ in range(2):
         lose_its_engine(it, computing=False)
-    lost = it.requests["a"].decode_id
+    lost = it.requests["a"].replica_id
     assert lost is not None
     refused = only(it.take(routing_events.ReplicaGone(lost, "1"), 3.0))
     assert (refused.request_id, refused.status, refused.code) == ("a", 502, "replicas_failed")
-    assert "3 pairs" in refused.message
+    assert "3 times" in refused.message
     assert not it.requests
-    assert len(it.engines) == 4
-    assert (len(it.pairs.in_flight), it.waiting) == (0, 0)
+    assert len(it.fleet) == 4
+    assert (len(it.strategy.pairs.in_flight), it.waiting) == (0, {})
 
 
 def test_an_engine_that_computed_the_request_counts_as_such_although_it_is_gone() -> None:
@@ -621,46 +334,25 @@ def test_an_engine_that_computed_the_request_counts_as_such_although_it_is_gone(
     first = lose_its_engine(it, computing=True)
     it.take(routing_events.RequestFailed("a", first, computing=True), 2.2)
     assert it.requests["a"].failures_computing == 1, "one event for each engine counts"
-    second = it.requests["a"].decode_id
+    second = it.requests["a"].replica_id
     assert second is not None
     actions = it.take(routing_events.RequestFailed("a", second, computing=True), 3.0)
     [refused] = [one for one in actions if isinstance(one, RejectRequest)]
     assert refused.status == 502
-    assert "2 pairs of engines accepted it" in refused.message
+    assert "accepted by a pair of engines 2 times" in refused.message
     assert not it.requests
 
 
-def test_an_engine_in_doubt_is_not_probed_again_for_each_request_that_fails_there() -> None:
-    it = core("p1", "d1")
-    for name in "abc":
-        it.take(asked(name), 1.0)
-    probes = [one for name in "abc" for one in it.take(routing_events.RequestFailed(name, "d1"), 2.0)]
-    assert probes == [ProbeReplica("d1", "1")]
-    it.take(seen("p1"), 11.0)
-    assert it.take(routing_events.Tick(), 12.0) == [ProbeReplica("d1", "1")]
-
-
 def test_an_expected_output_reserves_no_more_than_the_longest_context() -> None:
-    it = PairCore()
+    it = core()
     it.take(seen("p1", max_context_tokens=500), 0.0)
     it.take(seen("d1", max_context_tokens=2_000), 0.0)
     for name in "abcde":
         assert only(it.take(asked(name, 100, output_tokens=2**31), 1.0)).replica_id == "d1"
     assert it.take(asked("f", 100, output_tokens=2**31), 1.0) == []
-    [view] = it.pairs.decode.available()
+    [view] = it.strategy.pairs.decode.available()
     assert view.free_kv_tokens == KV_TOKENS - 5 * 2_000
     assert view.tokens == 500
-
-
-def test_a_prefill_engine_that_is_gone_afterwards_matters_no_more() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
-    assert it.take(routing_events.ReplicaGone("p1", "1"), 3.0) == []
-    assert it.take(routing_events.RequestFailed("a", "p1"), 3.0) == []
-    it.take(routing_events.FirstByteSent("a", "d1"), 4.0)
-    assert it.take(routing_events.ReplicaGone("d1", "1"), 5.0) == [AbortStream("a", "d1")]
-    assert not it.requests
 
 
 def test_another_life_of_an_engine_has_nothing_of_the_one_before() -> None:
@@ -680,85 +372,6 @@ def test_a_drained_engine_gets_no_new_requests_after_a_short_absence() -> None:
     assert only(it.take(asked("c"), 5.0)).replica_id == "d2"
     it.take(routing_events.ReplicaDrainCancelled("d1"), 6.0)
     assert only(it.take(asked("d"), 7.0)).replica_id == "d1"
-
-
-def test_a_drain_that_is_cancelled_while_the_engine_is_gone_is_over() -> None:
-    it = core("p1", "d1", "d2")
-    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
-    it.take(routing_events.ReplicaGone("d1", "1"), 2.0)
-    it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0)
-    it.take(seen("d1"), 4.0)
-    assert it.health("d1") == "up"
-    assert it.take(routing_events.ReplicaDrainCancelled("absent"), 5.0) == []
-
-
-def test_at_most_a_fixed_number_of_drains_is_remembered() -> None:
-    it = core()
-    for number in range(MAX_REMEMBERED_DRAINS + 5):
-        it.take(seen(f"d{number}"), 0.0)
-        it.take(routing_events.ReplicaDrainStarted(f"d{number}"), 0.0)
-        it.take(routing_events.ReplicaGone(f"d{number}", "1"), 0.0)
-    assert len(it.drained) == MAX_REMEMBERED_DRAINS
-    assert "d0" not in it.drained
-    it.take(seen("d1", "2"), 1.0)
-    it.take(seen(f"d{number}", "2"), 1.0)
-    assert it.health(f"d{number}") == "up", "another instance was drained"
-    assert f"d{number}" not in it.drained
-    assert it.drain_event("p-unknown", "1") is None
-    assert len(it.drained) == MAX_REMEMBERED_DRAINS
-
-
-def test_an_engine_that_drains_through_two_absences_still_drains() -> None:
-    it = core("p1", "d1", "d2")
-    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
-    for at_s in (2.0, 3.0):
-        it.take(routing_events.ReplicaGone("d1", "1"), at_s)
-        it.take(seen("d1"), at_s)
-        assert it.health("d1") == "draining"
-
-
-def test_nodes_without_engines_are_forgotten_when_there_are_too_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(pair_core, "MAX_NODES", 8)
-    it = core("p1", "d1")
-    for number in range(100):
-        it.take(seen("d2", node=f"node-{number}"), 1.0)
-        it.take(NicQueueReported(f"node-{number}", 1.0), 1.0)
-    assert len(it._nodes) <= 8
-    assert len(it.pairs.queues._block_s) <= 8
-    assert {only(it.take(asked(name), 2.0)).replica_id for name in "ab"} == {"d1", "d2"}
-    for number in range(20):
-        it.take(seen(f"d{number}"), 3.0)
-    assert len(it._nodes) == 21, "nodes with engines are never forgotten"
-    with pytest.raises(ValueError, match="expected seconds"):
-        it.take(seen("d2", node="refused", block_s=0.0), 4.0)
-    assert "refused" not in it._nodes
-
-
-def test_a_stream_that_broke_off_is_counted() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
-    it.take(routing_events.FirstByteSent("a", "d1"), 2.0)
-    it.take(routing_events.RequestFailed("a", "d1"), 3.0)
-    assert not it.requests
-    assert it.counts.cut == 1
-
-
-def test_a_pair_that_a_gateway_chose_replaces_the_one_that_was_sent() -> None:
-    it = core("p1", "d1", "d2")
-    sent = only(it.take(asked("a"), 1.0))
-    other = {"d1": "d2", "d2": "d1"}[sent.replica_id]
-    assert it.sent_request("a") == sent
-    it.take(routing_events.RequestSent("a", other, "t", 1000, prefill_id="p1"), 2.0)
-    assert it.sent_request("a") is None, "the former pair"
-
-
-def test_a_state_with_homes_is_refused() -> None:
-    state = build_core().snapshot(0.0)
-    with pytest.raises(ValueError, match="expected a checkpoint without a core state"):
-        core().restore(state, 0.0)
 
 
 def test_a_request_larger_than_the_remaining_engines_waits_for_their_size() -> None:
@@ -793,8 +406,8 @@ def test_two_that_hold_what_the_other_waits_for_line_up_anew() -> None:
     for second in range(40):
         sent += it.take(routing_events.Tick(), 22.0 + second)
         it.take(seen("d1"), 22.0 + second)
-        sent += [a for f in list(it.requests.values()) if f.decode_id
-                 for a in it.take(RequestFinished(f.asked.request_id, 1, "d1"), 22.5 + second)]  # fmt: skip
+        sent += [a for f in list(it.requests.values()) if f.sent
+                 for a in it.take(RequestFinished(f.request_id, 1, "d1"), 22.5 + second)]  # fmt: skip
         it.take(seen("p1", "2"), 22.5 + second)
     assert not it.requests
 
@@ -809,10 +422,8 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.number = 0
-        self.core = PairCore(
-            PairScheduler(PrefillSelectionLimits(most_tokens=5000)),
-            RoutingLimits(wait_s=500.0, most_waiting=30),
-        )
+        pairs = PairScheduler(PrefillSelectionLimits(most_tokens=5000))
+        self.core = core(pairs=pairs, wait_s=500.0, most_waiting=30)
         self.lives = dict.fromkeys(NAMES, 1)
         self.sent: dict[str, SendRequestToPair] = {}
         self.open: set[str] = set()
@@ -825,9 +436,9 @@ class Life(RuleBasedStateMachine):
             if isinstance(action, SendRequestToPair):
                 assert action.request_id in self.open
                 for name in (action.prefill_id, action.replica_id):
-                    engine = self.core.engines[name]
-                    assert not engine.suspect
-                    assert not engine.is_draining
+                    engine = self.core.fleet.get(name)
+                    assert engine is not None
+                    assert engine.health is ReplicaHealth.UP
                 self.sent[action.request_id] = action
             elif isinstance(action, (RejectRequest, AbortStream)):
                 self.open.discard(action.request_id)
@@ -894,13 +505,13 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def nobody_is_lost_and_the_books_agree(self) -> None:
         assert set(self.core.requests) == self.open
-        assert set(self.core.pairs.in_flight) == self.open
-        assert self.core.waiting == sum(f.decode_id is None for f in self.core.requests.values())
+        assert set(self.core.strategy.pairs.in_flight) == self.open
+        assert len(self.core.waiting) == sum(f.sent is None for f in self.core.requests.values())
         for name, flight in self.core.requests.items():
-            assert self.core.programs or flight.asked.program_id is None
-            if flight.decode_id is not None:
-                assert self.sent[name].replica_id == flight.decode_id
-                assert flight.decode_id in self.core.engines
+            assert self.core.programs or flight.program is None
+            if flight.sent is not None:
+                assert self.sent[name].replica_id == flight.replica_id
+                assert flight.replica_id in {one.replica_id for one in self.core.fleet}
 
     def teardown(self) -> None:
         """With engines there, everybody who waits goes."""
@@ -918,7 +529,7 @@ class Life(RuleBasedStateMachine):
                     self.open.discard(name)
                     self.sent.pop(name, None)
         assert not self.open
-        assert all(view.tokens == 0 for view in self.core.pairs.prefill.available())
+        assert all(view.tokens == 0 for view in self.core.strategy.pairs.prefill.available())
 
 
 TestLife = Life.TestCase

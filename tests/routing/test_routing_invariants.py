@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -22,19 +20,17 @@ from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.policies.routing.work_stealing import NoStealing, WorkStealing
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.affinity_core import AffinityCore
-from sojourn_server.routing.replica_fleet import ReplicaHealth
+from sojourn_server.routing.affinity_strategy import AffinityStrategy
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     AbortStream,
     RecallRequest,
     RejectRequest,
     ReleaseProgramKv,
     SendRequest,
-    YieldAnswered,
-    YieldPrograms,
 )
 from sojourn_server.routing.routing_limits import RoutingLimits
-from sojourn_server.routing.routing_snapshot import RoutingState
+from sojourn_server.routing.routing_records import ReplicaHealth
 
 ROUTINGS = (
     RandomRouting(),
@@ -46,11 +42,6 @@ ROUTINGS = (
 )
 
 
-def in_order(state: RoutingState) -> RoutingState:
-    programs = sorted(state.programs, key=lambda program: (program.tenant, program.program_id))
-    return msgspec.structs.replace(state, programs=tuple(programs))
-
-
 class AnyLife(RuleBasedStateMachine):
     """One place for each request. ``at`` is where gateways have sent requests, as the core told them to."""
 
@@ -58,16 +49,15 @@ class AnyLife(RuleBasedStateMachine):
         routing=st.sampled_from(ROUTINGS),
         stealing=st.sampled_from((NoStealing(), WorkStealing(idle_s=0.0), WorkStealing(either=True))),
         sharing=st.sampled_from((AgentFairShare(), FcfsSharing(), AgentFairShare())),
-        yielding=st.sampled_from(
+        preemption=st.sampled_from(
             (
                 UrgencyPreemption(blocked_s=0.0),
                 NoTenantPreemption(),
-                UrgencyPreemption(blocked_s=0.0, least_run_s=0.0),
             )
         ),
         send_below=st.sampled_from((0.5, 1.0, math.inf)),
     )
-    def begin(self, routing: Any, stealing: Any, sharing: Any, yielding: Any, send_below: float) -> None:
+    def begin(self, routing: Any, stealing: Any, sharing: Any, preemption: Any, send_below: float) -> None:
         limits = RoutingLimits(
             send_below_load=send_below,
             wait_s=50.0,
@@ -75,16 +65,9 @@ class AnyLife(RuleBasedStateMachine):
             queue_patience_s=15.0,
             queue_patience_requests=3,
         )
-        self.lives = 0
-
-        def another() -> AffinityCore:
-            self.lives += 1
-            return AffinityCore(
-                routing, stealing, sharing, limits, yielding=yielding, life=f"life {self.lives}"
-            )
-
-        self.another = another
-        self.core = another()
+        strategy = AffinityStrategy(routing, stealing, sharing, preemption=preemption)
+        self.strategy = strategy
+        self.core = RoutingCore(strategy, limits)
         self.now = 0.0
         self.number = 0
         self.instances = 0
@@ -93,9 +76,6 @@ class AnyLife(RuleBasedStateMachine):
         self.began: set[str] = set()
         self.failed: dict[str, set[tuple[str, str]]] = {}
         self.recalled: dict[str, str] = {}
-        self.copy: dict[tuple[str, str], tuple[str, str]] = {}
-        self.copied = ("", 0)
-        self.orders: list[YieldPrograms] = []
         for name in "ab":
             self.a_replica(name, True, 1000)
         for tenant in "tu":  # so that there is work to share out
@@ -129,31 +109,6 @@ class AnyLife(RuleBasedStateMachine):
                     assert self.at.pop(action.request_id) == action.replica_id
                 case ReleaseProgramKv():
                     assert self.core.fleet.get(action.replica_id) is not None
-                case YieldPrograms():
-                    self.yields(action)
-
-    def yields(self, order: YieldPrograms) -> None:
-        """Each request yields once, while its answer is under way, and not if others have yielded to it."""
-        there = [self.core.requests.by_id[one] for one, at in self.at.items() if at == order.replica_id]
-        assert order.to_request_id in self.open.keys() - self.at.keys(), "it waits for the answer"
-        self.orders.append(order)
-        for key in order.programs:
-            assert key[0] != order.to_tenant
-            [request] = [one for one in there if one.program is not None and one.program.key == key]
-            assert request.request_id in self.began
-            assert request.yields == 0
-            assert not request.displaced_others
-
-    @rule(data=st.data(), how=st.sampled_from(("all", "all", "some", "none", "silent")))
-    def an_engine_answers_an_order(self, data: Any, how: str) -> None:
-        if not self.orders:
-            return
-        order = self.orders.pop(data.draw(st.integers(0, len(self.orders) - 1)))
-        told = {"all": order.programs, "some": order.programs[1:]}.get(how, ())
-        before = self.core.counts.yields
-        self.take(YieldAnswered(order.replica_id, order.to_request_id, told, how != "silent"))
-        assert self.core.counts.yields - before <= len(told)
-        assert all(one.yields <= 1 for one in self.core.requests.by_id.values())
 
     def lose(self, names: list[str]) -> None:
         """Their replica does not answer: who has not begun waits again."""
@@ -248,22 +203,6 @@ class AnyLife(RuleBasedStateMachine):
             self.asks(f"new {self.number}", tokens, tenant, None, due_s)
         self.time(seconds)
 
-    @rule(
-        program=st.sampled_from(("p", "q", None)),
-        tokens=st.integers(1, 900),
-        tenant=st.sampled_from("tu"),
-        at=st.sampled_from("abc"),
-    )
-    def a_gateway_sends_by_itself(self, program: str | None, tokens: int, tenant: str, at: str) -> None:
-        self.number += 1
-        name = f"r{self.number}"
-        self.open[name] = routing_events.RequestReceived(name, tenant, tokens, program)
-        self.at[name] = at
-        self.take(routing_events.RequestSent(name, at, tenant, tokens, program))
-        assert (
-            self.core.take(routing_events.RequestSent(name, "a", tenant, tokens, program), self.now) == []
-        ), "said twice"
-
     @rule(data=st.data(), tokens=st.integers(0, 500), says_where=st.booleans())
     def ends(self, data: Any, tokens: int, says_where: bool) -> None:
         if self.open:
@@ -282,7 +221,7 @@ class AnyLife(RuleBasedStateMachine):
             at = "nowhere" if stale else self.at[name]
             if stale:
                 self.take(routing_events.RequestFinished(name, 7, at))
-                assert name in self.core.requests.by_id, "an earlier try's end ends nothing"
+                assert name in self.core.requests, "an earlier try's end ends nothing"
             if began:
                 self.take(routing_events.FirstByteSent(name, at))
                 if not stale:
@@ -306,7 +245,7 @@ class AnyLife(RuleBasedStateMachine):
         late = sorted(
             name
             for name, at in self.recalled.items()
-            if name in self.open and self.core.requests.by_id[name].recalled_from == at
+            if name in self.open and self.core.requests[name].recalled_from == at and self.core.fleet.get(at)
         )
         if not late:
             return
@@ -320,7 +259,7 @@ class AnyLife(RuleBasedStateMachine):
         else:
             self.at[name] = at
             self.take(routing_events.FirstByteSent(name, at))
-            assert self.core.requests.by_id[name].replica_id == at
+            assert self.core.requests[name].replica_id == at
 
     @rule(
         program=st.sampled_from("pqr"),
@@ -336,95 +275,52 @@ class AnyLife(RuleBasedStateMachine):
     @rule(seconds=st.floats(-5, 40))
     def time(self, seconds: float) -> None:
         self.now += seconds
-        astray = self.core.requests.unregistered_since(self.now - self.core.limits.lease_s)
-        self.lose([one.request_id for one in astray])
         self.take(routing_events.Tick())
-
-    @rule()
-    def another_core_goes_on(self) -> None:
-        state = self.core.snapshot(self.now)
-        ending = self.core._ending  # only until their requests have ended, so no successor knows them
-        homes = {program.key: program.home for program in self.core.programs if program.key not in ending}
-        written = msgspec.json.encode(state)
-        after = self.another()
-        after.restore(msgspec.json.decode(written, type=RoutingState), self.now)
-        assert in_order(after.snapshot(self.now)) == in_order(state)
-        assert {program.key: program.home for program in after.programs} == homes
-        self.core = after
-        self.recalled.clear()
-        self.failed.clear()
-        for name, asked in list(self.open.items()):
-            if name in self.at:
-                told = (asked.tenant, asked.context_tokens, asked.program_id)
-                self.take(routing_events.RequestSent(name, self.at[name], *told, began=name in self.began))
-        for name, asked in list(self.open.items()):
-            if name not in self.at:
-                self.take(asked)
 
     @invariant()
     def nothing_is_lost_and_nothing_is_twice(self) -> None:
         if not hasattr(self, "core"):
             return
-        it = self.core
-        by_id = it.requests.by_id
-        assert set(by_id) == set(self.open)
-        waits = [one.request_id for one in it.requests.waiting_requests()]
-        assert len(waits) == len(set(waits)) == it.waiting
-        assert set(waits) == self.open.keys() - self.at.keys()
-        waiting_of = Counter(by_id[name].tenant for name in waits)
-        assert it.requests.waiting_of == waiting_of
-        for one in it.requests.failed:
-            assert one.failed_at
-            assert all(it.fleet.get(name) is not None for name in one.failed_at)
+        it, strategy = self.core, self.strategy
+        assert set(it.requests) == set(self.open)
+        queues = [
+            *strategy.anywhere,
+            *strategy.failed.values(),
+            *(one for q in strategy.queues.values() for one in q),
+        ]
+        waits = [one.request_id for one in queues]
+        assert len(waits) == len(set(waits)) == len(it.waiting)
+        assert set(waits) == set(it.waiting) == self.open.keys() - self.at.keys()
         assert it.counts.policy_failures == 0
-        assert {name: one.replica_id for name, one in by_id.items() if one.sent_s is not None} == self.at
+        sent = {name: one.replica_id for name, one in it.requests.items() if one.sent is not None}
+        assert sent == self.at
         for replica in it.fleet:
-            mine = {name for name, at in self.at.items() if at == replica.replica_id}
-            assert set(replica.in_flight) == mine
-            assert replica.in_flight_tokens == sum(replica.in_flight.values())
-            homes = [program for program in it.programs if program.home == replica.replica_id]
-            assert replica.homed == len(homes)
-            assert replica.homed_tokens == sum(program.size_tokens for program in homes)
-            assert it.fleet.view(replica.replica_id) == replica.view()
-            assert (replica.idle_since_s is None) == it.fleet.full(replica)
-            queue = it.requests.queues.get(replica.replica_id)
+            assert set(replica.in_flight) == {
+                name for name, at in self.at.items() if at == replica.replica_id
+            }
+            assert replica.in_flight_tokens == sum(one.context_tokens for one in replica.in_flight.values())
+            homes = {program.key: program for program in it.programs if program.home == replica.replica_id}
+            assert replica.programs == homes
+            assert replica.homed_tokens == sum(program.size_tokens for program in homes.values())
+            view = replica.view()
+            replica.changed()
+            assert replica.view() == view
+            assert (replica.idle_since_s is None) == it.fleet.is_full(replica)
+            queue = strategy.queues.get(replica.replica_id)
             queued = [one.context_tokens for one in queue or ()]
             assert (replica.queued, replica.queued_tokens) == (len(queued), sum(queued))
-            assert not queue or it.fleet.full(replica) or replica.health is not ReplicaHealth.UP
+            assert not queue or it.fleet.is_full(replica) or replica.health is not ReplicaHealth.UP
         for program in it.programs:
             assert program.home is None or it.fleet.get(program.home) is not None
-            assert program.in_flight == sum(1 for n in self.at if by_id[n].program is program)
-            assert program.waiting == sum(1 for n in waits if by_id[n].program is program)
+            assert program.in_flight == sum(1 for n in self.at if it.requests[n].program is program)
+            assert program.waiting == sum(1 for n in waits if it.requests[n].program is program)
         for tenant in "tu":
-            flying = sum(by_id[name].context_tokens for name in self.at if by_id[name].tenant == tenant)
-            assert it.tenants.in_flight_tokens.get(tenant, 0) == flying
+            flying = sum(it.requests[n].context_tokens for n in self.at if it.requests[n].tenant == tenant)
+            assert strategy.tenants.in_flight_tokens.get(tenant, 0) == flying
             homed = sum(program.size_tokens for program in it.programs if program.tenant == tenant)
-            assert it.tenants.homed_tokens.get(tenant, 0) == homed
-        unknown = {name for name, at in self.at.items() if it.fleet.get(at) is None}
-        assert set(it.requests.unregistered_requests) == unknown
-        assert it.fleet.capacity_tokens == sum(replica.capacity_tokens for replica in it.fleet)
-
-    @invariant()
-    def a_copy_of_the_homes_is_right(self) -> None:
-        if not hasattr(self, "core"):
-            return
-        life, version = self.copied
-        changes = self.core.changes_since(version, life)
-        if changes.full:
-            self.copy.clear()
-        for change in changes.changes:
-            key = (change.tenant, change.program_id)
-            self.copy.pop(key, None)
-            if change.replica_id is not None and change.instance is not None:
-                self.copy[key] = (change.replica_id, change.instance)
-        self.copied = (changes.life, changes.version)
-        fleet = self.core.fleet
-        assert self.copy == {
-            program.key: (program.home, fleet.get(program.home).instance)  # type: ignore[union-attr]
-            for program in self.core.programs
-            if program.home is not None
-        }
+            assert strategy.tenants.homed_tokens.get(tenant, 0) == homed
+        assert it.fleet.capacity_tokens == sum(replica.seen.capacity_tokens for replica in it.fleet)
 
 
 TestAnyLife = AnyLife.TestCase
-TestAnyLife.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+TestAnyLife.settings = settings(max_examples=600, stateful_step_count=80, deadline=None)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from routing_builders import build_core, seen
 from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
 from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
@@ -17,25 +14,19 @@ from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.affinity_core import AffinityCore
-from sojourn_server.routing.request_placer import RequestPlacer
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     RecallRequest,
     ReleaseProgramKv,
     SendRequest,
-    YieldAnswered,
-    YieldPrograms,
 )
-from sojourn_server.routing.routing_limits import PolicyCallError
-from sojourn_server.routing.routing_preemption import NO_YIELD_S, ORDER_WAIT_S, REFUSED_S
 
 AT_HOME = SessionAffinityRouting(most_load=math.inf)
 
 
-def core(routing: Any, sharing: Any = None, *, most_yields: int = 1, **limits: Any) -> AffinityCore:
+def core(routing: Any, sharing: Any = None, **limits: Any) -> RoutingCore:
     limits = {"lease_s": 1e6, **limits}
-    yielding = UrgencyPreemption(most_yields=most_yields)
-    return build_core(routing, sharing=sharing or AgentFairShare(), yielding=yielding, **limits)
+    return build_core(routing, sharing=sharing or AgentFairShare(), preemption=UrgencyPreemption(), **limits)
 
 
 def asked(name: str, tenant: str, tokens: int = 100, **more: Any) -> routing_events.RequestReceived:
@@ -49,7 +40,7 @@ def sends(actions: list[Any]) -> list[tuple[str, str]]:
 # -- floods -------------------------------------------------------------------------------
 
 
-def sent_in_turn(it: AffinityCore, light: int, most: int) -> list[str]:
+def sent_in_turn(it: RoutingCore, light: int, most: int) -> list[str]:
     """Tenants in the order in which their requests are sent: a flood of 10,000, then somebody who always
     has one waiting. One program after the other comes to its end."""
     for name in "abcd":
@@ -99,11 +90,11 @@ def test_requests_of_no_program_have_the_least_share_and_not_none() -> None:
         it.take(asked(f"f{number}", "busy"), 0.0)
     it.take(routing_events.RequestReceived("stranger", "curl", 100), 0.0)
     it.take(routing_events.Tick(), 0.1)
-    assert it.tenants.shares["curl"] == pytest.approx(0.5)
+    assert it.strategy.tenants.shares["curl"] == pytest.approx(0.5)
     assert sends(it.take(routing_events.RequestFinished("f0"), 0.2)) == [("stranger", "a")]
 
 
-def worked(it: AffinityCore) -> AffinityCore:
+def worked(it: RoutingCore) -> RoutingCore:
     """A turn takes 60 s, as the core knows by now."""
     it.take(asked("before", "before"), 0.0)
     it.take(routing_events.RequestFinished("before", 1), 60.0)
@@ -119,9 +110,9 @@ def test_a_deadline_makes_no_program_more_urgent_than_computing_without_pause(la
     it.take(asked("honest", "honest", deadline_s=100.0 + 60.0), 100.0)
     it.take(asked("liar", "liar", deadline_s=100.0 + 60.0 - late_s), 100.0)
     it.take(routing_events.Tick(), 100.0)
-    assert it.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
+    assert it.strategy.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
     it.take(routing_events.Tick(), 150.0)
-    assert it.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
+    assert it.strategy.tenants.shares == {"honest": pytest.approx(0.5), "liar": pytest.approx(0.5)}
 
 
 @pytest.mark.parametrize(("max_running", "most"), [(4, 4), (0, 64)])
@@ -134,7 +125,7 @@ def test_no_more_of_a_tenants_programs_count_than_are_computed_at_once(max_runni
         it.take(asked(f"m{number}", "many", deadline_s=0.0), 100.0)
     for tenth in range(10):
         it.take(routing_events.Tick(), 100.0 + tenth / 10)
-    assert it.tenants.shares["many"] == pytest.approx(0.05 + 0.9 * most / (most + 1))
+    assert it.strategy.tenants.shares["many"] == pytest.approx(0.05 + 0.9 * most / (most + 1))
 
 
 def test_a_tenant_with_its_share_of_room_waits_for_its_own_programs() -> None:
@@ -146,7 +137,7 @@ def test_a_tenant_with_its_share_of_room_waits_for_its_own_programs() -> None:
     it.take(asked("late", "hoarder", 200), 0.0)
     it.take(asked("other", "other", 200), 1.0)
     it.take(routing_events.Tick(), 1.0)
-    assert it.waiting == 2
+    assert len(it.waiting) == 2
     # Nothing is in flight; but the hoarder's programs have nine tenths of all room.
     assert sends(it.take(routing_events.ProgramEnded("h0", "hoarder"), 2.0)) == [("other", "a")]
 
@@ -154,7 +145,7 @@ def test_a_tenant_with_its_share_of_room_waits_for_its_own_programs() -> None:
 # -- making way ---------------------------------------------------------------------------
 
 
-def blocked(*names: str, urgent_s: float = 2.0, calm_s: float = 1e6, **limits: Any) -> AffinityCore:
+def blocked(*names: str, urgent_s: float = 2.0, calm_s: float = 1e6, **limits: Any) -> RoutingCore:
     """At ``a`` two requests of a calm tenant run, one of them not yet answered; an urgent one waits there."""
     it = core(AT_HOME, send_below_load=1.0, **limits)
     it.take(seen("a", max_running=2), 0.0)
@@ -176,7 +167,7 @@ def test_a_calm_tenants_request_makes_way_for_an_urgent_one_after_half_a_second(
     recall, send = it.take(routing_events.Tick(), 2.6)
     assert recall == RecallRequest("c1", "a"), "c0 is being answered"
     assert (send.request_id, send.replica_id) == ("u", "a")
-    assert (it.waiting, it.counts.recalls) == (1, 1)
+    assert (len(it.waiting), it.counts.recalls) == (1, 1)
     assert sends(it.take(routing_events.RequestFinished("u", replica_id="a"), 4.0)) == [("c1", "a")], (
         "moved, not dropped"
     )
@@ -193,7 +184,7 @@ def test_a_preempted_request_goes_to_another_replica_if_possible() -> None:
 
 
 def test_no_request_is_preempted_twice() -> None:
-    it = blocked(most_yields=0)
+    it = blocked()
     it.take(routing_events.Tick(), 2.6)
     assert sends(it.take(routing_events.RequestFinished("u", 1, "a"), 4.0)) == [("c1", "a")]
     assert it.take(asked("u2", "urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
@@ -204,7 +195,7 @@ def test_no_request_is_preempted_twice() -> None:
 def test_tenants_of_equal_standing_wait_for_each_other() -> None:
     it = blocked(urgent_s=1e6)
     assert it.take(routing_events.Tick(), 10.0) == []
-    assert it.tenants.shares["calm"] > it.tenants.shares["urgent"] > 0
+    assert it.strategy.tenants.shares["calm"] > it.strategy.tenants.shares["urgent"] > 0
     assert it.counts.recalls == 0
 
 
@@ -217,17 +208,17 @@ def test_a_recall_that_came_too_late_changes_nothing() -> None:
     assert "c1" not in it.fleet.get("b").in_flight
     assert it.programs.get(("calm", "c1")).home == "a"
     it.take(routing_events.RequestFinished("c1", 5, "b"), 2.7)
-    assert "c1" in it.requests.by_id, "it is not answered at b"
+    assert "c1" in it.requests, "it is not answered at b"
     it.take(routing_events.RequestFinished("c1", 5, "a"), 2.8)
-    assert "c1" not in it.requests.by_id
+    assert "c1" not in it.requests
 
 
 def test_an_answer_that_overtook_the_recall_is_an_answer() -> None:
     it = blocked()
     it.take(routing_events.Tick(), 2.6)
-    assert it.waiting == 1
+    assert len(it.waiting) == 1
     assert it.take(routing_events.RequestFinished("c1", 5, "a"), 2.61) == []
-    assert it.waiting == 0
+    assert len(it.waiting) == 0
     assert it.programs.get(("calm", "c1")).turns == 1
 
 
@@ -255,12 +246,12 @@ def test_programs_make_way_for_one_that_needs_room() -> None:
         "the last sent of those that have not begun, and no more than needed"
     )
     assert (send.request_id, send.replica_id) == ("u", "a")
-    assert it.waiting == 1
+    assert len(it.waiting) == 1
     it.take(routing_events.RequestFinished("u", 1, "a"), 3.0)
     assert sends(it.take(routing_events.ProgramEnded("u", "urgent"), 3.0)) == [("c1", "a")]
 
 
-def three_at_a_and_room_at_b() -> AffinityCore:
+def three_at_a_and_room_at_b() -> RoutingCore:
     """Each in its second turn, of 300 tokens, not yet begun to be answered; ``b`` is new, and for 400."""
     it = core(CapacityRouting())
     it.take(seen("a"), 0.0)
@@ -295,203 +286,19 @@ def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
     assert sends(it.take(routing_events.Tick(), 2.2)) == [("c2/2", "b")]
     assert it.counts.recalls == 1
     assert [it.programs.get(("calm", name)).home for name in ("c0", "c1", "c2")] == ["a", "a", "b"]
-    assert it.requests.by_id["u"].sent_s is None
+    assert it.requests["u"].sent is None
 
 
 # -- running requests that yield ------------------------------------------------------------------
 
 
-def both_running(**limits: Any) -> AffinityCore:
+def both_running(**limits: Any) -> RoutingCore:
     """As ``blocked``, but both requests of the calm tenant have begun to answer."""
     it = blocked(**limits)
     it.take(routing_events.FirstByteSent("c1", "a"), 2.0)
     return it
 
 
-def yields(order: YieldPrograms) -> YieldAnswered:
-    """The answer of an engine where all programs of an order yield."""
-    return YieldAnswered(order.replica_id, order.to_request_id, order.programs)
-
-
-def test_if_all_answers_have_begun_one_yields_in_its_engine() -> None:
-    it = both_running()
-    assert it.take(routing_events.Tick(), 2.6) == [], "both have run for less than a second"
-    [order] = it.take(routing_events.Tick(), 3.1)
-    assert order == YieldPrograms("a", "urgent", "urgent", (("calm", "c0"),), "u")
-    assert it.take(routing_events.Tick(), 3.2) == [], "the order has no answer yet"
-    assert (it.counts.yields, it.waiting) == (0, 1)
-    assert sends(it.take(yields(order), 3.3)) == [("u", "a")]
-    assert (it.counts.yields, it.counts.recalls, it.waiting) == (1, 0, 0)
-    assert it.requests.by_id["c0"].replica_id == "a", "it stays where its KV is"
-    assert it.take(yields(order), 3.4) == [], "a second answer"
-
-
-@pytest.mark.parametrize(
-    ("answer", "pause_s"),
-    [
-        (YieldAnswered("a", "u", understood=False), NO_YIELD_S),
-        (YieldAnswered("a", "u"), REFUSED_S),
-        (None, ORDER_WAIT_S + NO_YIELD_S),
-    ],
-    ids=["stock", "refuses", "silent"],
-)
-def test_the_urgent_request_waits_if_no_engine_lets_others_yield(
-    answer: YieldAnswered | None, pause_s: float
-) -> None:
-    it = both_running(wait_s=100.0)
-    [order] = it.take(routing_events.Tick(), 3.1)
-    if answer is not None:
-        assert it.take(answer, 3.1) == []
-    now, further = 3.1, []
-    while not further:
-        assert (it.counts.yields, it.waiting, it.in_flight("a")) == (0, 1, 2), "never above its limit"
-        now += 0.1
-        further = it.take(routing_events.Tick(), now)
-    assert now == pytest.approx(3.1 + pause_s, abs=0.2)
-    assert further == [order]
-    assert sends(it.take(routing_events.RequestFinished("c1", 1, "a"), now)) == [("u", "a")]
-    assert it.take(yields(order), now) == [], "it has been sent meanwhile"
-    assert it.counts.yields == 0
-
-
-def test_an_answer_of_an_engine_that_was_started_again_sends_nothing() -> None:
-    it = both_running()
-    [order] = it.take(routing_events.Tick(), 3.1)
-    it.take(msgspec.structs.replace(seen("a", max_running=1), instance="later"), 3.2)
-    assert it.waiting == 0, "of three requests the streams were cut, and the urgent one found room"
-    it.take(asked("c2", "calm", deadline_s=1e6), 3.3)
-    in_flight = it.in_flight("a")
-    assert it.take(yields(order), 3.4) == []
-    assert (it.in_flight("a"), it.counts.yields) == (in_flight, 0)
-
-
-def test_requests_that_are_over_or_gone_at_the_answer_send_nothing() -> None:
-    it = both_running()
-    [order] = it.take(routing_events.Tick(), 3.1)
-    it.take(routing_events.RequestFinished("u"), 3.2)
-    assert it.take(yields(order), 3.3) == []
-    it = both_running()
-    [order] = it.take(routing_events.Tick(), 3.1)
-    it.take(asked("next", "urgent", deadline_s=2.0), 3.2)
-    assert sends(it.take(routing_events.RequestFinished("c0", 1, "a"), 3.2)) == [("u", "a")]
-    assert it.take(yields(order), 3.3) == []
-    assert it.in_flight("a") == 2
-
-
-def test_after_a_failed_policy_no_request_counts_as_one_that_yields(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = blocked()
-    # Another gateway has sent a third: one has to be recalled, and one has to yield.
-    it.take(routing_events.RequestSent("c2", "a", "calm", 100, "c2", began=True), 2.0)
-    [order] = it.take(routing_events.Tick(), 3.1)
-    with monkeypatch.context() as patched:
-
-        def fails(*arguments: Any) -> None:
-            raise PolicyCallError("no route") from RuntimeError("broken")
-
-        patched.setattr(RequestPlacer, "route_away_from", fails)
-        assert it.take(yields(order), 3.2) == []
-    assert (it.counts.policy_failures, it.counts.yields, it.waiting, it.in_flight("a")) == (1, 0, 1, 3)
-    assert it.take(routing_events.Tick(), 3.3) == [order], "asked again"
-    actions = it.take(yields(order), 3.4)
-    assert (actions[0], sends(actions)) == (RecallRequest("c1", "a"), [("u", "a")])
-    assert (it.counts.yields, it.counts.recalls) == (1, 1)
-
-
-def carry_out_yields(it: AffinityCore, actions: list[Any], now: float) -> list[YieldPrograms]:
-    """The orders among some actions, each of them carried out by its engine at once."""
-    orders = [one for one in actions if isinstance(one, YieldPrograms)]
-    for order in orders:
-        assert order.to_request_id in [name for name, _ in sends(it.take(yields(order), now))]
-    return orders
-
-
-def test_no_request_yields_twice_and_none_that_displaced_others_yields_at_all() -> None:
-    it = both_running()
-    carry_out_yields(it, it.take(routing_events.Tick(), 3.1), 3.1)
-    it.take(routing_events.FirstByteSent("u", "a"), 3.2)
-    it.take(routing_events.RequestFinished("u", 1, "a"), 5.0)
-    asked_for = 5.0
-    orders: list[YieldPrograms] = []
-    for number in range(4):
-        it.take(asked(f"u{number}", "urgent", program_id=f"p{number}", deadline_s=asked_for), asked_for)
-        for tenth in range(30):
-            now = asked_for + tenth / 10
-            orders += carry_out_yields(it, it.take(routing_events.Tick(), now), now)
-        asked_for += 3.0
-    assert [order.programs for order in orders] == [(("calm", "c1"),)], "each of the two once"
-    assert it.waiting == 3
-
-
-def test_one_place_takes_one_yield_while_others_yield_already() -> None:
-    it = core(AT_HOME, send_below_load=1.0)
-    it.take(seen("a", max_running=8), 0.0)
-    it.take(asked("urgent", "urgent", deadline_s=2.0), 0.0)
-    it.take(routing_events.RequestFinished("urgent", 1), 1.0)
-    for number in range(8):
-        it.take(asked(f"c{number}", "calm", deadline_s=1e6), 2.0 + number / 100)
-        it.take(routing_events.FirstByteSent(f"c{number}", "a"), 2.1)
-    for number in range(2):
-        it.take(asked(f"u{number}", "urgent", deadline_s=4.0), 3.0 + number)
-    orders: list[YieldPrograms] = []
-    for tenth in range(30):
-        now = 4.0 + tenth / 10
-        orders += carry_out_yields(it, it.take(routing_events.Tick(), now), now)
-    assert [order.programs for order in orders] == [(("calm", "c7"),), (("calm", "c6"),)]
-    assert it.waiting == 0
-
-
 def test_without_yields_only_requests_without_an_answer_make_way() -> None:
-    it = both_running(most_yields=0)
+    it = both_running()
     assert it.take(routing_events.Tick(), 9.0) == []
-
-
-@given(st.randoms(use_true_random=False))
-def test_in_any_life_of_three_tenants_yields_are_bounded_and_every_request_gets_through(random: Any) -> None:
-    it = core(AT_HOME, send_below_load=1.0)
-    for name in "ab":
-        it.take(seen(name, max_running=3), 0.0)
-    now, number, ordered = 0.0, 0, 0
-    running: list[tuple[str, str]] = []
-    counts: Counter[tuple[str, str]] = Counter()
-
-    def carry_out(actions: list[Any]) -> None:
-        nonlocal ordered
-        for action in actions:
-            if isinstance(action, SendRequest):
-                running.append((action.request_id, action.replica_id))
-                carry_out(it.take(routing_events.FirstByteSent(action.request_id, action.replica_id), now))
-            elif isinstance(action, YieldPrograms):
-                assert (action.to_program_id, action.replica_id) not in running
-                for tenant, program_id in action.programs:
-                    assert (program_id, action.replica_id) in running
-                    assert tenant != action.to_tenant
-                    assert not it.requests.by_id[program_id].displaced_others
-                if random.random() < 0.2:
-                    carry_out(it.take(YieldAnswered(action.replica_id, action.to_request_id), now))
-                    assert (action.to_program_id, action.replica_id) not in running
-                    continue
-                ordered += len(action.programs)
-                counts.update(action.programs)
-                carry_out(it.take(yields(action), now))
-                assert (action.to_program_id, action.replica_id) in running
-
-    for _ in range(80):
-        now += random.choice((0.1, 0.6, 1.1))
-        if random.random() < 0.6:
-            tenant = random.choice(("calm", "hasty", "urgent"))
-            slack_s = {"calm": 1e6, "hasty": 20.0, "urgent": 1.0}[tenant]
-            carry_out(it.take(asked(f"r{number}", tenant, deadline_s=now + slack_s), now))
-            number += 1
-        if running and random.random() < 0.4:
-            name, at = running.pop(random.randrange(len(running)))
-            carry_out(it.take(routing_events.RequestFinished(name, 1, at), now))
-        carry_out(it.take(routing_events.Tick(), now))
-    assert not counts or max(counts.values()) == 1, "each request is of its own program here"
-    assert it.counts.yields == ordered
-    while running:
-        now += 1.0
-        name, at = running.pop(0)
-        carry_out(it.take(routing_events.RequestFinished(name, 1, at), now))
-        carry_out(it.take(routing_events.Tick(), now))
-    assert it.waiting == 0
-    assert not it.requests.by_id

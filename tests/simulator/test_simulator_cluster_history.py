@@ -10,7 +10,8 @@ pytest.importorskip("vllm")
 
 from simulator_small_clusters import SmallCluster
 from simulator_small_workload import SmallLoop, small_workload
-from sojourn_server.routing.routed_programs import MIN_FINISHED_PROGRAMS, RoutedProgram
+from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS
+from sojourn_server.routing.routing_records import RoutedProgram
 from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, validate_specs
 from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_programs
 

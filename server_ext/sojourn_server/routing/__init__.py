@@ -1,6 +1,18 @@
-"""A state machine that decides which replica serves each request. It has no I/O and no clock.
+"""Routing: which replica, or pair of engines, serves a request?
 
-It imports only ``policies`` and ``programs`` of the server. Start with ``routing_core``: ``RoutingCore.take``
-maps an event and ``now`` to actions. Then read ``affinity_core`` (one replica per request) and ``pair_core``
-(a prefill and a decode engine per request). ``routing_events`` defines all events and actions.
+Theory of operation. ``routing_core.RoutingCore`` takes events and returns actions (``routing_events``). It
+keeps the replicas, programs and requests (``routing_records``), checks new requests, has silent replicas
+probed, and sends the requests of a failed replica to others. Its strategy chooses where a request goes:
+``AffinityStrategy`` sends a program's turns to the replica with its KV, ``PairStrategy`` each request to a
+prefill and a decode engine. Both ask policies (``policies/routing``, ``policies/fairness``,
+``policies/prefill_decode``), which are pure.
+
+A request that no replica has capacity for waits in the strategy's queue (``waiting_queues``). After each
+event the strategy places the waiting requests that fit. If tenants share capacity, ``tenant_shares`` says
+whose turn it is, and ``tenant_recalls`` takes requests without output back from replicas for a more urgent
+tenant. ``program_estimates`` learns the sizes and durations of programs.
+
+What an engine really holds comes from its reports (``KvReported``): programs whose KV is gone lose their
+home, and a core that has just started learns homes from them. So a core needs no state of its own to
+survive a restart.
 """

@@ -1,23 +1,32 @@
-"""Base class of routing cores. A core takes an event and ``now``, and returns actions. It has no I/O and no
-clock.
+"""State machine that routes the requests of one gateway. It takes an event and ``now``, and returns actions.
+It has no I/O and no clock; the same code runs in a gateway and in the simulator.
 
-The same code runs in a gateway on one machine, in the coordinator on Ray and in the simulator. This module
-has what all cores share: checks of new requests, detection of silent replicas, rejections, counters, and
-queries. ``AffinityCore`` chooses one replica per request, ``PairCore`` a prefill and a decode engine.
+A request is in one of two states: sent to a replica (or to a pair of engines), or waiting. The core moves
+requests between these states, detects silent replicas, sends failed requests again, and knows programs. A
+``RoutingStrategy`` chooses where a request goes and keeps the queues of waiting requests.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 from . import routing_events
-from .bounded_program_table import Key
-from .home_change_log import Home, HomeChangeLog, HomeChanges
-from .replica_fleet import remember_drain
-from .routing_events import AbortStream, AnyRoutingAction, AnyRoutingEvent, ProbeReplica, RejectRequest
+from .program_estimates import ProgramEstimator
+from .routing_events import (
+    AbortStream,
+    AnyRoutingAction,
+    AnyRoutingEvent,
+    KvReported,
+    PairEngineRegistered,
+    ProbeReplica,
+    RejectRequest,
+    ReleaseProgramKv,
+    ReplicaRegistered,
+    SendRequest,
+    SendRequestToPair,
+)
 from .routing_limits import (
     NO_ROOM_RETRY_S,
     QUEUE_FULL_RETRY_S,
@@ -26,71 +35,173 @@ from .routing_limits import (
     RoutingCounters,
     RoutingLimits,
 )
-from .routing_snapshot import RoutingState
+from .routing_records import (
+    ProgramTable,
+    Replica,
+    ReplicaFleet,
+    ReplicaHealth,
+    RoutedProgram,
+    RoutedRequest,
+)
 from .routing_status import ProgramRouteStatus, ReplicaStatus
 
-_UNSAVED_EVENTS = (
-    routing_events.Tick,
-    routing_events.ReplicaRegistered,
-    routing_events.PairEngineRegistered,
-    routing_events.NicQueueReported,
-)
-"""Events that rarely change the state that a snapshot contains. ``take`` counts them in
-``RoutingCore.changes`` only if they cause actions. A handler that changes this state without an action
-increases ``changes`` itself."""
+MAX_EXPIRED_PER_TICK = 500
+"""Maximum number of timed-out requests rejected in one tick; later ticks reject the rest."""
 
 
-class LeasedReplica(Protocol):
-    """A registered replica or engine, which has to report every ``RoutingLimits.lease_s`` seconds."""
+class Placement(NamedTuple):
+    """The replica for a request, or the pair of engines."""
 
-    heard_s: float
-    """Time of the last report, on the core's clock."""
-    probed_s: float | None
-    """Time of the last probe since the last report; ``None``: there was none."""
-
-    @property
-    def replica_id(self) -> str: ...
-    @property
-    def instance(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def is_draining(self) -> bool: ...
+    replica_id: str
+    reason: str
+    prefill_id: str = ""
+    """Id of the prefill engine; empty: ``replica_id`` computes the prompt too."""
+    decode_share: float = 0.0
+    """``SendRequestToPair.decode_share``."""
 
 
-class FailedRequest(Protocol):
-    """Failure counts of a request. ``failures``: number of replicas or pairs that did not answer it.
-    ``failures_computing``: how many of these had accepted the request."""
+class Wait(NamedTuple):
+    """No replica takes the request now; it waits in the strategy's queue."""
 
-    failures: int
-    failures_computing: int
+    needs_tokens: int = 0
+    """Free KV tokens that the request waits for; 0: unknown."""
 
 
-class RoutingCore(ABC):
-    """State machine that routes the requests of one gateway or one coordinator. Not thread-safe.
+class RoutingStrategy(Protocol):
+    """Chooses replicas for the requests of one core, and keeps the requests that wait. ``attach`` gives it
+    the core."""
 
-    ``life`` is an id of this core object. ``changes_since`` needs it, since the versions of two cores cannot
-    be compared. ``limits``: ``None`` for the defaults.
-    """
+    unit: str
+    """What serves a request, in words."""
 
-    def __init__(self, limits: RoutingLimits | None = None, life: str = "") -> None:
+    def attach(self, core: RoutingCore) -> None: ...
+
+    def missing_role(self) -> str:
+        """Return what is missing so that no request can be served; empty: nothing."""
+        ...
+
+    def longest_tokens(self) -> int:
+        """Return the longest context, in tokens, that can be served; 0: unknown."""
+        ...
+
+    def is_queue_full(self, tenant: str) -> bool:
+        """Whether a new request of ``tenant`` must be rejected because too many requests wait."""
+        ...
+
+    def opened(self, request: RoutedRequest, now: float) -> None:
+        """Note a new request, before its first ``choose``."""
+        ...
+
+    def closed(self, request: RoutedRequest, now: float) -> None:
+        """Note that a request has ended."""
+        ...
+
+    def choose(self, request: RoutedRequest, now: float) -> Placement | Wait:
+        """Choose where a new request goes. Raises ``PolicyCallError`` if a policy fails."""
+        ...
+
+    def enqueue(self, request: RoutedRequest, wait: Wait) -> None:
+        """Add a request to the queue for any replica. ``dispatch`` places it later."""
+        ...
+
+    def dequeue(self, request: RoutedRequest) -> None:
+        """Remove a waiting request from its queue. No effect if it is in no queue."""
+        ...
+
+    def queues_at(self, replica: Replica) -> bool:
+        """Whether a new request for this replica has to wait, because the replica is full or others wait
+        for it."""
+        ...
+
+    def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
+        """Add a request, which is in no queue, to the queue for one replica."""
+        ...
+
+    def sent(self, request: RoutedRequest, now: float) -> None:
+        """Note that a request was sent."""
+        ...
+
+    def unsent(self, request: RoutedRequest, now: float) -> None:
+        """Note that a request is no longer at its replica."""
+        ...
+
+    def prefilled(self, request: RoutedRequest) -> None:
+        """Note that a request's prompt is computed. Only pairs have this event."""
+        ...
+
+    def answered(self, program: RoutedProgram) -> None:
+        """Note that a turn of a program was answered at its home."""
+        ...
+
+    def registered(self, replica: Replica, now: float, *, was: ReplicaHealth | None) -> None:
+        """Note that a replica is new or has other sizes, or that it reports again. ``was``: its health
+        before; ``None``: it was unknown."""
+        ...
+
+    def health_changed(self, replica: Replica, now: float) -> None:
+        """Note that a replica drains or is suspect, or no longer drains."""
+        ...
+
+    def lost(self, replica: Replica, now: float) -> None:
+        """Note that a replica is removed from the fleet."""
+        ...
+
+    def homed(self, program: RoutedProgram, tokens: int) -> None:
+        """Note that a program got ``tokens`` more at its home; negative: fewer."""
+        ...
+
+    def kv_reported(self, event: KvReported, replica: Replica, now: float) -> None:
+        """Process a replica's report of its programs with KV."""
+        ...
+
+    def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None: ...
+
+    def dispatch(self, now: float, *, epoch: bool) -> None:
+        """Place the waiting requests that can be served now. ``epoch``: whether the event is a ``Tick``."""
+        ...
+
+    def expire(self, now: float) -> None:
+        """Do what is due at a ``Tick``."""
+        ...
+
+
+class RoutingCore:
+    """Routes the requests of one gateway. Not thread-safe. ``limits``: ``None`` for the defaults.
+    ``estimator`` estimates the sizes and turns of programs; ``None``: a new one."""
+
+    def __init__(
+        self,
+        strategy: RoutingStrategy,
+        limits: RoutingLimits | None = None,
+        estimator: ProgramEstimator | None = None,
+    ) -> None:
         self.limits = limits or RoutingLimits()
+        self.estimator = estimator or ProgramEstimator()
         self.counts = RoutingCounters()
-        self.journal = HomeChangeLog(life)
-        """Changes of programs' homes."""
-        self.changes = 0
-        """Counter that grows with each change of the state that ``snapshot`` returns. The caller compares two
-        values to see whether a new snapshot is needed."""
-        self.drained: OrderedDict[str, str] = OrderedDict()
-        """Replicas to drain as soon as they register: replica id → instance. A replica that registers as
-        another instance is not drained. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
-        self._actions: list[AnyRoutingAction] = []
+        self.fleet = ReplicaFleet(self.limits.send_below_load)
+        self.programs = ProgramTable()
+        self.requests: dict[str, RoutedRequest] = {}
+        """All requests in progress, by id."""
+        self.waiting: dict[str, RoutedRequest] = {}
+        """The requests that have not been sent, by id, the longest waiting first."""
+        self.actions: list[AnyRoutingAction] = []
+        """Actions of the present event."""
+        self._number = 0
+        """Number of requests so far."""
+        self._left: list[RoutedProgram] = []
+        """Programs whose last request has ended, and which have ended or were never answered."""
+        self.strategy = strategy
+        strategy.attach(self)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
-            routing_events.RequestSent: self._sent,
             routing_events.FirstByteSent: self._began,
+            routing_events.PrefillFinished: self._prefilled,
             routing_events.RequestFinished: self._ended,
             routing_events.RequestFailed: self._failed,
+            ReplicaRegistered: self._registered,
+            PairEngineRegistered: self._registered,
+            KvReported: self._kv_reported,
+            routing_events.NicQueueReported: strategy.nic_queue_reported,
             routing_events.ReplicaGone: self._replica_gone,
             routing_events.ReplicaDrainStarted: self._drain_started,
             routing_events.ReplicaDrainCancelled: self._drain_cancelled,
@@ -100,283 +211,544 @@ class RoutingCore(ABC):
 
     def take(self, event: AnyRoutingEvent, now: float) -> list[AnyRoutingAction]:
         """Process an event; return the actions that it causes, in order. Raises ``ValueError`` if a
-        registration is invalid. Ignores events that do not concern this core."""
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event, now)
-        self._dispatch(now, epoch=isinstance(event, routing_events.Tick))
-        actions = list(self._actions)
-        self.changes += bool(actions) or not isinstance(event, _UNSAVED_EVENTS)
-        self._actions.clear()
+        registration is invalid."""
+        self._handlers[type(event)](event, now)
+        for program in self._left:
+            if program.is_idle and (program.is_over or not program.turns) and self.programs.has(program):
+                self._forget(program)
+        self._left.clear()
+        self.strategy.dispatch(now, epoch=isinstance(event, routing_events.Tick))
+        actions = list(self.actions)
+        self.actions.clear()
         return actions
 
-    # -- questions ----------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def waiting(self) -> int:
-        """Number of requests that have not been sent."""
+    # -- queries ------------------------------------------------------------------
 
     def home(self, tenant: str, program_id: str) -> str | None:
-        """Id of the replica that is a program's home; ``None``: there is none."""
-        return None
+        """Return the id of the replica that is a program's home; ``None``: there is none."""
+        program = self.programs.get((tenant, program_id))
+        return program.home if program is not None and not program.is_over else None
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Id of the decode engine that gave a program's last answer; ``None``: unknown, or this core has no
-        pairs."""
-        return None
+        """Return the id of the decode engine that gave a program's last answer; ``None``: unknown, or
+        engines do not work in pairs."""
+        program = self.programs.get((tenant, program_id))
+        return program.answered_by if program is not None and not program.is_over else None
 
-    @abstractmethod
     def is_open(self, request_id: str) -> bool:
         """Whether a request is in progress."""
+        return request_id in self.requests
 
-    @abstractmethod
-    def sent_request(self, request_id: str) -> routing_events.SendRequest | None:
-        """Return the ``SendRequest`` with which a request was sent; ``None``: the request waits, is unknown,
-        or was sent to a pair that this core did not choose."""
-
-    @abstractmethod
-    def replica(self, replica_id: str) -> LeasedReplica | None:
-        """The replica or engine with this id; ``None``: unknown."""
-
-    @abstractmethod
-    def replicas(self) -> Iterable[LeasedReplica]:
-        """All replicas or engines."""
-
-    def lease(self, replica_id: str) -> tuple[str, float] | None:
-        """Return (instance of a replica, time of its last report); ``None``: the replica is unknown."""
-        replica = self.replica(replica_id)
-        return (replica.instance, replica.heard_s) if replica is not None else None
-
-    def health(self, replica_id: str) -> str | None:
-        """``up``, ``draining`` or ``suspect``; ``None``: the replica is unknown."""
-        replica = self.replica(replica_id)
-        return replica.state if replica is not None else None
-
-    @abstractmethod
-    def in_flight(self, replica_id: str) -> int:
-        """Return the number of requests that were sent to a replica and have not ended; 0 for an unknown
-        replica. A prefill engine has a request only until the prompt is computed."""
-
-    def drain_event(self, replica_id: str, instance: str) -> routing_events.ReplicaDrainStarted | None:
-        """Return the event that drains a replica, for ``take``. ``None``: the replica drains already, or is
-        not registered. The drain of an unregistered replica is noted in ``drained``, and begins when
-        ``instance`` registers."""
-        replica = self.replica(replica_id)
-        if replica is None:
-            # Note the drain before the replica registers, so that the replica gets no request in between.
-            remember_drain(self.drained, replica_id, instance)
-        elif not replica.is_draining:
-            return routing_events.ReplicaDrainStarted(replica_id)
-        return None
-
-    @abstractmethod
     def program_statuses(self) -> list[ProgramRouteStatus]:
-        """Statuses of all known programs, most recently active first."""
+        """Return the statuses of all known programs, most recently active first."""
+        return [program.status() for program in self.programs][::-1]
 
-    @abstractmethod
-    def replica_statuses(self) -> Sequence[ReplicaStatus]:
-        """Statuses of all known replicas, in the order of registration."""
+    def replica_statuses(self) -> list[ReplicaStatus]:
+        """Return the statuses of all known replicas, in the order of registration."""
+        return [replica.status() for replica in self.fleet]
 
     def demand_tokens(self) -> tuple[int, int]:
-        """Return (KV tokens that all programs need, KV capacity of all replicas in device and host memory);
-        (0, 0): unknown."""
-        return 0, 0
+        """Return (KV tokens that all programs need, KV capacity of all replicas in device and host
+        memory)."""
+        homed = sum(replica.homed_tokens for replica in self.fleet)
+        anywhere = (one for one in self.waiting.values() if one.replica_id is None)
+        return homed + sum(
+            max(one.needs_tokens, one.size_tokens) for one in anywhere
+        ), self.fleet.memory_tokens
 
     def shares_used(self) -> dict[str, float]:
         """Return the used share of each tenant: fraction of the capacity that the tenant's requests in flight
         use ÷ the tenant's share of the capacity. Empty if tenants do not share capacity."""
-        return {}
+        used: Callable[[], dict[str, float]] = getattr(self.strategy, "shares_used", dict)
+        return used()
 
-    # -- copies -------------------------------------------------------------------
-
-    def changes_since(self, version: int, life: str) -> HomeChanges:
-        """Return the changed homes that a gateway's copy of the homes lacks.
-
-        ``version``: the copy's version. ``life``: id of the core that assigned this version. If ``life`` is
-        the id of another core, or if the log has dropped some of the changes, the result has all homes.
-        """
-        return self.journal.since(version, life, self._all_homes)
-
-    def snapshot(self, now: float) -> RoutingState | None:
-        """Return the state for a successor; ``None``: this kind of core has no snapshots. The state contains
-        no requests, since gateways report their requests to the successor."""
-        steps = self.snapshot_steps(now)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                state: RoutingState | None = end.value
-                return state
-
-    def snapshot_steps(self, now: float) -> Generator[None, None, RoutingState | None]:
-        """Return a generator whose result is that of ``snapshot``. Each step is short, and the core may take
-        events between two steps. ``snapshot_routing_state`` says why the result is usable."""
-        yield from ()
-        return None
-
-    def restore(self, state: RoutingState, now: float, elapsed_s: float | None = None) -> int:
-        """Continue from a snapshot. Returns the number of programs with a home.
-
-        If the snapshot's times are on another clock, ``elapsed_s`` is the number of seconds since the
-        snapshot was taken. If ``elapsed_s`` is ``None``, the snapshot's times are on this core's clock.
-        Raises ``ValueError`` for an invalid state, for a core that is already in use, and for a kind of core
-        without snapshots.
-        """
-        raise ValueError(
-            "this core serves prefill and decode engines and restores no state; expected a checkpoint "
-            "without a core state"
-        )
-
-    @abstractmethod
-    def suspect_all(self, now: float) -> None:
-        """Mark all replicas as suspect, except those that drain. A suspect replica gets no new programs until
-        it registers again. Called after ``restore``."""
-
-    def _all_homes(self) -> Iterator[tuple[Key, Home]]:
-        """Yield (program's key, home) for each program with a home."""
-        yield from ()
-
-    # -- requests -----------------------------------------------------------------
+    # -- requests: new --------------------------------------------------------------
 
     def _received(self, event: routing_events.RequestReceived, now: float) -> None:
-        """Check a new request. Reject it, or accept it by ``_open``."""
-        request_id, longest = event.request_id, self._longest_tokens()
-        if self.is_open(request_id):
-            self._reject(request_id, 409, "duplicate_request", "a request with this id is in progress")
-            return
-        if self._reject_early(event):
-            return
-        if event.exact and longest and event.context_tokens > longest:
+        """Check a new request. Reject it, or place or queue it."""
+        request_id, longest = event.request_id, self.strategy.longest_tokens()
+        if request_id in self.requests:
+            self.reject(request_id, 409, "duplicate_request", "a request with this id is in progress")
+        elif missing := self.strategy.missing_role():
+            message = f"no {missing} engine is registered; try again soon"
+            self.reject(request_id, 503, "no_room", message, QUEUE_FULL_RETRY_S)
+        elif event.exact and longest and event.context_tokens > longest:
             message = (
                 f"the prompt has {event.context_tokens:,} tokens; the longest that is served is {longest:,}"
             )
-            self._reject(request_id, 400, "context_too_long", message)
-            return
-        if self._is_queue_full(event.tenant):
-            message = f"{self.waiting} requests are waiting already; try again later"
-            self._reject(request_id, 429, "too_many_waiting", message, QUEUE_FULL_RETRY_S)
-            return
-        try:
-            self._open(event, now)
-        except Exception as error:
-            # No later event handles this request, so it has to be answered now.
-            self._close_if_open(request_id, now)
-            if not isinstance(error, PolicyCallError):
+            self.reject(request_id, 400, "context_too_long", message)
+        elif self.strategy.is_queue_full(event.tenant):
+            message = f"{len(self.waiting)} requests are waiting already; try again later"
+            self.reject(request_id, 429, "too_many_waiting", message, QUEUE_FULL_RETRY_S)
+        else:
+            request = self._add_request(event, now)
+            try:
+                choice = self.strategy.choose(request, now)
+                if isinstance(choice, Wait):
+                    self.strategy.enqueue(request, choice)
+                else:
+                    self.place(request, choice, now)
+            except PolicyCallError as error:
+                # No later event handles this request, so it has to be answered now.
+                self.reject_unrouted(request, error, now)
+            except Exception:
+                self.close(request, now)
                 raise  # a bug of ours; the caller rejects the request and logs the traceback
-            self._reject_unrouted(request_id, error)
 
-    def _reject_early(self, event: routing_events.RequestReceived) -> bool:
-        """Reject the request if this core can serve no request now, for example because it has no decode
-        engine. Return whether it was rejected. Called before the request's size and the queue are checked. By
-        default, no request is rejected."""
-        return False
+    def _add_request(self, event: routing_events.RequestReceived, now: float) -> RoutedRequest:
+        program = None
+        if event.program_id is not None:
+            key = (event.tenant, event.program_id)
+            program = self.programs.get(key)
+            parent = (event.tenant, event.parent_id) if event.parent_id else None
+            if program is None:
+                program = RoutedProgram(key, event.agent_type, parent, now, now)
+                self.add_program(program)
+            else:
+                self.programs.touched(program, now)
+            if program.is_reported:
+                program.is_reported, program.agent_type, program.parent = False, event.agent_type, parent
+            program.is_over = False  # the program goes on
+            if event.deadline_s is not None:
+                program.deadline_s = event.deadline_s
+            program.waiting += 1
+        context_tokens = self.fleet.fitting(event.context_tokens)
+        request = RoutedRequest(
+            event.request_id,
+            self._number,
+            event.tenant,
+            program,
+            context_tokens,
+            self._size(program, context_tokens + event.output_tokens),
+            now,
+            output_tokens=event.output_tokens,
+            prefix=event.prefix,
+        )
+        self._number += 1
+        self.requests[request.request_id] = self.waiting[request.request_id] = request
+        self.strategy.opened(request, now)
+        return request
 
-    def _is_queue_full(self, tenant: str) -> bool:
-        """Whether a new request of ``tenant`` must be rejected because too many requests wait."""
-        return self.waiting >= self.limits.most_waiting
+    def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
+        """Return the longest context, in tokens, that a program is expected to reach. If ``program`` is
+        ``None``, return ``context_tokens``. ``anew``: whether to compute a new estimate. If not, the last
+        estimate is used until the program's context exceeds it. The result is at most the longest context
+        that a replica can compute."""
+        fitting = self.fleet.fitting
+        if program is None:
+            return fitting(context_tokens)
+        context_tokens = fitting(max(context_tokens, program.context_tokens))
+        if context_tokens <= program.size_tokens and not anew:
+            return fitting(program.size_tokens)
+        most = self.fleet.longest_tokens or context_tokens
+        return fitting(self.estimator.size_tokens(program, context_tokens, most))
 
-    @abstractmethod
-    def _longest_tokens(self) -> int:
-        """Longest context, in tokens, that any registered replica or pair can serve; 0: unknown."""
+    # -- requests: sent and not sent --------------------------------------------------
 
-    @abstractmethod
-    def _open(self, event: routing_events.RequestReceived, now: float) -> None:
-        """Accept a request: send or queue it."""
+    def place(self, request: RoutedRequest, placement: Placement, now: float) -> None:
+        """Send a waiting request, which is in no queue, or let it wait for its replica if that is full.
+        Unless engines work in pairs, the replica becomes the home of the request's program."""
+        replica = self.fleet.get(placement.replica_id)
+        assert replica is not None
+        request.reason = placement.reason
+        if not placement.prefill_id:
+            self._settle(request, replica)
+        if self.strategy.queues_at(replica):
+            self.strategy.enqueue_at(request, replica)
+        else:
+            self.send(request, placement, now)
 
-    @abstractmethod
-    def _close_if_open(self, request_id: str, now: float) -> None:
-        """Forget a request if it is in progress."""
+    def _settle(self, request: RoutedRequest, replica: Replica) -> None:
+        """Make a replica the home of a request's program."""
+        program = request.program
+        if program is None or not self.programs.has(program):
+            return
+        at, because = self.fleet.get(program.home), ""
+        if at is not None and at.health is ReplicaHealth.DRAINING:
+            because = "drain"
+        elif at is not None and (at.replica_id, at.instance) in request.failed_at:
+            because = "failed"
+        request.moved_from = self.set_home(program, replica, request.size_tokens)
+        request.left_because = because if request.moved_from is not None else ""
 
-    @abstractmethod
-    def _sent(self, event: routing_events.RequestSent, now: float) -> None: ...
+    def send(
+        self, request: RoutedRequest, placement: Placement, now: float, *, is_there: bool = False
+    ) -> None:
+        """Send a waiting request, which is in no queue. Its program's home stays. ``is_there``: the
+        replica has the request already, so no action is needed."""
+        replica = self.fleet.get(placement.replica_id)
+        assert replica is not None
+        del self.waiting[request.request_id]
+        where = (request.request_id, replica.replica_id, placement.reason, request.moved_from)
+        if placement.prefill_id:
+            assert isinstance(replica.seen, PairEngineRegistered)
+            request.sent = SendRequestToPair(
+                *where,
+                prefill_id=placement.prefill_id,
+                peer=replica.seen.peer,
+                epoch=replica.seen.epoch,
+                decode_share=placement.decode_share,
+            )
+            request.prefilled = False
+        else:
+            request.sent = SendRequest(*where, request.left_because)
+        request.replica_id, request.sent_s = replica.replica_id, now
+        for replica_id in (placement.replica_id, placement.prefill_id):
+            one = self.fleet.get(replica_id)
+            if one is not None:
+                one.add_in_flight(request)
+                self.fleet.changed(one, now)
+        if request.program is not None:
+            request.program.waiting -= 1
+            request.program.in_flight += 1
+        self.strategy.sent(request, now)
+        if not is_there:
+            self.counts.sent(placement.reason)
+            self.actions.append(request.sent)
 
-    @abstractmethod
-    def _began(self, event: routing_events.FirstByteSent, now: float) -> None: ...
+    def unsend(self, request: RoutedRequest, now: float) -> None:
+        """Record that a sent request is no longer at its replica. Afterwards it waits, and is in no queue."""
+        for replica_id in (request.replica_id, request.prefill_id):
+            replica = self.fleet.get(replica_id)
+            if replica is not None and replica.remove_in_flight(request):
+                self.fleet.changed(replica, now)
+        self.waiting[request.request_id] = request
+        if request.program is not None:
+            request.program.in_flight -= 1
+            request.program.waiting += 1
+        self.strategy.unsent(request, now)
+        request.replica_id = request.sent = None
+        request.began, request.prefilled = False, True
+        request.waiting_since_s = now
 
-    @abstractmethod
-    def _ended(self, event: routing_events.RequestFinished, now: float) -> None: ...
+    def recall(self, request: RoutedRequest, now: float) -> None:
+        """Take a sent request back from its replica. Afterwards it waits, and is in no queue."""
+        assert request.replica_id is not None
+        replica_id = request.replica_id
+        self.actions.append(routing_events.RecallRequest(request.request_id, replica_id))
+        self.unsend(request, now)
+        request.recalled, request.recalled_from = True, replica_id
 
-    @abstractmethod
-    def _failed(self, event: routing_events.RequestFailed, now: float) -> None: ...
+    def close(self, request: RoutedRequest, now: float) -> None:
+        """Remove a request, wherever it is."""
+        if request.sent is not None:
+            self.unsend(request, now)
+        else:
+            self.strategy.dequeue(request)
+        del self.requests[request.request_id], self.waiting[request.request_id]
+        program = request.program
+        if program is not None:
+            program.waiting -= 1
+            if program.is_idle and (program.is_over or not program.turns):
+                self._left.append(program)
+        self.strategy.closed(request, now)
 
-    def _failed_too_often(self, request: FailedRequest) -> bool:
-        """Whether a request has failed too often to be tried at another replica."""
+    def _began(self, event: routing_events.FirstByteSent, now: float) -> None:
+        request = self.requests.get(event.request_id)
+        if request is not None and self._is_at(request, event.replica_id, now):
+            request.began, request.recalled_from = True, None
+
+    def _prefilled(self, event: routing_events.PrefillFinished, now: float) -> None:
+        request = self.requests.get(event.request_id)
+        if request is None or request.prefilled or request.prefill_id != event.replica_id:
+            return
+        request.prefilled = True
+        replica = self.fleet.get(event.replica_id)
+        if replica is not None and replica.remove_in_flight(request):
+            self.fleet.changed(replica, now)
+        self.strategy.prefilled(request)
+
+    def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
+        """Whether a request is at the replica that has just reported an event about it.
+
+        If the request was recalled from this replica, the event shows that the gateway ignored the recall,
+        because the answer had begun. Then the request is recorded again as sent to this replica, and the
+        result is True."""
+        if request.sent is not None and request.replica_id == replica_id:
+            return True
+        replica = self.fleet.get(replica_id)
+        if request.recalled_from != replica_id or replica is None:
+            return False
+        if request.sent is not None:
+            self.unsend(request, now)
+        else:
+            self.strategy.dequeue(request)
+        request.recalled_from = None
+        if request.program is not None and self.programs.has(request.program):
+            self.set_home(request.program, replica, request.size_tokens)
+        self.send(request, Placement(replica_id, request.reason), now, is_there=True)
+        return True
+
+    # -- requests: over ---------------------------------------------------------------
+
+    def _ended(self, event: routing_events.RequestFinished, now: float) -> None:
+        request = self.requests.get(event.request_id)
+        if request is None:
+            return
+        if event.replica_id is not None and not self._is_at(request, event.replica_id, now):
+            return  # the end of an earlier attempt
+        sent, sent_s, program = request.sent, request.sent_s, request.program
+        answered = request.began if event.answered is None else event.answered
+        self.close(request, now)
+        if program is None or not self.programs.has(program):
+            return
+        self.programs.touched(program, now)
+        if sent is None or not answered:
+            return
+        if isinstance(sent, SendRequestToPair):
+            if event.replica_id is not None:  # an answer that its client gave up has stored nothing
+                program.turns += 1
+                program.answered_by = sent.replica_id
+                # The context shrinks if the client truncated it.
+                program.context_tokens = (event.prompt_tokens or request.context_tokens) + event.output_tokens
+            return
+        program.turns += 1
+        self.estimator.observe_turn(program, now - sent_s)
+        prompt_tokens = max(event.prompt_tokens, request.context_tokens)
+        program.context_tokens = max(program.context_tokens, prompt_tokens + event.output_tokens)
+        if program.home == sent.replica_id:
+            program.cached = True
+            self.strategy.answered(program)
+            self.resize(program, self._size(program, program.context_tokens, anew=True))
+
+    def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
+        request = self.requests.get(event.request_id)
+        if request is None:
+            return
+        if not request.is_at(event.replica_id):
+            # The request is waiting, or was sent elsewhere meanwhile. If the replica that the event names is
+            # gone, the event says whether that replica had accepted the request.
+            if event.computing and request.lost_with == event.replica_id:
+                request.lost_with = None
+                request.failures_computing += 1
+            return
+        request.failures_computing += event.computing
+        replica = self.fleet.get(event.replica_id)
+        if replica is not None:
+            if (
+                not request.prefill_id
+            ):  # of a pair it is unknown which of both failed; either may be tried again
+                request.failed_at.add((replica.replica_id, replica.instance))
+            if replica.health is ReplicaHealth.UP:
+                self._suspect(replica, now)
+        self._retry(request, now)
+
+    def _retry(self, request: RoutedRequest, now: float) -> None:
+        """Process a request that its replica did not answer, or answered only in part. If the answer has
+        begun, abort its stream. If the request failed too often, reject it. Otherwise queue it again."""
+        request.failures += 1
         limits = self.limits
-        return (
+        if request.began:
+            assert request.replica_id is not None
+            self.actions.append(AbortStream(request.request_id, request.replica_id))
+            self.counts.cut += 1
+            self.close(request, now)
+        elif (
             request.failures >= limits.most_failures
             or request.failures_computing >= limits.most_failures_computing
-        )
+        ):
+            self.give_up(request, now)
+        else:
+            self.unsend(request, now)
+            self.counts.replayed += 1
+            self.strategy.enqueue(request, Wait())
 
-    @abstractmethod
-    def _dispatch(self, now: float, *, epoch: bool) -> None:
-        """Send the requests that can be sent now. On a ``Tick``, ``epoch`` is True, and work stealing and
-        preemption run too if the core has them."""
+    def give_up(self, request: RoutedRequest, now: float) -> None:
+        """Reject a request that has failed too often, or has no replica left to try."""
+        self.close(request, now)
+        times, unit = request.failures, self.strategy.unit
+        if request.failures_computing >= self.limits.most_failures_computing:
+            why = f"it was accepted by a {unit} {request.failures_computing} times and not answered"
+        elif times >= self.limits.most_failures:
+            why = f"it was sent to a {unit} {times} times and not answered"
+        else:
+            why = (
+                f"it was sent to a {unit} {times} time{'s' * (times > 1)} and not answered; no other is left"
+            )
+        self.reject(request.request_id, 502, "replicas_failed", why, REPLICAS_FAILED_RETRY_S)
 
-    # -- replicas -----------------------------------------------------------------
-
-    def _replica_gone(self, event: routing_events.ReplicaGone, now: float) -> None:
-        lease = self.lease(event.replica_id)
-        if lease is not None and lease[0] == event.instance:
-            self._lose(event.replica_id, now)
-
-    @abstractmethod
-    def _lose(self, replica_id: str, now: float) -> None:
-        """Remove a replica. Its requests are routed again, or aborted if the client has the first byte."""
-
-    @abstractmethod
-    def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None: ...
-
-    @abstractmethod
-    def _drain_cancelled(self, event: routing_events.ReplicaDrainCancelled, now: float) -> None: ...
-
-    @abstractmethod
-    def _suspect(self, replica_id: str, now: float) -> None:
-        """Mark a silent or failed replica as suspect, and have it probed. A suspect replica gets no new
-        programs."""
-
-    @abstractmethod
-    def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None: ...
-
-    # -- time ---------------------------------------------------------------------
-
-    def _tick(self, event: routing_events.Tick, now: float) -> None:
-        """Suspect and probe each replica that has been silent for ``lease_s``. Then call ``_expire``."""
-        lease_s = self.limits.lease_s
-        for replica in self.replicas():
-            silent = now - replica.heard_s >= lease_s
-            if silent and (replica.probed_s is None or now - replica.probed_s >= lease_s):
-                self._suspect(replica.replica_id, now)
-        self._expire(now)
-
-    @abstractmethod
-    def _expire(self, now: float) -> None:
-        """Reject requests that waited too long, and forget programs that were silent too long."""
-
-    # -- actions ------------------------------------------------------------------
-
-    def _probe(self, replica_id: str, instance: str) -> None:
-        self._actions.append(ProbeReplica(replica_id, instance))
-
-    def _abort(self, request_id: str, replica_id: str) -> None:
-        self._actions.append(AbortStream(request_id, replica_id))
-        self.counts.cut += 1
-
-    def _reject(
+    def reject(
         self, request_id: str, status: int, code: str, message: str, retry_after_s: float | None = None
     ) -> None:
+        """Reject a request that is not, or no longer, in progress."""
         self.counts.refused += 1
-        self._actions.append(RejectRequest(request_id, status, code, message, retry_after_s))
+        self.actions.append(RejectRequest(request_id, status, code, message, retry_after_s))
 
-    def _reject_failed(self, request_id: str, message: str) -> None:
-        self._reject(request_id, 502, "replicas_failed", message, REPLICAS_FAILED_RETRY_S)
-
-    def _reject_timed_out(self, request_id: str, what: str) -> None:
-        """Reject a request that has waited for ``wait_s``. ``what``: the replica or pair that it waited for,
-        in words."""
-        message = f"the request waited {self.limits.wait_s:g} s; no {what} had free KV capacity"
-        self._reject(request_id, 503, "no_room", message, NO_ROOM_RETRY_S)
-
-    def _reject_unrouted(self, request_id: str, error: PolicyCallError) -> None:
+    def reject_unrouted(self, request: RoutedRequest, error: PolicyCallError, now: float) -> None:
+        """Reject a request for which a policy failed. Another attempt would fail again, and block others."""
         self.counts.policy_failed(error)
-        self._reject(request_id, 500, "policy_failed", "the routing policy failed; see the gateway's log")
+        self.close(request, now)
+        message = "the routing policy failed; see the gateway's log"
+        self.reject(request.request_id, 500, "policy_failed", message)
+
+    # -- programs and their homes -------------------------------------------------------
+
+    def add_program(self, program: RoutedProgram) -> None:
+        """Add a program. The program that was idle for longest makes room if there are too many."""
+        forgotten = self.programs.add(program)
+        if forgotten is not None:
+            self.leave_home(forgotten)
+
+    def set_home(self, program: RoutedProgram, replica: Replica, size_tokens: int) -> str | None:
+        """Make a replica a program's home, and count ``size_tokens`` there for the program. Returns the id
+        of the former home; ``None``: the program did not move. If it moves and has no request in flight,
+        its former home may drop its KV (``ReleaseProgramKv``)."""
+        before = program.home
+        if before == replica.replica_id:
+            self.resize(program, size_tokens)
+            return None
+        self.leave_home(program)
+        program.home, program.size_tokens = replica.replica_id, size_tokens
+        replica.add_homed(program, size_tokens)
+        self.strategy.homed(program, size_tokens)
+        if before is not None:
+            program.moves += 1
+            program.moved_at_turn = program.turns
+            self.counts.moves += 1
+            if not program.in_flight:
+                self.actions.append(ReleaseProgramKv(program.key[1], before, program.tenant))
+        return before
+
+    def leave_home(self, program: RoutedProgram) -> None:
+        """Remove a program's home. Its KV counts as lost. No effect without a home."""
+        replica = self.fleet.get(program.home)
+        size_tokens = program.size_tokens
+        if replica is not None:
+            replica.remove_homed(program)
+        program.home, program.cached, program.size_tokens = None, False, 0
+        if replica is not None:
+            self.strategy.homed(program, -size_tokens)
+
+    def resize(self, program: RoutedProgram, size_tokens: int) -> None:
+        """Change the number of tokens that are counted for a program at its home."""
+        replica, more = self.fleet.get(program.home), size_tokens - program.size_tokens
+        program.size_tokens = size_tokens
+        if replica is not None:
+            replica.add_homed(program, more)
+            self.strategy.homed(program, more)
+
+    def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
+        program = self.programs.get((event.tenant, event.program_id))
+        if program is None:
+            return
+        program.is_over = True
+        program.last_s = now
+        if program.is_idle:
+            self._left.append(program)
+
+    def _forget(self, program: RoutedProgram) -> None:
+        """Remove a program that has ended, or that was never answered."""
+        self.programs.remove(program)
+        if not program.is_partial:
+            self.estimator.ended(program, program.last_s)
+        self.leave_home(program)
+
+    def _kv_reported(self, event: KvReported, now: float) -> None:
+        """Process a replica's report of its load and of the programs whose KV it has."""
+        replica = self.fleet.get(event.replica_id)
+        if replica is None or replica.instance != event.instance:
+            return
+        others = max(0, event.requests - len(replica.in_flight))
+        tokens = max(0, event.request_tokens - replica.in_flight_tokens) if others else 0
+        if (others, tokens) != (replica.other_requests, replica.other_tokens):
+            replica.other_requests, replica.other_tokens = others, tokens
+            self.fleet.changed(replica, now)
+        self.strategy.kv_reported(event, replica, now)
+
+    # -- replicas -----------------------------------------------------------------------
+
+    def _registered(self, event: ReplicaRegistered, now: float) -> None:
+        sizes = (event.host_tokens, event.max_running, event.max_context_tokens)
+        role, node, block_s = None, "-", 1.0
+        if isinstance(event, PairEngineRegistered):
+            role, node, block_s = event.role, event.node, event.block_s
+        if event.capacity_tokens < 1 or min(sizes) < 0 or not node or not 0 < block_s < float("inf"):
+            raise ValueError(
+                f"replica {event.replica_id!r}: {event}; expected capacity_tokens ≥ 1, sizes ≥ 0, the "
+                "name of a node and block_s > 0"
+            )
+        known = self.fleet.get(event.replica_id)
+        if known is not None and (known.instance, getattr(known.seen, "role", None)) != (
+            event.instance,
+            role,
+        ):
+            self._lose(known, now)
+            known = None
+        was = known.health if known is not None else None
+        was_unlimited = not self.fleet.longest_tokens
+        if not self.fleet.register(event, now):
+            return
+        if was_unlimited:
+            for request in self.waiting.values():
+                request.context_tokens = self.fleet.fitting(request.context_tokens)
+                request.size_tokens = self.fleet.fitting(request.size_tokens)
+        replica = self.fleet.get(event.replica_id)
+        assert replica is not None
+        self.strategy.registered(replica, now, was=was)
+
+    def _replica_gone(self, event: routing_events.ReplicaGone, now: float) -> None:
+        replica = self.fleet.get(event.replica_id)
+        if replica is not None and replica.instance == event.instance:
+            self._lose(replica, now)
+
+    def _lose(self, replica: Replica, now: float) -> None:
+        """Remove a replica. Its requests are routed again, or aborted if the client has the first byte."""
+        self.fleet.remove(replica)
+        for program in list(replica.programs.values()):
+            replica.remove_homed(program)
+            size_tokens, program.size_tokens = program.size_tokens, 0
+            program.home, program.cached = None, False
+            self.strategy.homed(program, -size_tokens)
+        self.strategy.lost(replica, now)
+        for request in list(replica.in_flight.values()):
+            request.lost_with = replica.replica_id
+            self._retry(request, now)
+
+    def _drain_started(self, event: routing_events.ReplicaDrainStarted, now: float) -> None:
+        replica = self.fleet.get(event.replica_id)
+        if replica is not None and replica.health is not ReplicaHealth.DRAINING:
+            replica.health = ReplicaHealth.DRAINING
+            self.fleet.changed(replica, now)
+            self.strategy.health_changed(replica, now)
+
+    def _drain_cancelled(self, event: routing_events.ReplicaDrainCancelled, now: float) -> None:
+        self.fleet.drained.pop(event.replica_id, None)
+        replica = self.fleet.get(event.replica_id)
+        if replica is None or replica.health is not ReplicaHealth.DRAINING:
+            return
+        replica.health = ReplicaHealth.UP if replica.probed_s is None else ReplicaHealth.SUSPECT
+        self.fleet.changed(replica, now)
+        self.fleet.newly_idle = True
+        self.strategy.health_changed(replica, now)
+
+    def _suspect(self, replica: Replica, now: float) -> None:
+        """Mark a silent or failed replica as suspect, and have it probed. A suspect replica gets no new
+        programs."""
+        if replica.health is ReplicaHealth.UP:
+            replica.health = ReplicaHealth.SUSPECT
+        self.fleet.changed(replica, now)
+        replica.probed_s = now
+        self.actions.append(ProbeReplica(replica.replica_id, replica.instance))
+        self.strategy.health_changed(replica, now)
+
+    # -- time -----------------------------------------------------------------------------
+
+    def _tick(self, event: routing_events.Tick, now: float) -> None:
+        """Suspect and probe each replica that has been silent for ``lease_s``. Reject requests that waited
+        too long. Forget programs that were silent too long."""
+        lease_s = self.limits.lease_s
+        for replica in self.fleet:
+            silent = now - replica.heard_s >= lease_s
+            if silent and (replica.probed_s is None or now - replica.probed_s >= lease_s):
+                self._suspect(replica, now)
+        wait_s = self.limits.wait_s
+        for request in list(islice(self.waiting.values(), MAX_EXPIRED_PER_TICK)):
+            if now - request.waiting_since_s < wait_s:
+                break
+            self.close(request, now)
+            message = f"the request waited {wait_s:g} s; no {self.strategy.unit} had free KV capacity"
+            self.reject(request.request_id, 503, "no_room", message, NO_ROOM_RETRY_S)
+        for program in self.programs.silent_since(now - self.limits.silent_program_s):
+            self.programs.remove(program)
+            self.leave_home(program)
+        self.strategy.expire(now)

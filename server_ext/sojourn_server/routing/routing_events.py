@@ -1,6 +1,5 @@
-"""Events that a routing core takes, and actions that it returns.
+"""Events that a routing core takes, and actions that it returns. All times are on the core's clock.
 
-Gateways and a coordinator send each other these structs. So the structs' tags are part of a wire protocol.
 A *pair* is a prefill engine and a decode engine that serve one request together.
 """
 
@@ -18,11 +17,11 @@ class PairRole(str, Enum):
     DECODE = "decode"
 
 
-class RoutingEvent(msgspec.Struct, frozen=True, tag=True, tag_field="fact", omit_defaults=True):
-    """Base class of events. All times in events are on the core's clock."""
+class RoutingEvent(msgspec.Struct, frozen=True):
+    """Base class of events."""
 
 
-class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
+class ReplicaRegistered(RoutingEvent, frozen=True):
     """A replica registers, or reports that it is alive. ``instance`` is an id that changes when the replica
     restarts and loses all its KV."""
 
@@ -38,157 +37,26 @@ class ReplicaRegistered(RoutingEvent, frozen=True, tag="ReplicaSeen"):
     """Longest context that the replica computes; 0: unknown."""
 
 
-class PairEngineRegistered(RoutingEvent, frozen=True, tag="EngineSeen"):
-    """A prefill or decode engine registers, or reports that it is alive. ``instance`` is an id that changes
-    when the engine restarts."""
+class PairEngineRegistered(ReplicaRegistered, frozen=True, kw_only=True):
+    """A prefill or decode engine registers, or reports that it is alive."""
 
-    replica_id: str
-    instance: str
     role: PairRole
     node: str
     """Name of the engine's machine. The engine reads KV through this machine's storage NIC."""
-    kv_tokens: int
-    """KV capacity of the engine, in tokens."""
     block_s: float
     """Seconds that the node's storage NIC takes for one Full Block, the unit of KV storage (DualPath
     §4.1)."""
     peer: str
     """Address at which other engines reach this engine's KV transfer manager."""
-    max_context_tokens: int = 0
-    """Longest context that the engine computes; 0: unknown."""
     epoch: str = ""
     """Instance of the engine's KV transfer manager; empty: unknown."""
-    max_running: int = 0
-    """Number of requests that the engine runs at once; 0: unknown."""
 
 
-class NicQueueReported(RoutingEvent, frozen=True, tag="NicTold"):
+class NicQueueReported(RoutingEvent, frozen=True):
     """A node reports how many seconds of reads are queued at its storage NIC."""
 
     node: str
     queue_s: float
-
-
-class ReplicaGone(RoutingEvent, frozen=True):
-    """An instance of a replica is dead. The event is ignored if another instance is registered."""
-
-    replica_id: str
-    instance: str
-    reason: str = "lost"
-
-
-class ReplicaDrainStarted(RoutingEvent, frozen=True, tag="ReplicaDrains"):
-    """A replica begins to drain. It gets no further programs, and its own programs move away at their next
-    turn."""
-
-    replica_id: str
-
-
-class ReplicaDrainCancelled(RoutingEvent, frozen=True, tag="ReplicaStays"):
-    """The drain of a replica was cancelled."""
-
-    replica_id: str
-
-
-class RequestReceived(RoutingEvent, frozen=True, tag="Asked"):
-    """A client's request arrived."""
-
-    request_id: str
-    tenant: str
-    """Tenant of the request's API key. The request body cannot change it."""
-    context_tokens: int
-    program_id: str | None = None
-    parent_id: str | None = None
-    agent_type: str | None = None
-    output_tokens: int = 0
-    """Output length, in tokens, that the client expects; 0: the client stated none."""
-    deadline_s: float | None = None
-    """The client's deadline, on the core's clock."""
-    prefix: tuple[int, ...] = ()
-    """Hashes of the prompt's pieces. Each hash covers its piece and all earlier pieces. Empty if the routing
-    policy does not read them."""
-    exact: bool = False
-    """Whether ``context_tokens`` was counted. If not, ``context_tokens`` is an estimate, and the core does
-    not reject the request as too long."""
-
-
-class RequestSent(RoutingEvent, frozen=True, tag="Sent"):
-    """A gateway sent a request without asking this core. Either the gateway knew the program's home, or the
-    core had not started yet."""
-
-    request_id: str
-    replica_id: str
-    tenant: str
-    context_tokens: int
-    program_id: str | None = None
-    parent_id: str | None = None
-    agent_type: str | None = None
-    output_tokens: int = 0
-    deadline_s: float | None = None
-    began: bool = False
-    """Whether the client has the first byte of the answer."""
-    prefill_id: str | None = None
-    """Id of the prefill engine while it computes the prompt; ``None`` afterwards, and without pairs."""
-
-
-class FirstByteSent(RoutingEvent, frozen=True, tag="Began"):
-    """The client has the first byte of an answer, so the request can no longer be sent to another replica."""
-
-    request_id: str
-    replica_id: str
-
-
-class PrefillFinished(RoutingEvent, frozen=True, tag="Prefilled"):
-    """A prefill engine has computed a request's prompt. Only pairs have this event."""
-
-    request_id: str
-    replica_id: str
-
-
-class RequestFinished(RoutingEvent, frozen=True, tag="Ended"):
-    """A request ended: it was answered, refused by the engine, or abandoned by its client."""
-
-    request_id: str
-    output_tokens: int = 0
-    replica_id: str | None = None
-    """The replica at which the request ended. ``None``: the request ended, whether it was waiting or sent.
-    For example, its client gave up."""
-    answered: bool | None = True
-    """Whether the request was answered with status 200, completely or in part. ``None``: unknown. An
-    ``AffinityCore`` then counts the request as answered if the client has the first byte. A ``PairCore``
-    counts it as not answered."""
-    prompt_tokens: int = 0
-    """Number of prompt tokens, as counted by an engine; 0: unknown."""
-
-
-class RequestFailed(RoutingEvent, frozen=True, tag="Failed"):
-    """A request did not reach its replica, or got no answer from it."""
-
-    request_id: str
-    replica_id: str
-    computing: bool = False
-    """Whether the replica had accepted the request. Then the request itself may have caused the failure."""
-
-
-class ProgramEnded(RoutingEvent, frozen=True):
-    """A program ended."""
-
-    program_id: str
-    tenant: str
-
-
-class YieldAnswered(RoutingEvent, frozen=True):
-    """The outcome of a ``YieldPrograms``. The gateway that got the order reports this even if the engine does
-    not answer."""
-
-    replica_id: str
-    to_request_id: str
-    programs: tuple[tuple[str, str], ...] = ()
-    """(tenant, program id) of each program whose request yields as soon as the engine has the urgent
-    request."""
-    understood: bool = True
-    """Whether the engine understood the order. If not, the engine runs without sojourn, is broken or is
-    silent."""
 
 
 class ResidentKv(msgspec.Struct, frozen=True, array_like=True):
@@ -224,35 +92,121 @@ class KvReported(RoutingEvent, frozen=True, kw_only=True):
     """Maximum seconds since the engine wrote the report."""
 
 
+class ReplicaGone(RoutingEvent, frozen=True):
+    """An instance of a replica is dead. The event is ignored if another instance is registered."""
+
+    replica_id: str
+    instance: str
+    reason: str = "lost"
+
+
+class ReplicaDrainStarted(RoutingEvent, frozen=True):
+    """A replica begins to drain. It gets no further programs, and its own programs move away at their next
+    turn."""
+
+    replica_id: str
+
+
+class ReplicaDrainCancelled(RoutingEvent, frozen=True):
+    """The drain of a replica was cancelled."""
+
+    replica_id: str
+
+
+class RequestReceived(RoutingEvent, frozen=True):
+    """A client's request arrived."""
+
+    request_id: str
+    tenant: str
+    """Tenant of the request's API key. The request body cannot change it."""
+    context_tokens: int
+    program_id: str | None = None
+    parent_id: str | None = None
+    agent_type: str | None = None
+    output_tokens: int = 0
+    """Output length, in tokens, that the client expects; 0: the client stated none."""
+    deadline_s: float | None = None
+    """The client's deadline, on the core's clock."""
+    prefix: tuple[int, ...] = ()
+    """Hashes of the prompt's pieces. Each hash covers its piece and all earlier pieces. Empty if the routing
+    policy does not read them."""
+    exact: bool = False
+    """Whether ``context_tokens`` was counted. If not, ``context_tokens`` is an estimate, and the core does
+    not reject the request as too long."""
+
+
+class FirstByteSent(RoutingEvent, frozen=True):
+    """The client has the first byte of an answer, so the request can no longer be sent to another replica."""
+
+    request_id: str
+    replica_id: str
+
+
+class PrefillFinished(RoutingEvent, frozen=True):
+    """A prefill engine has computed a request's prompt. Only pairs have this event."""
+
+    request_id: str
+    replica_id: str
+
+
+class RequestFinished(RoutingEvent, frozen=True):
+    """A request ended: it was answered, refused by the engine, or abandoned by its client."""
+
+    request_id: str
+    output_tokens: int = 0
+    replica_id: str | None = None
+    """The replica at which the request ended. ``None``: the request ended, whether it was waiting or sent.
+    For example, its client gave up."""
+    answered: bool | None = True
+    """Whether the request was answered with status 200, completely or in part. ``None``: unknown; then it
+    counts as answered if the client has the first byte."""
+    prompt_tokens: int = 0
+    """Number of prompt tokens, as counted by an engine; 0: unknown."""
+
+
+class RequestFailed(RoutingEvent, frozen=True):
+    """A request did not reach its replica, or got no answer from it."""
+
+    request_id: str
+    replica_id: str
+    computing: bool = False
+    """Whether the replica had accepted the request. Then the request itself may have caused the failure."""
+
+
+class ProgramEnded(RoutingEvent, frozen=True):
+    """A program ended."""
+
+    program_id: str
+    tenant: str
+
+
 class Tick(RoutingEvent, frozen=True):
-    """Time has passed. The gateway or coordinator that owns the core sends this event regularly."""
+    """Time has passed. The gateway that owns the core sends this event regularly."""
 
 
 AnyRoutingEvent = (
     ReplicaRegistered
     | PairEngineRegistered
     | NicQueueReported
+    | KvReported
     | ReplicaGone
     | ReplicaDrainStarted
     | ReplicaDrainCancelled
     | RequestReceived
-    | RequestSent
     | FirstByteSent
     | PrefillFinished
     | RequestFinished
     | RequestFailed
     | ProgramEnded
-    | YieldAnswered
-    | KvReported
     | Tick
 )
 
 
-class RoutingAction(msgspec.Struct, frozen=True, tag=True, tag_field="action", omit_defaults=True):
-    """Base class of actions. The gateway or coordinator that owns the core carries them out."""
+class RoutingAction(msgspec.Struct, frozen=True):
+    """Base class of actions. The gateway that owns the core carries them out."""
 
 
-class SendRequest(RoutingAction, frozen=True, tag="Send"):
+class SendRequest(RoutingAction, frozen=True):
     """Send a request to a replica."""
 
     request_id: str
@@ -266,7 +220,7 @@ class SendRequest(RoutingAction, frozen=True, tag="Send"):
     """Why the program had to leave its home, one of ``HOME_LEFT_REASONS``; empty: it could have stayed."""
 
 
-class SendRequestToPair(SendRequest, frozen=True, tag="SendPair", kw_only=True):
+class SendRequestToPair(SendRequest, frozen=True, kw_only=True):
     """Send a request first to a prefill engine, then to ``replica_id``, which decodes."""
 
     prefill_id: str
@@ -278,7 +232,7 @@ class SendRequestToPair(SendRequest, frozen=True, tag="SendPair", kw_only=True):
     """Fraction, 0 to 1, of the prompt's stored blocks that the decode engine's node reads from storage."""
 
 
-class RecallRequest(RoutingAction, frozen=True, tag="Recall"):
+class RecallRequest(RoutingAction, frozen=True):
     """Close a request's connection to its replica. Either the request makes way for a more urgent one, or it
     waits at this replica for KV capacity. A ``SendRequest`` or ``RejectRequest`` for the recalled request
     follows, now or later.
@@ -291,7 +245,7 @@ class RecallRequest(RoutingAction, frozen=True, tag="Recall"):
     replica_id: str
 
 
-class RejectRequest(RoutingAction, frozen=True, tag="Refuse"):
+class RejectRequest(RoutingAction, frozen=True):
     """Answer a request with an error. ``status`` is the HTTP status, ``code`` one of ``REJECTION_CODES``.
     ``retry_after_s`` is the ``Retry-After`` header in seconds; ``None``: no header."""
 
@@ -302,7 +256,7 @@ class RejectRequest(RoutingAction, frozen=True, tag="Refuse"):
     retry_after_s: float | None = None
 
 
-class AbortStream(RoutingAction, frozen=True, tag="Cut"):
+class AbortStream(RoutingAction, frozen=True):
     """End a request's stream with an error inside the stream. The replica failed after the client had got
     the first byte."""
 
@@ -310,7 +264,7 @@ class AbortStream(RoutingAction, frozen=True, tag="Cut"):
     replica_id: str
 
 
-class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
+class ReleaseProgramKv(RoutingAction, frozen=True):
     """Allow a replica to drop a program's KV, because the program has moved to another replica."""
 
     program_id: str
@@ -318,24 +272,7 @@ class ReleaseProgramKv(RoutingAction, frozen=True, tag="Left"):
     tenant: str
 
 
-class YieldPrograms(RoutingAction, frozen=True, tag="Yield"):
-    """Ask a replica's engine to let running requests yield: the engine is to preempt them as soon as a
-    request of a more urgent program arrives.
-
-    The urgent request is sent after a ``YieldAnswered`` says that enough of the requests yield. The yielding
-    requests stay at the replica. If the urgent request does not arrive, the order has no effect.
-    """
-
-    replica_id: str
-    to_tenant: str
-    to_program_id: str
-    programs: tuple[tuple[str, str], ...]
-    """(tenant, program id) of each program whose request yields."""
-    to_request_id: str = ""
-    """Id of the urgent request."""
-
-
-class ProbeReplica(RoutingAction, frozen=True, tag="Probe"):
+class ProbeReplica(RoutingAction, frozen=True):
     """Check whether a replica is alive, because it was silent for too long or failed at a request."""
 
     replica_id: str
@@ -349,7 +286,6 @@ AnyRoutingAction = (
     | RejectRequest
     | AbortStream
     | ReleaseProgramKv
-    | YieldPrograms
     | ProbeReplica
 )
 

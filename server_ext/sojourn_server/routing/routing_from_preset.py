@@ -15,14 +15,12 @@ from ..policies.prefill_decode.read_side_policies import (
     ShorterQueueRead,
     WaterFillingRead,
 )
-from .affinity_core import AffinityCore
-from .pair_core import PairCore
-from .request_dispatcher import RELOCATED_REASON
-from .request_stealer import steal_reason
-from .routed_programs import ProgramEstimator
+from .affinity_strategy import RELOCATED_REASON, AffinityStrategy, steal_reason
+from .pair_strategy import PairStrategy
+from .program_estimates import ProgramEstimator
 from .routing_core import RoutingCore
 from .routing_limits import RoutingLimits
-from .routing_preemption import PREEMPTED_REASON
+from .tenant_recalls import PREEMPTED_REASON
 
 PAIR_POLICY = "dualpath"
 """Name of the policy that chooses a prefill and a decode engine."""
@@ -38,8 +36,7 @@ READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeRules:
-    """An operator's settings for prefill and decode engines, used instead of a cluster preset. The defaults
-    are those of ``benchmarks/dualpath``."""
+    """An operator's settings for prefill and decode engines, used instead of a cluster preset."""
 
     read_side: str = "shorter"
     """A key of ``READ_SIDE_POLICIES``."""
@@ -58,46 +55,35 @@ RoutingRules = ClusterPreset | PrefillDecodeRules
 
 
 def build_core(
-    rules: RoutingRules,
-    limits: RoutingLimits | None = None,
-    *,
-    expects_engines: bool = False,
-    life: str = "",
+    rules: RoutingRules, limits: RoutingLimits | None = None, *, expects_engines: bool = False
 ) -> RoutingCore:
     """Build a routing core for these rules. ``limits``: ``None`` for the defaults. ``expects_engines``: a
-    supervisor starts missing engines (used only for pairs). ``life``: id of the core."""
+    supervisor starts missing engines (used only for pairs)."""
     if isinstance(rules, PrefillDecodeRules):
-        return build_pair_core(rules, limits, expects_engines=expects_engines, life=life)
-    return build_routing_core(rules, limits, life=life)
+        return build_pair_core(rules, limits, expects_engines=expects_engines)
+    return build_routing_core(rules, limits)
 
 
-def build_routing_core(
-    preset: ClusterPreset, limits: RoutingLimits | None = None, *, life: str = ""
-) -> AffinityCore:
+def build_routing_core(preset: ClusterPreset, limits: RoutingLimits | None = None) -> RoutingCore:
     """Build a core from a cluster preset. The preset's ``send_below_load`` replaces that of ``limits``
-    (``None``: the defaults). ``life``: id of the core."""
-    return AffinityCore(
+    (``None``: the defaults)."""
+    strategy = AffinityStrategy(
         preset.routing,
         preset.stealing,
         preset.sharing,
-        replace(limits or RoutingLimits(), send_below_load=preset.send_below_load),
-        yielding=preset.tenant_preemption,
+        preemption=preset.tenant_preemption,
         order=preset.waiting_order,
-        expected=ProgramEstimator(preset.size_quantile),
-        life=life,
     )
+    limits = replace(limits or RoutingLimits(), send_below_load=preset.send_below_load)
+    return RoutingCore(strategy, limits, ProgramEstimator(preset.size_quantile))
 
 
 def build_pair_core(
-    rules: PrefillDecodeRules,
-    limits: RoutingLimits | None = None,
-    *,
-    expects_engines: bool = False,
-    life: str = "",
-) -> PairCore:
+    rules: PrefillDecodeRules, limits: RoutingLimits | None = None, *, expects_engines: bool = False
+) -> RoutingCore:
     """Build a core for pairs of a prefill and a decode engine. ``limits``: ``None`` for the defaults.
-    ``expects_engines``: a supervisor starts missing engines. ``life``: id of the core. Raises ``ValueError``
-    for an unknown ``read_side``, and for rules out of range."""
+    ``expects_engines``: a supervisor starts missing engines. Raises ``ValueError`` for an unknown
+    ``read_side``, and for rules out of range."""
     if rules.read_side not in READ_SIDE_POLICIES:
         raise ValueError(f"read_side is {rules.read_side!r}; expected {', '.join(READ_SIDE_POLICIES)}")
     pairs = PairScheduler(
@@ -105,12 +91,12 @@ def build_pair_core(
         READ_SIDE_POLICIES[rules.read_side](),
         rules.high_tokens_ratio,
     )
-    return PairCore(pairs, limits, expects_engines=expects_engines, life=life)
+    return RoutingCore(PairStrategy(pairs, expects_engines=expects_engines), limits)
 
 
 def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
-    """Return all known values of ``SendRequest.reason`` for a core with these rules. The reasons of a custom
-    policy class are known only if the class lists them in an attribute ``reasons``."""
+    """Return all known values of ``SendRequest.reason`` for a core with these rules. The reasons of a
+    custom policy class are known only if the class lists them in an attribute ``reasons``."""
     if isinstance(preset, PrefillDecodeRules):
         return PAIR_REASONS
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())

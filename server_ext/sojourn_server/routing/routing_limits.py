@@ -1,8 +1,5 @@
-"""Limits and counters of a routing core.
-
-The limits (queue length, waiting times, retries, timeouts) are fixed when the core is built. Policies cannot
-change them. Only ``build_routing_core`` replaces ``send_below_load``, by the value of the cluster preset.
-"""
+"""Limits and counters of a routing core. The limits are fixed when the core is built; policies cannot
+change them. Only ``build_routing_core`` replaces ``send_below_load``, by the value of the cluster preset."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ class PolicyCallError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingLimits:
-    """Limits of a routing core. Times are in seconds. Policies cannot change them, but ``build_routing_core``
-    replaces ``send_below_load`` by the value of the cluster preset."""
+    """Limits of a routing core. Times are in seconds."""
 
     send_below_load: float = math.inf
     """A request waits at the gateway while its replica's load is at least this value. ``inf``: requests are
@@ -56,7 +52,7 @@ class RoutingLimits:
     for the waiting request."""
     lease_s: float = 10.0
     """A replica that has not reported for this long is suspect and is probed. It is removed on a
-    ``ReplicaGone`` event, which the gateway or coordinator sends after failed probes."""
+    ``ReplicaGone`` event, which the gateway sends after failed probes."""
     most_failures: int = 3
     """A request that has failed at this many replicas is rejected. A request is never sent again to a replica
     where it failed, unless the replica has restarted since."""
@@ -86,9 +82,6 @@ class RoutingCounters:
     """Number of requests recalled from a replica in favour of a more urgent tenant."""
     relocations: int = 0
     """Number of requests that waited in an engine and were placed on another replica."""
-    yields: int = 0
-    """Number of times that a running request yielded to a request of a more urgent tenant, as the engine
-    reports."""
     refused: int = 0
     """Number of requests that were rejected."""
     replayed: int = 0

@@ -7,7 +7,6 @@ from typing import Any
 
 from sojourn_server.policies.cluster_preset import ClusterPreset
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.routed_programs import RoutedProgram
 from sojourn_server.routing.routing_events import (
     KvReported,
     RecallRequest,
@@ -15,11 +14,10 @@ from sojourn_server.routing.routing_events import (
     ReleaseProgramKv,
     ResidentKv,
     SendRequest,
-    YieldAnswered,
-    YieldPrograms,
 )
 from sojourn_server.routing.routing_from_preset import build_routing_core
 from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.routing.routing_records import RoutedProgram
 
 from .event_queue import EventQueue
 from .latency.latency_protocol import LatencyModel, StepWork
@@ -127,8 +125,8 @@ class SimulatedGateway:
         program = RoutedProgram(
             (tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s, context_tokens=tokens, turns=turns
         )
-        self.core.expected.observe_turn(program, (took_s - tools_s) / turns)
-        self.core.expected.ended(program, took_s)
+        self.core.estimator.observe_turn(program, (took_s - tools_s) / turns)
+        self.core.estimator.ended(program, took_s)
 
 
 class GatewayClients(SimulatedClients):
@@ -255,15 +253,8 @@ class GatewayClients(SimulatedClients):
                 self._release(action.program_id, action.replica_id)
             elif isinstance(action, RecallRequest):
                 self._recall(action.request_id)
-            elif isinstance(action, YieldPrograms):
-                self._order_yield(action)
             else:
                 raise AssertionError(f"{action}: unexpected, because engines do not fail in a simulation")
-
-    def _order_yield(self, order: YieldPrograms) -> None:
-        """Answer for the engine, in which no running request yields."""
-        answer = YieldAnswered(order.replica_id, order.to_request_id, (), False)
-        self._event_queue.schedule_at(self._event_queue.now_s + self._call_s, self._take, answer)
 
     def _end_rejected(self, refusal: RejectRequest) -> None:
         """End the program of a rejected request."""

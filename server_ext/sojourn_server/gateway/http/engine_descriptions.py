@@ -317,14 +317,14 @@ def registration_event(
     return PairEngineRegistered(
         replica_id,
         described.instance,
-        paths.role,
-        paths.node,
         described.capacity_tokens,
-        paths.block_s,
-        paths.peer,
-        described.max_context_tokens,
-        paths.epoch,
-        described.max_running,
+        max_running=described.max_running,
+        max_context_tokens=described.max_context_tokens,
+        role=paths.role,
+        node=paths.node,
+        block_s=paths.block_s,
+        peer=paths.peer,
+        epoch=paths.epoch,
     )
 
 

@@ -316,8 +316,6 @@ class Gateway:
         """Carry out an action of the core that concerns no single request."""
         if isinstance(action, routing_events.ReleaseProgramKv):
             self._migrator.release(action)
-        elif isinstance(action, routing_events.YieldPrograms):
-            self.routing_backend.tell(routing_events.YieldAnswered(action.replica_id, action.to_request_id))
         elif self.monitor is not None:
             self.monitor.probe(action)
 

@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 
 from ...programs.program_status import REPORTED_OUTCOMES, ProgramOutcome
 from ...routing import routing_events
-from ...routing.replica_fleet import ReplicaHealth
+from ...routing.routing_records import ReplicaHealth
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from .client_apis import GATEWAY_ERROR_CODES
 

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from ...routing import routing_events
-from ...routing.bounded_program_table import Key
+from ...routing.routing_records import Key
 from .engine_client import ask_engine
 from .engine_descriptions import EngineDescription
 from .gateway_metrics import GatewayMetrics

@@ -32,12 +32,9 @@ class BlockedRequestView(NamedTuple):
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request that may make way on a replica for a more urgent request.
-
-    A request without output may be recalled, which means that the gateway takes it back from the replica. A
+    """A request without output that may be recalled from a replica, in favour of a more urgent request. A
     request that still waits at the gateway for this replica may be recalled too. No request is recalled
-    twice. A ``running`` request has output and may yield, which means that its engine preempts the request
-    and continues it later. If the engine has host memory, the request's KV is kept there."""
+    twice."""
 
     request_id: str
     tenant: str
@@ -47,24 +44,14 @@ class PreemptibleRequestView(NamedTuple):
     """Share of capacity that the request's tenant loses if the request makes way."""
     sent_s: float | None
     """Time at which the request was sent to the replica; ``None``: the request still waits at the gateway."""
-    running: bool = False
-    """Whether the answer has begun. Then the request can yield in its engine, and cannot be recalled."""
-    ran_s: float = math.inf
-    """Seconds since a running request began to answer, or went on after it last yielded."""
-    yields: int = 0
-    """Number of times that the request has yielded."""
 
 
 class TenantPreemptionPolicy(Protocol):
-    """Chooses requests that make way for a request of a more urgent tenant.
-
-    A recalled request moves to another replica with capacity, or waits. It is not recalled again, and never
-    dropped. A running request that yields stays at its replica and goes on after the urgent request."""
+    """Chooses requests that make way for a request of a more urgent tenant. A recalled request moves to
+    another replica with capacity, or waits. It is not recalled again, and never dropped."""
 
     is_used: bool
     """Whether the policy is used; false: no request ever makes way."""
-    most_yields: int
-    """Maximum number of times that one running request yields; 0: running requests never yield."""
     blocked_s: float
     """Seconds for which a request must be blocked before other requests may make way for it."""
 
@@ -75,10 +62,8 @@ class TenantPreemptionPolicy(Protocol):
         standings: Mapping[str, TenantStanding],
     ) -> Sequence[str]:
         """Return the ids of the requests that make way. Empty if even all allowed requests together would
-        free too little.
-
-        ``others``: requests of the replica that could make way. ``standings``: tenant → its standing, for the
-        tenants of all these requests."""
+        free too little. ``others``: requests of the replica that could make way. ``standings``: tenant →
+        its standing, for the tenants of all these requests."""
         ...
 
 
@@ -87,7 +72,6 @@ class NoTenantPreemption:
     """No request makes way."""
 
     is_used: bool = False
-    most_yields: int = 0
     blocked_s: float = math.inf
 
     def preempt_less_urgent(
@@ -110,25 +94,18 @@ class UrgencyPreemption:
     - Afterwards, the other tenant still uses at least as large a fraction of its share as the blocked tenant
       does. So two tenants never displace each other's requests alternately.
 
-    Requests that wait at the gateway are recalled before requests that were sent to the replica. Of the sent
-    requests, the last sent is recalled first. If recalls do not free enough, running requests yield, the last
-    sent first. A request yields at most ``most_yields`` times, and only after it has run for ``least_run_s``.
-    Raises ``ValueError`` for a negative time or number, or a ratio below 1.
+    Requests that wait at the gateway are recalled before requests that were sent to the replica. Of the
+    sent requests, the last sent is recalled first. Raises ``ValueError`` for a negative time, or a ratio
+    below 1.
     """
 
     blocked_s: float = 0.5
     share_ratio: float = 1.0
     is_used: bool = True
-    most_yields: int = 1
-    least_run_s: float = 1.0
 
     def __post_init__(self) -> None:
         if not (self.blocked_s >= 0 and self.share_ratio >= 1):
             raise ValueError(f"blocked_s {self.blocked_s}, share_ratio {self.share_ratio}; expected ≥ 0, ≥ 1")
-        if not (self.most_yields >= 0 and self.least_run_s >= 0):
-            raise ValueError(
-                f"most_yields {self.most_yields}, least_run_s {self.least_run_s}; expected both ≥ 0"
-            )
 
     def preempt_less_urgent(
         self,
@@ -146,8 +123,6 @@ class UrgencyPreemption:
             theirs = standings.get(other.tenant)
             if theirs is None or not theirs.share * self.share_ratio < mine.share:
                 continue
-            if other.running and (other.yields >= self.most_yields or other.ran_s < self.least_run_s):
-                continue
             left = used[other.tenant] - other.used
             if left < after * theirs.share:
                 continue
@@ -164,8 +139,8 @@ class UrgencyPreemption:
         return [other.request_id for other in chosen]
 
 
-def _preemption_order(other: PreemptibleRequestView) -> tuple[bool, float, str]:
-    return (other.running, -math.inf if other.sent_s is None else -other.sent_s, other.request_id)
+def _preemption_order(other: PreemptibleRequestView) -> tuple[float, str]:
+    return (-math.inf if other.sent_s is None else -other.sent_s, other.request_id)
 
 
 def _frees_enough(chosen: Sequence[PreemptibleRequestView], blocked: BlockedRequestView) -> bool:

@@ -1,0 +1,698 @@
+"""Strategy that sends all turns of a program to one replica, the program's home. Policies choose replicas,
+move waiting requests to idle replicas, and order the tenants.
+
+If no replica has capacity, a request waits, and its routing decision states the KV capacity that it needs. A
+pass over the queue follows the order of arrival, the preset's order or the tenants' shares. It routes again
+only requests that fit into the largest free capacity of a replica. So a request that needs less may overtake
+one that needs more. The oldest request of a tenant's queue is *late* in three cases:
+
+- It arrived at least ``queue_patience_s`` seconds ago. With an order other than that of arrival, this counts
+  from the time at which the request became the oldest.
+- At least ``queue_patience_requests`` other requests were admitted since it became the oldest.
+- It arrived at least half of the time ago that a request may wait.
+
+For a late request, the replica with the most free capacity is reserved. That replica accepts no other
+program until it has enough capacity for the request, or has no programs left. Only one replica is reserved
+at a time, for the tenant that is served first. Tenants that are served before that tenant do not wait for
+its late request. A late request that fits is served before all other requests of its queue. So each
+request is served in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from heapq import nlargest
+
+from ..policies.fairness.fair_share import SharePolicy
+from ..policies.fairness.tenant_preemption import NoTenantPreemption, TenantPreemptionPolicy
+from ..policies.routing.replica_views import ReplicaView, ResidentProgramGroup, RoutingDecision, RoutingView
+from ..policies.routing.routing_policy import RoutingPolicy
+from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy, WaitingProgramView
+from ..policies.routing.work_stealing import StealingPolicy, StealingReplicaView
+from . import routing_events
+from .routing_core import Placement, RoutingCore, Wait
+from .routing_events import KvReported, ResidentKv
+from .routing_limits import PolicyCallError
+from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
+from .tenant_recalls import TenantRecalls
+from .tenant_shares import TenantShares
+from .waiting_queues import TenantQueue, WaitingQueue
+
+MAX_REPLICAS_COMPARED = 8
+"""Maximum number of replicas offered to a policy with ``reads_residents``, for a request without cached
+KV. These are the replicas with the most free capacity."""
+MAX_PREFIX_PIECES = 200_000
+"""Maximum number of prompt pieces remembered per replica; each takes a few hundred bytes of memory."""
+MAX_FAILED_ROUTES = 512
+"""A pass ends after it has routed this many requests that still have to wait. This happens only if it is
+unknown how much capacity the waiting requests need."""
+TENANT_REORDER_DIVISOR = 32
+"""Tenants are sorted again each time 1/32 of the waiting tenants were served. With up to 63 tenants, they
+are sorted after each request. Between two sorts, each tenant is served at most once."""
+MAX_FAILED_REROUTED = 256
+"""Maximum number of requests that one pass routes again after they failed at a replica."""
+MAX_STEAL_CANDIDATES = 8
+"""Maximum number of requests of a replica's queue that are examined for stealing, the oldest first."""
+MAX_STEALS_PER_ROUND = 64
+"""Maximum number of requests that work stealing moves at one event."""
+MIN_ENGINE_WAIT_S = 5.0
+"""A request counts as waiting in its engine only if it was sent at least this many seconds ago."""
+RELOCATED_REASON = "relocated"
+"""Reason of a ``SendRequest`` for a request that had waited in another engine."""
+
+
+class AffinityStrategy:
+    """Sends all turns of a program to its home (see the module's docstring).
+
+    ``routing`` chooses replicas, ``stealing`` moves waiting requests to idle replicas, and ``sharing``
+    divides the capacity among tenants. ``preemption`` chooses the requests that make way for more urgent
+    tenants; ``None``: none do. ``order`` is the order in which requests wait for capacity; ``None``: the
+    order of arrival."""
+
+    unit = "replica"
+
+    def __init__(
+        self,
+        routing: RoutingPolicy,
+        stealing: StealingPolicy,
+        sharing: SharePolicy,
+        *,
+        preemption: TenantPreemptionPolicy | None = None,
+        order: WaitingOrderPolicy | None = None,
+    ) -> None:
+        self._routing = routing
+        self._stealing = stealing
+        self._sharing = sharing
+        self._preemption = preemption or NoTenantPreemption()
+        self._order = order or ArrivalOrder()
+        self._reads_residents = bool(getattr(routing, "reads_residents", False))
+        self._resident_for_s = float(getattr(routing, "resident_for_s", math.inf))
+        self._prefixes: dict[str, OrderedDict[int, None]] = {}
+        """Hashes of the prompt pieces that were sent to each replica, least recently used first. A piece's
+        hash covers all pieces before it, so a prompt matches up to its first unknown hash."""
+        self.queues: dict[str, WaitingQueue] = {}
+        """Requests that wait for one replica, by replica id; only non-empty queues."""
+        self.anywhere = WaitingQueue(by_tenant=sharing.divides_capacity, by_arrival=self._order.by_arrival)
+        """Requests that wait for any replica and have not failed at one."""
+        self.failed: dict[str, RoutedRequest] = {}
+        """Requests that failed at a replica and wait for another one, by id. They are apart, because they
+        cannot use free capacity of the replica where they failed."""
+        self.freed: set[str] = set()
+        """Replicas whose load has fallen, or that became available, since the last ``dispatch``."""
+        self.capacity_changed = False
+        """True if capacity may have become free, or if a request has to be routed again."""
+        self.reserved: str | None = None
+        """Id of the replica that is reserved for a late request; ``None``: no replica is."""
+        self._admitted = 0
+        """Number of requests that got a replica so far, including new requests that did not wait."""
+        self._is_closed_to_new = False
+        """True if the capacity that some waiting request needs is unknown. Then new requests wait too,
+        with two exceptions: requests that go to their program's home, and requests that may pass waiting
+        requests."""
+        self._has_unrouted = False
+        """True if some waiting requests have not been routed yet; the next event routes them."""
+
+    def attach(self, core: RoutingCore) -> None:
+        self._core = core
+        self._fleet = core.fleet
+        self.tenants = TenantShares(self._sharing, core.fleet, core.estimator, core.limits, core.counts)
+        self._recalls = TenantRecalls(self._preemption, core, self)
+
+    # -- queries ------------------------------------------------------------------
+
+    def missing_role(self) -> str:
+        return ""
+
+    def longest_tokens(self) -> int:
+        return self._fleet.longest_tokens
+
+    def is_queue_full(self, tenant: str) -> bool:
+        """Whether a new request of ``tenant`` must be rejected: see ``RoutingLimits.most_waiting``."""
+        waiting, most = self._core.waiting, self._core.limits.most_waiting
+        if len(waiting) < most or not self.tenants.are_used or len(waiting) >= 2 * most:
+            return len(waiting) >= most
+        tenants = [one.tenant for one in waiting.values()]
+        return tenants.count(tenant) >= most / len({*tenants, tenant})
+
+    def shares_used(self) -> dict[str, float]:
+        """Return the used part of each tenant's share."""
+        return self.tenants.used_shares()
+
+    # -- bookkeeping --------------------------------------------------------------
+
+    def opened(self, request: RoutedRequest, now: float) -> None:
+        if request.program is not None and not self._order.by_arrival:
+            request.program.idleness.arrived(request.request_id, request.since_s)
+        self._regroup(request.program)
+        self.tenants.add_request(request.tenant, request.program)
+
+    def closed(self, request: RoutedRequest, now: float) -> None:
+        if request.program is not None and not self._order.by_arrival:
+            request.program.idleness.finished(request.request_id, now)
+        self._regroup(request.program)
+        self.tenants.remove_request(request.tenant, request.program)
+        self.capacity_changed = True
+
+    def sent(self, request: RoutedRequest, now: float) -> None:
+        if request.program is not None and not self._order.by_arrival:
+            request.program.idleness.admitted(request.request_id, now)
+        self.tenants.add_in_flight(request.tenant, request.context_tokens)
+        if self._routing.reads_prefixes and request.replica_id is not None:
+            self._add_prefix(request.replica_id, request.prefix)
+
+    def unsent(self, request: RoutedRequest, now: float) -> None:
+        if request.program is not None and not self._order.by_arrival:
+            request.program.idleness.preempted(request.request_id, now)
+        self.tenants.add_in_flight(request.tenant, -request.context_tokens)
+        if request.replica_id is not None:
+            self.freed.add(request.replica_id)
+        self.capacity_changed = True
+
+    def answered(self, program: RoutedProgram) -> None:
+        self._estimate_turns(program)
+        self._regroup(program)
+
+    def prefilled(self, request: RoutedRequest) -> None: ...
+
+    def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None: ...
+
+    def homed(self, program: RoutedProgram, tokens: int) -> None:
+        self.tenants.add_homed(program.tenant, tokens)
+        self.capacity_changed |= tokens < 0
+        if program.waiting and program.cached:
+            # The program has its KV at its home now, so its waiting requests need no further capacity.
+            for request in self.anywhere.of(program):
+                self.anywhere.set_needs_tokens(request, 0)
+                self.capacity_changed = True
+
+    def _regroup(self, program: RoutedProgram | None) -> None:
+        """Note that a program's open requests or turns have changed."""
+        home = self._fleet.get(program.home) if program is not None else None
+        if home is not None:
+            home.groups = None
+
+    def enqueue(self, request: RoutedRequest, wait: Wait) -> None:
+        """Add a request to the queue for any replica. It is in no queue."""
+        request.replica_id, request.needs_tokens = None, wait.needs_tokens
+        if request.failed_at:
+            self.failed[request.request_id] = request
+            self.capacity_changed = True
+            return
+        program = request.program
+        request.queue_key = self._order.key(
+            WaitingProgramView(
+                request.number,
+                program is not None and program.turns > 0,
+                program.idleness.idleness(request.since_s) if program is not None else 0.0,
+                request.context_tokens,
+                max(request.size_tokens, request.context_tokens),
+            )
+        )
+        self.anywhere.add(request)
+
+    def enqueue_again(self, request: RoutedRequest) -> None:
+        """Add a request, which is in no queue, to the queue for any replica, to be routed soon."""
+        self.enqueue(request, Wait())
+        self.capacity_changed = True
+
+    def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
+        """Add a request, which is in no queue, to the queue for one replica."""
+        request.replica_id, request.queue_key = replica.replica_id, (request.number,)
+        queue = self.queues.get(replica.replica_id)
+        if queue is None:
+            queue = self.queues[replica.replica_id] = WaitingQueue(by_tenant=self.tenants.are_used)
+        queue.add(request)
+        replica.add_queued(request.context_tokens, 1)
+
+    def dequeue(self, request: RoutedRequest) -> None:
+        if request.replica_id is None:
+            if self.failed.pop(request.request_id, None) is None:
+                self.anywhere.remove(request)
+            return
+        queue, replica = self.queues.get(request.replica_id), self._fleet.get(request.replica_id)
+        if queue is not None and queue.remove(request):
+            if replica is not None:
+                replica.add_queued(-request.context_tokens, -1)
+            if not queue:
+                del self.queues[request.replica_id]
+        request.replica_id = None
+
+    def all_queues(self) -> list[WaitingQueue]:
+        """Return all queues of requests that have not failed."""
+        return [self.anywhere, *self.queues.values()]
+
+    # -- replicas -----------------------------------------------------------------
+
+    def registered(self, replica: Replica, now: float, *, was: ReplicaHealth | None) -> None:
+        self.capacity_changed = True
+        self.freed.add(replica.replica_id)
+        if was is not None and was is not ReplicaHealth.UP:
+            for program in replica.programs.values():
+                for request in self.anywhere.of(program) if program.waiting else ():
+                    self.anywhere.set_needs_tokens(request, 0)
+
+    def health_changed(self, replica: Replica, now: float) -> None:
+        self.capacity_changed = True
+        if replica.health is ReplicaHealth.DRAINING:
+            self._clear_queue(replica.replica_id)
+        else:
+            self.freed.add(replica.replica_id)
+
+    def lost(self, replica: Replica, now: float) -> None:
+        self._clear_queue(replica.replica_id)
+        self._prefixes.pop(replica.replica_id, None)
+        self.capacity_changed = True
+
+    def _clear_queue(self, replica_id: str) -> None:
+        """Move the requests that wait for this replica to the queue for any replica."""
+        for request in list(self.queues.get(replica_id, ())):
+            self.dequeue(request)
+            self.enqueue_again(request)
+
+    # -- choice -------------------------------------------------------------------
+
+    def choose(self, request: RoutedRequest, now: float) -> Placement | Wait:
+        route = self.route(request, now, self.reserved)
+        home = request.program.home if request.program is not None else None
+        comes_new = route.replica_id not in (None, home) and not route.passes
+        if comes_new and self._is_closed_to_new and self.anywhere:
+            return Wait()
+        replica = self._fleet.get(route.replica_id)
+        if replica is None:
+            self._is_closed_to_new |= not route.needs_tokens
+            # This request could not use the reserved replica. A new pass may reserve another, or none.
+            self.capacity_changed |= self.reserved is not None
+            return Wait(route.needs_tokens)
+        self._admitted += route.replica_id != home
+        return Placement(replica.replica_id, route.reason)
+
+    def route(
+        self, request: RoutedRequest, now: float, but: str | None = None, *, leaves: bool = False
+    ) -> RoutingDecision:
+        """Return the routing policy's decision about a request, without carrying it out.
+
+        ``but``: a replica that is reserved for another, late request; ``None``: none is. In the policy's
+        view, this replica and the replicas where the request failed accept no new programs. ``leaves``:
+        the policy decides as if the program had no home. Raises ``PolicyCallError`` if the policy fails."""
+        fleet, program = self._fleet, request.program
+        shut = {name for name, run in request.failed_at if (at := fleet.get(name)) and at.instance == run}
+        failed_at, home, parent_home = set(shut), None, None
+        if but is not None:
+            shut.add(but)
+        if program is not None and not leaves:
+            at = fleet.get(program.home)
+            # A request that has failed once does not test whether a suspect home is alive.
+            if (
+                at is not None
+                and at.health is not ReplicaHealth.DRAINING
+                and not (request.failures and at.health is ReplicaHealth.SUSPECT)
+                and at.replica_id not in failed_at
+            ):
+                home = at.view()
+            parent = self._core.programs.get(program.parent)
+            near = fleet.get(parent.home) if parent is not None and not program.turns else None
+            if near is not None and near.replica_id not in shut:
+                parent_home = near.view()
+        view = RoutingView(
+            request.request_id,
+            request.number,
+            request.context_tokens,
+            request.size_tokens,
+            home,
+            program is not None and (program.cached or program.in_flight > 0),
+            parent_home,
+            self._matches(request) if self._routing.reads_prefixes else {},
+        )
+        views: Sequence[ReplicaView] = fleet.views(shut)
+        if self._reads_residents and not (view.home is not None and view.cached):
+            views = (
+                nlargest(
+                    MAX_REPLICAS_COMPARED,
+                    views,
+                    key=lambda one: (one.takes_new, not one.homed, one.room_tokens),
+                )
+                if len(views) > MAX_REPLICAS_COMPARED
+                else views
+            )
+            self._estimate_turns(program)
+            shown = {one.replica_id: groups for one in views if (groups := self._groups(one, program, now))}
+            view = view._replace(turns_left=_turns_left(program), residents=shown)
+        try:
+            return self._routing.route(view, views, now)
+        except Exception as error:
+            raise PolicyCallError(f"no route for request {request.request_id!r}") from error
+
+    def route_away(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
+        """Return the route that a request would get if its program left ``replica_id``; ``None``: the
+        request would have to wait. Changes nothing."""
+        route = self.route(request, now, replica_id, leaves=True)
+        replica = self._fleet.get(route.replica_id)
+        return None if replica is None or self.queues_at(replica) else route
+
+    def queues_at(self, replica: Replica) -> bool:
+        """Whether a new request for this replica has to wait, because the replica is full or other
+        requests wait for it."""
+        return replica.replica_id in self.queues or self._fleet.is_full(replica)
+
+    # -- prompts that replicas have computed -----------------------------------------
+
+    def _add_prefix(self, replica_id: str, prefix: Sequence[int]) -> None:
+        known = self._prefixes.setdefault(replica_id, OrderedDict())
+        # Last piece first, so that the end of a prompt is forgotten before its beginning.
+        for piece in reversed(prefix):
+            known[piece] = None
+            known.move_to_end(piece)
+        while len(known) > MAX_PREFIX_PIECES:
+            known.popitem(last=False)
+
+    def _matches(self, request: RoutedRequest) -> dict[str, int]:
+        """Estimate how many of the prompt's first tokens each replica has computed, by replica id.
+        Replicas without any of these tokens are left out. All pieces are assumed to have the same number
+        of tokens."""
+        prefix, found = request.prefix, {}
+        for replica_id, known in self._prefixes.items():
+            pieces = next((n for n, piece in enumerate(prefix) if piece not in known), len(prefix))
+            if pieces:
+                found[replica_id] = request.context_tokens * pieces // len(prefix)
+        return found
+
+    # -- resident programs -------------------------------------------------------------
+
+    def _estimate_turns(self, program: RoutedProgram | None) -> None:
+        """Estimate again how many turns a program has left, if the policy reads this number."""
+        if self._reads_residents and program is not None:
+            program.turns_left = self._core.estimator.turns_left(program)
+            self._regroup(program)
+
+    def _groups(
+        self, view: ReplicaView, but: RoutedProgram | None, now: float
+    ) -> tuple[ResidentProgramGroup, ...]:
+        """Return the resident programs of a replica, those with the same past and future turns as one
+        group. A program is resident if it has an open request or is expected to send one. Many clients
+        never end their programs, so one without an open request counts for a limited time, and not at all
+        if its turns left are unknown. ``but``: a program that does not count."""
+        replica = self._fleet.get(view.replica_id)
+        assert replica is not None
+        is_alone = but is None or but.home != replica.replica_id
+        if is_alone and replica.groups is not None and now < replica.groups_until_s:
+            return replica.groups
+        sums: dict[tuple[float, int], list[int]] = {}
+        until_s = math.inf
+        for program in replica.programs.values():
+            if program is but:
+                continue
+            if program.is_idle:
+                over_s = program.last_s + self._resident_for_s
+                if program.turns_left is None or now >= over_s:
+                    continue
+                until_s = min(until_s, over_s)
+            row = sums.setdefault((_turns_left(program), program.turns), [0, 0, 0])
+            row[0] += program.context_tokens
+            row[1] += max(program.size_tokens, program.context_tokens)
+            row[2] += 1
+        groups = tuple(
+            ResidentProgramGroup(context, size, turns, left, count)
+            for (left, turns), (context, size, count) in sorted(sums.items())
+        )
+        if is_alone:
+            replica.groups, replica.groups_until_s = groups, until_s
+        return groups
+
+    # -- dispatch ---------------------------------------------------------------------
+
+    def expire(self, now: float) -> None:
+        self.tenants.update(now)
+        # Requests become late as time passes, and only a pass over the queue finds them.
+        self.capacity_changed = True
+
+    def dispatch(self, now: float, *, epoch: bool) -> None:
+        """Send the requests for which a replica has capacity. Work stealing runs on a ``Tick``, and on
+        other events if a replica registered or stopped being full. Preemption between tenants runs only on
+        a ``Tick``."""
+        if self._has_unrouted:
+            self.capacity_changed, self._has_unrouted = True, False
+        self._send_eligible(now)
+        if epoch or self._fleet.newly_idle:
+            self._fleet.newly_idle = False
+            with self._counted_failures():
+                self._steal(now)
+            self._send_eligible(now)
+        if epoch:
+            with self._counted_failures():
+                self._core.counts.recalls += self._recalls.make_way(now)
+            self._send_eligible(now)
+
+    @contextmanager
+    def _counted_failures(self) -> Iterator[None]:
+        """Count a ``PolicyCallError`` of the block. The policy is called again on the next ``Tick``."""
+        try:
+            yield
+        except PolicyCallError as error:
+            self._core.counts.policy_failed(error)
+
+    def _send_eligible(self, now: float) -> None:
+        """Send requests that wait for any replica, as long as some replica has capacity. Then send
+        requests that wait for one replica, if the load of that replica has fallen."""
+        while self.capacity_changed:
+            self.capacity_changed = False
+            self._send_failed(now)
+            if not self._pass(now):
+                self._has_unrouted = True
+                break
+        freed, self.freed = self.freed, set()
+        for replica_id in sorted(freed & self.queues.keys()):
+            replica = self._fleet.get(replica_id)
+            while replica is not None and replica_id in self.queues and not self._fleet.is_full(replica):
+                tenants = self.queues[replica_id].tenants
+                request = tenants[self.tenants.order(tenants.items(), room=False)[0]].requests[0]
+                self.dequeue(request)
+                self._core.send(request, Placement(replica_id, request.reason), now)
+
+    def place(self, request: RoutedRequest, but: str | None, now: float) -> RoutingDecision:
+        """Route a request that waits for any replica; return the decision. If a replica is found, send the
+        request there or add it to the replica's queue. ``but``: a replica that takes no new program;
+        ``None``: none."""
+        route = self.route(request, now, but)
+        replica = self._fleet.get(route.replica_id)
+        if replica is not None:
+            self.dequeue(request)
+            self._core.place(request, Placement(replica.replica_id, route.reason), now)
+        return route
+
+    def _place_or_reject(self, request: RoutedRequest, now: float) -> RoutingDecision:
+        try:
+            return self.place(request, self.reserved, now)
+        except PolicyCallError as error:
+            self._core.reject_unrouted(request, error, now)
+            return RoutingDecision("", "policy_failed")
+
+    def _send_failed(self, now: float) -> None:
+        """Route again the oldest requests that failed at a replica. Reject a request that no living
+        replica can retry."""
+        if not self.failed:
+            return
+        oldest = sorted(self.failed.values(), key=lambda request: request.number)
+        for request in oldest[:MAX_FAILED_REROUTED]:
+            failed_here = [(one.replica_id, one.instance) in request.failed_at for one in self._fleet]
+            # A suspect replica may soon be replaced by a new instance, which may retry the request.
+            if not any(failed_here) or any(
+                one.health is ReplicaHealth.SUSPECT if failed else one.health is not ReplicaHealth.DRAINING
+                for one, failed in zip(self._fleet, failed_here, strict=True)
+            ):
+                self._place_or_reject(request, now)
+            else:
+                self._core.give_up(request, now)
+
+    def _pass(self, now: float) -> bool:
+        """Route the waiting requests that may fit (see the module's docstring). Returns False if the pass
+        reached ``MAX_FAILED_ROUTES`` and some requests still have to be routed."""
+        self.reserved, self._is_closed_to_new = None, False
+        queue, fleet = self.anywhere, self._fleet
+        if not queue:
+            return True
+        asked, most_known = 0, math.inf
+        best = fleet.most_room()
+        while best is not None and queue:
+            most = min(most_known, _max_fitting_tokens(best))
+            candidates = [
+                (tenant, waiting)
+                for tenant, waiting in queue.tenants.items()
+                if waiting.least <= most or (self.reserved is None and self._is_late(waiting, now))
+            ]
+            if not candidates:
+                break
+            order = self.tenants.order(candidates, room=True)
+            for tenant in order[: max(1, len(order) // TENANT_REORDER_DIVISOR)]:
+                waiting = queue.tenants[tenant]
+                oldest = waiting.oldest
+                if self.reserved is None and oldest.needs_tokens > most and self._is_late(waiting, now):
+                    self.reserved = best.replica_id
+                    break
+                request = waiting.first_fitting(most)
+                if not self._order.by_arrival and oldest.needs_tokens <= most and self._is_late(waiting, now):
+                    request = oldest
+                if request is None:
+                    continue
+                route = self._place_or_reject(request, now)
+                if route.replica_id is None:
+                    if not route.needs_tokens:
+                        self._is_closed_to_new = True
+                        return True
+                    queue.set_needs_tokens(request, route.needs_tokens)
+                    most_known = min(most_known, route.needs_tokens - 1)
+                    asked += 1
+                    if asked == MAX_FAILED_ROUTES:
+                        return all(one.least for one in queue.tenants.values())
+                else:
+                    self._admitted += 1
+                best = fleet.most_room(self.reserved)
+                if best is None:
+                    break
+                most = min(most_known, _max_fitting_tokens(best))
+            best = fleet.most_room(self.reserved)
+        return True
+
+    def _is_late(self, waiting: TenantQueue, now: float) -> bool:
+        """Whether the oldest request of a tenant's queue is late. False while its ``needs_tokens`` is 0:
+        its need is unknown until it is routed again. Also records when the request became the oldest."""
+        first, limits = waiting.oldest, self._core.limits
+        if first.first_since is None:
+            first.first_since, first.first_since_s = self._admitted, now
+        if not first.needs_tokens:
+            return False
+        waits_since_s = first.since_s if self._order.by_arrival else first.first_since_s
+        return (
+            self._admitted - first.first_since >= limits.queue_patience_requests
+            or now - waits_since_s >= limits.queue_patience_s
+            or now - first.since_s >= limits.wait_s / 2
+        )
+
+    # -- moves ------------------------------------------------------------------------
+
+    def _steal(self, now: float) -> None:
+        """Move waiting requests to idle replicas, as the stealing policy decides. Raises
+        ``PolicyCallError`` if the policy fails; earlier moves stay valid."""
+        if not self._stealing.is_used or not self.queues or all(map(self._fleet.is_full, self._fleet)):
+            return
+        for _ in range(MAX_STEALS_PER_ROUND):
+            views = [self._stealing_view(replica, now) for replica in self._fleet]
+            try:
+                steal = self._stealing.steal(views, now)
+            except Exception as error:
+                raise PolicyCallError("the stealing policy failed") from error
+            if steal is None:
+                return
+            thief, movable = self._fleet.get(steal.thief), self._movable(steal.victim)
+            if thief is None or steal.thief == steal.victim or not movable:
+                return  # the policy's answer does not fit the replicas
+            self.dequeue(movable[0])
+            self._core.counts.steals += 1
+            self._core.place(movable[0], Placement(steal.thief, steal_reason(steal.reason)), now)
+
+    def _stealing_view(self, replica: Replica, now: float) -> StealingReplicaView:
+        idle_s = 0.0
+        if replica.idle_since_s is not None and not replica.queued:
+            idle_s = max(0.0, now - replica.idle_since_s)
+        view = replica.view()
+        return StealingReplicaView(
+            replica.replica_id,
+            view.load,
+            view.queued,
+            idle_s,
+            view.takes_new,
+            len(self._movable(replica.replica_id)),
+        )
+
+    def _movable(self, replica_id: str) -> list[RoutedRequest]:
+        """Return the requests that may move, among the ``MAX_STEAL_CANDIDATES`` oldest requests that wait
+        for this replica."""
+        queue = self.queues.get(replica_id)
+        return (
+            [one for one in queue.oldest(MAX_STEAL_CANDIDATES) if one.can_move] if queue is not None else []
+        )
+
+    def kv_reported(self, event: KvReported, replica: Replica, now: float) -> None:
+        """Programs whose KV the replica has lost lose their home, and go to any replica. Programs that
+        this gateway does not know, as after a restart, get their home here. A request that waits in the
+        engine until it has room may move to another replica (MORI §4.3.1)."""
+        resident = {(one.tenant, one.program_id): one for one in event.programs}
+        written_s = now - event.age_s
+        for program in list(replica.programs.values()) if event.complete else ():
+            one = resident.get(program.key)
+            is_there = one is not None and 2 * one.tokens >= one.context_tokens
+            if is_there or program.in_flight or program.last_s > written_s:
+                continue
+            self._core.leave_home(program)
+            queue = self.queues.get(replica.replica_id)
+            for request in queue.of(program) if queue is not None else ():
+                self.dequeue(request)
+                self.enqueue_again(request)
+            if program.is_reported and program.is_idle:
+                self._core.programs.remove(program)
+        for one in event.programs:
+            if 2 * one.tokens >= one.context_tokens:
+                self._found(one, replica, now)
+        for key in event.waiting:
+            program = self._core.programs.get(key)
+            if program is not None and program.home == replica.replica_id:
+                self._relocate(program, replica, now)
+
+    def _found(self, one: ResidentKv, replica: Replica, now: float) -> None:
+        """Process a report that a replica has the KV of a program. The program gets its home there if it
+        has none. A program that is known only from reports is where it was last active."""
+        key, last_s = (one.tenant, one.program_id), now - one.idle_s
+        program = self._core.programs.get(key)
+        if program is None:
+            program = RoutedProgram(key, None, None, last_s, last_s, turns=1)
+            program.is_reported = program.is_partial = True
+            self._core.add_program(program)
+        moves = program.is_reported and last_s > program.last_s and program.home != replica.replica_id
+        if program.is_idle and not program.is_over and (program.home is None or moves):
+            self._core.leave_home(program)
+            program.context_tokens = max(program.context_tokens, one.context_tokens)
+            program.last_s = max(program.last_s, last_s)
+            self._core.set_home(program, replica, program.context_tokens)
+            program.cached = True
+        if one.steps_left is not None and program.home == replica.replica_id:
+            program.pending_steps, program.pending_at_turn = one.steps_left, program.turns
+            program.task = None
+
+    def _relocate(self, program: RoutedProgram, replica: Replica, now: float) -> None:
+        """Move a program whose only request waits inside the engine without KV, if another replica has
+        capacity. A program moves at most once per turn."""
+        if program.in_flight != 1 or program.moved_at_turn == program.turns:
+            return
+        request = next((one for one in replica.in_flight.values() if one.program is program), None)
+        if request is None or request.began or request.recalled:
+            return
+        if now - request.sent_s < MIN_ENGINE_WAIT_S:
+            return  # the request may have been sent after the engine's report
+        with self._counted_failures():
+            route = self.route_away(request, replica.replica_id, now)
+            if route is None or route.replica_id is None:
+                return
+            self._core.recall(request, now)
+            self._core.counts.relocations += 1
+            self._core.place(request, Placement(route.replica_id, RELOCATED_REASON), now)
+
+
+def steal_reason(reason: str) -> str:
+    """Return the ``SendRequest.reason`` of a stolen request, made from the policy's ``reason``."""
+    return f"stolen_{reason}"
+
+
+def _turns_left(program: RoutedProgram | None) -> float:
+    """Return the expected number of turns that a program has left, at least 1. If unknown, the number of
+    past turns is used. Without a program, 1."""
+    if program is None:
+        return 1.0
+    return max(1.0, program.turns if program.turns_left is None else program.turns_left)
+
+
+def _max_fitting_tokens(replica: ReplicaView) -> float:
+    """Largest number of tokens that a request may need in order to fit on this replica. ``inf`` if no
+    program has its home there, because an empty replica accepts any request."""
+    return max(0, replica.room_tokens) if replica.homed else math.inf

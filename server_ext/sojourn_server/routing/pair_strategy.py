@@ -1,0 +1,237 @@
+"""Strategy that sends each request to a prefill and a decode engine (DualPath §6.1).
+
+``policies.prefill_decode`` chooses engines by their load. Programs have no home, because any engine can
+read a turn's KV from storage. The core knows how much KV of each program is stored
+(``RoutedProgram.context_tokens``).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+
+from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
+from . import routing_events
+from .routing_core import Placement, RoutingCore, Wait
+from .routing_events import KvReported, PairEngineRegistered, PairRole
+from .routing_limits import ROLE_MISSING_RETRY_S
+from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
+
+ROLE_MISSING_TIMEOUT_S = 5.0
+"""Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts
+engines. An engine that misses one or two polls returns within this time. An engine that has to load its
+model does not."""
+MAX_NODES = 4096
+"""If this many nodes are known, a new node displaces all nodes without engines."""
+
+
+class PairStrategy:
+    """Lets a pair scheduler (``pairs``; ``None``: the default one) choose the engines.
+
+    ``expects_engines``: whether a supervisor starts missing engines. If True, requests wait for a missing
+    engine. If False and a role (prefill or decode) has no engines, new requests are rejected at once, and
+    waiting requests after ``ROLE_MISSING_TIMEOUT_S``."""
+
+    unit = "pair of engines"
+
+    def __init__(self, pairs: PairScheduler | None = None, *, expects_engines: bool = False) -> None:
+        self.pairs = pairs or PairScheduler()
+        self._expects_engines = expects_engines
+        self._missing_since_s: float | None = None
+        """Time of the first tick that found a role without engines."""
+        self._numbers: dict[str, int] = {}
+        """Number of each engine that the pair scheduler knows, by replica id. An engine that is registered
+        anew gets a new number."""
+        self._names: dict[int, str] = {}
+        """The same engines by number."""
+        self._places: dict[int, tuple[str, int]] = {}
+        """(node, KV tokens) of these engines, as the pair scheduler knows them."""
+        self._open: set[int] = set()
+        """Engines that accept new requests."""
+        self._nodes: dict[str, int] = {}
+        """Number of each node in the pair scheduler, by the node's name. A node without engines is kept,
+        since an engine may return while reads are still queued at the node's NIC."""
+        self._new_number, self._new_node = count(), count()
+        self._engines_changed = False
+        """True if an engine started or stopped accepting requests since the last ``dispatch``."""
+
+    def attach(self, core: RoutingCore) -> None:
+        self._core = core
+
+    # -- queries --------------------------------------------------------------------
+
+    def missing_role(self) -> str:
+        if self._expects_engines:
+            return ""
+        present = {
+            one.seen.role
+            for one in self._core.fleet
+            if isinstance(one.seen, PairEngineRegistered) and one.health is not ReplicaHealth.DRAINING
+        }
+        return next((role.value for role in PairRole if role not in present), "")
+
+    def longest_tokens(self) -> int:
+        """Return the longest context that both roles can hold."""
+        return min((tokens for role in PairRole if (tokens := self._longest(role))), default=0)
+
+    def _longest(self, role: PairRole) -> int:
+        """Return the longest context that an engine of a role can hold; 0: there is none."""
+        seen = (one.seen for one in self._core.fleet)
+        return max(
+            (
+                one.max_context_tokens or one.capacity_tokens
+                for one in seen
+                if isinstance(one, PairEngineRegistered) and one.role is role
+            ),
+            default=0,
+        )
+
+    def is_queue_full(self, tenant: str) -> bool:
+        return len(self._core.waiting) >= self._core.limits.most_waiting
+
+    def queues_at(self, replica: Replica) -> bool:
+        return False
+
+    # -- requests -------------------------------------------------------------------
+
+    def opened(self, request: RoutedRequest, now: float) -> None: ...
+
+    def closed(self, request: RoutedRequest, now: float) -> None: ...
+
+    def sent(self, request: RoutedRequest, now: float) -> None: ...
+
+    def answered(self, program: RoutedProgram) -> None: ...
+
+    def homed(self, program: RoutedProgram, tokens: int) -> None: ...
+
+    def kv_reported(self, event: KvReported, replica: Replica, now: float) -> None: ...
+
+    def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None: ...
+
+    def choose(self, request: RoutedRequest, now: float) -> Placement | Wait:
+        return Wait()
+
+    def enqueue(self, request: RoutedRequest, wait: Wait) -> None:
+        """Queue a request at the pair scheduler. Its sizes are cut to the largest context that a decode
+        engine can hold, since they are estimates and the client may state any output length. A request
+        that really is too long is rejected by its engine."""
+        tokens = max(1, request.context_tokens)
+        kv_tokens = tokens + request.output_tokens
+        limits = self.pairs.decode.largest_kv_tokens(), self._longest(PairRole.DECODE)
+        if decode_tokens := min((limit for limit in limits if limit), default=0):
+            tokens, kv_tokens = min(tokens, decode_tokens), min(kv_tokens, decode_tokens)
+        program = request.program
+        stored = program.context_tokens if program is not None else 0
+        # The last token of a prompt is always computed.
+        hit_blocks = min(stored, tokens - 1) // FULL_BLOCK_TOKENS
+        self.pairs.submit(PdRequest(request.request_id, tokens, hit_blocks, kv_tokens))
+
+    def dequeue(self, request: RoutedRequest) -> None:
+        if request.request_id in self.pairs.in_flight:
+            self.pairs.end(request.request_id)
+
+    def unsent(self, request: RoutedRequest, now: float) -> None:
+        self.pairs.end(request.request_id)
+
+    def prefilled(self, request: RoutedRequest) -> None:
+        self.pairs.prefilled(request.request_id)
+
+    def dispatch(self, now: float, *, epoch: bool) -> None:
+        if self._engines_changed:
+            self._engines_changed = False
+            # All waiting requests line up again, with sizes that the present engines can hold.
+            waiting = sorted(self._core.waiting.values(), key=lambda request: request.number)
+            for request in waiting:
+                self.dequeue(request)
+            for request in waiting:
+                self.enqueue(request, Wait())
+        for pair in self.pairs.dispatch(now):
+            blocks = sum(pair.split)
+            share = pair.split.decode_blocks / blocks if blocks else 0.0
+            placement = Placement(self._names[pair.decode], "pair", self._names[pair.prefill], share)
+            self._core.place(self._core.requests[str(pair.request.request_id)], placement, now)
+
+    def expire(self, now: float) -> None:
+        missing = self.missing_role()
+        if not missing:
+            self._missing_since_s = None
+            return
+        if self._missing_since_s is None:
+            self._missing_since_s = now
+        if now - self._missing_since_s < ROLE_MISSING_TIMEOUT_S:
+            return
+        message = f"no {missing} engine for {ROLE_MISSING_TIMEOUT_S:g} s; try again soon"
+        for request in list(self._core.waiting.values()):
+            self._core.close(request, now)
+            self._core.reject(request.request_id, 503, "no_room", message, ROLE_MISSING_RETRY_S)
+
+    # -- engines --------------------------------------------------------------------
+
+    def registered(self, replica: Replica, now: float, *, was: ReplicaHealth | None) -> None:
+        seen = replica.seen
+        assert isinstance(seen, PairEngineRegistered)
+        self._add_node(seen.node, seen.block_s)
+        number = self._numbers.get(replica.replica_id)
+        if number is not None and self._places.get(number) != (seen.node, seen.capacity_tokens):
+            self._remove(replica)  # the pair scheduler gets a new engine; requests stay at this engine
+        self.health_changed(replica, now)
+        if seen.role is PairRole.DECODE and (number := self._numbers.get(replica.replica_id)) is not None:
+            self.pairs.set_decode_request_limit(number, seen.max_running or math.inf)
+
+    def _add_node(self, name: str, block_s: float) -> None:
+        """Add a node to the pair scheduler, or update the speed of its storage NIC."""
+        if name not in self._nodes:
+            if len(self._nodes) >= MAX_NODES:
+                used = {getattr(one.seen, "node", "") for one in self._core.fleet}
+                for unused in self._nodes.keys() - used:
+                    self.pairs.remove_node(self._nodes.pop(unused))
+            self._nodes[name] = next(self._new_node)
+        self.pairs.add_node(self._nodes[name], block_s)
+
+    def health_changed(self, replica: Replica, now: float) -> None:
+        """Make an engine available to the pair scheduler, or stop sending new requests to it. The pair
+        scheduler still counts the requests of an unavailable engine, since they use memory."""
+        seen, number = replica.seen, self._numbers.get(replica.replica_id)
+        assert isinstance(seen, PairEngineRegistered)
+        is_prefill, is_up = seen.role is PairRole.PREFILL, replica.health is ReplicaHealth.UP
+        if is_up == (number in self._open):
+            return
+        self._engines_changed = True
+        if number is None:
+            number = self._numbers[replica.replica_id] = next(self._new_number)
+            self._names[number] = replica.replica_id
+            self._places[number] = (seen.node, seen.capacity_tokens)
+            node = self._nodes[seen.node]
+            if is_prefill:
+                self.pairs.add_prefill(number, node)
+            else:
+                self.pairs.add_decode(
+                    number, node, node, seen.capacity_tokens
+                )  # a node's engines are a group (§6.1)
+                self.pairs.set_decode_request_limit(number, seen.max_running or math.inf)
+        elif is_up:
+            (self.pairs.resume_prefill if is_prefill else self.pairs.resume_decode)(number)
+        else:
+            (self.pairs.suspend_prefill if is_prefill else self.pairs.suspend_decode)(number)
+        (self._open.add if is_up else self._open.discard)(number)
+
+    def lost(self, replica: Replica, now: float) -> None:
+        self._remove(replica)
+
+    def _remove(self, replica: Replica) -> None:
+        """Remove an engine from the pair scheduler. Requests that have both engines stay there; all others
+        are queued again."""
+        number = self._numbers.pop(replica.replica_id, None)
+        if number is None:
+            return
+        del self._names[number], self._places[number]
+        self._open.discard(number)
+        role = getattr(replica.seen, "role", None)
+        (self.pairs.remove_prefill if role is PairRole.PREFILL else self.pairs.remove_decode)(number)
+        self._engines_changed = True
+
+    def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:
+        node = self._nodes.get(event.node)
+        if node is not None:
+            self.pairs.report(node, event.queue_s, now)

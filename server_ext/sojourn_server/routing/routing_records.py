@@ -1,0 +1,550 @@
+"""Records of a routing core: replicas, programs and requests. Sizes are in tokens of KV, times in seconds
+on the core's clock."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+
+from ..policies.fairness.fair_share import RunningTaskView
+from ..policies.routing.replica_views import ReplicaView, ResidentProgramGroup
+from ..programs.idleness import IdlenessTracker
+from .routing_events import PairEngineRegistered, ReplicaRegistered, SendRequest
+from .routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+
+Key = tuple[str, str]
+"""Tenant and program id. Two tenants may use the same id for different programs."""
+
+MAX_PROGRAMS = 50_000
+"""Maximum number of programs in a table."""
+MAX_REMEMBERED_DRAINS = 1024
+"""Maximum number of absent replicas that are remembered in order to drain them when they return."""
+DEFAULT_MAX_RUNNING = 64
+"""Assumed number of requests that a replica runs at once, if the replica does not report it."""
+
+
+class ReplicaHealth(str, Enum):
+    """State of a replica, as far as the core knows."""
+
+    UP = "up"
+    DRAINING = "draining"
+    SUSPECT = "suspect"
+    """The replica was silent for too long or failed at a request. It is probed, keeps its programs, and gets
+    no new programs until it reports."""
+
+
+@dataclass(slots=True, eq=False)
+class RoutedProgram:
+    """A program that the gateway routes."""
+
+    key: Key
+    agent_type: str | None
+    parent: Key | None
+    began_s: float
+    """Time of the program's first request."""
+    last_s: float
+    """Time of the program's last event."""
+    deadline_s: float | None = None
+    """Deadline that the client stated; ``None``: it stated none."""
+    home: str | None = None
+    """Id of the replica that serves the program's turns; ``None``: no replica yet, the replica is gone or has
+    lost the KV, or engines work in pairs."""
+    cached: bool = False
+    """Whether the program's KV is at its home, as far as known."""
+    answered_by: str | None = None
+    """Id of the decode engine of the last answer; only with pairs."""
+    context_tokens: int = 0
+    """Longest context of the program so far. With pairs: the number of tokens whose KV is in storage."""
+    size_tokens: int = 0
+    """Expected longest context, which is counted for the program at its home; 0 without a home."""
+    turns: int = 0
+    """Number of answered requests."""
+    in_flight: int = 0
+    """Number of requests that were sent to a replica and have not ended."""
+    waiting: int = 0
+    """Number of requests that have not been sent."""
+    moves: int = 0
+    """Number of changes of the home, from one replica to another."""
+    moved_at_turn: int = -1
+    """Value of ``turns`` when the program last moved to another home; -1: never. Stealing and preemption do
+    not move the program again while ``turns`` has this value."""
+    idleness: IdlenessTracker = field(default_factory=IdlenessTracker)
+    """Time in tools and in engines; kept only if the order of waiting requests reads it. A request counts as
+    running from its sending to its end, because engines do not report their own queues."""
+    turns_left: float | None = None
+    """Number of turns left, estimated at the last turn; ``None``: unknown, or the policy does not read it."""
+    pending_steps: float | None = None
+    """Number of steps that were left at the engine's last report, by a declared graph or the client's hint;
+    ``None``: unknown."""
+    pending_at_turn: int = 0
+    """Value of ``turns`` when ``pending_steps`` was reported."""
+    task: RunningTaskView | None = None
+    """Estimated work and deadline, for the tenant's share; ``None``: to be estimated again."""
+    is_reported: bool = False
+    """Whether the program is known only from an engine's report: it had no request at this gateway."""
+    is_partial: bool = False
+    """Whether the program began elsewhere, so that its turns and duration are unknown."""
+    is_over: bool = False
+    """Whether the client has ended the program, which still has open requests."""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant of the program's API key."""
+        return self.key[0]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the program has no open request."""
+        return not (self.in_flight or self.waiting)
+
+    @property
+    def steps_left(self) -> float | None:
+        """Number of steps left by the last report, less the turns since then; at least 1. ``None``:
+        unknown."""
+        if self.pending_steps is None:
+            return None
+        return max(1.0, self.pending_steps - (self.turns - self.pending_at_turn))
+
+    def status(self) -> ProgramRouteStatus:
+        """Status of the program, for operators."""
+        tenant, name = self.key
+        size = self.size_tokens or (self.context_tokens if self.answered_by else 0)
+        return ProgramRouteStatus(
+            name,
+            tenant,
+            self.home,
+            self.turns,
+            self.context_tokens,
+            size,
+            self.moves,
+            self.in_flight,
+            self.waiting,
+        )
+
+
+class ProgramTable:
+    """Programs that have not ended, least recently active first. If there are more than ``most``, the least
+    recently active program without a request is forgotten."""
+
+    def __init__(self, most: int = MAX_PROGRAMS) -> None:
+        self._most = most
+        self._programs: OrderedDict[Key, RoutedProgram] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __iter__(self) -> Iterator[RoutedProgram]:
+        return iter(self._programs.values())
+
+    def get(self, key: Key | None) -> RoutedProgram | None:
+        """The program with this key; ``None``: unknown."""
+        return self._programs.get(key) if key is not None else None
+
+    def has(self, program: RoutedProgram) -> bool:
+        """Whether this record is in the table. A removed program may still have open requests."""
+        return self._programs.get(program.key) is program
+
+    def find(self, tenant: str | None, program_id: str) -> RoutedProgram | None:
+        """Return the program with this id; ``None``: unknown. If ``tenant`` is ``None``, return the most
+        recently active program with this id, of any tenant."""
+        if tenant is not None:
+            return self._programs.get((tenant, program_id))
+        return next((one for one in reversed(self._programs.values()) if one.key[1] == program_id), None)
+
+    def newest(self, tenant: str | None, most: int) -> tuple[list[RoutedProgram], int]:
+        """Return (at most ``most`` programs of a tenant, most recently active first; number of all its
+        programs). If ``tenant`` is ``None``, both parts are about all tenants."""
+        programs = self._programs.values()
+        if tenant is None:
+            return list(islice(reversed(programs), most)), len(programs)
+        of_tenant = [program for program in programs if program.key[0] == tenant]
+        return of_tenant[::-1][:most], len(of_tenant)
+
+    def add(self, program: RoutedProgram) -> RoutedProgram | None:
+        """Add a program as the most recently active one. Return the program that was forgotten to make room;
+        ``None``: none was."""
+        self._programs[program.key] = program
+        if len(self._programs) <= self._most:
+            return None
+        oldest = next((one for one in self if one.is_idle and one is not program), None)
+        if oldest is not None:
+            self.remove(oldest)
+        return oldest
+
+    def touched(self, program: RoutedProgram, now: float) -> None:
+        """Record that an event of a program arrived at ``now``: it becomes the most recently active one."""
+        program.last_s = now
+        self._programs.move_to_end(program.key)
+
+    def remove(self, program: RoutedProgram) -> None:
+        """Remove a program."""
+        del self._programs[program.key]
+
+    def silent_since(self, before_s: float) -> list[RoutedProgram]:
+        """Return the programs without a request whose last event was before the time ``before_s``."""
+        found = []
+        for program in self._programs.values():
+            if program.last_s >= before_s:
+                break
+            if program.is_idle:
+                found.append(program)
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """A request in progress."""
+
+    request_id: str
+    number: int
+    """Number of requests that arrived before this one."""
+    tenant: str
+    program: RoutedProgram | None
+    """Record of the request's program. The table may no longer have this record."""
+    context_tokens: int
+    """Prompt length, at most the longest context that a replica can compute."""
+    size_tokens: int
+    """Longest context that the program is expected to reach. Without a program, it is the request's prompt
+    plus its expected output."""
+    since_s: float
+    """Time at which the request arrived."""
+    output_tokens: int = 0
+    """Output length that the client expects; 0: the client stated none."""
+    prefix: tuple[int, ...] = ()
+    replica_id: str | None = None
+    """The replica that the request waits for or was sent to; ``None``: the request waits for any replica."""
+    sent: SendRequest | None = None
+    """The action that sent the request; ``None``: the request waits."""
+    sent_s: float = 0.0
+    began: bool = False
+    """Whether the client has the first byte of the answer."""
+    prefilled: bool = True
+    """Whether the prefill engine has nothing left to do for the request."""
+    failures: int = 0
+    """Number of replicas that did not answer the request."""
+    failures_computing: int = 0
+    """Number of replicas that accepted the request and did not answer it."""
+    failed_at: set[tuple[str, str]] = field(default_factory=set)
+    """(id, instance) of replicas that did not answer the request. It is not sent to them again."""
+    lost_with: str | None = None
+    """Id of the last replica that was removed with the request. ``None`` again when a ``RequestFailed``
+    reports that this replica had accepted the request."""
+    reason: str = ""
+    moved_from: str | None = None
+    left_because: str = ""
+    needs_tokens: int = 0
+    """Free KV tokens that the request waits for, as stated by its last routing decision; 0: the request has
+    to be routed again first."""
+    recalled_from: str | None = None
+    """Id of the replica from which the request was recalled; ``None``: it was not recalled, or a replica has
+    answered since."""
+    recalled: bool = False
+    """Whether the request was recalled before. A request is recalled only once."""
+    displaced_others: bool = False
+    """Whether other requests made way for this one. Then it never makes way itself."""
+    first_since: int | None = None
+    """Number of admitted requests at the time ``first_since_s``; ``None``: the request has not been the
+    oldest in its tenant's queue."""
+    first_since_s: float = 0.0
+    """Time at which the request first became the oldest in its tenant's queue."""
+    waiting_since_s: float = field(init=False)
+    """Time at which the request last began to wait: when it arrived, or was taken from its replica."""
+    queue_key: tuple[float, ...] = ()
+    """Sort key of the request in its queue, lowest first. It changes only while the request is in no
+    queue."""
+
+    def __post_init__(self) -> None:
+        self.waiting_since_s = self.since_s
+        self.queue_key = (self.number,)
+
+    @property
+    def prefill_id(self) -> str | None:
+        """Id of the prefill engine of a sent request; ``None``: there is none."""
+        return getattr(self.sent, "prefill_id", None)
+
+    def is_at(self, replica_id: str) -> bool:
+        """Whether a replica has work for the request. A prefill engine has work until the prompt is
+        computed."""
+        if self.sent is None:
+            return False
+        return replica_id == self.replica_id or (replica_id == self.prefill_id and not self.prefilled)
+
+    @property
+    def can_move(self) -> bool:
+        """Whether stealing or preemption may move this waiting request, and its program, to another replica.
+        False if the request failed at a replica, if the program has another request in flight, or if it has
+        not finished a turn since its last move."""
+        program = self.program
+        if self.failed_at:
+            return False
+        return program is None or (not program.in_flight and program.moved_at_turn != program.turns)
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """A replica: an engine, or one data-parallel rank of an engine; or one engine of the pairs."""
+
+    seen: ReplicaRegistered
+    """The last registration or report."""
+    heard_s: float
+    """Time of the replica's last report."""
+    health: ReplicaHealth = ReplicaHealth.UP
+    programs: dict[Key, RoutedProgram] = field(default_factory=dict)
+    """Programs whose home is the replica."""
+    homed_tokens: int = 0
+    """Sum of the expected sizes of these programs."""
+    in_flight: dict[str, RoutedRequest] = field(default_factory=dict)
+    """Requests in progress at the replica, by id."""
+    in_flight_tokens: int = 0
+    queued: int = 0
+    """Number of requests that wait for the replica at the gateway."""
+    queued_tokens: int = 0
+    other_requests: int = 0
+    """Number of requests that the engine has from elsewhere, by its last report."""
+    other_tokens: int = 0
+    """Context tokens of these requests."""
+    idle_since_s: float | None = None
+    """Time at which the replica stopped being full; ``None``: the replica is full."""
+    probed_s: float | None = None
+    """Time of the last probe since the replica's last report; ``None``: there was none."""
+    groups: tuple[ResidentProgramGroup, ...] | None = None
+    """Cache of the replica's resident programs; ``None``: to be grouped again."""
+    groups_until_s: float = math.inf
+    """Time from which ``groups`` is outdated."""
+    _view: ReplicaView | None = None
+
+    @property
+    def replica_id(self) -> str:
+        """Id of the replica."""
+        return self.seen.replica_id
+
+    @property
+    def instance(self) -> str:
+        """Id of the replica's process, which changes with each restart."""
+        return self.seen.instance
+
+    @property
+    def memory_tokens(self) -> int:
+        """KV capacity of device and host memory."""
+        return self.seen.capacity_tokens + self.seen.host_tokens
+
+    def load(self, *, queued: bool = False) -> float:
+        """Return the load from the requests at the replica: the larger of their context tokens ÷ KV
+        capacity of the device, and their number ÷ number that run at once. ``queued``: whether requests
+        that wait for the replica count too."""
+        seen = self.seen
+        tokens = self.in_flight_tokens + self.other_tokens + (self.queued_tokens if queued else 0)
+        requests = len(self.in_flight) + self.other_requests + (self.queued if queued else 0)
+        load = tokens / seen.capacity_tokens
+        return max(load, requests / seen.max_running) if seen.max_running else load
+
+    def add_in_flight(self, request: RoutedRequest) -> None:
+        """Count a request as in flight at the replica."""
+        self.in_flight[request.request_id] = request
+        self.in_flight_tokens += request.context_tokens
+        self._view = None
+
+    def remove_in_flight(self, request: RoutedRequest) -> bool:
+        """Stop counting a request as in flight. Returns whether it was counted."""
+        if self.in_flight.pop(request.request_id, None) is None:
+            return False
+        self.in_flight_tokens -= request.context_tokens
+        self._view = None
+        return True
+
+    def add_queued(self, tokens: int, requests: int) -> None:
+        """Add to the number and context tokens of the replica's waiting requests; negative numbers
+        subtract."""
+        self.queued += requests
+        self.queued_tokens += tokens
+        self._view = None
+
+    def add_homed(self, program: RoutedProgram, tokens: int) -> None:
+        """Add ``tokens`` to the size of a program whose home is the replica."""
+        self.programs[program.key] = program
+        self.homed_tokens += tokens
+        self._view = self.groups = None
+
+    def remove_homed(self, program: RoutedProgram) -> None:
+        """Remove a program whose home was the replica."""
+        del self.programs[program.key]
+        self.homed_tokens -= program.size_tokens
+        self._view = self.groups = None
+
+    def changed(self) -> None:
+        """Note a change of health, sizes or reported load."""
+        self._view = self.groups = None
+
+    def view(self) -> ReplicaView:
+        """Return the view of the replica for routing policies."""
+        if self._view is None:
+            self._view = ReplicaView(
+                self.replica_id,
+                self.load(queued=True),
+                len(self.in_flight) + self.other_requests,
+                self.memory_tokens - self.homed_tokens,
+                len(self.programs),
+                self.health is ReplicaHealth.UP,
+                self.queued,
+                self.memory_tokens,
+            )
+        return self._view
+
+    def status(self) -> ReplicaStatus:
+        """Return the status of the replica, for operators. The ``links`` of an engine of a pair are empty."""
+        seen, view = self.seen, self.view()
+        if isinstance(seen, PairEngineRegistered):
+            # A prefill engine has no bound on its requests.
+            tokens = self.in_flight_tokens
+            load = self.load() if seen.role.value == "decode" else tokens / seen.capacity_tokens
+            return PairEngineStatus(
+                self.replica_id,
+                seen.instance,
+                self.health.value,
+                round(load, 4),
+                len(self.in_flight),
+                0,
+                0,
+                seen.capacity_tokens,
+                0,
+                max(0, seen.capacity_tokens - tokens),
+                role=seen.role.value,
+                node=seen.node,
+                epoch=seen.epoch,
+                links={},
+            )
+        return ReplicaStatus(
+            self.replica_id,
+            seen.instance,
+            self.health.value,
+            round(view.load, 4),
+            view.in_flight,
+            self.queued,
+            view.homed,
+            seen.capacity_tokens,
+            seen.host_tokens,
+            view.room_tokens,
+        )
+
+
+class ReplicaFleet:
+    """All known replicas, in the order of registration. ``full_load``: a replica with at least this load
+    is full and gets no more requests; ``inf``: no replica is ever full."""
+
+    def __init__(self, full_load: float = math.inf) -> None:
+        self._full_load = full_load
+        self._replicas: dict[str, Replica] = {}
+        self.capacity_tokens = 0
+        """KV capacity of all replicas on their devices."""
+        self.memory_tokens = 0
+        """KV capacity of all replicas in device and host memory. Disk is not counted."""
+        self.longest_tokens = 0
+        """Longest context that any replica can compute; 0: there is no replica."""
+        self.max_running = 0
+        """Number of requests that all replicas together run at once."""
+        self.newly_idle = False
+        """True if a replica registered or stopped being full since the core last set this to False."""
+        self.drained: OrderedDict[str, str] = OrderedDict()
+        """Replicas to drain as soon as they register: replica id → instance. A replica that registers as
+        another instance is not drained. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def get(self, replica_id: str | None) -> Replica | None:
+        """The replica with this id; ``None``: unknown."""
+        return self._replicas.get(replica_id) if replica_id is not None else None
+
+    def views(self, shut: set[str]) -> list[ReplicaView]:
+        """Return views of all replicas, with the replicas ``shut`` marked as not accepting new programs."""
+        views = [replica.view() for replica in self]
+        if shut:
+            views = [one._replace(takes_new=False) if one.replica_id in shut else one for one in views]
+        return views
+
+    def is_full(self, replica: Replica) -> bool:
+        """Whether a replica gets no more requests, because its load has reached ``full_load``."""
+        return self._full_load < math.inf and replica.load() >= self._full_load
+
+    def missing(self, replica: Replica) -> tuple[int, int]:
+        """Return (tokens, requests): how many context tokens in flight and how many requests in flight
+        must end until a full replica is no longer full. If the replica is not full, both are 0."""
+        if math.isinf(self._full_load):
+            return 0, 0
+        seen = replica.seen
+        tokens = replica.in_flight_tokens + replica.other_tokens
+        requests = 0
+        if seen.max_running:
+            there = len(replica.in_flight) + replica.other_requests
+            requests = there - math.ceil(self._full_load * seen.max_running) + 1
+        return max(0, tokens - math.ceil(self._full_load * seen.capacity_tokens) + 1), max(0, requests)
+
+    def most_room(self, but: str | None = None) -> ReplicaView | None:
+        """Return the view of the replica with the most free KV capacity; a replica without programs is
+        preferred to all others. ``None``: no replica accepts new programs. ``but``: id of a replica to
+        leave out."""
+        views = [view for one in self if (view := one.view()).takes_new and view.replica_id != but]
+        return max(views, key=lambda view: (not view.homed, view.room_tokens), default=None)
+
+    def fitting(self, tokens: int) -> int:
+        """Return the smaller of ``tokens`` and the longest context that any replica can compute. Without
+        replicas, return ``tokens``."""
+        return min(tokens, self.longest_tokens) if self.longest_tokens else tokens
+
+    def register(self, event: ReplicaRegistered, now: float) -> bool:
+        """Process a registration or report of a replica. Returns whether waiting requests have to be routed
+        again: the replica is new, has other sizes, or was suspect. The caller must have removed an earlier
+        instance of the replica."""
+        replica = self._replicas.get(event.replica_id)
+        if replica is None:
+            drained = self.drained.pop(event.replica_id, None) == event.instance
+            health = ReplicaHealth.DRAINING if drained else ReplicaHealth.UP
+            replica = self._replicas[event.replica_id] = Replica(event, now, health)
+        else:
+            replica.heard_s, replica.probed_s = now, None
+            if replica.seen == event and replica.health is not ReplicaHealth.SUSPECT:
+                return False
+            replica.seen = event
+            if replica.health is ReplicaHealth.SUSPECT:
+                replica.health = ReplicaHealth.UP
+        self._sum_up()
+        self.changed(replica, now)
+        return True
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a replica. If it was draining, remember its instance in ``drained``."""
+        if replica.health is ReplicaHealth.DRAINING:
+            self.remember_drain(replica.replica_id, replica.instance)
+        del self._replicas[replica.replica_id]
+        self._sum_up()
+
+    def remember_drain(self, replica_id: str, instance: str) -> None:
+        """Remember to drain an absent replica when it registers as this instance."""
+        self.drained[replica_id] = instance
+        self.drained.move_to_end(replica_id)
+        if len(self.drained) > MAX_REMEMBERED_DRAINS:
+            self.drained.popitem(last=False)
+
+    def changed(self, replica: Replica, now: float) -> None:
+        """Update a replica after a change of its health, sizes or requests in flight."""
+        replica.changed()
+        if self.is_full(replica):
+            replica.idle_since_s = None
+        elif replica.idle_since_s is None:
+            replica.idle_since_s = now
+            self.newly_idle = True
+
+    def _sum_up(self) -> None:
+        self.capacity_tokens = sum(one.seen.capacity_tokens for one in self)
+        self.memory_tokens = sum(one.memory_tokens for one in self)
+        self.max_running = sum(one.seen.max_running or DEFAULT_MAX_RUNNING for one in self)
+        self.longest_tokens = max(
+            (one.seen.max_context_tokens or one.seen.capacity_tokens for one in self), default=0
+        )

@@ -1,0 +1,166 @@
+"""Shares of tenants: the capacity that each tenant uses and may use, and the order in which tenants are
+served (SAGA §6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from itertools import islice
+
+from ..policies.fairness.fair_share import RunningTaskView, SharePolicy, TenantView, WaitingTenantView
+from .program_estimates import ProgramEstimator
+from .routing_limits import RoutingCounters, RoutingLimits
+from .routing_records import DEFAULT_MAX_RUNNING, Key, ReplicaFleet, RoutedProgram
+from .waiting_queues import TenantQueue
+
+
+class TenantShares:
+    """Used capacity and share of capacity of each tenant.
+
+    A program without a stated deadline is due after ``RoutingLimits.slo_factor`` times the mean duration
+    of its agent type. A stated deadline that is earlier than ``now`` plus the work left counts as ``now``
+    plus the work left. Only the oldest of a tenant's programs count: as many as all replicas together run
+    at once.
+    """
+
+    def __init__(
+        self,
+        policy: SharePolicy,
+        fleet: ReplicaFleet,
+        estimator: ProgramEstimator,
+        limits: RoutingLimits,
+        counts: RoutingCounters,
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._estimator = estimator
+        self._limits = limits
+        self._counts = counts
+        self.in_flight_tokens: dict[str, int] = {}
+        """Total context length of requests in flight, by tenant; only tenants with such requests."""
+        self.homed_tokens: dict[str, int] = {}
+        """Total expected size of programs with a home, by tenant; only tenants with such programs."""
+        self._open: dict[str, int] = {}
+        """Number of requests in progress, by tenant."""
+        self._working: dict[str, dict[Key, RoutedProgram]] = {}
+        """Programs with requests in progress, by tenant."""
+        self.shares: Mapping[str, float] = {}
+        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed yet, or
+        tenants do not share capacity."""
+        self._due_s = -math.inf
+        """Time of the next computation of the shares."""
+
+    @property
+    def are_used(self) -> bool:
+        """Whether tenants are served in turn, by their shares of capacity. If not, requests are served in
+        order of arrival."""
+        return self._policy.divides_capacity
+
+    # -- usage ------------------------------------------------------------------
+
+    def add_request(self, tenant: str, program: RoutedProgram | None) -> None:
+        """Record that a request of the tenant, and of ``program`` if it has one, arrived."""
+        _add(self._open, tenant, 1)
+        if program is not None and self.are_used:
+            program.task = None
+            self._working.setdefault(tenant, {})[program.key] = program
+
+    def remove_request(self, tenant: str, program: RoutedProgram | None) -> None:
+        """Record that a request of the tenant, and of ``program`` if it has one, ended."""
+        _add(self._open, tenant, -1)
+        working = self._working.get(tenant)
+        if (
+            program is None
+            or working is None
+            or not program.is_idle
+            or working.get(program.key) is not program
+        ):
+            return
+        del working[program.key]
+        if not working:
+            del self._working[tenant]
+
+    def add_in_flight(self, tenant: str, tokens: int) -> None:
+        """Add ``tokens``, which may be negative, to the tenant's tokens in flight."""
+        _add(self.in_flight_tokens, tenant, tokens)
+
+    def add_homed(self, tenant: str, tokens: int) -> None:
+        """Add ``tokens``, which may be negative, to the total size of the tenant's programs with a home."""
+        _add(self.homed_tokens, tenant, tokens)
+
+    def used(self, tenant: str, *, room: bool = False) -> float:
+        """Return the fraction of all devices' KV capacity that a tenant's requests in flight use.
+
+        With ``room``, return the larger of this and a second fraction: expected size of the tenant's programs
+        with a home ÷ KV capacity of device and host memory."""
+        fleet = self._fleet
+        used = self.in_flight_tokens.get(tenant, 0) / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
+        if room and fleet.memory_tokens:
+            used = max(used, self.homed_tokens.get(tenant, 0) / fleet.memory_tokens)
+        return used
+
+    def used_shares(self) -> dict[str, float]:
+        """Return the used part of each tenant's share."""
+        return {tenant: self.used(tenant) / share for tenant, share in self.shares.items() if share > 0}
+
+    # -- shares -----------------------------------------------------------------
+
+    def update(self, now: float) -> None:
+        """Compute the tenants' shares from the work left in their programs, once per ``SharePolicy.epoch_s``
+        seconds. If the policy fails, the error is counted and the shares stay unchanged."""
+        epoch_s = self._policy.epoch_s
+        if not self.are_used or 0 < self._due_s - now <= epoch_s:
+            return  # not due yet; a due time beyond one epoch means that the clock stepped back
+        self._due_s = now + epoch_s
+        # A tenant whose requests have no program has unknown work, so it gets the least share.
+        views = [TenantView(tenant, self._tasks(tenant, now)) for tenant in self._open]
+        try:
+            self.shares = dict(self._policy.shares(views, now))
+        except Exception as error:
+            self._counts.policy_failed(error)
+
+    def _tasks(self, tenant: str, now: float) -> list[RunningTaskView]:
+        """Return the tenant's programs that count for its share, each with its work and deadline."""
+        tasks = []
+        programs = self._working.get(tenant, {}).values()
+        for program in islice(programs, self._fleet.max_running or DEFAULT_MAX_RUNNING):
+            task = program.task
+            if task is None:
+                work_s = self._estimator.work_s(program)
+                task = program.task = RunningTaskView(work_s, self._deadline_s(program))
+            if program.deadline_s is not None and task.deadline_s < now + task.work_s:
+                task = RunningTaskView(task.work_s, now + task.work_s)
+            tasks.append(task)
+        return tasks
+
+    def _deadline_s(self, program: RoutedProgram) -> float:
+        if program.deadline_s is not None:
+            return program.deadline_s
+        life_s = self._estimator.life_s(program)
+        usual_s = self._limits.usual_life_s if life_s is None else life_s
+        return program.began_s + self._limits.slo_factor * usual_s
+
+    def order(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
+        """Return the tenants of ``queues``, in the order in which they are served. If the policy fails,
+        tenants are ordered by the arrival of their oldest request. ``room``: True if the requests wait for
+        KV capacity, False if they wait for a full replica."""
+        if len(queues) == 1:
+            return [tenant for tenant, _ in queues]
+        waiting = [
+            WaitingTenantView(tenant, self.used(tenant, room=room), queue.oldest.since_s)
+            for tenant, queue in queues
+        ]
+        try:
+            return self._policy.order(waiting, self.shares)
+        except Exception as error:
+            self._counts.policy_failed(error)
+            return [one.tenant for one in sorted(waiting, key=lambda one: (one.since_s, one.tenant))]
+
+
+def _add(sums: dict[str, int], tenant: str, more: int) -> None:
+    """Add ``more`` to a tenant's sum, and delete the entry if the sum is 0."""
+    left = sums.get(tenant, 0) + more
+    if left:
+        sums[tenant] = left
+    else:
+        sums.pop(tenant, None)
