@@ -80,6 +80,7 @@ class RayGateway:
         """Stop the command by SIGTERM, as a service manager does. Fails if a process is left, if the exit
         code is not 0, or if Ray logs anything after our last line."""
         assert self.process is not None
+        assert self.process.poll() is None, self.log.read_text()
         self.tree()
         self.process.send_signal(signal.SIGTERM)
         try:

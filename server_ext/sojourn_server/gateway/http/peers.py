@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -29,7 +29,6 @@ from sojourn.wire_codec import (
     decode_outcomes,
     encode,
 )
-from yarl import URL
 
 from .client_apis import (
     GATEWAY_STOPPING,
@@ -40,8 +39,9 @@ from .client_apis import (
     error_event,
     send_rejection,
 )
+from .engine_client import EngineAnswer, EngineClient, GatewayConnectError, ReplicaRequestError, ask_engine
 from .generation_request import AsgiReceive
-from .proxy_headers import PASSED, RawHeaders, end_to_end_headers
+from .proxy_headers import PASSED, EngineHeaders, RawHeaders, end_to_end_headers
 from .response_meter import SseEventBuffer
 
 logger = logging.getLogger(__name__)
@@ -52,10 +52,8 @@ CHECK_TIMEOUT_S = 3.0
 """Seconds within which a gateway has to answer a check."""
 MAX_FAILED_CHECKS = 2
 """Number of checks in a row without an answer in time after which a gateway counts as gone."""
-CONNECT_TIMEOUT_S = 3.0
-EVENTS_TIMEOUT_S = 10.0
+POST_TIMEOUT_S = 10.0
 """Seconds to wait for another gateway's answer about events or a drain."""
-_PEER_GONE = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 @dataclass(slots=True)
@@ -65,7 +63,8 @@ class _Peer:
     url: str
     is_alive: bool = False
     failed_checks: int = 0
-    session: aiohttp.ClientSession | None = None
+    client: EngineClient = field(default_factory=EngineClient)
+    """Connections to this gateway alone, so that they can be closed when it hangs."""
 
 
 class Peers:
@@ -85,7 +84,7 @@ class Peers:
         for url, peer in list(self._peers.items()):
             if url not in listed and not peer.is_alive:
                 del self._peers[url]
-                await self._close(peer)
+                await peer.client.close()
 
     @property
     def alive(self) -> list[str]:
@@ -118,7 +117,7 @@ class Peers:
                 await asyncio.sleep(CHECK_S)
         finally:
             for peer in self._peers.values():
-                await self._close(peer)
+                await peer.client.close()
 
     async def check_all(self) -> None:
         """Check each of the other gateways once."""
@@ -127,13 +126,13 @@ class Peers:
     async def _check(self, peer: _Peer) -> None:
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
         try:
-            async with self._session(peer).get(f"{peer.url}/ping", timeout=timeout) as answer:
+            async with peer.client.session().get(f"{peer.url}/ping", timeout=timeout) as answer:
                 await answer.read()
         except TimeoutError:  # it may be slow
             peer.failed_checks += 1
             if peer.failed_checks >= MAX_FAILED_CHECKS:
                 self._set_gone(peer)
-                await self._close(peer)  # or requests would wait there
+                await peer.client.close()  # or requests would wait there
         except (aiohttp.ClientError, OSError):
             self._set_gone(peer)  # one that stops still finishes its requests
         else:
@@ -146,23 +145,6 @@ class Peers:
         if peer.is_alive:
             logger.warning("gateway %s does not answer; its programs go on at the others", peer.url)
         peer.is_alive = False
-
-    async def _close(self, peer: _Peer) -> None:
-        session, peer.session = peer.session, None
-        if session is not None:
-            await session.close()
-
-    def _session(self, peer: _Peer) -> aiohttp.ClientSession:
-        if peer.session is None:
-            peer.session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("User-Agent", "Accept", "Content-Type", "Accept-Encoding"),
-                trust_env=False,
-            )
-        return peer.session
 
     # -- requests ---------------------------------------------------------------------
 
@@ -191,20 +173,17 @@ class Peers:
         if peer is None:
             return False
         query = scope.get("query_string", b"").decode("latin-1")
-        url = URL(f"{owner}{relay.api.value}{'?' if query else ''}{query}", encoded=True)
+        url = f"{owner}{relay.api.value}{'?' if query else ''}{query}"
         try:
-            answer = await self._session(peer).post(url, data=body, headers=_passed(scope["headers"]))
-        except _PEER_GONE as error:
+            answer = await peer.client.send(url, _passed(scope["headers"]), body)
+        except (ReplicaRequestError, GatewayConnectError) as error:
             logger.warning("gateway %s did not answer a request: %s", owner, error)
             self._set_gone(peer)
             return False
-        async with answer:
-            try:
-                first = await answer.content.readany()
-            except _PEER_GONE:
-                self._set_gone(peer)
-                return False
-            await relay.pass_back(answer, first)
+        try:
+            await relay.pass_back(answer)
+        finally:
+            answer.close()
         return True
 
     # -- events and drains ------------------------------------------------------------
@@ -225,7 +204,7 @@ class Peers:
             part = EventBatch(v=batch.v, emitter=batch.emitter, events=[batch.events[one] for one in owned])
             answer = await self._post(owner, EVENTS_PATH, headers, encode(part))
             with contextlib.suppress(WireError, ValueError):
-                found.update(zip(owned, decode_outcomes(answer or b"").outcomes, strict=True))
+                found.update(zip(owned, decode_outcomes(answer).outcomes, strict=True))
 
         await asyncio.gather(*(post(owner, owned) for owner, owned in places.items()))
         return found
@@ -235,22 +214,22 @@ class Peers:
         if not is_passed(headers):
             await asyncio.gather(*(self._post(url, path, headers, b"") for url in self.alive))
 
-    async def _post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> bytes | None:
-        """Send a POST to another gateway. Return the body of its answer; ``None``: no answer with status
-        200."""
-        timeout = aiohttp.ClientTimeout(total=EVENTS_TIMEOUT_S)
+    async def _post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> bytes:
+        """Send a POST to another gateway. Return the body of its answer; empty if there is none."""
         peer = self._peers.get(url)
         if peer is None:
-            return None
-        try:
-            target = URL(url + path, encoded=True)
-            async with self._session(peer).post(
-                target, data=body, headers=_passed(headers), timeout=timeout
-            ) as answer:
-                return await answer.read() if answer.status == 200 else None
-        except _PEER_GONE as error:
-            logger.warning("gateway %s did not answer: %s", url, error)
-            return None
+            return b""
+        reply = await ask_engine(
+            peer.client.session(),
+            url + path,
+            method="POST",
+            body=body,
+            headers=_passed(headers),
+            timeout_s=POST_TIMEOUT_S,
+        )
+        if reply is None or reply.status != 200:
+            logger.warning("gateway %s did not take %s", url, path)
+        return reply.body if reply is not None and reply.status == 200 else b""
 
 
 class _Relay:
@@ -262,22 +241,22 @@ class _Relay:
         self._has_begun = self._is_over = False
         self._events: SseEventBuffer | None = None
 
-    async def pass_back(self, answer: aiohttp.ClientResponse, first: bytes) -> None:
-        """Pass an answer to the client. ``first``: its first bytes; empty if it has none. A stream that
-        breaks off ends with an error event; another answer stays incomplete, so that the server closes the
-        connection. Raises ``OSError`` if the client has left."""
-        self._events = SseEventBuffer() if answer.content_type == "text/event-stream" else None
+    async def pass_back(self, answer: EngineAnswer) -> None:
+        """Pass an answer to the client. A stream that breaks off ends with an error event; another answer
+        stays incomplete, so that the server closes the connection. Raises ``OSError`` if the client has
+        left."""
+        self._events = SseEventBuffer() if answer.is_stream else None
         self._has_begun = True
-        headers = end_to_end_headers(answer.raw_headers)
+        headers = end_to_end_headers(answer.response.raw_headers)
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        chunk = first
+        chunk = answer.first
         while chunk:
             whole = self._events.push(chunk) if self._events is not None else chunk
             if whole:
                 await self._send({"type": "http.response.body", "body": whole, "more_body": True})
             try:
-                chunk = await answer.content.readany()
-            except _PEER_GONE:
+                chunk = await answer.next_part()
+            except ReplicaRequestError:
                 await self.end("the gateway that was answering is gone; send the request again", REPLICA_LOST)
                 return
         self._is_over = True
@@ -303,14 +282,16 @@ def is_passed(headers: RawHeaders) -> bool:
     return any(name == PASSED.encode() for name, _ in headers)
 
 
-def _passed(headers: RawHeaders) -> list[tuple[str, str]]:
+def _passed(headers: RawHeaders) -> EngineHeaders:
     """Return the headers of a request to another gateway."""
-    own = (b"host", b"content-length", b"expect")
-    passed = [pair for pair in end_to_end_headers(headers) if pair[0] not in own]
-    return [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in [*passed, (PASSED.encode(), b"1")]
-    ]
+    own = (b"host", b"content-length", b"expect", b"accept-encoding")
+    passed = EngineHeaders(
+        (name.decode("latin-1"), value.decode("utf-8", "replace"))
+        for name, value in end_to_end_headers(headers)
+        if name not in own
+    )
+    passed.update({PASSED: "1", "accept-encoding": "identity"})
+    return passed
 
 
 async def _disconnected(receive: AsgiReceive) -> None:
