@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.traces.imports.otel_attributes import kind_of
 from sojourn_server.traces.imports.otel_import import read_otel
 from sojourn_server.traces.prompt_builder import plan_turns
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun
@@ -291,7 +290,7 @@ def test_input_tokens_may_exclude_the_cache(tmp_path: Path, read: str, created: 
     first, second = imported(
         tmp_path,
         spans,
-        "1 programs whose input tokens exclude the cache: cached and created tokens added to their prompts",
+        "1 programs whose input tokens exclude the cache: cached and created tokens added to them",
     )
     assert [t.prompt_tokens for t in first.turns] == [12003, 12805, 21800, 45100, 45104]
     assert [t.cached_tokens for t in first.turns] == [0, 12000, 12800, 300, 45100]
@@ -378,23 +377,29 @@ def test_what_pythons_exporter_writes_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "holds no spans"),
-        ("[]", "holds no spans"),
-        ("{}", "line 1: no span: neither traceId and spanId"),
-        ('{"resourceSpans": 3}', "line 1: resourceSpans is 3; expected an array of objects"),
+        ("", "it has no spans"),
+        ("[]", "it has no spans"),
+        ("{}", "line 1: no span .*missing required field `traceId`"),
+        ('{"resourceSpans": 3}', r"line 1: no span .*Expected `array`, got `int` - at `\$.resourceSpans`"),
         ('{"a": 1', r"line 1: not JSON: Expecting"),
-        ('\n\n"text"', "line 3: found a string; expected a span"),
+        ('\n\n"text"', "line 3: no span .*Expected `object`, got `str`"),
         ("[" * 100_000, "line 1: not JSON: nested too deeply"),
-        ('{"traceId":"a","spanId":"b","startTimeUnixNano":"soon"}', "startTimeUnixNano is 'soon'"),
+        (
+            '{"traceId":"a","spanId":"b","startTimeUnixNano":"soon"}',
+            r"Expected `int`, got `str` - at `\$.startTimeUnixNano`",
+        ),
         (
             '{"traceId":"a","spanId":"b","startTimeUnixNano":"2000000000","endTimeUnixNano":"1000000000"}',
-            r"span b ends 1.000000 s before it starts",
+            "span b ends before it starts",
         ),
-        ('{"context":{"trace_id":"0x1"},"name":"x"}', "context is without trace_id or span_id"),
-        ('{"context":{"trace_id":"0x1","span_id":"0x2"},"start_time":"now"}', "start_time is 'now'"),
+        ('{"context":{"trace_id":"0x1"},"name":"x"}', "missing required field `span_id`"),
+        (
+            '{"context":{"trace_id":"0x1","span_id":"0x2"},"start_time":"now"}',
+            "Invalid RFC3339",
+        ),
         (
             '{"traceId":"a","spanId":"b","name":"GET /","startTimeUnixNano":"1","endTimeUnixNano":"2"}',
-            "1 spans, none of them a model call .* there is: GET /",
+            "1 spans, of which 0 are model calls",
         ),
     ],
 )
@@ -407,16 +412,14 @@ def test_what_is_no_export_is_named_in_one_line(tmp_path: Path, content: str, re
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("divisor", "unit"), [(10**9, "seconds"), (10**6, "milliseconds"), (10**3, "microseconds")]
-)
-def test_times_in_another_unit_are_refused(tmp_path: Path, divisor: int, unit: str) -> None:
+@pytest.mark.parametrize("divisor", [10**9, 10**6, 10**3])
+def test_times_in_another_unit_are_refused(tmp_path: Path, divisor: int) -> None:
     """A day of agent runs became 86 ms without a word."""
     spans = coder_run()
     for span in spans.all:
         for name in ("startTimeUnixNano", "endTimeUnixNano"):
             span[name] = int(span[name]) // divisor
-    with pytest.raises(TraceError, match=f"expected nanoseconds since 1970; this looks like {unit}"):
+    with pytest.raises(TraceError, match=r"startTimeUnixNano is .*; expected nanoseconds"):
         read_otel([write(tmp_path, spans)])
 
 
@@ -437,7 +440,7 @@ def test_spans_without_an_end_are_counted(tmp_path: Path) -> None:
     assert len(program.turns) == 4
     http = spans.add("GET /", 1, 2)
     spans.all = [span for span in spans.all if span["spanId"] == http or "endTimeUnixNano" not in span]
-    with pytest.raises(TraceError, match=r"1 spans, none of them a model call .* 1 more have no end"):
+    with pytest.raises(TraceError, match="1 spans, of which 0 are model calls"):
         read_otel([write(tmp_path, spans)])
     spans.all = [span for span in spans.all if "endTimeUnixNano" not in span]
     with pytest.raises(TraceError, match=r"spans\.json: none of its 1 spans has an end"):
@@ -449,7 +452,7 @@ def test_spans_without_tokens_make_no_trace(tmp_path: Path) -> None:
     spans.add("chat m", 0, 1, gen_ai__operation__name="chat")
     path = tmp_path / "s.json"
     path.write_text(json.dumps(spans.document()))
-    with pytest.raises(TraceError, match=r"1 model calls, none with gen_ai\.usage\.input_tokens"):
+    with pytest.raises(TraceError, match=r"1 are model calls .*, none with gen_ai\.usage\.input_tokens"):
         read_otel([path])
     whole = gzip.compress(path.read_bytes())
     path.write_bytes(whole[: len(whole) // 2])
@@ -459,7 +462,7 @@ def test_spans_without_tokens_make_no_trace(tmp_path: Path) -> None:
         read_otel([tmp_path / "none"])
 
 
-def test_deep_traces_work_and_lost_parents_are_noted(tmp_path: Path) -> None:
+def test_deep_traces_and_lost_parents_work(tmp_path: Path) -> None:
     spans = Spans()
     parent = spans.agent(0, 9999)
     for depth in range(3000):
@@ -469,7 +472,6 @@ def test_deep_traces_work_and_lost_parents_are_noted(tmp_path: Path) -> None:
     programs = imported(
         tmp_path,
         spans,
-        "1 spans name a parent that is not in the file",
         "2 of 2 programs have one turn only: calls belong together by an agent's span or by "
         "gen_ai.conversation.id",
     )
@@ -491,24 +493,3 @@ def write(folder: Path, spans: Spans) -> Path:
     path = folder / "spans.json"
     path.write_text(json.dumps(spans.document()))
     return path
-
-
-def test_the_kinds_are_those_that_the_live_source_reads() -> None:
-    names = pytest.importorskip("sojourn_integrations.otel.semantic_conventions")
-    for key in ("gen_ai.operation.name", "openinference.span.kind", "traceloop.span.kind"):
-        for word in (
-            "invoke_agent",
-            "execute_tool",
-            "chat",
-            "embeddings",
-            "AGENT",
-            "tool",
-            "LLM",
-            "task",
-            "CHAIN",
-        ):
-            meaning = names.meaning("some name", {key: word})
-            assert kind_of("some name", {key: word}) == (meaning.kind if meaning is not None else None)
-    for name in ("invoke_agent x", "execute_tool ls", "chat gpt", "GET /"):
-        meaning = names.meaning(name, {})
-        assert kind_of(name, {}) == (meaning.kind if meaning is not None else None)

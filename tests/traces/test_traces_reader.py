@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.traces import trace_file
-from sojourn_server.traces.imports.json_records import read_records
+from sojourn_server.traces.imports.import_records import read_records
 from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import ASSUMED_DECODE_S, TraceError, TraceToolRun, TraceTurn
 

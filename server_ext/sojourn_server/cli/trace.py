@@ -40,7 +40,7 @@ def import_(
     output: Path = typer.Option(..., "-o", "--output", help="The trace, .jsonl or .jsonl.gz"),
 ) -> None:
     """Read the files, convert them and write the trace. If a file is unreadable, nothing is written."""
-    from sojourn_server.traces.imports.import_formats import IMPORT_FORMATS
+    from sojourn_server.traces.imports import IMPORT_FORMATS
     from sojourn_server.traces.trace_file import write_trace
     from sojourn_server.traces.trace_schema import TraceError
 

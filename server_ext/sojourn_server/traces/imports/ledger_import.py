@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
-from .import_result import ImportResult, with_shared_prefixes
-from .json_records import read_records
+from .import_records import ImportResult, read_records, with_shared_prefixes
 
 _USABLE_OUTCOMES = ("stopped", "length")
 """Outcomes of turns with an answer. An aborted turn is not part of the agent's loop."""

@@ -12,25 +12,231 @@ Lengths and times come from the spans. Everything else is inferred. A prompt tha
 of the last output omits part of that output. A prompt that shrank by more than 2 % is a reset. Its common
 prefix with the previous prompt is taken to be the tokens that the provider had cached.
 ``with_shared_prefixes`` estimates the prefix that runs of one agent share.
+
+Files hold OTLP JSON of the collector, one or many ``{"resourceSpans": …}`` or bare spans, or the output of
+``ReadableSpan.to_json`` of the Python SDK. Attributes may contain prompts; only known attributes are copied.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from sojourn_integrations.otel.conventions import AGENT, CHAIN, MODEL, TOOL, WORKFLOW, meaning_of, text
 
 from ..prompt_builder import MIN_CONTINUED
-from ..trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
-from . import otel_attributes
-from .import_result import ImportResult, with_shared_prefixes
-from .otel_attributes import SpanTokenUsage
-from .otel_spans import OtelSpan, read_spans
+from ..trace_schema import MAX_TOKENS, TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
+from .import_records import ImportResult, read_records, with_shared_prefixes
 
-_SCOPE_KINDS = frozenset({otel_attributes.AGENT, otel_attributes.WORKFLOW, otel_attributes.CHAIN})
+_EARLIEST_S = 1e8
+"""March 1973 in seconds since 1970. An earlier time is a present time in a coarser unit than nanoseconds."""
+_CONVERSATION = ("gen_ai.conversation.id", "session.id", "traceloop.association.properties.session_id")
+_INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+_OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+_CACHED = (
+    "gen_ai.usage.cache_read.input_tokens",
+    "gen_ai.usage.cache_read_input_tokens",
+    "gen_ai.usage.input_tokens.cached",
+    "gen_ai.usage.details.cache_read_tokens",
+    "gen_ai.usage.details.cache_read_input_tokens",
+    "llm.token_count.prompt_details.cache_read",
+)
+_MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
+_CREATED = (
+    "gen_ai.usage.cache_creation.input_tokens",
+    "gen_ai.usage.cache_creation_input_tokens",
+    "gen_ai.usage.cache_write_input_tokens",
+    "gen_ai.usage.input_tokens.cache_write",
+    "gen_ai.usage.details.cache_write_tokens",
+    "gen_ai.usage.details.cache_creation_input_tokens",
+    "llm.token_count.prompt_details.cache_write",
+)
+
+
+# ---- files
+
+
+class _OtlpAttribute(msgspec.Struct):
+    key: str
+    value: dict[str, Any] = {}
+
+
+class _OtlpSpan(msgspec.Struct, rename="camel"):
+    trace_id: str
+    span_id: str
+    start_time_unix_nano: int
+    end_time_unix_nano: int = 0
+    parent_span_id: str = ""
+    name: str = ""
+    attributes: list[_OtlpAttribute] = []
+
+
+class _OtlpScope(msgspec.Struct):
+    spans: list[_OtlpSpan] = []
+
+
+class _OtlpResource(msgspec.Struct, rename="camel"):
+    scope_spans: list[_OtlpScope] = []
+
+
+class _OtlpExport(msgspec.Struct, rename="camel"):
+    resource_spans: list[_OtlpResource]
+
+
+class _SdkContext(msgspec.Struct):
+    trace_id: str
+    span_id: str
+
+
+class _SdkSpan(msgspec.Struct):
+    context: _SdkContext
+    start_time: datetime
+    end_time: datetime | None = None
+    parent_id: str | None = None
+    name: str = ""
+    attributes: dict[str, Any] | None = None
+
+
+class OtelSpan(NamedTuple):
+    """One span. Times are seconds since the epoch."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, Any]
+    kind: str | None
+    """What the span stands for; see ``conventions``."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Identity of the span: its trace's id and its own."""
+        return self.trace_id, self.span_id
+
+    @property
+    def conversation(self) -> str | None:
+        """Id of the span's conversation; ``None`` if it has none."""
+        return text(self.attributes, *_CONVERSATION)
+
+
+def read_spans(path: str | Path) -> tuple[list[OtelSpan], int]:
+    """Return (ended spans of a file, in order; number of spans without an end). Raises ``TraceError``, which
+    names file and line."""
+    spans: list[OtelSpan] = []
+    unended = 0
+    for line, record in read_records(path):
+        where = f"{path}, line {line}"
+        for span in _spans(record, where):
+            if not span.end_s:
+                unended += 1
+            elif span.end_s < span.start_s:
+                raise TraceError(f"{where}: span {span.span_id} ends before it starts")
+            else:
+                spans.append(span)
+    if not spans:
+        some = f"none of its {unended} spans has an end" if unended else "it has no spans"
+        raise TraceError(f"{path}: {some}; expected OTLP JSON or one span of the Python SDK a line, ended")
+    first_s = min(span.start_s for span in spans)
+    if 1.0 < first_s < _EARLIEST_S:  # earlier ones count as relative to the beginning of the recording
+        raise TraceError(f"{path}: the first startTimeUnixNano is {first_s * 1e9:.0f}; expected nanoseconds")
+    return spans, unended
+
+
+def _spans(record: Any, where: str) -> Iterator[OtelSpan]:
+    kind: Any = _OtlpSpan
+    if isinstance(record, dict):
+        kind = _OtlpExport if "resourceSpans" in record else _SdkSpan if "context" in record else _OtlpSpan
+    try:
+        found = msgspec.convert(record, kind, strict=False)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise TraceError(f"{where}: no span of OTLP JSON or of the Python SDK: {error}") from None
+    if isinstance(found, _SdkSpan):
+        end_s = found.end_time.timestamp() if found.end_time is not None else 0.0
+        ids = found.context.trace_id, found.context.span_id, found.parent_id or ""
+        yield _span(ids, found.name, found.start_time.timestamp(), end_s, found.attributes or {})
+        return
+    batches = found.resource_spans if isinstance(found, _OtlpExport) else ()
+    otlp = [span for batch in batches for scope in batch.scope_spans for span in scope.spans]
+    for one in [found] if isinstance(found, _OtlpSpan) else otlp:
+        start_s, end_s = one.start_time_unix_nano / 1e9, one.end_time_unix_nano / 1e9
+        attributes = {attribute.key: _otlp_value(attribute.value) for attribute in one.attributes}
+        yield _span((one.trace_id, one.span_id, one.parent_span_id), one.name, start_s, end_s, attributes)
+
+
+def _span(
+    ids: tuple[str, str, str], name: str, start_s: float, end_s: float, attributes: Mapping[str, Any]
+) -> OtelSpan:
+    trace_id, span_id, parent = (id.lower().removeprefix("0x") for id in ids)
+    parent_id, meaning = parent if parent.strip("0") else None, meaning_of(name, attributes)
+    kind = None if meaning is None else meaning.kind
+    return OtelSpan(trace_id, span_id, parent_id, name, start_s, end_s, attributes, kind)
+
+
+def _otlp_value(value: dict[str, Any]) -> Any:
+    if "intValue" in value:  # 64-bit numbers are strings in OTLP JSON
+        number = str(value["intValue"])
+        return int(number) if number.isascii() and number.isdigit() else None
+    if isinstance(value.get("arrayValue"), dict):
+        items = value["arrayValue"].get("values")
+        return [item.get("stringValue") for item in items or () if isinstance(item, dict)]
+    return next((value[key] for key in ("stringValue", "doubleValue", "boolValue") if key in value), None)
+
+
+# ---- token counts
+
+
+class SpanTokenUsage(NamedTuple):
+    """Token counts of one model call. ``cached`` counts prompt tokens from the provider's cache; ``None`` if
+    it was not reported. ``created`` counts those that the call wrote to it."""
+
+    prompt: int
+    output: int
+    cached: int | None
+    created: int = 0
+
+    def with_cache(self) -> SpanTokenUsage:
+        """Return a copy whose ``prompt`` includes the cached and the created tokens."""
+        return self._replace(prompt=self.prompt + (self.cached or 0) + self.created)
+
+
+def usage_of(attributes: Mapping[str, Any]) -> SpanTokenUsage | None:
+    """Return the token counts that a model call reports. ``None`` if the prompt's or the output's count is
+    missing, or if the prompt has no tokens."""
+    prompt, output = _tokens(attributes, _INPUT), _tokens(attributes, _OUTPUT)
+    if prompt is None or output is None:
+        return None
+    usage = SpanTokenUsage(prompt, output, _tokens(attributes, _CACHED), _tokens(attributes, _CREATED) or 0)
+    return usage if usage.with_cache().prompt > 0 else None
+
+
+def _tokens(attributes: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = attributes.get(name)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
+            return int(value)
+    return None
+
+
+def input_excludes_cache(usages: Iterable[SpanTokenUsage]) -> bool:
+    """Return whether the input tokens of one program's calls exclude cached and created tokens.
+
+    The conventions require that input tokens include both. Some instrumentations of Anthropic and Bedrock
+    report the provider's own count, which excludes both. A call with more cached and created tokens than
+    input tokens proves this. One such call decides for all calls of the program.
+    """
+    return any((usage.cached or 0) + usage.created > usage.prompt for usage in usages)
+
+
+# ---- spans → programs
 
 
 @dataclass(slots=True, eq=False)
@@ -53,250 +259,178 @@ def read_otel(paths: Sequence[str | Path]) -> ImportResult:
     try:
         programs, notes = import_spans([span for spans, _ in files for span in spans])
     except TraceError as error:
-        more = f"; {unended} more have no end" if unended else ""
-        raise TraceError(f"{', '.join(str(path) for path in paths)}: {error}{more}") from None
-    if unended:
-        notes.append(f"{unended} spans without an end left out")
-    return ImportResult(programs, notes)
+        raise TraceError(f"{', '.join(str(path) for path in paths)}: {error}") from None
+    return ImportResult(programs, notes + [f"{unended} spans without an end left out"] * bool(unended))
 
 
 def import_spans(spans: Sequence[OtelSpan]) -> ImportResult:
     """Return the programs of ``spans``. Raises ``TraceError`` if no model call has token counts."""
-    once = {span.key: span for span in spans}
-    spans = sorted(once.values(), key=_start_order)
-    assigner = _SpanAssigner(spans)
-    runs = _merged_conversations(assigner.runs())
-    calls = {run: [call for call in run.calls if _usable(call)] for run in runs}
-    left_out = sum(len(run.calls) - len(calls[run]) for run in runs)
-    calls_of = {run: usable for run, usable in calls.items() if usable}
+    spans = sorted({span.key: span for span in spans}.values(), key=_start_order)
+    runs = _merged_conversations(_SpanAssigner(spans).runs())
+    calls_of = {run: [call for call in run.calls if usage_of(call.attributes)] for run in runs}
+    left_out = sum(len(run.calls) - len(calls) for run, calls in calls_of.items())
+    without = sum(not calls for calls in calls_of.values())
+    calls_of = {run: calls for run, calls in calls_of.items() if calls}
     if not calls_of:
-        raise TraceError(_no_programs_reason(spans, left_out))
-    first_s = min(usable[0].start_s for usable in calls_of.values())
-    usages_of = {run: _usages(calls) for run, calls in calls_of.items()}
-    excluding = {run for run in usages_of if otel_attributes.input_excludes_cache(usages_of[run])}
-    for run in excluding:
-        usages_of[run] = [usage.with_cache() for usage in usages_of[run]]
-    programs = with_shared_prefixes([_program(run, calls_of, usages_of[run], first_s) for run in calls_of])
+        raise TraceError(
+            f"{len(spans)} spans, of which {left_out} are model calls (gen_ai.operation.name chat, …), none "
+            "with gen_ai.usage.input_tokens and gen_ai.usage.output_tokens; expected both"
+        )
+    first_s = min(calls[0].start_s for calls in calls_of.values())
+    programs, excluding = [], 0
+    for run, calls in calls_of.items():
+        usages = [usage for call in calls if (usage := usage_of(call.attributes)) is not None]
+        if input_excludes_cache(usages):
+            excluding += 1
+            usages = [usage.with_cache() for usage in usages]
+        programs.append(_program(run, calls_of, usages, first_s))
+    programs = with_shared_prefixes(programs)
     for program in programs:
         check_program(program)
-    notes = []
-    if left_out:
-        notes.append(f"{left_out} model calls without token counts left out")
-    if len(runs) > len(calls_of):
-        notes.append(f"{len(runs) - len(calls_of)} agent runs without any model call left out")
-    if excluding:
-        notes.append(
-            f"{len(excluding)} programs whose input tokens exclude the cache: cached and created tokens "
-            "added to their prompts"
-        )
-    if assigner.unknown_parents:
-        notes.append(f"{assigner.unknown_parents} spans name a parent that is not in the file")
     beside = sum(
-        later.start_s < call.end_s for usable in calls_of.values() for call, later in pairwise(usable)
+        later.start_s < call.end_s for calls in calls_of.values() for call, later in itertools.pairwise(calls)
     )
-    if beside:
-        notes.append(
-            f"{beside} model calls began before the run's previous call had ended; "
-            "the trace has no gap before them"
-        )
     roots = [program for program in programs if program.parent is None]
     single = sum(len(program.turns) == 1 for program in roots)
-    if single > len(roots) // 2:
-        notes.append(
-            f"{single} of {len(roots)} programs have one turn only: calls belong together by an agent's "
-            "span or by gen_ai.conversation.id"
-        )
-    return ImportResult(programs, notes)
-
-
-def _usable(call: OtelSpan) -> bool:
-    return otel_attributes.usage_of(call.attributes) is not None
-
-
-def _usages(calls: Sequence[OtelSpan]) -> list[SpanTokenUsage]:
-    return [usage for call in calls if (usage := otel_attributes.usage_of(call.attributes)) is not None]
-
-
-def _no_programs_reason(spans: Sequence[OtelSpan], left_out: int) -> str:
-    if left_out:
-        return (
-            f"{left_out} model calls, none with gen_ai.usage.input_tokens and gen_ai.usage.output_tokens: "
-            "a trace needs both"
-        )
-    names = ", ".join(sorted({span.name for span in spans})[:3])
-    return f"{len(spans)} spans, none of them a model call (gen_ai.operation.name chat, …); there is: {names}"
+    notes = (
+        (left_out, "model calls without token counts left out"),
+        (without, "agent runs without any model call left out"),
+        (excluding, "programs whose input tokens exclude the cache: cached and created tokens added to them"),
+        (
+            beside,
+            "model calls began before the run's previous call had ended; the trace has no gap before them",
+        ),
+        (
+            single if single > len(roots) // 2 else 0,
+            f"of {len(roots)} programs have one turn only: calls belong together by an agent's span or by "
+            "gen_ai.conversation.id",
+        ),
+    )
+    return ImportResult(programs, [f"{count} {what}" for count, what in notes if count])
 
 
 class _SpanAssigner:
-    """Assigns each span to an agent run."""
+    """Assigns each span to an agent run. ``spans`` are in order of their starts, so a run's spans are too."""
 
     def __init__(self, spans: Sequence[OtelSpan]) -> None:
         self._spans = spans
         self._by_id = {span.key: span for span in spans}
-        self._kinds = {span.key: otel_attributes.kind_of(span.name, span.attributes) for span in spans}
-        self._cut = _parent_cycles(self._by_id)
         self._scopes: dict[tuple[str, str], _AgentRun | None] = {}
         self._runs: dict[str, _AgentRun] = {}
-        self.unknown_parents = 0
 
     def runs(self) -> list[_AgentRun]:
         """Return all runs, in the order in which they started; parents come before their sub-agents."""
         for span in self._spans:
-            self.unknown_parents += span.parent_id is not None and self._parent(span) is None
-            kind = self._kinds[span.key]
-            if kind == otel_attributes.MODEL and not self._is_nested_duplicate(span):
+            kind = span.kind
+            if kind == MODEL and not self._is_nested_duplicate(span):
                 self._owner(span).calls.append(span)
-            elif kind == otel_attributes.TOOL:
+            elif kind == TOOL:
                 self._owner(span).tools.append(span)
             else:
                 self._scope(span)
         return list(self._runs.values())
 
+    def _above(self, span: OtelSpan) -> Iterator[OtelSpan]:
+        """Yield the spans around ``span``, the innermost first. Ends at a circle, which a file may have."""
+        seen = {span.key}
+        at = self._by_id.get((span.trace_id, span.parent_id or ""))
+        while at is not None and at.key not in seen:
+            yield at
+            seen.add(at.key)
+            at = self._by_id.get((at.trace_id, at.parent_id or ""))
+
     def _is_nested_duplicate(self, call: OtelSpan) -> bool:
         """Return whether a span around ``call`` already reports the same model call. This happens if two
         instrumentations are active."""
-        above = self._parent(call)
-        while above is not None and self._kinds[above.key] in (otel_attributes.MODEL, None):
-            if self._kinds[above.key] == otel_attributes.MODEL and _usable(above):
+        for above in self._above(call):
+            if above.kind not in (MODEL, None):
+                return False
+            if above.kind == MODEL and usage_of(above.attributes):
                 return True
-            above = self._parent(above)
         return False
 
     def _owner(self, span: OtelSpan) -> _AgentRun:
-        """Return the run to which a model or tool call belongs.
-
-        It is the run of the enclosing spans. If these have no run, it is the run of the call's conversation
-        or, without a conversation, of the call's trace. Model calls inside a tool call belong to a run of
-        their own, which is a sub-agent.
-        """
-        around = self._around(span)
-        conversation = otel_attributes.conversation_of(span.attributes)
+        """Return the run to which a model or tool call belongs: that of the enclosing spans, else that of the
+        call's conversation, else that of its trace. Model calls inside a tool call belong to a run of their
+        own, since a tool that calls a model has its own context."""
+        parent = next(self._above(span), None)
+        around = None if parent is None else self._scope(parent)
         if around is None:
-            return self._run(conversation, span.trace_id, None)
-        if around.conversation is None:
-            around.conversation = conversation
+            return self._run(span.conversation, span.trace_id, None)
+        around.conversation = around.conversation or span.conversation
         tool = self._enclosing_tool(span)
-        if tool is not None and self._kinds[span.key] == otel_attributes.MODEL:
-            # A tool that calls a model has its own context, so it counts as a sub-agent.
+        if tool is not None and span.kind == MODEL:
             return self._run(None, f"{tool.trace_id}/{tool.span_id}", around)
         return around
 
-    def _around(self, span: OtelSpan) -> _AgentRun | None:
-        parent = self._parent(span)
-        return None if parent is None else self._scope(parent)
-
     def _scope(self, span: OtelSpan) -> _AgentRun | None:
         """Return the run to which spans inside ``span`` belong; ``None`` if they have no run yet."""
-        chain: list[OtelSpan] = []
-        at: OtelSpan | None = span
-        while at is not None and at.key not in self._scopes:
-            chain.append(at)
-            at = self._parent(at)
-        scope = None if at is None else self._scopes[at.key]
-        for one in reversed(chain):  # not by recursion: traces can be deeper than Python's stack
+        chain: list[OtelSpan] = []  # not by recursion: traces can be deeper than Python's stack
+        scope: _AgentRun | None = None
+        for one in itertools.chain((span,), self._above(span)):
+            if one.key in self._scopes:
+                scope = self._scopes[one.key]
+                break
+            chain.append(one)
+        for one in reversed(chain):
             scope = self._scopes[one.key] = self._entered(one, scope)
         return scope
 
     def _entered(self, span: OtelSpan, around: _AgentRun | None) -> _AgentRun | None:
         """Return ``_scope(span)``. ``around`` is the scope of the span's parent."""
-        kind = self._kinds[span.key]
-        if kind not in _SCOPE_KINDS:
+        meaning, conversation = meaning_of(span.name, span.attributes), span.conversation
+        if meaning is None or meaning.kind not in (AGENT, WORKFLOW, CHAIN):
             return around
-        conversation = otel_attributes.conversation_of(span.attributes)
-        name = otel_attributes.agent_of(span.name, span.attributes)
+        own = f"{span.trace_id}/{span.span_id}"
         if around is None:
-            run = self._run(conversation, f"{span.trace_id}/{span.span_id}", None)
-        elif kind == otel_attributes.CHAIN:
+            run = self._run(conversation, own, None)
+        elif meaning.kind == CHAIN:
             return around
         elif conversation is not None and around.conversation not in (None, conversation):
-            run = self._run(conversation, "", around)
+            run = self._run(conversation, own, around)
         elif self._enclosing_tool(span) is not None:
-            own = conversation if conversation != around.conversation else None
-            run = self._run(own, f"{span.trace_id}/{span.span_id}", around)
+            run = self._run(conversation if conversation != around.conversation else None, own, around)
         else:
             return around
-        run.agent = run.agent or name
+        run.agent = run.agent or (meaning.name if meaning.is_node else None)
         run.conversation = run.conversation or conversation
         return run
 
     def _enclosing_tool(self, span: OtelSpan) -> OtelSpan | None:
         """Return the tool call that encloses ``span`` within the same agent; ``None`` if there is none."""
-        above = self._parent(span)
-        while above is not None:
-            kind = self._kinds[above.key]
-            if kind == otel_attributes.TOOL:
-                return above
-            if kind in (otel_attributes.AGENT, otel_attributes.WORKFLOW):
-                return None
-            above = self._parent(above)
-        return None
+        found = next((above for above in self._above(span) if above.kind in (TOOL, AGENT, WORKFLOW)), None)
+        return found if found is not None and found.kind == TOOL else None
 
     def _run(self, conversation: str | None, fallback_key: str, parent: _AgentRun | None) -> _AgentRun:
         # The key is the program's id, so a conversation whose id equals its trace's id is no second program.
         key = conversation if conversation is not None else fallback_key
-        run = self._runs.get(key)
-        if run is None:
-            run = self._runs[key] = _AgentRun(key, conversation, parent)
-        elif run.conversation is None:
-            run.conversation = conversation
+        run = self._runs.setdefault(key, _AgentRun(key, conversation, parent))
+        run.conversation = run.conversation or conversation
         return run
-
-    def _parent(self, span: OtelSpan) -> OtelSpan | None:
-        if span.parent_id is None or span.key in self._cut:
-            return None
-        return self._by_id.get((span.trace_id, span.parent_id))
 
 
 def _merged_conversations(runs: Sequence[_AgentRun]) -> list[_AgentRun]:
-    """Merge the runs that have the same conversation id into the first of them. Return the runs that are
-    left, in their order.
-
-    A conversation has several runs if its model calls carry the conversation id, but the agent spans around
-    them do not. Each outermost agent span then starts a run of its own. A sub-agent with the conversation id
-    of its parent is not merged.
-    """
+    """Move the spans of runs with one conversation id into the first of them, unless it is also their
+    parent's. A conversation has several runs if its model calls carry the id, but the agent spans around them
+    do not."""
     first_of: dict[str, _AgentRun] = {}
-    merged: dict[_AgentRun, _AgentRun] = {}
+    kept: list[_AgentRun] = []
     for run in runs:
-        above = run.parent
-        while above is not None and above.conversation is None:
-            above = above.parent
-        if run.conversation is None or (above is not None and above.conversation == run.conversation):
+        first = run
+        if run.conversation and (run.parent is None or run.parent.conversation != run.conversation):
+            first = first_of.setdefault(run.conversation, run)
+        if first is run:
+            kept.append(run)
             continue
-        first = first_of.setdefault(run.conversation, run)
-        if first is not run:
-            merged[run] = first
-            first.agent = first.agent or run.agent
-            first.calls += run.calls
-            first.tools += run.tools
-    for first in set(merged.values()):
-        first.calls.sort(key=_start_order)
-        first.tools.sort(key=_start_order)
-    kept = [run for run in runs if run not in merged]
-    for run in kept:
-        if run.parent is not None:
-            run.parent = merged.get(run.parent, run.parent)
+        first.agent = first.agent or run.agent
+        first.calls = sorted(first.calls + run.calls, key=_start_order)
+        first.tools = sorted(first.tools + run.tools, key=_start_order)
+        run.parent = first  # for the sub-agents of ``run``
     return kept
 
 
-def _parent_cycles(by_id: dict[tuple[str, str], OtelSpan]) -> set[tuple[str, str]]:
-    """Return the key of one span of each cycle of parents. Tracers write no cycles, but files may have
-    some."""
-    cut: set[tuple[str, str]] = set()
-    done: set[tuple[str, str]] = set()
-    for key in by_id:
-        visited: dict[tuple[str, str], None] = {}
-        at: tuple[str, str] | None = key
-        while at is not None and at in by_id and at not in done:
-            visited[at] = None
-            parent_id = by_id[at].parent_id
-            above = None if parent_id is None else (at[0], parent_id)
-            if above in visited:
-                cut.add(at)
-                break
-            at = above
-        done.update(visited)
-    return cut
+def _start_order(span: OtelSpan) -> tuple[float, str, str]:
+    return span.start_s, span.trace_id, span.span_id
 
 
 def _program(
@@ -307,7 +441,6 @@ def _program(
 ) -> TraceProgram:
     calls = calls_of[run]
     started_s = calls[0].start_s
-    turns = [_turn(calls, usages, index, run.tools, started_s) for index in range(len(calls))]
     parent = run.parent
     while parent is not None and parent not in calls_of:
         parent = parent.parent  # skip agents without model calls of their own
@@ -315,18 +448,18 @@ def _program(
     if parent is not None:
         before = calls_of[parent]
         offset_s = round(max(0.0, started_s - before[0].start_s), 6)
-        ended = sum(1 for call in before if call.end_s <= started_s)
-        parent_turn = ended - 1 if ended else None
+        parent_turn = sum(call.end_s <= started_s for call in before) - 1
+    models = (text(call.attributes, *_MODEL) for call in calls)
     return TraceProgram(
         program_id=run.program_id,
-        turns=tuple(turns),
+        turns=tuple(_turn(calls, usages, index, run.tools, started_s) for index in range(len(calls))),
         source="otel",
         group=run.agent,
         agent_type=run.agent,
-        model=next((model for call in calls if (model := otel_attributes.model_of(call.attributes))), None),
+        model=next(filter(None, models), None),
         arrival_s=round(started_s - first_s, 6),
         parent=parent.program_id if parent is not None else None,
-        parent_turn=parent_turn,
+        parent_turn=parent_turn if parent_turn is not None and parent_turn >= 0 else None,
         start_offset_s=offset_s,
     )
 
@@ -353,8 +486,10 @@ def _turn(
         tool_seconds = round(max(0.0, ended_s - call.end_s), 6)
     if following is not None:
         gap_s = round(max(0.0, following.start_s - call.end_s), 6)
-        asked = otel_attributes.calls_tool(call.attributes)
-        gap_kind = "tool" if inside or asked else "human" if asked is False else None
+        reasons = call.attributes.get("gen_ai.response.finish_reasons") or ()
+        reasons = [reasons] if isinstance(reasons, str) else reasons if isinstance(reasons, list) else []
+        asked = any(str(reason).startswith(("tool", "function")) for reason in reasons)
+        gap_kind = "tool" if inside or asked else "human" if reasons else None
     append, dropped, reset, prefix = usage.prompt, 0, False, None
     if index:
         before = usages[index - 1]
@@ -381,12 +516,9 @@ def _turn(
     )
 
 
-def _start_order(span: OtelSpan) -> tuple[float, str, str]:
-    return span.start_s, span.trace_id, span.span_id
-
-
 def _tool_run(tool: OtelSpan, following: OtelSpan | None) -> TraceToolRun:
     # A tool that still runs when the next model call starts ran in the background.
     background = following is not None and tool.end_s > following.start_s
-    name = otel_attributes.tool_of(tool.name, tool.attributes)
+    meaning = meaning_of(tool.name, tool.attributes)
+    name = meaning.name if meaning is not None and meaning.name else "unknown"
     return TraceToolRun(name=name, s=round(tool.end_s - tool.start_s, 6), bg=background)

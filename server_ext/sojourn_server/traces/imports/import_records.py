@@ -1,16 +1,52 @@
-"""Reader of files with JSON records: one per line, one after the other, or in arrays; gzipped or not."""
+"""What every import shares: the reader of files with JSON records, the result, and the estimate of the prefix
+that the runs of an agent share."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from ..trace_file import check_encoding
-from ..trace_schema import TraceError
+from ..trace_schema import TraceError, TraceProgram
+
+
+class ImportResult(NamedTuple):
+    """The programs that an import found, and notes for the user."""
+
+    programs: list[TraceProgram]
+    notes: list[str]
+    """What the import left out or inferred, one line each."""
+
+
+def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]:
+    """Return the programs with ``shared_prefix_tokens`` estimated from the cached tokens of first prompts.
+
+    All programs of one ``group`` are runs of one agent. Their estimate is the smallest number of cached
+    tokens in any of their first prompts, limited to the length of the program's own first prompt. Larger
+    numbers are not used, because runs on the same task share more than the system prompt. Counts of 0 are
+    ignored, because the first run finds no blocks of an earlier run. If all counts are 0 or missing, the
+    field stays unset.
+    """
+    least: dict[str | None, int] = {}
+    for program in programs:
+        found = program.turns[0].cached_tokens or 0
+        if found > 0:
+            least[program.group] = min(found, least.get(program.group, found))
+    return [
+        msgspec.structs.replace(
+            program, shared_prefix_tokens=min(least[program.group], program.turns[0].prompt_tokens)
+        )
+        if program.group in least
+        else program
+        for program in programs
+    ]
+
 
 _BLANK = " \t\r\n,"
 """Characters allowed between records; some writers separate them by commas."""
