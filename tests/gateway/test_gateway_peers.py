@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -129,6 +130,18 @@ async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -
         assert all(fake.headers[-1].get("x-sojourn-passed") is None for fake in fakes if fake.headers)
         assert (await other.chat(mine, "wrong")).status == 401
         assert (await other.chat(None, "key-a")).status == 200, "without a program it stays where it is"
+
+
+async def test_events_of_another_gateways_program_that_ride_in_a_request_reach_that_gateway() -> None:
+    async with engines(1) as fakes, gateways(fakes) as (one, other):
+        rides_in, starts = _owned(one, True), _owned(one, False)
+        event = {"type": "tool_start", "program_id": starts, "call_id": "c", "tool": "t", "seq": 1}
+        hint = {"program_id": rides_in, "sojourn": {"v": 1, "emitter": "e", "events": [event]}}
+        xargs = {"agentic_context": json.dumps(hint)}
+        assert (await other.chat(key="key-a", vllm_xargs=xargs)).status == 200
+        assert (await one.chat(starts, "key-a")).status == 200
+        assert fakes[0].of(f"a/{starts}") == ["tool_start"], "sent before the program's first turn"
+        assert starts in await known(other)
 
 
 async def test_a_request_that_was_passed_on_is_decided_where_it_arrives() -> None:

@@ -42,7 +42,7 @@ from .gateway_route_types import GATEWAY_OPERATIONS
 from .generation_request import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyReader
 from .live_engines import GatewayLiveSource
 from .multi_engine_queries import EngineQueries
-from .peers import Peers
+from .peers import Peers, is_passed
 from .program_events import ProgramEvents
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
@@ -283,7 +283,8 @@ class Gateway:
         except WireError as error:
             raise ApiError(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
         tenant = tenant_name(request)
-        passed = await self.peers.report(batch, tenant, request.scope["headers"])
+        headers = request.scope["headers"]
+        passed = {} if is_passed(headers) else await self.peers.report(batch, tenant, headers)
         rest = [raw for place, raw in enumerate(batch.events) if place not in passed]
         mine = msgspec.structs.replace(batch, events=rest)
         own = iter(await self.events.forward_batch(mine, tenant, engine_authorization(request)))

@@ -188,16 +188,19 @@ class Peers:
 
     # -- events and drains ------------------------------------------------------------
 
-    async def report(self, batch: EventBatch, tenant: str, headers: RawHeaders) -> dict[int, EventOutcome]:
+    async def report(
+        self, batch: EventBatch, tenant: str, headers: RawHeaders, own_id: str | None = None
+    ) -> dict[int, EventOutcome]:
         """Pass the events of other gateways' programs on. Return the outcomes by the event's place in the
-        batch. Events without an outcome are this gateway's: their programs, or their gateways are gone."""
+        batch. Events without an outcome are this gateway's: their programs, or their gateways are gone.
+        ``headers``: of the request that brought the events. ``own_id``: program whose events stay here."""
         places: dict[str, list[int]] = {}
-        if not is_passed(headers):
-            for place, raw in enumerate(batch.events):
-                with contextlib.suppress(WireError):
-                    owner = self.owner(tenant, decode_event(raw).program_id)
-                    if owner is not None:
-                        places.setdefault(owner, []).append(place)
+        for place, raw in enumerate(batch.events if self._peers else ()):
+            with contextlib.suppress(WireError):
+                program_id = decode_event(raw).program_id
+                owner = self.owner(tenant, program_id) if program_id != own_id else None
+                if owner is not None:
+                    places.setdefault(owner, []).append(place)
         found: dict[int, EventOutcome] = {}
 
         async def post(owner: str, owned: Sequence[int]) -> None:

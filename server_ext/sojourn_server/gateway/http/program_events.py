@@ -303,9 +303,14 @@ class ProgramEvents:
                 return False
         return True
 
-    async def forward_attached(self, attached: AttachedEvents, tenant: str) -> None:
-        """Forward events that were taken out of a request. Wait for that at most ``REPLAY_WAIT_S``."""
-        await self._wait_for(self.forward_batch(attached.batch, tenant, attached.authorization))
+    async def forward_attached(
+        self, attached: AttachedEvents, tenant: str, *, but: Collection[int] = ()
+    ) -> None:
+        """Forward events that were taken out of a request. Wait for that at most ``REPLAY_WAIT_S``. ``but``:
+        places in the batch of events that another gateway has taken."""
+        rest = [raw for place, raw in enumerate(attached.batch.events) if place not in but]
+        batch = msgspec.structs.replace(attached.batch, events=rest)
+        await self._wait_for(self.forward_batch(batch, tenant, attached.authorization))
 
     def record_attached(self, attached: AttachedEvents, tenant: str, replica_id: str) -> None:
         """Record the events that an answered request carried to a replica."""

@@ -114,7 +114,7 @@ class GenerationProxy:
         """The program to which each answer of the responses API belongs, by tenant and answer id."""
         self.open_requests = 0
         """Number of requests whose answers are not complete."""
-        self._peers = peers
+        self.peers = peers
         self._tenants = tenants
         self._reads_prefixes = reads_prefixes
 
@@ -134,8 +134,8 @@ class GenerationProxy:
                 api, body, headers.get(SESSION), reads_prefixes=self._reads_prefixes
             )
             if question.program_id is not None and PASSED not in headers:
-                owner = self._peers.owner(tenant, question.program_id)
-                if owner and await self._peers.pass_on(owner, api, scope, body, receive, send):
+                owner = self.peers.owner(tenant, question.program_id)
+                if owner and await self.peers.pass_on(owner, api, scope, body, receive, send):
                     return
             request = ProxyRequest(self, api, scope, headers, send, tenant, body, question)
             del body  # replaced by one with the engines' names of programs
@@ -327,7 +327,9 @@ class ProxyRequest:
         attached = self._attached
         if attached is not None and not proxy.events.may_attach(attached, self._tenant, replica_id):
             self._body, self._attached = without_events(self._body), None
-            await proxy.events.forward_attached(attached, self._tenant)
+            raw = self._scope["headers"]
+            passed = await proxy.peers.report(attached.batch, self._tenant, raw, own_id=self._program_id)
+            await proxy.events.forward_attached(attached, self._tenant, but=passed)
         if self._program_id is not None:
             await proxy.migrator.prepare(
                 (self._tenant, self._program_id),
