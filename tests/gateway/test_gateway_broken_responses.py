@@ -12,13 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines, running
-from fake_pair_engine import core_of, engines_of, pairs
 from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import proxy_request
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.routing_records import ReplicaHealth
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -144,33 +142,6 @@ async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
         await until(is_over)
 
 
-class Limited(FakeEngine):
-    """Refuses a part of what it tells."""
-
-    refuses: int | None = None
-
-    async def _metrics(self, request: Request) -> Response:
-        if self.refuses is not None:
-            self.looked_at += 1
-            return Response(status_code=self.refuses)
-        return await super()._metrics(request)
-
-
-async def test_a_part_that_is_refused_once_makes_no_other_engine_of_one_that_is_known() -> None:
-    fake = Limited()
-    await fake.start()
-    async with world([fake], poll_s=0.01) as it:
-        await it.chat("p")
-        [before] = await it.gateway.routing_backend.replicas()
-        for status in (429, 404, 401):
-            fake.refuses, looked_at = status, fake.looked_at
-            await until(lambda before=looked_at: fake.looked_at > before + 1)  # type: ignore[misc]
-            [now] = await it.gateway.routing_backend.replicas()
-            assert (now.instance, now.capacity_tokens) == (before.instance, before.capacity_tokens)
-        assert await it.home("p") == fake.name
-    await fake.kill()
-
-
 async def cannot_connect(*args: Any, **more: Any) -> None:
     """Of an event loop that has no file descriptor left for a connection."""
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -195,18 +166,6 @@ async def test_a_gateway_without_files_refuses_requests_and_suspects_no_engine(
         assert [(state.health, state.load) for state in core.replica_statuses()] == [("up", 0)] * 2
         assert core.counts.replayed == 0
         assert (await it.chat("p")).headers["X-Sojourn-Replica"] == home
-
-
-async def test_the_same_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with pairs(1, 1, poll_s=3600) as (it, _, _):
-        await it.chat("p")
-        with monkeypatch.context() as patched:
-            await it.gateway.client.close()  # it opens anew
-            patched.setattr(asyncio.get_running_loop(), "create_connection", cannot_connect)
-            assert (await it.chat("p")).status == 503
-        assert not core_of(it).requests
-        assert not any(engine.health is ReplicaHealth.SUSPECT for engine in engines_of(it).values())
-        assert (await it.chat("p")).status == 200
 
 
 class Verbose(FakeEngine):
@@ -259,28 +218,6 @@ async def test_a_long_answer_that_breaks_off_is_not_taken_for_complete() -> None
         core = it.gateway.routing_backend.core  # type: ignore[attr-defined]
         await until(lambda: not core.requests)
         assert core.counts.cut == 1
-
-
-async def test_a_long_answer_is_not_waited_for_when_its_engine_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 0.05)
-    fake = Verbose()
-    never = asyncio.Event()
-
-    async def parts() -> AsyncIterator[bytes]:
-        yield b"x" * (4 << 20)
-        await never.wait()
-
-    fake._parts = parts  # type: ignore[method-assign]
-    async with running(fake) as fakes, world(fakes, poll_s=3600) as it:
-        client = Client(it, fake.name, "http.response.start", stream=False)
-        client.takes.set()
-        await asyncio.wait_for(client.run(), 30.0)
-        assert client.told
-        assert b"replica_lost" not in client.told, "an error inside JSON would be no JSON"
-        assert not client.is_complete
-        never.set()
 
 
 class Stalling(FakeEngine):

@@ -70,15 +70,6 @@ async def test_one_silent_engine_holds_up_no_list_of_models(monkeypatch: pytest.
         assert (await it.get("/v1/models"))["data"]
 
 
-async def test_the_next_engine_lists_its_models_where_the_first_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(multi_engine_queries, "NEXT_ENGINE_WAIT_S", 3600.0, raising=False)
-    async with beside_odd(1) as (odd, it):
-        odd.lists_models = False
-        assert (await it.get("/v1/models"))["data"]
-
-
 async def test_without_an_engine_that_answers_there_is_no_list_of_models() -> None:
     async with beside_odd(0) as (odd, it):
         odd.lists_models = False
@@ -104,12 +95,6 @@ async def test_an_engine_without_the_plugin_is_not_silent() -> None:
         assert (told["engines"], told["stock"], told["silent"]) == (1, [odd.url], [])
 
 
-async def test_an_engine_whose_count_is_none_counts_as_one() -> None:
-    async with beside_odd(1) as (odd, it):
-        odd.says = b'{"name": "sojourn", "wire": [1], "engines": null}'
-        assert (await it.get(PATH))["engines"] == 2
-
-
 async def test_without_an_engine_with_sojourn_there_is_no_answer() -> None:
     async with beside_odd(0) as (odd, it):
         odd.says = b"{}"
@@ -128,13 +113,6 @@ async def test_a_client_whose_key_the_engines_refuse_hears_that(key: str | None)
                 assert "Retry-After" not in answer.headers
             async with it.http.get(it.url + path, headers={"Authorization": "Bearer right"}) as answer:
                 assert answer.status == 200
-
-
-async def test_an_engine_that_refuses_a_key_hides_no_other() -> None:
-    async with beside_odd(1) as (odd, it):
-        odd.key, odd.says, odd.status = "right", b"{}", 403
-        assert (await it.get("/v1/models"))["data"]
-        assert (await it.get(PATH))["silent"] == [odd.url]
 
 
 # -- sojourn doctor ---------------------------------------------------------------
@@ -202,36 +180,6 @@ async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
         assert "--prefill" in pairs_check.next_step
 
 
-async def test_the_doctor_names_rejected_engines_beside_working_pairs() -> None:
-    async with pairs(1, 2) as (it, _, decode):
-        decode[0].tells_paths = False
-        await until(lambda: decode[0].name not in engines_of(it))
-        check = (await examined(it.url))["pairs"]
-        assert check.ok is False
-        assert check.detail.startswith("1 prefill, 1 decode; ")
-        assert f"{decode[0].url} is rejected: it reports no KV paths" in check.detail
-
-
-async def test_the_doctor_reports_what_is_left_when_a_role_has_died() -> None:
-    async with pairs(1, 1) as (it, [prefill], _):
-        await prefill.kill()
-        await until(lambda: prefill.name not in engines_of(it))
-        checks = await examined(it.url)
-        assert checks["pairs"].ok is checks["gateway"].ok is False
-        assert checks["pairs"].detail.startswith("0 prefill, 1 decode")
-        assert prefill.url in checks["gateway"].detail
-
-
-async def test_the_doctor_knows_an_admin_by_what_its_key_does_not_do() -> None:
-    async with engines(1) as fakes, world(fakes, tenants={"secret": "a"}, admin_key="root") as it:
-        check = (await examined(it.url, "root"))["cached tokens"]
-        assert check.ok is None
-        assert "admin key" in check.detail
-        assert "tenant's key" in check.next_step
-        # Of a tenant's it is looked at; these engines do not report them.
-        assert (await examined(it.url, "secret"))["cached tokens"].detail == "not reported"
-
-
 async def test_the_doctor_names_replicas_without_the_plugin() -> None:
     async with beside_odd(1) as (odd, it):
         odd.says, odd.status = b"{}", 404
@@ -246,17 +194,3 @@ async def test_the_doctor_names_replicas_without_the_plugin() -> None:
         assert check.ok is False
         assert odd.url in check.detail
         assert "logs" in check.next_step
-
-
-async def test_the_doctor_without_a_key_says_that_it_is_a_gateway() -> None:
-    async with engines(1) as fakes, world(fakes, tenants={"secret": "a"}) as it:
-        checks = await examined(it.url)
-        assert checks["gateway"].ok is None
-        assert "401" in checks["gateway"].detail
-        assert checks["API key"].ok is False
-        assert (await examined(it.url, "secret"))["gateway"].ok is True
-
-
-async def test_an_engine_is_no_gateway() -> None:
-    async with engines(1) as (fake,):
-        assert "gateway" not in await examined(fake.url)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
-from fake_pair_engine import PairEngine, core_of, engines_of, gateway_of, pair_engines, pairs
+from fake_pair_engine import core_of, engines_of, pairs
 from gateway_harness import World, lines, until
-from sojourn_server.gateway.http.engine_client import MAX_WHOLE_ANSWER_BYTES
 from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
-from sojourn_server.routing import pair_strategy
 from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES, PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 ADMIN = "admin"
 
@@ -46,30 +41,6 @@ async def test_a_prompt_goes_to_one_engine_and_its_answer_comes_from_another(str
         assert "x-session-id" not in prefill.headers[0]
         assert decode.headers[0]["x-session-id"] == "p"
         await until(lambda: not core_of(it).requests)
-
-
-async def test_a_prefill_engines_long_answer_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    generate = PairEngine._generate
-
-    async def verbose(self: PairEngine, request: Request) -> Response:
-        document = json.loads(bytes((await generate(self, request)).body))
-        return JSONResponse({"padding": "x" * (3 * MAX_WHOLE_ANSWER_BYTES), **document})
-
-    monkeypatch.setattr(PairEngine, "_generate", verbose)
-    async with pairs(1, 1) as (it, [prefill], [decode]):
-        answer = await it.chat("p")
-        assert answer.status == 200
-        assert len((await answer.json())["padding"]) == 3 * MAX_WHOLE_ANSWER_BYTES
-        assert decode.requests[0]["kv_transfer_params"]["at"] == prefill.name
-        await until(lambda: not core_of(it).requests)
-
-
-async def test_a_clients_transfer_parameters_reach_no_engine() -> None:
-    forged = {"do_remote_prefill": True, "transfer": "another's", "context": "another's"}
-    async with pairs(1, 1) as (it, [prefill], [decode]):
-        assert (await it.chat(kv_transfer_params=forged, ec_transfer_params=forged)).status == 200
-        for body in (*prefill.bodies, *decode.bodies):
-            assert b"another's" not in body
 
 
 @pytest.mark.parametrize(
@@ -173,18 +144,6 @@ async def test_a_prefill_engine_that_dies_in_its_leg_is_replaced() -> None:
         assert names[0] != names[1], "an engine takes a transfer's name once"
 
 
-async def test_a_prefill_engine_that_dies_after_its_stage_fails_no_request() -> None:
-    async with pairs(1, 1) as (it, [prefill], [decode]):
-        decode.hold = asyncio.Event()
-        asking = asyncio.ensure_future(it.chat("p"))
-        await until(lambda: decode.requests)
-        await prefill.kill()
-        await until(lambda: prefill.name not in engines_of(it))
-        decode.hold.set()
-        assert (await asking).status == 200
-        assert len(decode.requests) == 1
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_decode_engine_that_dies_before_its_first_byte_is_replaced(stream: bool) -> None:
     async with pairs(1, 2) as (it, [prefill], decode):
@@ -218,15 +177,6 @@ async def test_a_decode_engine_that_dies_after_its_first_byte_ends_the_answer_wi
         await until(lambda: not core_of(it).requests)
 
 
-async def test_a_life_that_is_over_costs_a_prompt_and_no_request() -> None:
-    async with pairs(1, 1, poll_s=3600.0) as (it, [prefill], [decode]):
-        decode.epoch = "e2"  # its traffic manager began anew, and nobody has looked since
-        assert (await it.chat("p")).status == 200
-        assert [one["kv_transfer_params"]["epoch"] for one in prefill.requests] == ["e1"]
-        assert (len(decode.requests), decode.computed) == (1, 1)
-        assert decode.requests[0]["kv_transfer_params"]["epoch"] == "e1", "by which it can tell"
-
-
 async def test_a_prefill_engines_rejection_reaches_the_client() -> None:
     async with pairs(1, 1) as (it, [prefill], [decode]):
         prefill.refuses = 400
@@ -246,18 +196,6 @@ async def test_an_engine_that_reports_no_kv_has_failed() -> None:
         assert {one["kv_transfer_params"]["at"] for one in decode.requests} == {prefill[1].name}
 
 
-async def test_a_request_that_fails_everywhere_is_refused_after_some_pairs() -> None:
-    async with pairs(3, 2) as (it, prefill, decode):
-        for engine in prefill:
-            engine.says_nothing = True
-        answer = await it.chat()
-        assert (answer.status, (await answer.json())["error"]["code"]) == (502, "replicas_failed")
-        assert "Retry-After" in answer.headers
-        most = RoutingLimits().most_failures_computing
-        assert sum(len(engine.requests) for engine in prefill) == most
-        assert not any(engine.requests for engine in decode)
-
-
 @pytest.mark.parametrize("leg", ["first", "second"])
 async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
     async with pairs(1, 1) as (it, [prefill], [decode]):
@@ -270,21 +208,6 @@ async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
         await until(lambda: engine.gave_up == 1)
         assert bool(decode.requests) is (leg == "second")
         assert not core_of(it).programs, "it never had an answer"
-
-
-async def test_a_decode_engine_that_begins_anew_in_the_first_leg_is_not_waited_for() -> None:
-    async with pairs(1, 2) as (it, [prefill], decode):
-        prefill.hold = asyncio.Event()
-        asking = asyncio.ensure_future(it.chat())
-        await until(lambda: prefill.requests)
-        peer = prefill.requests[0]["kv_transfer_params"]["peer"]
-        victim = next(one for one in decode if one.peer == peer)
-        await victim.kill()
-        await until(lambda: len(prefill.requests) == 2)
-        prefill.hold.set()
-        answer = await asking
-        assert answer.status == 200
-        assert answer.headers["X-Sojourn-Replica"] != victim.name
 
 
 # -- what an operator does and sees -----------------------------------------------------
@@ -322,45 +245,6 @@ async def test_a_drained_engine_finishes_its_requests_and_gets_no_new_ones(role:
         assert (await it.chat("p")).status == 200
 
 
-async def test_a_drain_is_cancelled_while_its_engine_is_away() -> None:
-    async with pairs(1, 1, admin_key=ADMIN) as (it, _, [decode]):
-        assert (await say(it, decode.name, "drain"))["health"] == "draining"
-        await decode.kill()
-        await until(lambda: it.gateway.replicas.get(decode.name) is None)
-        assert await say(it, decode.name, "stay") is None
-        await decode.start()
-        await until(lambda: it.gateway.replicas.get(decode.name) is not None)
-        assert (await it.chat("p")).status == 200
-
-
-async def test_requests_wait_while_all_engines_are_busy_up_to_the_limit() -> None:
-    async with pair_engines(1, 1) as (prefill, decode):
-        decode[0].blocks = 21  # 320 tokens of KV
-        limits = RoutingLimits(most_waiting=1)
-        async with gateway_of(prefill, decode, limits=limits) as it:
-            decode[0].hold = asyncio.Event()
-            first, second = (asyncio.ensure_future(it.chat(name, max_tokens=300)) for name in "ab")
-            await until(lambda: len(core_of(it).waiting) == 1 and decode[0].requests)
-            full = await it.chat("c")
-            assert (full.status, full.headers["Retry-After"]) == (429, "5")
-            decode[0].hold.set()
-            assert {(await first).status, (await second).status} == {200}
-            assert len(decode[0].requests) == 2
-
-
-async def test_a_request_that_waited_as_long_as_allowed_is_rejected() -> None:
-    async with pair_engines(1, 1) as (prefill, decode):
-        decode[0].blocks = 21
-        async with gateway_of(prefill, decode, limits=RoutingLimits(wait_s=0.3)) as it:
-            decode[0].hold = asyncio.Event()
-            first = asyncio.ensure_future(it.chat("a", max_tokens=300))
-            await until(lambda: decode[0].requests)
-            late = await it.chat("b", max_tokens=300)
-            assert (late.status, late.headers["Retry-After"]) == (503, "10")
-            decode[0].hold.set()
-            assert (await first).status == 200
-
-
 async def test_without_a_pair_new_requests_get_a_retry_time() -> None:
     async with pairs(1, 1) as (it, [prefill], [decode]):
         await decode.kill()
@@ -372,22 +256,6 @@ async def test_without_a_pair_new_requests_get_a_retry_time() -> None:
         await decode.restart()
         await until(lambda: decode.name in engines_of(it))
         assert (await it.chat("p")).status == 200
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_accepted_requests_do_not_wait_long_after_the_last_engine_of_a_role_died(
-    role: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pair_strategy, "ROLE_MISSING_TIMEOUT_S", 0.3)
-    # It is the request that finds out: nobody looks for long.
-    async with pairs(1, 1, poll_s=3600.0) as (it, [prefill], [decode]):
-        await (prefill if role == "prefill" else decode).kill()
-        began_s = time.monotonic()
-        refused = await it.chat("p")
-        assert time.monotonic() - began_s < RoutingLimits().wait_s / 2
-        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
-        assert f"no {role} engine" in (await refused.json())["error"]["message"]
-        assert not core_of(it).requests
 
 
 @pytest.mark.parametrize(("role", "how"), [("prefill", "gone"), ("decode", "gone"), ("decode", "refused"),
@@ -415,16 +283,6 @@ async def test_the_health_route_reports_a_missing_role(role: str, how: str) -> N
         await until(told)
         if how != "suspect":
             assert (await it.chat()).status == 503
-
-
-async def test_what_has_no_first_leg_takes_a_place_in_a_pair_all_the_same() -> None:
-    async with pairs(1, 1) as (it, [prefill], [decode]):
-        assert (await it.chat("p", n=2)).status == 200
-        assert not prefill.requests
-        await prefill.kill()
-        await until(lambda: prefill.name not in engines_of(it))
-        assert (await it.chat("p", n=2)).status == 503
-        assert len(decode.requests) == 1
 
 
 async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> None:
@@ -456,50 +314,6 @@ async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> 
         assert decode[0].name in page
         assert 'sojourn_gateway_role_replicas{role="prefill"} 0.0' in page
         assert 'sojourn_gateway_role_replicas{role="decode"} 2.0' in page
-
-
-async def test_questions_about_all_engines_are_answered() -> None:
-    async with pairs(1, 2) as (it, [prefill], decode):
-        told = await it.get("/sojourn/v1/capabilities")
-        assert (told["engines"], told["gateway"], told["cluster_policy"]) == (3, True, "dualpath")
-        assert told["pairs"] == {"decode": 2, "prefill": 1}
-        assert "paths" not in told
-        stats = await it.get("/sojourn/v1/stats")
-        assert stats["engines"].keys() == {engine.url for engine in (prefill, *decode)}
-        assert (await it.get("/v1/models"))["data"][0]["id"] == "tiny"
-        assert (await it.get("/health")) == {
-            "replicas": 3,
-            "up": 3,
-            "waiting": 0,
-            "prefill": 1,
-            "decode": 2,
-        }
-        outcomes = await it.events(
-            {"type": "tool_start", "program_id": "p", "call_id": "c", "tool": "bash", "seq": 1}
-        )
-        assert [one["outcome"] for one in outcomes] == ["deferred"]
-
-
-async def test_programs_are_shown_with_what_is_stored_of_them() -> None:
-    async with pairs(1, 1) as (it, _, [decode]):
-        for _ in range(2):
-            await it.chat("p")
-        decode.hold = asyncio.Event()
-        asking = asyncio.ensure_future(it.chat("q"))
-        await until(lambda: len(decode.requests) == 3)
-        shown = await it.get("/sojourn/v1/programs")
-        assert [one["program_id"] for one in shown["programs"]] == ["q", "p"]
-        new, old = shown["programs"]
-        assert (new["turns"], new["in_flight"], new["context_tokens"], new["replica"]) == (0, 1, 0, None)
-        assert (old["turns"], old["in_flight"]) == (2, 0)
-        assert old["context_tokens"] == 105  # as the engine counted it, not as it was guessed
-        told = await it.get("/sojourn/v1/programs/p")
-        assert told["turns"] == 2
-        assert told["replica"] is None
-        assert told["engine"]["status"] == "acting"  # of the decode engine: only that knows programs
-        assert (await it.get("/sojourn/v1/programs/q"))["engine"] is None
-        decode.hold.set()
-        assert (await asking).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -534,29 +348,6 @@ async def test_the_end_of_a_program_reaches_the_engine_that_answered_it() -> Non
         async with it.http.get(f"{it.url}/metrics") as page:
             ends = 'sojourn_gateway_programs_finished_total{outcome="cancelled"}'
             assert f"{ends} 2.0" in await page.text()
-
-
-async def test_an_end_counts_where_only_the_core_knows_the_program() -> None:
-    end = {"type": "program_end", "seq": 9, "program_id": "p", "status": "cancelled"}
-    async with pairs(1, 1) as (it, _, [decode]):
-        await it.chat("p")
-        await until(lambda: not core_of(it).requests)
-        [outcome] = await it.events(end)
-        assert outcome["outcome"] == "applied"
-        assert decode.of("p") == ["program_end"]
-        async with it.http.get(f"{it.url}/metrics") as page:
-            assert 'sojourn_gateway_programs_finished_total{outcome="cancelled"} 1.0' in await page.text()
-
-
-async def test_programs_of_two_tenants_are_two_whatever_they_are_called() -> None:
-    async with pairs(1, 1, tenants={"ka": "a", "kb": "b"}) as (it, _, [decode]):
-        for key in ("ka", "ka", "kb"):
-            assert (await it.chat("p", key=key)).status == 200
-        names = [one["x-session-id"] for one in decode.headers]
-        assert names[0] == names[1] != names[2]
-        for key, turns in (("ka", 2), ("kb", 1)):
-            [shown] = (await it.get("/sojourn/v1/programs", key=key))["programs"]
-            assert (shown["program_id"], shown["turns"]) == ("p", turns)
 
 
 async def test_a_conversation_of_which_an_engine_has_the_beginning_is_refused() -> None:

@@ -96,16 +96,6 @@ async def test_another_tenants_program_is_not_ended_by_events_that_ride() -> Non
         assert fakes[0].of("alice/victim") == []
 
 
-async def test_nor_by_those_of_a_request_of_no_program() -> None:
-    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
-        await it.chat("victim", key="ka")
-        hint = riding("victim", {**END, "program_id": "victim"}, implicit=True)
-        assert (await it.chat(key="kb", **hint)).status == 200
-        assert rode(fakes[0]) == [("program_end", "bob/victim")]
-        assert await it.home("victim") == fakes[0].name
-        assert fakes[0].of("alice/victim") == []
-
-
 async def test_events_that_may_ride_leave_the_body_as_it_came() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         await it.chat("q")
@@ -134,14 +124,6 @@ async def test_events_that_ride_go_to_the_home_of_their_program() -> None:
         assert rode(of(fakes, answer.headers["X-Sojourn-Replica"])) == [("tool_stop", "x")]
 
 
-async def test_what_rides_of_a_program_without_a_home_waits_for_one() -> None:
-    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
-        answer = await it.chat(**riding("parent", {**START, "program_id": "child"}))
-        assert rode(of(fakes, answer.headers["X-Sojourn-Replica"])) == []
-        home = (await it.chat("child")).headers["X-Sojourn-Replica"]
-        assert of(fakes, home).of("child") == ["program_start"]
-
-
 @pytest.mark.parametrize("is_known", [False, True])
 async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_apart(is_known: bool) -> None:
     async with engines(1) as fakes, world(fakes) as it:
@@ -160,17 +142,6 @@ async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_ap
         assert await it.home("q") is None
         await it.chat("p")
         assert fakes[0].of("p") == told, "nothing is sent twice"
-
-
-async def test_the_end_of_another_program_that_rides_ends_that_one() -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        for name in ("p", "q"):
-            await it.chat(name)
-            await it.events({**START, "program_id": name})
-        await it.chat(**riding("p", {**END, "program_id": "q"}))
-        assert rode(fakes[0]) == [("program_end", "q")]
-        assert await it.home("q") is None
-        assert len(it.gateway.events) == 1, "p is known, q is forgotten"
 
 
 # -- who has been told -----------------------------------------------------------------
@@ -212,48 +183,6 @@ async def test_a_restarted_engine_gets_its_programs_and_graphs_again() -> None:
         await it.chat("q")
         await it.events({**report, "program_id": "q", "seq": 2})
         assert [event.get("graph") for event in fakes[0].events] in ([None], [small])
-
-
-async def test_a_graph_is_sent_in_full_until_an_engine_has_accepted_it() -> None:
-    small = graph(0, nodes=2)
-    report = {"type": "aeg", "graph_hash": "h"}
-    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
-        homes = [of(fakes, (await it.chat(name)).headers["X-Sojourn-Replica"]) for name in ("p", "q")]
-        await it.events({**report, "program_id": "p", "seq": 1, "graph": small})
-        homes[1].key = "it takes nothing"
-        refused = await it.events({**report, "program_id": "q", "seq": 2})
-        assert [one["outcome"] for one in refused] == ["rejected"]
-        homes[1].key = None
-        await it.events({**report, "program_id": "q", "seq": 3})
-        assert homes[1].events[-1]["graph"] == small
-
-
-async def test_a_tool_whose_stop_is_in_the_request_is_not_started_afterwards() -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        await it.events({**START, "program_id": "p"}, {**TOOL, "program_id": "p"})
-        await it.chat(**riding("p", {**STOP, "program_id": "p"}))
-        assert rode(fakes[0]) == [("tool_stop", "p")]
-        await it.chat("p")
-        assert fakes[0].of("p") == ["program_start", "tool_start"]
-
-
-async def test_the_stop_of_a_tool_that_got_no_answer_is_sent_before_the_next_request() -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        await it.chat("p")
-        await it.events({**TOOL, "program_id": "p"})
-        fakes[0].deaf = True
-        assert [one["outcome"] for one in await it.events({**STOP, "program_id": "p"})] == ["missing"]
-        fakes[0].deaf = False
-        for _ in range(2):
-            await it.chat("p")
-            assert fakes[0].of("p") == ["tool_start", "tool_stop"]
-
-
-async def test_events_in_a_request_are_not_sent_again() -> None:
-    async with engines(2) as fakes, world(fakes) as it:
-        for _ in range(2):
-            await it.chat(**riding("p", {**START, "program_id": "p"}, {**TOOL, "program_id": "p"}))
-        assert fakes[0].events + fakes[1].events == []
 
 
 async def test_a_request_does_not_wait_long_for_an_engine_that_does_not_listen() -> None:

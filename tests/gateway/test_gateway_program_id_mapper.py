@@ -70,16 +70,6 @@ def test_names_can_be_read() -> None:
         assert names.key(nobodys) is None
 
 
-def test_what_is_too_long_is_cut_and_stays_its_tenants() -> None:
-    names = ProgramIdMapper(["a" * 300, "b"])
-    ids = ["x" * MAX_ID_BYTES, "x" * (MAX_ID_BYTES - 1) + "y"]
-    found = {names.engine_name(tenant, one) for tenant in ("a" * 300, "b") for one in ids}
-    assert len(found) == 4
-    assert all(len(name) <= MAX_ID_BYTES for name in found)
-    for bad in ("", "x" * (MAX_ID_BYTES + 1)):
-        assert names.engine_name("b", bad) == bad, "an engine refuses it, as it would have"
-
-
 # -- requests ---------------------------------------------------------------------
 
 
@@ -128,50 +118,6 @@ async def test_an_unreadable_hint_names_no_program(bad: Any) -> None:
         assert (await it.chat("p", key="ka", **more)).status == 200
         assert fakes[0].requests[-1]["vllm_xargs"] == {"other": 1}
         assert fakes[0].headers[-1]["x-session-id"] == "alice/p"
-
-
-async def test_a_header_that_is_no_id_makes_none() -> None:
-    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
-        await it.chat("x" * (MAX_ID_BYTES + 1), key="ka")
-        assert fakes[0].headers[-1]["x-session-id"] == "x" * (MAX_ID_BYTES + 1)
-        assert await it.gateway.routing_backend.programs() == []
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        b'"program_id":"bob/p","\xff":1',
-        b'"program_id":"bob/p","x":' + b"[" * 900 + b"]" * 900,
-        b'"program_id":"bob/p","\\ud800":1',
-        b'"program_id":"bob/p\xff"',
-    ],
-    ids=["bytes", "depth", "escape", "id"],
-)
-async def test_an_event_that_cannot_be_renamed_ends_nobodys_program_and_loses_no_other(bad: bytes) -> None:
-    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
-        for key in TENANTS:
-            await it.chat("p", key=key)
-        body = b'{"v":1,"emitter":"e","events":[{"type":"program_end","seq":1,%s},%s]}'
-        async with it.http.post(
-            f"{it.url}/sojourn/v1/events",
-            data=body % (bad, json.dumps(TOOL).encode()),
-            headers={"Authorization": "Bearer ka"},
-        ) as answer:
-            assert answer.status == 200, await answer.text()
-            outcomes = (await answer.json())["outcomes"]
-        assert outcomes[0]["outcome"] in ("missing", "rejected")
-        assert outcomes[0]["reason"]
-        assert outcomes[1]["outcome"] == "applied"
-        assert fakes[0].of("alice/p") == ["tool_start"]
-        assert fakes[0].of("bob/p") == []
-        assert it.gateway.routing_backend.home("bob", "p") is not None
-
-
-async def test_an_event_in_a_hint_that_cannot_be_renamed_is_left_out() -> None:
-    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
-        later = {"type": "later_kind", "program_id": "bob/p", "seq": 2}
-        assert (await it.chat(key="ka", **hint("p", later, TOOL))).status == 200
-        assert told(fakes[0])["sojourn"]["events"] == [{**TOOL, "program_id": "alice/p"}]
 
 
 # -- events and moves -------------------------------------------------------------

@@ -211,36 +211,6 @@ async def test_a_request_that_no_model_answers_is_cut_off() -> None:
         assert "ERROR" not in said, said
 
 
-@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
-async def test_a_viewer_does_not_count_among_the_requests_and_ends_without_an_error(again: bool) -> None:
-    async with (
-        running(UnwatchedEngine()) as [engine],
-        aiohttp.ClientSession() as http,
-        started(engine) as gateway,
-    ):
-        engine.hold = asyncio.Event()
-        page = await http.get(f"{gateway.url}/sojourn/v1/stream")
-        top = asyncio.ensure_future(http.get(f"{gateway.url}/sojourn/v1/stream?once=1"))
-        await until(lambda: engine.views >= 2)
-        asked = gateway.ask(http)
-        await until(lambda: engine.requests)
-        gateway.process.send_signal(signal.SIGINT)
-        assert "finishing 1 request," in await gateway.line_with("finishing")
-        if again:
-            gateway.process.send_signal(signal.SIGINT)
-        else:
-            engine.hold.set()
-        said = await gateway.ended()
-        assert "ERROR" not in said, said
-        assert "Traceback" not in said, said
-        if again:
-            await assert_told(asked)
-        else:
-            assert (await asked).status == 200
-        page.close()
-        top.cancel()
-
-
 async def test_a_client_that_reads_no_page_holds_up_no_stop() -> None:
     async with engines(1) as [engine], started(engine) as gateway:
         page = b"GET /sojourn/v1/openapi.json HTTP/1.1\r\nHost: gateway\r\n\r\n"

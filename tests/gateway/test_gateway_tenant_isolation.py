@@ -10,31 +10,15 @@ import msgspec
 import pytest
 from fake_engine import FakeEngine, engines
 from gateway_harness import World, world
-from sojourn.ids import MAX_ID_BYTES
-from sojourn.wire_codec import decode_context
 from sojourn_server.gateway.http.client_apis import ClientApi
-from sojourn_server.gateway.http.generation_request import parse_generation_request
-from sojourn_server.gateway.http.prefill_decode_bodies import prefill_body
-from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 TENANTS = {"ka": "alice", "kb": "bob"}
-LONGEST = "x" * MAX_ID_BYTES
 
 
 def hint(**members: Any) -> str:
     return json.dumps({"program_id": "p", **members}, separators=(",", ":"))
-
-
-def named(tenant: str, body: dict[str, Any], session: str | None = None) -> dict[str, Any]:
-    """A body as an engine gets it."""
-    raw = json.dumps(body).encode()
-    names = ProgramIdMapper(TENANTS.values())
-    read: dict[str, Any] = json.loads(
-        names.request(tenant, raw, parse_generation_request(ClientApi.CHAT, raw, session))
-    )
-    return read
 
 
 class Told(FakeEngine):
@@ -87,39 +71,6 @@ async def test_a_session_in_the_body_names_no_other_tenants_program(
         assert [one["program_id"] for one in shown] == [known]
 
 
-async def test_of_one_tenant_the_gateway_means_the_program_that_its_engine_means() -> None:
-    async with engines(1) as (fake,), world([fake]) as it:
-        await it.chat("header", session_id="own")
-        assert fake.requests[-1]["session_id"] == "own"
-        assert await it.home("own") == fake.name
-        assert await it.home("header") is None
-
-
-def test_beside_a_hint_the_session_is_named_too() -> None:
-    for text in (hint(), "{"):
-        sent = named("bob", {"session_id": "s", "vllm_xargs": {"agentic_context": text, "session_id": "t"}})
-        assert sent["session_id"] == "bob/s"
-        assert sent["vllm_xargs"].pop("session_id") == "bob/t"
-        told = sent["vllm_xargs"].pop("agentic_context", None)
-        assert (
-            told is None
-            if text == "{"
-            else json.loads(told)
-            == {
-                "program_id": "bob/p",
-                "sojourn": {"v": 1, "tenant": "bob"},
-            }
-        )
-
-
-def test_a_prefill_engine_gets_no_program() -> None:
-    body = {"session_id": "s", "vllm_xargs": {"session_id": "t", "agentic_context": hint(), "x": 1}}
-    raw = json.dumps(body).encode()
-    sent = json.loads(prefill_body(ClientApi.CHAT, raw, "t1", "tcp:d:1", 0.25))
-    assert "session_id" not in sent
-    assert sent["vllm_xargs"] == {"x": 1}
-
-
 # -- what is told of programs -----------------------------------------------------
 
 
@@ -142,22 +93,6 @@ async def test_evictions_do_not_name_another_tenants_program() -> None:
         all_of_it = (await it.get("/sojourn/v1/programs/p", "root"))["engine"]["ledger"]
         assert [turn["evictor"] for turn in all_of_it] == ["alice/merger", "q", None, "strangers"]
     await fake.kill()
-
-
-def test_of_one_tenant_answers_stay_what_they_are() -> None:
-    told = {"program_id": "p", "ledger": [{"evictor": "q"}]}
-    assert ProgramIdMapper(["only"]).answer("only", told) == told
-
-
-@pytest.mark.parametrize("bad", [{"events": 5}, {"events": {"a": 1}}, {"events": None}, {"node": 5}])
-def test_a_bad_field_of_a_hint_is_left_out_alone(bad: dict[str, Any]) -> None:
-    text = hint(parent_program_id="", root_program_id="x" * 300, step_id=12, sojourn={"v": 1, **bad})
-    sent = named("bob", {"vllm_xargs": {"agentic_context": text}})["vllm_xargs"]["agentic_context"]
-    read = decode_context(sent)
-    assert (read.program_id, read.parent_program_id, read.root_program_id) == ("bob/p", None, None)
-    assert read.step_id == "12"
-    assert read.sojourn is not None
-    assert (read.sojourn.events, read.sojourn.node) == ([], None)
 
 
 # -- what cannot be read ----------------------------------------------------------
