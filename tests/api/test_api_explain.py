@@ -151,18 +151,6 @@ def test_a_tool_whose_start_was_deferred_is_named_with_its_time(text: str, ends:
     assert not any("whether a tool ran" in one for one in found["unknown"])
 
 
-def test_a_program_s_slowest_turn_is_named() -> None:
-    virtual = VirtualEngine("sojourn")
-    for tokens, waits_s in ((40, 0.0), (60, 3.0), (80, 0.1)):
-        request = virtual.arrive("a", prompt(tokens))
-        virtual.wait(waits_s)
-        virtual.admit(request)
-        virtual.wait(0.25)
-        virtual.finish(request)
-    assert asked(virtual, "a")["text"].endswith(" The program's slowest turn is turn 2: 3.25 s.")
-    assert "slowest" not in asked(virtual, "a", 2)["text"]
-
-
 def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> None:
     virtual = VirtualEngine()
     virtual.turn("a", prompt(8))
@@ -173,19 +161,6 @@ def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> No
     check_error(
         client_of(ScriptedEngine(engine_answers(explain=None))).get("/sojourn/v1/programs/x/explain"), 404
     )
-
-
-def test_a_policy_without_leases_is_not_told_that_a_hint_would_have_kept_the_kv() -> None:
-    virtual = VirtualEngine("sojourn")
-    assert virtual.turn("a", prompt(40)) is None
-    virtual.wait(9.0)
-    virtual.evict(prompt(40), by="thief")
-    virtual.turn("a", prompt(60))
-    found = asked(virtual, "a", 2)
-    assert "lease" not in found["text"]
-    assert "tokens had been lost: evicted by program thief." in found["text"]
-    (advice,) = found["advice"]
-    assert (advice["hint"], advice["text"][:43]) == (None, "No hint: this policy grants no leases. More")
 
 
 def test_tokens_lost_to_a_changed_beginning_are_no_fault_of_the_cache() -> None:
@@ -236,18 +211,4 @@ def test_after_a_turn_that_was_announced_as_the_last_no_ttl_is_advised(preset: s
     assert (advice["hint"], advice["saves_s"]) == ("expected_resume", None)
     assert advice["text"].startswith(
         "Send expected_resume false (final in the SDK) only with the last turn: "
-    )
-
-
-@pytest.mark.parametrize("hint", [{}, {"kv_retention_ttl_seconds": 9.0}])
-def test_no_hint_is_advised_where_it_is_refused_as_well(hint: dict[str, float]) -> None:
-    limits = SchedulerLimits(lease_budget_fraction=0.5)
-    virtual = VirtualEngine("static-ttl", blocks=40, curve=CURVE, limits=limits)
-    for seed in (1, 2):
-        assert virtual.turn(f"before-{seed}", prompt(40, seed=seed), **hint) is not None
-    advice = advice_after(virtual, 0.5)
-    assert virtual.reasons("keep")[2] == "over_budget"
-    assert (advice["hint"], advice["saves_s"]) == (None, None)
-    assert advice["text"].startswith(
-        "No hint: other leases held all that leases may hold (--sojourn-lease-budget)"
     )

@@ -11,7 +11,6 @@ import pytest
 from api_test_engines import BATCH, CANARY, GETS, ScriptedEngine, check_error, client_of, engine_answers
 from fastapi.testclient import TestClient
 from sojourn.wire_codec import MAX_BATCH_BYTES, MAX_BATCH_EVENTS
-from sojourn_server.api import routes
 from sojourn_server.api.api_errors import ApiError
 from sojourn_server.api.body_reader import read_body
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
@@ -167,16 +166,3 @@ def test_each_failure_of_the_engine_has_its_status(path: str, error: Exception, 
     ):
         check_error(response, status)
         assert ("retry-after" in response.headers) == (status == 503)
-
-
-def test_a_slow_engine_is_answered_for_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "EVENTS_TIMEOUT_S", 0.05)
-
-    class Slow(ScriptedEngine):
-        async def call(self, op: str, payload: str) -> list[str]:
-            await asyncio.sleep(60)
-            return []
-
-    response = client_of(Slow(engine_answers())).post("/sojourn/v1/events", json=BATCH)
-    check_error(response, 503)
-    assert int(response.headers["retry-after"]) > 0

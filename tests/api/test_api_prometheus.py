@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,7 +20,6 @@ from sojourn_server.api.prometheus_bridge import PrometheusBridge, drain_once, p
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
     METRIC_CATALOG,
-    PLACEMENTS,
     SERIES_BUDGET,
     MetricKind,
 )
@@ -145,22 +143,6 @@ async def test_counters_are_there_before_their_first_increment() -> None:
     assert value(series, "sojourn_events_total", type="tool_stop", outcome="duplicate") == 0
 
 
-async def test_of_placements_those_that_can_happen_are_there_and_others_as_they_do() -> None:
-    def shown() -> set[tuple[str, str, str]]:
-        found = [dict(labels) for name, labels in scrape(registry) if name == "sojourn_placements_total"]
-        return {(labels["to"], labels["when"], labels["reason"]) for labels in found}
-
-    engine, registry = CountingEngine(), CollectorRegistry()
-    bridge = PrometheusBridge(registry)
-    await drain_once(engine, bridge)
-    assert shown() == PLACEMENTS
-    of_ones_own = {"to": "device", "when": "after_turn", "reason": "exchange"}
-    engine.recorder.count("sojourn_placements_total", 2, **of_ones_own)
-    await drain_once(engine, bridge)
-    assert value(scrape(registry), "sojourn_placements_total", **of_ones_own) == 2
-    assert len(shown()) == len(PLACEMENTS) + 1
-
-
 async def test_a_hundred_thousand_tool_names_stay_within_the_budget() -> None:
     engine, registry = CountingEngine(), CollectorRegistry()
     bridge = PrometheusBridge(registry)
@@ -189,29 +171,6 @@ async def test_a_gauge_row_that_is_gone_reads_zero() -> None:
     series = scrape(registry)
     assert value(series, "sojourn_programs", state="acting") == 0
     assert value(series, "sojourn_programs", state="ended") == 4
-
-
-@pytest.mark.parametrize(
-    ("drained", "reason"),
-    [
-        ({"counters": {"sojourn_nonsense_total": [[{}, 1]]}}, "unknown_metric"),
-        ({"gauges": {"sojourn_client_silent_total": [[{}, 1]]}}, "unknown_metric"),
-        ({"counters": {"sojourn_lost_tokens_total": [[{"cause": "weather"}, 1]]}}, "wrong_labels"),
-        ({"counters": {"sojourn_lost_tokens_total": [[{"program_id": "p"}, 1]]}}, "wrong_labels"),
-        (
-            {"histograms": {"sojourn_policy_seconds": [[{"hook": "event"}, {"buckets": [1], "sum": 1}]]}},
-            "bad_value",
-        ),
-    ],
-)
-def test_what_an_engine_of_another_version_says_is_dropped_and_counted(
-    drained: dict[str, Any], reason: str
-) -> None:
-    registry = CollectorRegistry()
-    PrometheusBridge(registry).apply(drained, "0")
-    series = scrape(registry)
-    assert value(series, "sojourn_metrics_dropped_total", reason=reason) == 1
-    assert not any("nonsense" in name or "weather" in str(labels) for name, labels in series)
 
 
 # --- polling ----------------------------------------------------------------

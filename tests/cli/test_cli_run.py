@@ -15,7 +15,7 @@ from sojourn.instrumentation import FRAMEWORKS
 from sojourn.testing import FakeServer
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.cli import agent_process
-from sojourn_server.cli.agent_process import autostart_directory, child_environment, openai_base_url_root
+from sojourn_server.cli.agent_process import autostart_directory, openai_base_url_root
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 UNUSED = "http://127.0.0.1:9"
@@ -153,22 +153,6 @@ def test_pythons_started_by_tools_are_left_alone_unless_asked_for(
     assert result.stdout.strip() == expected, result.stderr
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_multiprocessing_workers_of_the_agent_are_the_agent(
-    packages: Path, tmp_path: Path, method: str
-) -> None:
-    script = tmp_path / "agent.py"
-    script.write_text(
-        "import multiprocessing, subprocess, sys\n"
-        f"def work():\n    exec({IS_ATTACHED!r})\n    sys.stdout.flush()\n    exec({TOOL!r})\n"
-        "if __name__ == '__main__':\n"
-        f"    process = multiprocessing.get_context({method!r}).Process(target=work)\n"
-        "    process.start()\n    process.join()\n"
-    )
-    result = sojourn_run(sys.executable, str(script), PYTHONPATH=str(packages))
-    assert result.stdout.split() == ["True", "False"], result.stderr
-
-
 ASK = """
 from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="x", max_retries=0)
@@ -270,24 +254,6 @@ def test_a_server_named_by_the_script_is_not_replaced(tmp_path: Path) -> None:
         assert named.requests[0].context is not None
 
 
-def test_empty_pythonpath_entries_mean_the_current_directory_and_stay() -> None:
-    folder = autostart_directory()
-    for given, expected in {
-        "": folder,
-        "/a": f"{folder}:/a",
-        ":/a": f"{folder}::/a",
-        "/a:": f"{folder}:/a:",
-        f"/a:{folder}:": f"{folder}:/a:",
-    }.items():
-        assert child_environment({"PYTHONPATH": given}, UNUSED)["PYTHONPATH"] == expected
-    assert child_environment({}, UNUSED)["PYTHONPATH"] == folder
-
-
-def test_the_users_word_on_programs_of_processes_is_kept() -> None:
-    assert child_environment({}, UNUSED)["SOJOURN_OWN_PROGRAM"] == "1"
-    assert child_environment({"SOJOURN_OWN_PROGRAM": "0"}, UNUSED)["SOJOURN_OWN_PROGRAM"] == "0"
-
-
 def test_the_hook_reads_as_old_python() -> None:
     source = (Path(autostart_directory()) / "sitecustomize.py").read_bytes()
     source.decode("ascii")  # Python 2 takes nothing else without a declaration
@@ -323,18 +289,6 @@ def test_the_users_sitecustomize_still_runs(tmp_path: Path) -> None:
     )
     result = sojourn_run(sys.executable, "-c", code, PYTHONPATH=str(tmp_path))
     assert result.stdout.strip() == "True False", result.stderr
-
-
-def test_a_python_without_our_packages_is_left_alone(packages: Path) -> None:
-    # -S: no site-packages, as in a foreign interpreter; the hook is run by hand as site would.
-    code = (
-        "import sys, runpy, os; folder = os.environ['PYTHONPATH'].split(os.pathsep)[0]; "
-        "runpy.run_path(folder + '/sitecustomize.py'); "
-        "import minisweagent.agents.default as d; print(d.DefaultAgent().run())"
-    )
-    result = sojourn_run(sys.executable, "-S", "-c", code, PYTHONPATH=str(packages))
-    assert result.stdout.strip() == "7"
-    assert "sojourn: not attached" in result.stderr
 
 
 def test_the_probe_carries_no_key_and_uses_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,23 +74,6 @@ def test_every_shipped_preset_is_a_policy():
         dry_run("tiny", "--policy", policy, *tiers)
 
 
-def test_a_policy_that_reads_hidden_states_is_known_by_its_preset(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    parts = dry_run("tiny", "--policy", "tetris-learned", "--sojourn-network", "n")
-    assert parts[parts.index("--worker-cls") + 1].startswith("sojourn_server.vllm.hidden_state_worker_")
-    assert f'"network_file": "{tmp_path}/n"' in " ".join(parts)
-    assert list(tmp_path.iterdir()) == []
-    assert "--worker-cls" not in dry_run("tiny", "--policy", "tetris")
-    assert "--worker-cls" not in dry_run("tiny", "--policy", "stock")
-    (tmp_path / "mine.toml").write_text('extends = "tetris-learned"\nname = "mine"\n')
-    assert "--worker-cls" in dry_run("tiny", "--policy-file", "mine.toml")
-    (tmp_path / "mine.toml").write_text('extends = "tetris-learned"\noutput_length = "survival"\n')
-    assert "--worker-cls" not in dry_run("tiny", "--policy-file", "mine.toml")
-    error = failure("tiny", "--policy-file", "mine.toml", "--sojourn-network", "n")
-    assert "reads none" in error.message
-    assert error.next_step
-
-
 def test_an_unknown_policy_names_the_known_ones():
     error = failure("tiny", "--policy", "stokc")
     assert "stokc" in error.message
@@ -118,21 +101,6 @@ def test_a_policy_among_the_settings_counts_as_its_flag(given, nothing_starts):
     assert f"policy of {given[0].split('=')[0]} is 'tetris-learned'" in error.message
 
 
-@pytest.mark.parametrize("way", [0, 1])
-def test_a_policy_file_among_the_settings_counts_as_its_flag(way, nothing_starts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = "sojourn_server.policies.retention.retention_policies:NoRetention"
-    (tmp_path / "p.toml").write_text(f'extends = "tetris-learned"\nretention = "{place}"\n')
-    settings = {"policy_file": "p.toml", "allow_policy_modules": "sojourn_server.policies"}
-    parts = dry_run("tiny", *as_settings(**settings)[way])
-    assert settings_of(parts)["policy_file"] == f"{tmp_path}/p.toml"
-    assert "--worker-cls" in parts
-    assert dry_run("tiny", "--policy-file", f"{tmp_path}/p.toml", *as_settings(**settings)[way]) == parts
-    error = failure("tiny", "--policy-file", "q.toml", *as_settings(**settings)[way])
-    assert f"--policy-file is '{tmp_path}/q.toml'" in error.message
-    assert "q.toml is not a file" in failure("tiny", *as_settings(policy_file="q.toml")[way]).message
-
-
 def test_files_become_absolute_and_must_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.toml").write_text('extends = "continuum"\nname = "p"\n')
@@ -155,15 +123,6 @@ def test_a_dry_run_starts_no_command_of_a_policy_file(tmp_path):
     error = failure("tiny", "--policy-file", str(tmp_path / "p.toml"), "--dry-run")
     assert "subprocess is a module of Python's standard library" in error.message
     assert not made.exists()
-
-
-def test_installed_policies_are_allowed_by_name(tmp_path):
-    place = "sojourn_server.policies.retention.retention_policies:NoRetention"
-    (tmp_path / "p.toml").write_text(f'extends = "continuum"\nretention = "{place}"\n')
-    given = ("tiny", "--policy-file", str(tmp_path / "p.toml"))
-    assert "--allow-policy-modules" in failure(*given, "--dry-run").message
-    line = " ".join(dry_run(*given, "--allow-policy-modules", "sojourn_server.policies"))
-    assert '"allow_policy_modules": "sojourn_server.policies"' in line
 
 
 @pytest.mark.parametrize(
@@ -342,18 +301,6 @@ def test_settings_that_the_engine_would_refuse_are_refused_before_it_starts(opti
     )
 
 
-def test_settings_without_effect_on_the_policy_are_reported():
-    assert "policy saga: off: prefetch, because" in invoke("tiny", "--policy", "saga", "--dry-run").output
-    assert "off:" not in invoke("tiny", "--policy", "continuum", "--dry-run").output
-    for policy in ("mori", "saga"):
-        assert "off:" not in invoke("tiny", "--policy", policy, "--kv-host-gib", "0.001", "--dry-run").output
-    assert "prefix caching" in invoke("tiny", "--no-enable-prefix-caching", "--dry-run").output
-    assert (
-        "prefix caching"
-        not in invoke("tiny", "--policy", "stock", "--no-enable-prefix-caching", "--dry-run").output
-    )
-
-
 OTHER_CONNECTORS = {
     "LMCacheConnectorV1": [
         "--kv-transfer-config",
@@ -397,15 +344,6 @@ def test_a_role_installs_the_paths_and_takes_a_policy_that_holds_nothing(tmp_pat
     assert extra["store_name"].endswith("-prefill-8123")
     assert extra["storage_read_rate"] == 4e6
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_policy_that_holds_kv_is_reported_as_without_effect(tmp_path, nothing_starts):
-    for policy, noted in (("continuum", 1), ("mori", 1), ("observe", 0), ("stock", 0)):
-        with console.console.capture() as said:
-            allow = [] if policy == "stock" else ["--sojourn-option", "allow_missing_tiers=true"]
-            result = invoke("tiny", *member(tmp_path, role="decode"), "--policy", policy, "--dry-run", *allow)
-        assert result.exit_code == 0, result.exception
-        assert said.get().count("in the memory of this decode engine") == noted, policy
 
 
 def test_an_untested_vllm_has_no_pairs_though_its_scheduler_be_stock(tmp_path, nothing_starts, monkeypatch):

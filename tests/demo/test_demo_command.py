@@ -107,49 +107,6 @@ def test_quick_is_four_short_programs_and_says_that_it_measures_nothing(
     assert (len(started), measured) == (1, [])
 
 
-def test_each_phase_is_printed_as_it_begins(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_server.demo.demo_tasks.load_tasks", lambda count: [TASKS["ledger"]])
-    monkeypatch.setattr("sojourn_server.models.is_cached", lambda name: False)
-    said: list[str] = []
-    monkeypatch.setattr(demo, "print_line", said.append)
-
-    def start(server: EngineServer) -> None:
-        assert said[-1].startswith("starting the engine of "), "it is said before, not after"
-        assert server._progress is not None
-        for seconds in (1.0, 2.0, 3.0):
-            server._progress(seconds, "importing vLLM" if seconds < 3.0 else "loading the weights")
-
-    with EchoEngine() as engine:
-        monkeypatch.setattr(EngineServer, "start", start)
-        monkeypatch.setattr(EngineServer, "url", engine.url)
-        monkeypatch.setattr(EngineServer, "pid", 1)
-        answer = run("--quick", "--json", "-")
-    assert answer.exit_code == 0, answer.output
-    assert json.loads(answer.stdout)["smoke"] is True
-    arm = [
-        "testing the agents' repositories, which must fail",
-        "sending a first request",
-        "testing the agents' work",
-        "stopping the engine",
-    ]
-    steps = ["importing vLLM, 1 s", "loading the weights, 3 s"]
-    phases = [
-        "making the model tiny, once",
-        "loading the agents' libraries",
-        "starting the engine of stock vLLM, usually 40 s",
-        *(f"arm stock: {text}" for text in [*steps, *arm]),
-        "starting the engine of sojourn (policy sojourn), usually 40 s",
-        *(f"arm sojourn: {text}" for text in [*steps, *arm]),
-    ]
-    assert [line for line in said if line in phases] == phases
-
-
-def test_quick_takes_neither_a_model_nor_a_number_of_programs(places: Path) -> None:
-    answer = run("--quick", "--programs", "8")
-    assert isinstance(answer.exception, CliError), answer.output
-    assert "--quick sets the number of programs and the model" in str(answer.exception)
-
-
 def test_without_vllm_the_demo_names_how_to_install_it(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     answer = run("--quick")

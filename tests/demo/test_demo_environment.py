@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
-import httpx
 from echo_engine import EchoEngine
 from sojourn_server.demo.demo_agent import prepare_environment
 from sojourn_server.demo.demo_run import warm_up
@@ -54,26 +52,6 @@ def test_an_error_of_the_agents_client_names_the_server(
             warm_up(engine.url, "m")
     assert engine.bodies == []
     assert capfd.readouterr().out == ""  # stdout may carry the JSON
-
-
-@pytest.mark.parametrize(
-    "url",
-    [None, "http://127.0.0.1:8000/v1", "http://localhost:8000", "http://[::1]:8000", "http://127.0.0.2"],
-)
-def test_a_server_on_this_machine_needs_no_proxy(
-    url: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in PROXY_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_PROXY", "corp.example, .internal")
-    prepare_environment(tmp_path, url)
-    prepare_environment(tmp_path, url)
-    host = httpx.URL(url or "http://127.0.0.1").host
-    for name in ("NO_PROXY", "no_proxy"):
-        hosts = [entry.strip() for entry in os.environ[name].split(",")]
-        assert {"corp.example", ".internal", "127.0.0.1", "localhost", host} == set(hosts)
-        assert len(hosts) == len(set(hosts))
-    assert all(urllib.request.proxy_bypass(name) for name in (host, "localhost", "corp.example"))
 
 
 def test_settings_of_the_user_for_mini_swe_agent_stay_out_of_the_demo(tmp_path: Path) -> None:

@@ -31,8 +31,6 @@ MESSAGES: Any = [{"role": "user", "content": LONG}]
 OPENAI_TOLD = {"error": {"message": TOLD, "type": "ServiceUnavailableError", "param": None, "code": 503}}
 PLAIN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "chat": ("chat/completions", {"messages": MESSAGES, "max_tokens": 4}, OPENAI_TOLD),
-    "several answers": ("chat/completions", {"messages": MESSAGES, "max_tokens": 4, "n": 2}, OPENAI_TOLD),
-    "completion": ("completions", {"prompt": LONG, "max_tokens": 4}, OPENAI_TOLD),
     "several prompts": ("completions", {"prompt": [LONG, LONG + "x"], "max_tokens": 4}, OPENAI_TOLD),
     "response": ("responses", {"input": LONG, "max_output_tokens": 16}, OPENAI_TOLD),
     "message": (

@@ -450,29 +450,19 @@ def model_of_two_heads(tokenizer: str, target: Path) -> str:
     return str(target)
 
 
-TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
-PIPELINE: dict[str, Any] = {
-    "pipeline_parallel_size": 2,
-    # With ``enforce_eager`` vLLM leaves out the pass that stages on CPUs need.
-    "enforce_eager": False,
-    "compilation_config": {"mode": 1, "backend": "eager"},
-}
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(
     Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").free < 512 << 20,
     reason="vLLM's several workers need 512 MiB of /dev/shm: docker run --shm-size=1g",
 )
-@pytest.mark.parametrize("split", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 def test_two_workers_on_each_side(
-    tiny_model: str, tmp_path: Path, settings: Path, monkeypatch: pytest.MonkeyPatch, split: dict[str, Any]
+    tiny_model: str, tmp_path: Path, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cold, read by both sides, and with spoilt blocks as the negative control."""
     model = model_of_two_heads(tiny_model, tmp_path / "model")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    two: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", **split}
+    two: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", "tensor_parallel_size": 2}
     with (
         float32_engine(model, **two, kv_transfer_config=transfers(tmp_path, "p")) as prefill,
         float32_engine(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from sojourn_server.launch.engine_flags import EngineFlags, read_config_file
-from sojourn_server.launch.kv_offload_options import KvOffloadOptions
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.serve_command import (
     EngineCommand,
@@ -66,24 +65,6 @@ def test_the_command_line_shows_no_value_of_the_file(tmp_path: Path) -> None:
     command = build("--config", write(tmp_path, "api-key: secret\n"))
     assert "secret" not in " ".join(command.argv)
     assert command.flags.value("--api-key") == "secret"
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ("scheduler-cls: a.B", {}, "policy 'continuum' sets --scheduler-cls"),
-        ("worker_cls: a.B", {"reads_hidden_states": True}, "sets --worker-cls"),
-        ("kv-transfer-config: {kv_connector: X}", {"tiers": KvOffloadOptions(host_gib=1.0)}, "tiers set"),
-        ("kv-transfer-config.kv_connector: X", {"tiers": KvOffloadOptions(host_gib=1.0)}, "tiers set"),
-        ("enable-prefix-caching: false", {"tiers": KvOffloadOptions(host_gib=1.0)}, "leave out"),
-        ("pipeline-parallel-size: 2\nenable-lora: true", {}, "makes no first"),
-    ],
-)
-def test_a_flag_that_is_refused_is_refused_in_the_file(
-    tmp_path: Path, text: str, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InvalidOption, match=message):
-        build("--config", write(tmp_path, text), **options)
 
 
 def test_the_first_argument_takes_precedence_over_the_files_model(tmp_path: Path) -> None:

@@ -74,17 +74,6 @@ def test_a_policy_brings_scheduler_plugin_and_settings():
     }
 
 
-@pytest.mark.parametrize(("facts", "platform"), [(CPU, "cpu"), (CUDA, "cuda")])
-def test_a_policy_that_reads_hidden_states_brings_a_worker_that_lets_them_out(facts, platform):
-    command = build(facts=facts, policy="tetris-learned", reads_hidden_states=True, network_file="/n")
-    assert value(command, "--worker-cls") == WORKER_CLASSES[platform]
-    assert sojourn_config(command) == {"policy": "tetris-learned", "network_file": "/n"}
-    assert "--worker-cls" not in build(facts=facts).argv
-    assert value(build("--worker-cls", "a.B", facts=facts), "--worker-cls") == "a.B", (
-        "for the others it is free"
-    )
-
-
 def test_a_network_is_of_no_use_to_a_policy_that_reads_nothing():
     with pytest.raises(
         InvalidOption, match="--sojourn-network is for policies that read hidden states; 'tetris'"
@@ -128,20 +117,6 @@ def test_the_users_additional_config_is_kept(spelling):
 def test_what_cannot_be_merged_is_refused(args, said):
     with pytest.raises(InvalidOption, match=said):
         build(*args)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lease_budget_fraction": -0.1},
-        {"lease_budget_fraction": 1.1},
-        {"max_ttl_s": -1.0},
-        {"max_ttl_s": float("inf")},
-    ],
-)
-def test_numbers_out_of_range_are_refused(options):
-    with pytest.raises(InvalidOption, match="expected"):
-        build(**options)
 
 
 @pytest.mark.parametrize(
@@ -223,16 +198,6 @@ def test_what_the_user_says_about_the_cpu_wins():
     assert set(command.env) == {"VLLM_PLUGINS"}
 
 
-@pytest.mark.parametrize("flag", ["--gpu-memory-utilization", "--gpu_memory_utilization"])
-def test_a_share_of_the_memory_for_kv_on_a_cpu_is_kept(flag, tmp_path):
-    """The environment variable takes precedence in vLLM, so it must not be set."""
-    assert "VLLM_CPU_KVCACHE_SPACE" not in build(flag, "0.5", facts=CPU).env
-    assert "VLLM_CPU_KVCACHE_SPACE" not in build(f"{flag}=0.5", facts=CPU).env
-    (tmp_path / "c.yaml").write_text(f"{flag[2:]}: 0.5\n")
-    assert "VLLM_CPU_KVCACHE_SPACE" not in build("--config", str(tmp_path / "c.yaml"), facts=CPU).env
-    assert "VLLM_CPU_KVCACHE_SPACE" not in build("--device-memory-utilization", "0.5", facts=CPU).env
-
-
 def test_a_generated_model_gets_its_name_and_tools_by_default():
     local = {"model": "tiny", "model_path": "/cache/tiny", "chat_template": "/t.jinja"}
     command = build(**local)
@@ -290,15 +255,6 @@ def test_settings_that_vllm_ignores_are_reported(args):
     (warning,) = build(*args, facts=CPU).warnings
     assert "one API server" in warning
     assert build(*args, facts=CUDA).warnings == ()
-
-
-def test_ranks_with_kv_of_their_own_need_a_gateway_before_them():
-    for flag in ("--data-parallel-size", "-dp"):
-        (warning,) = build(flag, "2").warnings
-        assert "sojourn gateway --engines" in warning
-        assert build(flag, "1").warnings == ()
-        assert build(flag, "2", policy="stock").warnings == ()
-        assert build(flag, "2", "--data-parallel-rank", "0").warnings == (), "an address for each"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_other_names_pass_through(name):
 def test_a_failed_attempt_leaves_nothing_and_may_be_repeated(monkeypatch):
     import sojourn_server.models.tiny as tiny
 
-    def fail(directory: Path, say):
+    def fail(directory: Path):
         (directory / "half").write_text("x")
         raise OSError("disk full")
 
@@ -33,8 +33,7 @@ def test_a_failed_attempt_leaves_nothing_and_may_be_repeated(monkeypatch):
     assert not is_cached("tiny")
     assert [path.name for path in model_cache.cache_directory().iterdir() if path.is_dir()] == []
 
-    def work(directory: Path, say):
-        say("writing")
+    def work(directory: Path):
         (directory / "config.json").write_text("{}")
 
     monkeypatch.setattr(tiny, "make", work)
@@ -43,7 +42,7 @@ def test_a_failed_attempt_leaves_nothing_and_may_be_repeated(monkeypatch):
     resolve_model("tiny")  # made already: not made again
 
 
-def count_and_make(directory: Path, say) -> None:
+def count_and_make(directory: Path) -> None:
     with (directory.parent / "made.log").open("a") as log:
         log.write("x")
     (directory / "config.json").write_text("{}")

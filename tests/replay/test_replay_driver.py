@@ -19,7 +19,7 @@ from sojourn_server.cli.console import CliError
 from sojourn_server.cli.replay import register
 from sojourn_server.replay.completions_client import CompletionsClient
 from sojourn_server.replay.program_announcer import NullAnnouncer
-from sojourn_server.replay.replay_driver import Replay, ReplayOptions, first_programs
+from sojourn_server.replay.replay_driver import Replay, ReplayOptions
 from sojourn_server.replay.replay_report import (
     FORCING_IGNORED,
     ReplayedProgram,
@@ -221,25 +221,6 @@ async def test_a_failing_request_ends_its_program_and_is_counted() -> None:
     assert "broken on purpose" in document["first_error"]
     assert document["programs_unfinished"] == 2
     assert document["completion_s"]["mean"] is None
-
-
-def test_taking_programs_takes_their_sub_agents() -> None:
-    family = [
-        append_only("grandchild", parent="child"),
-        append_only("a"),
-        append_only("child", parent="a"),
-        append_only("b"),
-    ]
-    assert [p.program_id for p in first_programs(family, 1)] == ["grandchild", "a", "child"]
-    assert first_programs(family, None) == family
-
-
-@pytest.mark.parametrize(
-    "bad", [{"speed": 0.0}, {"concurrency": 0}, {"token_scale": -1.0}, {"block_size": 0}]
-)
-def test_options_that_cannot_work_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        ReplayOptions(**bad)
 
 
 # --- the command --------------------------------------------------------------------------------

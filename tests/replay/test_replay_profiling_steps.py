@@ -13,7 +13,6 @@ from sojourn_server.policies.costs.step_costs import StepCosts, fit_step_costs
 from sojourn_server.profiling.live_engine_limits import ReportedLimits, read_limits
 from sojourn_server.profiling.step_measurement import (
     decode_plan,
-    decode_prompt_tokens,
     decode_sample,
     extension_plan,
     measure_steps,
@@ -132,23 +131,6 @@ def test_plans_stay_within_pool_and_limits() -> None:
     assert {point.concurrency for point in plan} == {1, 2, 4, 8, 16}
     assert {point.context for point in plan if point.concurrency == 1} == {995, 1991, 3983, 7967}
     assert all(cached + new <= 8000 for cached, new in extension_plan(8000))
-
-
-@pytest.mark.parametrize(("blocks", "largest"), [(34, 8), (24, 4), (200, 8), (8, 2)])
-def test_a_small_pool_is_measured_with_the_largest_batch_it_holds(blocks: int, largest: int) -> None:
-    limits = EngineLimits(kv_pool_tokens=blocks * 32, max_num_seqs=8)
-    plan = decode_plan(1023, limits, 32)
-    assert max(point.concurrency for point in plan) == largest
-    for point in plan:
-        tokens = decode_prompt_tokens(point, 32) + 33
-        assert point.concurrency == 1 or point.concurrency * -(-tokens // 32) <= 0.8 * blocks
-
-
-def test_a_long_prompt_is_counted_in_its_steps() -> None:
-    sample = prefill_sample(1.0, 2500, 1000, 1024)
-    assert (sample.steps, sample.tokens, sample.requests, sample.calls) == (3, 2500, 3, 1)
-    assert sample.attention_pairs == 2500 * 1000 + 2500 * 2501 // 2
-    assert sample.kv_tokens_read == 2024 + 3048 + 3500
 
 
 class TellingServer(FakeServer):

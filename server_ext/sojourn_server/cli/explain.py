@@ -110,7 +110,7 @@ def find_explanation(
             row.program_id
             for row in rows
             if row.program_id.startswith(program) or row.program_id.endswith(program)
-        ] or [row.program_id for row in rows if _is_label(program, row)]
+        ]
         if not named and not ids:
             if not rows and (untracked := untracked_text(frame)):
                 raise CliError(
@@ -139,17 +139,6 @@ def _others_line(name: str, others: Sequence[ProgramRow], frame: LiveFrame) -> s
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_CANDIDATES], *(["…"] if len(names) > _CANDIDATES else [])])
-
-
-def _is_label(text: str, row: ProgramRow) -> bool:
-    """Return whether ``text`` is the program's label in ``sojourn top``. The label has two parts: the
-    program's name, which may be truncated, and the whole id or the end of the id. If the program has no name,
-    the label is the truncated id."""
-    name, _, end = text.strip().rpartition(" ")
-    if not name:
-        return end.endswith("…") and row.program_id.startswith(end[:-1])
-    named = row.name is not None and row.name.startswith(name.rstrip().removesuffix("…"))
-    return named and row.program_id.endswith(end)
 
 
 def reuse_line(program: Mapping[str, Any]) -> str:

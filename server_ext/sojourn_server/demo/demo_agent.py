@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -103,8 +103,10 @@ def prepare_environment(settings_directory: Path, url: str | None = None) -> Non
     """
     os.environ.update(SETTINGS, MSWEA_GLOBAL_CONFIG_DIR=str(settings_directory))
     host = LOCAL_HOSTS[0] if url is None else _loopback_host(url)
-    if host is not None:
-        _bypass_proxy((*LOCAL_HOSTS, host))
+    if host is not None:  # libraries differ in which of the two variables they read first
+        given = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
+        hosts = ",".join(dict.fromkeys(filter(None, (*given.split(","), *LOCAL_HOSTS, host))))
+        os.environ.update(NO_PROXY=hosts, no_proxy=hosts)
 
 
 def _loopback_host(url: str) -> str | None:
@@ -114,19 +116,6 @@ def _loopback_host(url: str) -> str | None:
         return host if host == "localhost" or ip_address(host).is_loopback else None
     except ValueError:  # another name, or no URL, which the first request reports
         return None
-
-
-def _bypass_proxy(hosts: Iterable[str]) -> None:
-    """Add ``hosts`` to ``NO_PROXY`` and ``no_proxy``. Libraries differ in which one they read first."""
-    before = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
-    for name, value in before.items():
-        # An absent variable gets the hosts of the other variable, because it may hide that variable once it
-        # exists.
-        given = value if value is not None else next(filter(None, before.values()), "")
-        entries = [entry.strip() for entry in given.split(",") if entry.strip()]
-        if "*" not in entries:  # * means every host, for urllib only if it is alone
-            entries = list(dict.fromkeys([*entries, *hosts]))
-        os.environ[name] = ",".join(entries)
 
 
 def connection(base_url: str) -> dict[str, Any]:

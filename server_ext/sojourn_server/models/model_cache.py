@@ -6,11 +6,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import IO
 
 if sys.platform != "win32":
     import fcntl
@@ -41,7 +38,7 @@ def resolve_model(name: str, *, progress: bool = True) -> str:
     """Return the directory of the model ``tiny`` or ``smol``. Make the model if it is not in the cache.
 
     Any other ``name``, such as a path or a hub id, is returned unchanged. Making ``tiny`` takes about 5 s;
-    ``smol`` takes 20 s and 260 MB of disk. ``progress`` shows a status line on stderr. Raises ``ModelError``
+    ``smol`` takes 20 s and 260 MB of disk. ``progress`` prints a line on stderr. Raises ``ModelError``
     if a package for making the model is missing or the cache cannot be written. Raises ``OSError`` if writing
     the model fails, for example on a full disk.
     """
@@ -50,21 +47,26 @@ def resolve_model(name: str, *, progress: bool = True) -> str:
     directory = model_directory(name)
     if is_cached(name):
         return str(directory)
-    with _writable(directory.parent):
+    try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock = directory.with_suffix(".lock").open("w")
-    with _locked(lock):
+    except OSError as error:
+        raise ModelError(
+            f"the folder {directory.parent} cannot be written ({error})", _OTHER_CACHE
+        ) from error
+    with lock:
+        if sys.platform != "win32":
+            fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases it, also when the process dies
         if not is_cached(name):
-            _make(name, directory, progress=progress)
+            if progress:
+                print(f"making the model {name!r} in {directory} (first use only)", file=sys.stderr)
+            _make(name, directory)
     return str(directory)
 
 
 def is_cached(name: str) -> bool:
-    """Return whether the model ``name`` is in the cache; false if the cache cannot be read."""
-    try:
-        return (model_directory(name) / "config.json").is_file()
-    except OSError:
-        return False
+    """Return whether the model ``name`` is in the cache."""
+    return (model_directory(name) / "config.json").is_file()
 
 
 def model_directory(name: str) -> Path:
@@ -85,22 +87,11 @@ def cache_directory() -> Path:
         ) from error
 
 
-@contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    """Turn an ``OSError`` in the ``with`` block into a ``ModelError`` that names ``folder``."""
-    try:
-        yield
-    except OSError as error:
-        raise ModelError(f"the folder {folder} cannot be written ({error})", _OTHER_CACHE) from error
-
-
-def _make(name: str, directory: Path, *, progress: bool) -> None:
+def _make(name: str, directory: Path) -> None:
     # A rename is atomic only within a file system, so the model is made in a directory beside the target.
-    with _writable(directory.parent):
-        partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory.parent))
     try:
-        with _status(f"making the model {name!r} in {directory} (first use only)", show=progress) as say:
-            import_module(f"{__package__}.{name}").make(partial, say)
+        import_module(f"{__package__}.{name}").make(partial)
         # mkdtemp and safetensors create private files, but several users may share a cache.
         partial.chmod(0o755)
         for file in partial.iterdir():
@@ -109,28 +100,3 @@ def _make(name: str, directory: Path, *, progress: bool) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-@contextmanager
-def _locked(file: IO[str]) -> Iterator[None]:
-    """Hold an exclusive lock on ``file``, also against other processes, and close it at the end. Waits for
-    the lock without a limit. On Windows it does not lock."""
-    with file:
-        if sys.platform != "win32":
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file releases the lock, also when the process dies
-
-
-@contextmanager
-def _status(title: str, *, show: bool) -> Iterator[Callable[[str], None]]:
-    """Show ``title`` with a spinner on stderr. Yield a function that shows the current step."""
-    if not show:
-        yield lambda step: None
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status(title) as status:
-        if not console.is_terminal:  # a spinner leaves no trace in a log
-            console.print(title, highlight=False, soft_wrap=True)
-        yield lambda step: status.update(f"{title}: {step}")

@@ -7,7 +7,6 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,14 @@ _BLOCK_NAMES = {
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
-def make(directory: Path, say: Callable[[str], None]) -> None:
-    """Write config, weights and tokenizer into ``directory``. ``say`` is called with the current step."""
+def make(directory: Path) -> None:
+    """Write config, weights and tokenizer into ``directory``."""
     gguf = find_gguf()
-    say("importing")
     transformers = import_transformers()
     import torch
 
-    say("reading the tokenizer")
     tokenizer = load_tokenizer(gguf)
     config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    say("dequantising the weights")
     weights = _read_weights(gguf, config)
     config.tie_word_embeddings = "lm_head.weight" not in weights
     with torch.device("meta"):
@@ -48,7 +44,6 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
             f"{gguf.name} is not the expected Llama: missing {missing}, unexpected {unexpected}"
         )
     model.tie_weights()
-    say("saving")
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -6,7 +6,6 @@ of any other model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from .gguf_source import find_gguf, import_transformers, load_tokenizer
@@ -15,14 +14,11 @@ SEED = 20250717
 MAX_POSITIONS = 32_768
 
 
-def make(directory: Path, say: Callable[[str], None]) -> None:
-    """Write config, weights (bfloat16) and tokenizer into ``directory``. The weights are the same each time.
-    ``say`` is called with the current step."""
-    say("importing")
+def make(directory: Path) -> None:
+    """Write config, weights (bfloat16) and tokenizer into ``directory``. The weights are always the same."""
     transformers = import_transformers()
     import torch
 
-    say("reading the tokenizer")
     tokenizer = load_tokenizer(find_gguf())
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
@@ -38,7 +34,6 @@ def make(directory: Path, say: Callable[[str], None]) -> None:
         eos_token_id=tokenizer.eos_token_id,
         rope_theta=100_000.0,
     )
-    say("drawing the weights")
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(SEED)
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)

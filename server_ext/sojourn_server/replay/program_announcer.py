@@ -5,49 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
-
-
-class ProgramAnnouncer(Protocol):
-    """Protocol of an object that reports programs and tool calls to a server, and marks each request with its
-    program."""
-
-    def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
-        """Return a context manager for one run of a program. ``name``: agent type of the program.
-        ``parent_id``: for a sub-agent, the id of its parent program."""
-        ...
-
-    def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
-        """Return a context manager for one tool call. Enter it inside the context of the call's program.
-        ``tool_class``: the head of a shell tool's command; ``None`` for other tools."""
-        ...
-
-    def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return (body fields, headers) to add to the next request of the program whose context is open."""
-        ...
-
-    def close(self) -> None:
-        """Send all pending reports and stop."""
-        ...
+from typing import Any
 
 
 class NullAnnouncer:
     """Reports nothing. To the server, all requests are unrelated, as from a client without the SDK."""
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
+        """Return a context manager for one run of a program. ``name``: agent type of the program.
+        ``parent_id``: for a sub-agent, the id of its parent program."""
         return nullcontext()
 
     def tool(self, name: str, tool_class: str | None) -> AbstractAsyncContextManager[Any]:
+        """Return a context manager for one tool call. Enter it inside the context of the call's program.
+        ``tool_class``: the head of a shell tool's command; ``None`` for other tools."""
         return nullcontext()
 
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return (body fields, headers) to add to the next request of the program whose context is open."""
         return {}, {}
 
     def close(self) -> None:
-        pass
+        """Send all pending reports and stop."""
 
 
-class SdkAnnouncer:
+ProgramAnnouncer = NullAnnouncer
+
+
+class SdkAnnouncer(NullAnnouncer):
     """Reports programs and tool calls through the SDK, like an agent that uses it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
