@@ -12,8 +12,7 @@ pytest.importorskip("vllm")
 from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.vllm import compat, tool_call_reader
 from sojourn_server.vllm.tool_call_reader import ToolCallReader, TurnEnd, turn_end
-
-from tests.support.tool_call_samples import SAMPLES, WITHOUT_FORMAT
+from tool_call_samples import SAMPLES, WITHOUT_FORMAT
 
 ABORTED, STOPPED = TurnFinishReason.ABORTED, TurnFinishReason.STOPPED
 
