@@ -97,14 +97,7 @@ class Peers:
     def owner(self, tenant: str, program_id: str) -> str | None:
         """Return the URL of the gateway to which a program belongs; ``None``: to this one."""
         alive = self.alive
-        if not alive:
-            return None
-        name = f"\0{tenant}\0{program_id}".encode("utf-8", "replace")
-
-        def weight(url: str) -> bytes:
-            return hashlib.blake2b(url.encode() + name, digest_size=8).digest()
-
-        found = max([self._own_url, *alive], key=weight)
+        found = owner_of([self._own_url, *alive], tenant, program_id) if alive else self._own_url
         return found if found != self._own_url else None
 
     # -- whether they are there -------------------------------------------------------
@@ -277,6 +270,13 @@ class _Relay:
             event = error_event(self.api, code, message)
             with contextlib.suppress(OSError):
                 await self._send({"type": "http.response.body", "body": event})
+
+
+def owner_of(gateways: Iterable[str], tenant: str, program_id: str) -> str:
+    """Return the gateway to which a program belongs, by a rendezvous hash (Thaler and Ravishankar 1998):
+    without one of the others it is the same, and the programs of a lost one spread over all."""
+    name = f"\0{tenant}\0{program_id}".encode("utf-8", "replace")
+    return max(gateways, key=lambda url: hashlib.blake2b(url.encode() + name, digest_size=8).digest())
 
 
 def is_passed(headers: RawHeaders) -> bool:
