@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 from uuid import uuid4
 
 import httpx
@@ -16,8 +15,6 @@ from .api_key_option import PASS_KEY
 from .connection_advice import connection_advice
 
 STREAM_PATH = "/sojourn/v1/stream?once=1"
-_NEWEST = 5
-"""Maximum number of programs whose tools are looked up."""
 
 
 Announce = Callable[[str], None]
@@ -103,14 +100,14 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
         "" if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
     )
-    if stock := _as_text_list(document.get("stock")):  # engines behind a gateway
+    if stock := document.get("stock"):  # engines behind a gateway
         yield Check(
             "plugin of each replica",
             False,
             f"{', '.join(stock)}: without the plugin",
             "start them with sojourn serve; until then they keep no KV",
         )
-    if silent := _as_text_list(document.get("silent")):
+    if silent := document.get("silent"):
         yield Check(
             "answer of each replica",
             False,
@@ -120,8 +117,8 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
     if "tiers" in document:  # not in answers of older servers
         yield _tiers_check(document["tiers"], document.get("paths"), document.get("pairs"))
     if isinstance(missing := document.get("missing"), dict):
-        names = ", ".join(_as_text_list(missing.get("mechanisms")))
-        yield Check("mechanisms", None, f"off: {names}, because {missing.get('because')}")
+        names = ", ".join(missing["mechanisms"])
+        yield Check("mechanisms", None, f"off: {names}, because {missing['because']}")
     try:
         answer = client.post(
             EVENTS_PATH, content=encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
@@ -138,8 +135,7 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
 
 
 def _programs_checks(client: httpx.Client) -> Iterator[Check]:
-    """Yield one check: whether agents' programs arrive, and whether their tools have names. Looks up the
-    tools of at most ``_NEWEST`` programs. Yields nothing for a server without live frames."""
+    """Yield one check: whether agents' programs arrive. Yields nothing for a server without live frames."""
     from ..metrics.live_frame import LiveFrame
     from .top_view import age_s, age_text, printable, untracked_text
 
@@ -159,27 +155,15 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     if not frame.programs:
         yield Check("programs", None, "; ".join(filter(None, ("none yet", untracked))), run)
         return
-    newest = sorted(frame.programs, key=lambda row: age_s(row, frame))[:_NEWEST]
-    named = sum(bool(row.tool) or _names_tools(client, row.program_id) for row in newest)
-    first = newest[0]
+    newest = min(frame.programs, key=lambda row: age_s(row, frame))
     detail = (
-        f"{frame.total} seen, newest {printable(first.name or first.program_id)} {age_text(first, frame)}, "
-        f"{named} of the newest {len(newest)} with named tools"
+        f"{frame.total} seen, newest {printable(newest.name or newest.program_id)} {age_text(newest, frame)}"
     )
-    steps = [] if named else ["if they call tools, name them: @sojourn.tool, or with sojourn.tool_call(NAME)"]
     if untracked:
-        detail += f"; {untracked}"
-        steps.insert(0, f"if an agent sent the requests without a program: {run}")
-    yield Check("programs", None if untracked else True, detail, "; ".join(steps))
-
-
-def _names_tools(client: httpx.Client, program_id: str) -> bool:
-    """Return whether a program's ledger has a tool with a name."""
-    answer = _get(client, f"/sojourn/v1/programs/{quote(program_id, safe='')}")
-    document = {} if isinstance(answer, str) else _json_object(answer)
-    at_engine = document.get("engine")  # of a gateway
-    detail = at_engine if isinstance(at_engine, dict) else document
-    return any(isinstance(turn, dict) and turn.get("tool_before") for turn in _as_list(detail.get("ledger")))
+        step = f"if an agent sent the requests without a program: {run}"
+        yield Check("programs", None, f"{detail}; {untracked}", step)
+    else:
+        yield Check("programs", True, detail)
 
 
 def _tiers_check(tiers: Any, paths: Any, pairs: Any) -> Check:
@@ -300,12 +284,12 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
             Check("gateway", None, f"a gateway that does not list its replicas: {_error_summary(answer)}")
         ]
     document = _json_object(answer)
-    states = [state for state in _as_list(document.get("replicas")) if isinstance(state, dict)]
-    missing = _as_text_list(document.get("missing"))
-    health = {str(state.get("replica")): str(state.get("health")) for state in states}
+    states: list[dict[str, Any]] = document.get("replicas") or []
+    missing: list[str] = document.get("missing") or []
+    health = {state["replica"]: state["health"] for state in states}
     unanswered = [name for name, how in health.items() if how == "suspect"]
     leaving = [name for name, how in health.items() if how == "draining"]
-    refused = _as_text_mapping(document.get("refused"))
+    refused: dict[str, str] = document.get("refused") or {}
     known, up = len(states) + len(missing) + len(refused), len(states) - len(unanswered)
     capabilities = _get(client, CAPABILITIES_PATH)
     known_capabilities = {} if isinstance(capabilities, str) else _json_object(capabilities)
@@ -387,21 +371,6 @@ def _error_summary(answer: httpx.Response | str) -> str:
 def _is_gateway_answer(answer: httpx.Response | str) -> bool:
     """Return whether the gateway created this response itself, instead of forwarding an engine's response."""
     return not isinstance(answer, str) and GATEWAY in answer.headers
-
-
-def _as_list(value: object) -> list[Any]:
-    """Return ``value`` if it is a list, else an empty list."""
-    return value if isinstance(value, list) else []
-
-
-def _as_text_mapping(value: object) -> dict[str, str]:
-    """Return ``value`` with keys and values converted to text if it is a dict, else an empty dict."""
-    return {str(name): str(text) for name, text in value.items()} if isinstance(value, dict) else {}
-
-
-def _as_text_list(value: object) -> list[str]:
-    """Return the elements of ``value`` converted to text if it is a list, else an empty list."""
-    return [str(one) for one in _as_list(value)]
 
 
 def _count_roles(counts: dict[str, Any]) -> str:
