@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from kept_runs import run_kept
 from result_pages import FIRST_WORDS, less, made_by, marked, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
-from sojourn_server.cli.suite_progress import run_with_progress
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_row import OVERALL, RunRow
-from sojourn_server.simulator.run_cache import RunCache
 from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.workloads.saga_workloads import TENANTS
 
@@ -50,12 +49,16 @@ BASELINES = MORI_POLICIES[1:3]
 PUBLISHED = "+54 to +79 % tokens a second over the baselines, ≥ 99 % busy at 80, ≤ 2.9 % of programs change"
 AT_MOST_POLICIES = ("sojourn/saga", "thunderagent/thunderagent", "saga/saga")
 """Policies whose maximum throughput is measured."""
+HERE = Path(__file__).parent
 TENANT_POLICIES = (
     "sojourn/saga", "saga/saga", "prefix-affinity/stock", "thunderagent/thunderagent",
-    "saga-no-affinity/saga", "saga-no-stealing/saga", "saga-no-shares/saga",
+    *(f"{HERE}/cluster_ablations/saga-no-{part}.toml" for part in ("affinity", "stealing", "shares")),
 )  # fmt: skip
 """Policies under load. They are whole systems, and variants of SAGA with one part of its gateway removed."""
-ENGINE_POLICIES = ("saga/saga-paper", "saga/saga-no-eviction", "saga/saga-no-ttl", "saga/saga-no-prefetch")
+ENGINE_POLICIES = (
+    "saga/saga-paper",
+    *(f"saga/{HERE}/saga_ablations/saga-no-{part}.toml" for part in ("eviction", "ttl", "prefetch")),
+)  # fmt: skip
 """SAGA with the published engine policy, whole and in variants with one part removed."""
 SEED_POLICIES = ("sojourn/saga", "thunderagent/thunderagent", "prefix-affinity/stock")
 """Policies that are also run with ``--more-seeds``."""
@@ -144,10 +147,9 @@ def scale_spec(options: argparse.Namespace) -> RunSpec:
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
     began = time.monotonic()
-    kept = RunCache(options.cache) if options.cache else None
 
     def run(specs: Sequence[RunSpec]) -> list[RunRow]:
-        return run_with_progress(specs, processes=options.jobs, cache=kept).rows
+        return run_kept(specs, options.cache, options.jobs)
 
     if {"mori", "scale"} & set(options.only):
         write_cluster(options, run, began)

@@ -19,16 +19,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kept_runs import row_and_log, run_kept
 from result_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
-from sojourn_server.cli.suite_progress import run_with_progress
-from sojourn_server.simulator.report.plot_styles import styles_by_policy
 from sojourn_server.simulator.report.program_explanation import PHASE_KINDS, totals
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.run_cache import RunCache
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulation_run import RunSpec
 
@@ -85,23 +83,23 @@ def main() -> None:
         for rate in (map(float, options.rates.split(",")) if options.rates else RATES[workload])
         for policy in options.policy.split(",")
     ]  # fmt: skip
-    kept = RunCache(options.cache) if options.cache else None
-    result = run_with_progress(specs, processes=options.jobs, cache=kept)
+    found = run_kept(specs, options.cache, options.jobs, row_and_log)
+    rows, logs = [row for row, _ in found], [log for _, log in found]
     made = made_with(sys.argv)
-    Console().print(table(result.rows))
-    plain = document(result.rows, made)
+    Console().print(table(rows))
+    plain = document(rows, made)
     plain["published"] = {"least": PUBLISHED[0], "most": PUBLISHED[1], "where": "Continuum §1"}
     plain["seconds_by"] = [{"policy": log.policy, "trace": log.trace, "rate_per_s": log.rate_per_s,
-                            **seconds_by(log)} for log in result.logs]  # fmt: skip
+                            **seconds_by(log)} for log in logs]  # fmt: skip
     plain["factors"] = [
         {"trace": trace, "rate_per_s": rate, **{policy: factor(rows, policy) for policy in rows}}
-        for (trace, rate), rows in cells(result.rows).items()
+        for (trace, rate), rows in cells(rows).items()
     ]
     out: Path = options.out
     write_json(plain, str(out / "continuum_figures.json"))
-    page = markdown(result.rows, result.logs, made_by(made, time.monotonic() - began))
+    page = markdown(rows, logs, made_by(made, time.monotonic() - began))
     write_page(out / "continuum_figures.md", page, FIRST_WORDS)
-    plot(result.rows, out / "continuum_figures.svg")
+    plot(rows, out / "continuum_figures.svg")
 
 
 def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
@@ -255,19 +253,17 @@ def plot(rows: Sequence[RunRow], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "sojourn"
     import matplotlib.pyplot as plt
 
-    looks = styles_by_policy(
-        (row.policy for row in rows), {row.policy for row in rows if row.policy == "unlimited"}
-    )
+    colours = {
+        policy: f"C{number}" for number, policy in enumerate(dict.fromkeys(row.policy for row in rows))
+    }
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure, axes = plt.subplots(2, len(traces), figsize=(4.6 * len(traces), 7), squeeze=False, sharex="col")
     for place, trace in enumerate(traces):
         delay, times = axes[0][place], axes[1][place]
         mine = {rate: found for (name, rate), found in cells(rows).items() if name == trace}
-        for policy, look in looks.items():
+        for policy, colour in colours.items():
             rates = [rate for rate in mine if policy in mine[rate]]
-            drawn: dict[str, Any] = {
-                "color": look.colour, "linestyle": look.dash, "marker": look.marker, "label": policy,
-            }  # fmt: skip
+            drawn: dict[str, Any] = {"color": colour, "marker": "o", "label": policy}
             delay.plot(rates, [mine[rate][policy].completion_s.mean for rate in rates], **drawn)
             if policy != "stock":
                 times.plot(rates, [factor(mine[rate], policy) for rate in rates], **drawn)

@@ -5,7 +5,7 @@
 The grid has every trace and four synthetic workloads, closed loops of 20, 40 and 80 programs, open loops at
 0.5 to 1.1 of the capacity and in bursts, host memory of 0, 1 and 2 times the device's, and two kinds of
 hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dimension occurs. Finished runs
-are kept in the cache folder; a run that a change of code affects is repeated. The page has the worst cells
+are kept in the cache folder; empty it after a change of code. The page has the worst cells
 first. ``--kept`` runs nothing. It makes the page of the cells that are finished, also after an interruption.
 ``--onto`` takes over the cells of an earlier result, so that the page can grow over several nights.
 Those runs are not compared with the code: after a change of the policy, ``--renew`` repeats the runs of the
@@ -38,14 +38,14 @@ from judge_page import (
     heat_map,
     page,
 )
+from kept_runs import kept_file, run_kept
+from oracle_policies import oracle_row
 from policy_comparison import chosen
 from result_pages import made_by, write_result
 from rich.console import Console
-from sojourn_server.cli.suite_progress import run_with_progress
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import trace_name
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.run_cache import RunCache
 from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.simulator_policies import find_policy
 from sojourn_server.simulator.workloads.arrival_processes import load_programs
@@ -149,7 +149,8 @@ def specs_of(point: Point, policies: Sequence[str], rate_per_s: float | None, se
             burst=point.load.burst, cpu_ratio=point.host, until_s=CLOSED_S if rate_per_s is None else None,
             seed=seed,
         )  # fmt: skip
-        specs.append(spec if find_policy(name).uses_cpu_ratio else replace(spec, cpu_ratio=1.0))
+        uses = name == ORACLE or find_policy(name).uses_cpu_ratio
+        specs.append(spec if uses else replace(spec, cpu_ratio=1.0))
     return specs
 
 
@@ -181,19 +182,27 @@ def capacity_spec(machine: Machine, seed: int) -> RunSpec:
     )  # fmt: skip
 
 
-def kept_points(points: Sequence[Point], options: argparse.Namespace, kept: RunCache) -> list[Point]:
+def kept_points(points: Sequence[Point], options: argparse.Namespace) -> list[Point]:
     """The points whose runs are all in the cache."""
     found = []
     for point in points:
         share, rate = point.load.capacity_share, None
         if share is not None:
-            if kept.get(capacity_spec(point.without_load, options.seed)) is None:
+            if not is_kept(capacity_spec(point.without_load, options.seed), options):
                 continue
-            rate = _rate(point, measured_capacities([point], options.seed, kept, 1))
+            rate = _rate(point, measured_capacities([point], options))
         policies = policies_of(point.host, _wanted(options), share is not None)
-        if all(kept.get(spec) is not None for spec in specs_of(point, policies, rate, options.seed)):
+        if all(is_kept(spec, options) for spec in specs_of(point, policies, rate, options.seed)):
             found.append(point)
     return found
+
+
+def is_kept(spec: RunSpec, options: argparse.Namespace) -> bool:
+    return kept_file(options.cache, oracle_row, spec).exists()
+
+
+def run(specs: Sequence[RunSpec], options: argparse.Namespace) -> list[RunRow]:
+    return run_kept(specs, options.cache, options.jobs, oracle_row)
 
 
 def _wanted(options: argparse.Namespace) -> list[str] | None:
@@ -206,15 +215,11 @@ def _rate(point: Point, rates: dict[Machine, float]) -> float | None:
     return None if share is None else round(share * rates[point.without_load], 9)
 
 
-def measured_capacities(
-    points: Sequence[Point], seed: int, kept: RunCache, jobs: int | None
-) -> dict[Machine, float]:
+def measured_capacities(points: Sequence[Point], options: argparse.Namespace) -> dict[Machine, float]:
     """Capacity in programs per second by ``Point.without_load``, of the points with open loops."""
     wanted = list(dict.fromkeys(p.without_load for p in points if p.load.capacity_share is not None))
-    specs = [capacity_spec(machine, seed) for machine in wanted]
-    if not specs:
-        return {}
-    rows = run_with_progress(specs, processes=jobs, cache=kept).rows
+    specs = [capacity_spec(machine, options.seed) for machine in wanted]
+    rows = run(specs, options)
     return {machine: capacity(row, spec) for machine, row, spec in zip(wanted, rows, specs, strict=True)}
 
 
@@ -222,7 +227,6 @@ def cells(
     points: Sequence[Point],
     rates: dict[Machine, float],
     options: argparse.Namespace,
-    kept: RunCache,
     console: Console,
 ) -> Iterator[Cell]:
     """Run every cell and yield it."""
@@ -230,7 +234,7 @@ def cells(
         rate = _rate(point, rates)
         policies = policies_of(point.host, _wanted(options), rate is not None)
         specs = specs_of(point, policies, rate, options.seed)
-        rows = run_with_progress(specs, processes=options.jobs, cache=kept).rows
+        rows = run(specs, options)
         figures = {row.policy: Figures.of(row) for row in rows}
         cell = Cell(point.name, point.load.name, point.host, figures)
         console.print(f"{number} of {len(points)}: {cell.summary()}", highlight=False, soft_wrap=True)
@@ -241,7 +245,6 @@ def renewed(
     earlier: Sequence[Cell],
     points: Sequence[Point],
     options: argparse.Namespace,
-    kept: RunCache,
     console: Console,
 ) -> Iterator[Cell]:
     """The cells of an earlier result, with new runs of ``OURS`` and ``ORACLE``, and of the order of arrival
@@ -258,8 +261,8 @@ def renewed(
             names += [name for name in ARRIVAL_ORDER if name in cell.rows][:1]
         specs = specs_of(point, names, rate, options.seed)
         if options.kept:
-            specs = [spec for spec in specs if kept.get(spec) is not None]
-        rows = run_with_progress(specs, processes=options.jobs, cache=kept).rows
+            specs = [spec for spec in specs if is_kept(spec, options)]
+        rows = run(specs, options)
         cell = replace(cell, rows={**cell.rows, **{row.policy: Figures.of(row) for row in rows}})
         console.print(f"{number} of {len(earlier)}: {cell.summary()}", highlight=False, soft_wrap=True)
         yield cell
@@ -315,17 +318,16 @@ def main() -> None:
     console = Console(stderr=True)
     traces = [str(path) for path in chosen(options.traces, None)] if options.traces else []
     points = grid([*traces, *(f"synthetic:{name}" for name in SYNTHETIC)])
-    kept = RunCache(options.cache)
     found = earlier_cells(options.onto) if options.onto else []
     if options.renew:
-        found = list(renewed(found, points, options, kept, console))
+        found = list(renewed(found, points, options, console))
     else:
         known = {cell.name for cell in found}
         points = [point for point in chosen_points(points, options) if point.name not in known]
         if options.kept:
-            points = kept_points(points, options, kept)
-        rates = measured_capacities(points, options.seed, kept, options.jobs)
-        found += cells(points, rates, options, kept, console)
+            points = kept_points(points, options)
+        rates = measured_capacities(points, options)
+        found += cells(points, rates, options, console)
     if not found:
         raise SystemExit(f"{options.cache} has no finished cell; expected one, made without --kept")
     made = made_with(sys.argv)

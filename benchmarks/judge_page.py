@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from result_pages import marked
-from sojourn_server.simulator.report.plot_files import plot_settings
+from sojourn_server.simulator.report.plot import plot_settings
 from sojourn_server.simulator.report.run_row import RunRow
 
 if TYPE_CHECKING:

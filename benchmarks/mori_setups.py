@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help=f"folder of {TRACE}")
     parser.add_argument("--only", nargs="+", choices=list(SETUPS), default=list(SETUPS))
-    parser.add_argument("--policies", nargs="+", choices=(*POLICIES, "mori-exchange"), default=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--programs", nargs="+", default=["20", "50", "80"])
     parser.add_argument("--hours", default="1")
     parser.add_argument("--json", type=Path, help="write the result here")

@@ -15,16 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kept_runs import run_kept
 from result_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
-from sojourn_server.cli.suite_progress import run_with_progress
 from sojourn_server.policies.preset import load_preset
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.results_table import markdown
 from sojourn_server.simulator.report.run_metrics import trace_name
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.run_cache import RunCache
 from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
 from sojourn_server.simulator.simulator_policies import find_policy, policy_names
 
@@ -73,11 +72,9 @@ def main() -> None:
     }  # fmt: skip
     remarks = {trace_name(str(trace)): validate_specs(specs) for trace, specs in plans.items()}
     rows: list[RunRow] = []
-    kept = RunCache(options.cache)
     for number, (trace, specs) in enumerate(plans.items(), 1):
         console.print(f"{number} of {len(plans)}: {trace.name}, {len(specs)} runs", highlight=False)
-        # One trace at a time: the logs of all traces would not fit into memory.
-        rows += run_with_progress(specs, processes=options.jobs, cache=kept).rows
+        rows += run_kept(specs, options.cache, options.jobs)
     made = made_with(sys.argv)
     write_json(document(rows, made), options.json)
     write_page(options.out, page(rows, remarks, made_by(made, time.monotonic() - began)), FIRST_WORDS)

@@ -4,7 +4,7 @@
 
 Runs the paper's synthetic steps with a mean tool time of 1.2 s (``synthetic:latency-cv:X``), with Poisson
 arrivals, until all programs have finished. Each row of Table 4 that applies to one replica is run on SAGA as
-published (``saga-paper``, shipped presets) and on ``saga`` (``saga_ablations/*.toml``). Table 10 is swept
+published (``saga-paper``) and on ``saga`` (``saga_ablations/*.toml``). Table 10 is swept
 under stock and both. Writes saga_ablation.json and .md into benchmarks/results. Text between the marks of the
 .md is written by hand and kept.
 """
@@ -16,24 +16,33 @@ import sys
 import time
 from pathlib import Path
 
+from kept_runs import run_kept
 from result_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from saga_competitive_ratio import grid
 from sojourn_server.cli.console import write_json
-from sojourn_server.cli.suite_progress import run_with_progress
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.run_cache import RunCache
 from sojourn_server.simulator.simulation_run import RunSpec
 
 WITHOUT = Path(__file__).parent / "saga_ablations"
 ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("all of it", "saga-paper", "saga", "–"),
-    ("without workflow-aware eviction", "saga-no-eviction", f"{WITHOUT}/ours-no-eviction.toml", "+54 %"),
-    ("without tool-call TTL", "saga-no-ttl", f"{WITHOUT}/ours-no-ttl.toml", "+42 %"),
-    ("without speculative prefetch", "saga-no-prefetch", "", "+19 %"),
-    ("inference, no hints (Table 5)", "saga-inferred", f"{WITHOUT}/ours-no-hints.toml", "+15.6 %"),
-    ("neither: cold (Table 5)", "saga-cold", f"{WITHOUT}/ours-cold.toml", "+95.8 %"),
+    (
+        "without workflow-aware eviction",
+        f"{WITHOUT}/saga-no-eviction.toml",
+        f"{WITHOUT}/ours-no-eviction.toml",
+        "+54 %",
+    ),
+    ("without tool-call TTL", f"{WITHOUT}/saga-no-ttl.toml", f"{WITHOUT}/ours-no-ttl.toml", "+42 %"),
+    ("without speculative prefetch", f"{WITHOUT}/saga-no-prefetch.toml", "", "+19 %"),
+    (
+        "inference, no hints (Table 5)",
+        f"{WITHOUT}/saga-inferred.toml",
+        f"{WITHOUT}/ours-no-hints.toml",
+        "+15.6 %",
+    ),
+    ("neither: cold (Table 5)", f"{WITHOUT}/saga-cold.toml", f"{WITHOUT}/ours-cold.toml", "+95.8 %"),
 )
 """Rows of the ablation: (part left out, published policy, our policy, published mean completion time relative
 to the whole system)."""
@@ -72,11 +81,9 @@ def main() -> None:
     ablated = [policy for _, printed, ours, _ in ROWS for policy in (printed, ours) if policy]
     wanted = {(policy, cv): spec(policy, cv) for cv in SWEEP for policy in SWEPT}
     wanted |= {(policy, BASE_CV): spec(policy, BASE_CV) for policy in ablated}
-    kept = RunCache(options.cache) if options.cache else None
-    result = run_with_progress(list(wanted.values()), processes=options.jobs, cache=kept)
-    rows = dict(zip(wanted, result.rows, strict=True))
+    rows = dict(zip(wanted, run_kept(list(wanted.values()), options.cache, options.jobs), strict=True))
     made = made_with(sys.argv)
-    write_json(document(result.rows, made), str(options.out / "saga_ablation.json"))
+    write_json(document(rows.values(), made), str(options.out / "saga_ablation.json"))
     text = page(rows, made_by(made, time.monotonic() - began))
     write_page(options.out / "saga_ablation.md", text, FIRST_WORDS)
     Console().print(text, highlight=False, markup=False)

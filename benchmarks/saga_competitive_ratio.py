@@ -23,21 +23,23 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from belady import AccessRecorder, recomputed_tokens
+from kept_runs import row_and_log, row_of, run_kept
 from policy_comparison import chosen
 from result_pages import FIRST_WORDS, made_by, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
-from sojourn_server.cli.suite_progress import run_with_progress
 from sojourn_server.simulator.report.results_file import document, made_with
-from sojourn_server.simulator.report.run_metrics import trace_name
+from sojourn_server.simulator.report.run_metrics import summarize_run, trace_name
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.run_cache import RunCache
 from sojourn_server.simulator.run_log import RunLog
-from sojourn_server.simulator.simulation_run import RunSpec
+from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 from sojourn_server.simulator.simulator_policies import find_policy
 
+WITHOUT = Path(__file__).parent / "saga_ablations"
 POLICIES = (
-    "continuum", "saga", "saga-paper", "saga-inferred", "saga-cold", "saga-no-eviction", "saga-no-ttl"
+    "continuum", "saga", "saga-paper",
+    *(f"{WITHOUT}/saga-{part}.toml" for part in ("inferred", "cold", "no-eviction", "no-ttl")),
 )  # fmt: skip
 PUBLISHED = {"LRU": (2.84, 2.12), "LRU + Prefix": (1.97, 1.74), "WA-LRU": (1.31, 1.28)}
 """SAGA's Table 2: competitive ratios for SWE-bench and WebArena."""
@@ -100,11 +102,18 @@ class Size:
         return tokens / self.optimum if self.optimum else None
 
 
+def stock_and_orders(spec: RunSpec) -> tuple[RunRow, dict[str, int]]:
+    """The metrics of a run, and the tokens that each eviction order recomputes on its accesses."""
+    recorders: list[AccessRecorder] = []
+    row = summarize_run(run_simulation(spec, prepare=lambda made: recorders.append(AccessRecorder(made))))
+    log = recorders[0].close()
+    return row, {order: recomputed_tokens(log, order) for order in ("belady", "prefix-lru")}
+
+
 def main() -> None:
     options = arguments()
     began = time.monotonic()
     console = Console(stderr=True)
-    kept = RunCache(options.cache)
     policies = options.policy.split(",")
     names = [find_policy(policy).name for policy in policies]
 
@@ -127,43 +136,39 @@ def main() -> None:
     rows: list[RunRow] = []
     for trace in chosen(options.traces, options.only):
         name = trace_name(str(trace))
-        alone = run_with_progress([spec(trace, "unlimited", ALONE_PER_S)], processes=options.jobs, cache=kept)
-        rate_per_s, longest = scale(alone.logs[0], options.live)
+        kept = options.cache, options.jobs
+        ((_, alone),) = run_kept([spec(trace, "unlimited", ALONE_PER_S)], *kept, row_and_log)
+        rate_per_s, longest = scale(alone, options.live)
         # This is more than the pool ever has to hold. A given pool size also sets the usual number of
         # programs.
         ample = spec(trace, "unlimited", rate_per_s, 1000 * longest, longest)
-        demand = most_at_once(run_with_progress([ample], processes=options.jobs, cache=kept).logs[0])
+        ((_, undisturbed),) = run_kept([ample], *kept, row_and_log)
+        demand = most_at_once(undisturbed)
         pools = sorted({int(max(share * demand, LEAST_POOL * longest)) for share in SHARES})
         console.print(
             f"{name}: contexts of up to {longest:,} tokens, {demand:,} of all at once, {rate_per_s:.3g} "
             f"programs a second; LRU and Bélády at {len(pools)} sizes",
             highlight=False,
         )
-        stock = run_with_progress(
-            [
-                spec(trace, policy, rate_per_s, pool, longest)
-                for pool in pools
-                for policy in ("stock", "belady")
-            ],
-            processes=options.jobs, cache=kept,
-        )  # fmt: skip
-        recorded = [both for both in zip(stock.rows, stock.orders, strict=True) if both[0].policy == "stock"]
+        stock = [spec(trace, "stock", rate_per_s, pool, longest) for pool in pools]
+        recorded = run_kept(stock, *kept, stock_and_orders)
         sizes = [Size(pool, row, orders) for pool, (row, orders) in zip(pools, recorded, strict=True)]
         found[name] = sizes
-        rows += stock.rows
+        rows += [row for row, _ in recorded]
         worth = thinned([size for size in sizes if size.counts], options.sizes)
         if not worth:
             continue
-        result = run_with_progress(
+        compared = run_kept(
             [
                 spec(trace, policy, rate_per_s, size.asked_tokens, longest)
                 for size in worth
                 for policy in policies
             ],
-            processes=options.jobs, cache=kept,
-        )  # fmt: skip
-        rows += result.rows
-        for row in result.rows:
+            *kept,
+            row_of,
+        )
+        rows += compared
+        for row in compared:
             next(s for s in worth if s.stock.pool_blocks == row.pool_blocks).rows[row.policy] = row
     made = made_with(sys.argv)
     write_json(document(rows, made), str(options.out / "saga_competitive_ratio.json"))

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
-from sojourn_server.cli.suite_progress import run_with_progress
+from sojourn_server.cli.simulate import run_with_progress
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import RunSpec
@@ -72,7 +72,7 @@ def main() -> None:
             for count in counts
         ]  # fmt: skip
         # One run at a time, so that runs do not compete for memory bandwidth and cache.
-        rounds.append(run_with_progress(specs, processes=1).rows)
+        rounds.append(run_with_progress(specs, 1).rows)
     points = [point([rows[place] for rows in rounds]) for place in range(len(counts))]
     verdicts = judge(points)
     console = Console()

@@ -19,9 +19,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "server_ext"))
+sys.path[:0] = [str(ROOT / "server_ext"), str(ROOT / "sdk")]
 
-from sojourn_server.vllm.release_surface import (  # noqa: E402
+from release_surface import (  # noqa: E402
+    SURFACES,
     ReadSource,
     differences,
     directory_source,
@@ -29,8 +30,6 @@ from sojourn_server.vllm.release_surface import (  # noqa: E402
     read_surface,
     wheel_source,
 )
-
-SURFACES = ROOT / "server_ext" / "sojourn_server" / "vllm" / "release_surfaces.json"
 
 
 def source_of(where: Path) -> ReadSource:

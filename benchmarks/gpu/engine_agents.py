@@ -307,9 +307,7 @@ def simulate_agents(
         seed=seed,
     )
     planner = ProgramPlanner(programs, PlaybackOptions())
-    log = run_simulation(
-        spec, arrivals=FiniteClosedLoop(planner, len(programs), stagger_s=setup.stagger_s)
-    ).log
+    log = run_simulation(spec, arrivals=FiniteClosedLoop(planner, len(programs), stagger_s=setup.stagger_s))
     ended = [program for program in log.programs if program.finished_s is not None]
     turns = [turn for program in ended for turn in program.turns]
     return {

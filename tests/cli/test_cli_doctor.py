@@ -172,42 +172,22 @@ def test_a_server_that_says_nothing_of_tiers_is_an_older_one():
     assert "tiers" not in Server().examine()
 
 
-def programs(*rows, **details) -> dict[str, Any]:
-    """Answers of a server that knows these programs. ``details``: the turns' tools by program."""
-    answers: dict[str, Any] = {
-        "__sojourn__v1__stream": (200, msgspec.to_builtins(msgspec.structs.replace(frame(*rows), total=9)))
-    }
-    for name, tools in details.items():
-        turns = [{"turn": turn, "tool_before": tool} for turn, tool in enumerate(tools, 1)]
-        answers[f"__sojourn__v1__programs__{name}"] = (200, {"tool": None, "ledger": turns})
-    return answers
-
-
 @pytest.mark.parametrize(
-    ("rows", "details", "ok", "said", "advice"),
+    ("rows", "ok", "said", "advice"),
     [
-        ((), {}, None, "none yet", "sojourn run --url http://server -- python agent.py"),
+        ((), None, "none yet", "sojourn run --url http://server -- python agent.py"),
         (
-            (row("a", name="agent.py", since_s=92.0, tool=None), row("b", since_s=1.0), row("c", tool=None)),
-            {"a": [None, "bash"], "c": [None, None]},
+            (row("a", name="agent.py", since_s=92.0), row("b", since_s=1.0)),
             True,
-            "9 seen, newest agent.py 8.0s ago, 2 of the newest 3 with named tools",
+            "2 seen, newest agent.py 8.0s ago",
             "",
         ),
-        (
-            (row("a", requests=1, tool=None),),
-            {},
-            True,
-            "9 seen, newest a now, 0 of the newest 1 with named tools",
-            "name them: @sojourn.tool",
-        ),
+        ((row("a", requests=1),), True, "1 seen, newest a now", ""),
     ],
 )
-def test_a_server_tells_whether_agents_arrive(rows, details, ok, said, advice):
-    answers = programs(*rows, **details)
-    if not rows:
-        answers["__sojourn__v1__stream"][1]["total"] = 0
-    check = Server(**answers).examine()["programs"]
+def test_a_server_tells_whether_agents_arrive(rows, ok, said, advice):
+    live = msgspec.structs.replace(frame(*rows), total=len(rows))
+    check = Server(__sojourn__v1__stream=(200, msgspec.to_builtins(live))).examine()["programs"]
     assert (check.ok, check.detail) == (ok, said)
     assert advice in check.next_step
     assert bool(advice) == bool(check.next_step)
@@ -269,9 +249,13 @@ def test_a_server_that_is_not_there(monkeypatch):
     assert "sojourn serve" in check.next_step
 
 
-def environment(monkeypatch, version, import_error=None) -> dict[str, doctor.Check]:
+def environment(monkeypatch, version, import_error=None, devices=0) -> dict[str, doctor.Check]:
+    def run(*_: Any, **__: Any) -> SimpleNamespace:
+        said = f"a traceback\n{import_error}"
+        return SimpleNamespace(returncode=bool(import_error), stderr=said, stdout=f"{devices}\n")
+
     monkeypatch.setattr(compat, "installed_vllm", lambda: version)
-    monkeypatch.setattr(doctor, "_import_error", lambda statement: import_error)
+    monkeypatch.setattr(doctor.subprocess, "run", run)
     return {check.name: check for check in doctor.environment_checks()}
 
 
@@ -289,36 +273,11 @@ def test_a_release_without_a_cpu_build_is_tested_in_part(monkeypatch):
     assert "its scheduler only" in checks["vllm"].detail
 
 
-def cuda_driver(init: int = 0, gpus: int = 0) -> SimpleNamespace:
-    """A CUDA driver with so many GPUs, or one whose start fails."""
-
-    def count(into: Any) -> int:
-        into._obj.value = gpus
-        return 0
-
-    return SimpleNamespace(cuInit=lambda flags: init, cuDeviceGetCount=count)
-
-
-@pytest.mark.parametrize(
-    ("driver", "ok", "said"),
-    [
-        (cuda_driver(gpus=2), True, "2 for CUDA"),
-        (cuda_driver(), None, "the CUDA driver finds none"),
-        (cuda_driver(init=100), None, "answers with error 100"),
-        (SimpleNamespace(), None, "no CUDA driver"),
-        (OSError("libcuda.so.1: cannot open"), None, "no CUDA driver"),
-    ],
-)
-def test_a_build_for_cuda_needs_a_gpu(monkeypatch, driver, ok, said):
-    def load(name: str) -> Any:
-        if isinstance(driver, OSError):
-            raise driver
-        return driver
-
-    monkeypatch.setattr(doctor.ctypes, "CDLL", load)
+@pytest.mark.parametrize(("devices", "ok", "said"), [(2, True, "2 for CUDA"), (0, None, "torch finds none")])
+def test_a_build_for_cuda_needs_a_gpu(monkeypatch, devices, ok, said):
     monkeypatch.setattr(compat, "is_cpu_build", lambda: False)
     monkeypatch.setattr(doctor, "_ROCM_DEVICE", Path("/no/kfd"))
-    check = environment(monkeypatch, compat.TESTED_VLLM[-1])["gpu"]
+    check = environment(monkeypatch, compat.TESTED_VLLM[-1], devices=devices)["gpu"]
     assert check.ok is ok
     assert said in check.detail
     assert bool(check.next_step) is not bool(ok)
@@ -336,10 +295,6 @@ def test_an_untested_engine_and_a_broken_one(monkeypatch):
     checks = environment(monkeypatch, "9.9.9", "RuntimeError: operator torchvision::nms does not exist")
     assert checks["vllm"].ok is False
     assert compat.TESTED_VLLM[-1] in checks["vllm"].detail
-    assert f"from {compat.TESTED_VLLM[-1]}" in checks["vllm's interfaces"].detail
-    assert (
-        "another body" in checks["vllm's interfaces"].detail or "as in" in checks["vllm's interfaces"].detail
-    )
     assert checks["engine imports"].ok is False
     assert "torchvision" in checks["engine imports"].next_step
 
@@ -386,11 +341,6 @@ def test_no_engine_is_not_a_fault(monkeypatch):
     checks = environment(monkeypatch, None)
     assert checks["vllm"].ok is None
     assert "engine imports" not in checks
-
-
-def test_import_errors_are_the_last_line():
-    assert doctor._import_error("pass") is None
-    assert doctor._import_error("raise ValueError('x\\nlast')") == "last"
 
 
 def invoke(monkeypatch, checks, *args):
@@ -464,14 +414,14 @@ def test_the_url_is_checked_first_and_needs_neither_a_scheme_nor_the_engine(monk
     monkeypatch.setattr(
         doctor.httpx, "Client", lambda **more: client(transport=httpx.MockTransport(server), **more)
     )
-    monkeypatch.setattr(doctor, "_import_error", lambda statement: pytest.fail("the engine is imported"))
+    monkeypatch.setattr(doctor, "_import_checks", lambda **_: pytest.fail("the engine is imported"))
     result = CliRunner().invoke(build_app(), ["doctor", "--url", "127.0.0.1:9/v1", "--json", "-"])
     names = [check["name"] for check in json.loads(result.stdout)["checks"]]
     assert names[0] == "server"
     assert names.index("cached tokens") < names.index("python")
 
 
-def test_json_options_are_the_same_everywhere_and_checked_before_the_command(tmp_path):
+def test_json_options_are_the_same_everywhere():
     import typer.main
 
     commands = typer.main.get_command(build_app()).commands
@@ -481,12 +431,8 @@ def test_json_options_are_the_same_everywhere_and_checked_before_the_command(tmp
         for option in command.params
         if "--json" in option.opts
     }
-    assert {"demo", "doctor", "parity", "plan-pd", "profile", "replay", "simulate", "simulate-pd"} <= set(
-        found
-    )
+    assert {"demo", "doctor", "plan-pd", "replay", "simulate"} <= set(found)
     assert {option.metavar for option in found.values()} == {"FILE|-"}
-    result = CliRunner().invoke(build_app(), ["doctor", "--json", str(tmp_path)])
-    assert "is a folder" in str(result.exception)
 
 
 def test_help_names_frameworks_and_synthetic_loads():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,13 +16,14 @@ from typing import Any
 import pytest
 import typer.testing
 from cli_process import COLUMNS, run_sojourn
-from sojourn_server.cli import build_app, suite_progress
-from sojourn_server.cli.console import CliError, check_output_file
+from sojourn_server.cli import build_app
+from sojourn_server.cli import simulate as simulate_command
+from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.report.results_file import load_runs, read_results
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
-from sojourn_server.simulator.simulation_run import RunSpec, first_program_ids, validate_specs
+from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
 from sojourn_server.simulator.simulation_suite import SuiteResult, run_suite
 from waiting import wait_until
 
@@ -65,29 +65,11 @@ def refused(*arguments: str) -> CliError:
 # -- the trace -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"program_id": "q"}, "line 2: Object missing required field `turns`"),
-        ({"turns": [turn(5)]}, "line 2: Object missing required field `program_id`"),
-        ({"program_id": "q", "turns": [{"prompt_tokens": 5}]}, "`output_tokens` - at `$.turns[0]`"),
-        ({"program_id": "q", "turns": []}, "line 2: program 'q' has no turns"),
-        ({"program_id": "q", "turns": [turn(5, gap_s=-1)]}, "line 2: turn 0: gap_s is -1.0; expected ≥ 0"),
-        ({"program_id": "q", "turns": [turn(5, gap_s=1e308)]}, "gap_s is 1e+308; expected at most 1e+09"),
-        ({"program_id": "q", "turns": [turn(5, tool_seconds=-0.5)]}, "turn 0: tool_seconds is -0.5"),
-        ({"program_id": "q", "turns": [turn(-5)]}, "line 2: turn 0: prompt_tokens is -5; expected ≥ 0"),
-        (
-            {"program_id": "q", "turns": [turn(5), turn("6")]},
-            "line 2: Expected `int`, got `str` - at `$.turns[1].prompt_tokens`",
-        ),
-        ({"program_id": "p0", "turns": [turn(5)]}, "line 2: program 'p0' is already on line 1"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, Any], message: str) -> None:
-    path = write(tmp_path / "bad.jsonl", PROGRAMS[0], line)
+def test_a_bad_line_is_named(tmp_path: Path) -> None:
+    """The decoder's own tests have the other faults of a line."""
+    path = write(tmp_path / "bad.jsonl", PROGRAMS[0], {"program_id": "q", "turns": [turn(5, gap_s=-1)]})
     error = refused(str(path), "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "plots"))
-    assert error.message.startswith(f"{path}, line 2: ")
-    assert message in error.message
+    assert error.message.startswith(f"{path}, line 2: turn 0: gap_s is -1.0; expected ≥ 0")
     assert "docs/traces.md" in error.next_step
     assert error.exit_code == 2
     assert [found.name for found in tmp_path.iterdir()] == ["bad.jsonl"]
@@ -137,22 +119,17 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
     ("arguments", "message"),
     [
         ("--policy contnuum", "did you mean 'continuum'?"),
-        ("--policy stock,blady", "did you mean 'belady'?"),
+        ("--policy stock,unlimitd", "did you mean 'unlimited'?"),
         ("--policy ,", "--policy names no policy"),
         ("--policy none.toml", "policy file none.toml: No such file"),
         ("--hardware h10", "did you mean 'h100'?"),
-        ("--hardware none.toml", "none.toml: no such file"),
         ("--model llama-3-8b", "did you mean 'llama-3.1-8b'?"),
         ("--tp 3", "tp is 3; llama-3.1-8b has 32 heads"),
         ("--max-model-len 200000", "max_model_len is 200,000; llama-3.1-8b takes at most 131,072"),
-        ("--pool-tokens 9000 --max-model-len 200000", "llama-3.1-8b takes at most 131,072"),
         ("--pool-tokens 9000 --max-model-len 10000", "use a max_model_len of at most 8992"),
         ("--pool-tokens 20", "the KV pool holds 16 tokens; expected at least 32"),
-        ("--programs 0", "--programs 0: '0' is not a whole number above 0"),
-        ("--programs 2.5", "'2.5' is not a whole number above 0"),
         ("--programs 20,many", "'many' is not a whole number above 0"),
         ("--rate nan", "--rate nan: 'nan' is not a number above 0"),
-        ("--rate -1", "'-1' is not a number above 0"),
         ("--hours 0", "--hours is 0"),
         ("--hours inf", "--hours is inf; expected a finite number"),
         ("--disk-ratio 4 --policy stock,admit", "disk_ratio is 4, but none of stock, admit has a disk"),
@@ -161,7 +138,6 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
             "mori: disk_ratio is 4 and cpu_ratio 0, no host memory",
         ),
         ("--warm-up-s 7200", "--warm-up-s 7200 leaves nothing of 3600 virtual s"),
-        ("--explain p9", "--explain p9: "),
         ("--explain p9@0", "name one of its 4, such as p"),
     ],
 )
@@ -169,28 +145,6 @@ def test_a_bad_option_is_named(trace: Path, arguments: str, message: str) -> Non
     error = refused(str(trace), *arguments.split())
     assert message in error.message + error.next_step
     assert error.exit_code == 2
-
-
-def test_programs_to_be_explained_are_suggested_from_those_that_come(tmp_path: Path) -> None:
-    """Names that a closed loop comes to after hours are of no use; an open loop's are all known."""
-    trace = str(write(tmp_path / "many.jsonl", *(program(f"agent-{i}", 900) for i in range(200))))
-    closed = RunSpec(policy="stock", workload=trace, programs=5)
-    first = first_program_ids(closed)
-    assert len(first) == 5
-    said = refused(trace, "--programs", "5", "--explain", "agent-x").next_step
-    assert re.findall(r"agent-\d+", said)
-    assert set(re.findall(r"agent-\d+", said)) <= set(first)
-    missing = next(f"agent-{i}" for i in range(200) if f"agent-{i}" not in first)
-    error = refused(trace, "--programs", "5", "--rate", "0.1", "--explain", missing)
-    assert f"--explain {missing}: it is not among the 5 of {trace} that arrive" in error.message
-    assert set(re.findall(r"agent-\d+", error.next_step)) <= set(first)
-    assert first_program_ids(_with(closed, rate_per_s=0.1)) == first
-
-
-def test_sub_agents_come_with_their_parents(tmp_path: Path) -> None:
-    child = program("child", 900) | {"parent": "parent", "parent_turn": 0}
-    trace = str(write(tmp_path / "family.jsonl", child, program("parent", 900, 950)))
-    assert first_program_ids(RunSpec(policy="stock", workload=trace, programs=1)) == ["parent", "child"]
 
 
 def test_the_error_for_a_model_too_large_names_a_sufficient_device(trace: Path) -> None:
@@ -292,56 +246,9 @@ def test_two_policy_files_of_one_name(tmp_path: Path, trace: Path) -> None:
 def test_unwritable_outputs_are_refused_before_the_run(tmp_path: Path, trace: Path) -> None:
     assert "is a folder" in refused(str(trace), "--json", str(tmp_path)).message
     assert "is a file" in refused(str(trace), "--plot", str(trace)).message
-    assert "cannot be made" in refused(str(trace), "--plot", f"{trace}/plots").message
-    assert "cannot be made" in refused(str(trace), "--json", f"{trace}/sub/out.json").message
     assert "cannot be made" in refused(str(trace), "--save", f"{trace}/runs.json").message
     assert "expected a name ending in" in refused(str(trace), "--save", str(tmp_path / "runs.txt")).message
-    if os.geteuid():
-        locked = tmp_path / "locked"
-        locked.mkdir(mode=0o500)
-        assert "no permission" in refused(str(trace), "--json", str(locked / "out.json")).message
-        locked.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["mini.jsonl"]
-
-
-def test_a_file_and_its_folder_must_be_writable_and_a_device_alone(
-    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    existing = tmp_path / "out.json"
-    existing.write_text("{}")
-    locked: list[Path] = []
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) not in locked)
-    locked[:] = [tmp_path]
-    assert "no permission" in refused(str(trace), "--json", str(existing)).message
-    locked[:] = [existing]
-    assert f"{existing} cannot be written" in refused(str(trace), "--json", str(existing)).message
-    locked[:] = [Path("/dev")]
-    check_output_file(Path("/dev/null"))  # nothing is created beside a device
-
-
-def test_a_link_is_as_good_as_the_file_that_it_leads_to(
-    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link, folder = tmp_path / "link.json", tmp_path / "folder"
-    folder.mkdir()
-    link.symlink_to(trace / "no.json")
-    assert f"{trace} is a file" in refused(str(trace), "--json", str(link)).message
-    link.unlink()
-    link.symlink_to(link)
-    assert "symbolic links" in refused(str(trace), "--json", str(link)).message
-    link.unlink()
-    link.symlink_to(folder / "new" / "out.json")
-    check_output_file(link)
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
-    assert "no permission" in refused(str(trace), "--json", str(link)).message
-    link.unlink()
-    link.symlink_to(folder / "out.json")
-    assert "no permission" in refused(str(trace), "--json", str(link)).message
-    (folder / "out.json").write_text("{}")
-    assert "no permission" in refused(str(trace), "--json", str(link)).message
-    if Path("/proc/self/fd").is_dir():
-        with (folder / "out.json").open("a") as file:
-            check_output_file(Path(f"/dev/fd/{file.fileno()}"))  # written directly
 
 
 def test_kept_runs_that_cannot_be_shown(tmp_path: Path, trace: Path) -> None:
@@ -350,7 +257,7 @@ def test_kept_runs_that_cannot_be_shown(tmp_path: Path, trace: Path) -> None:
     error = refused("--load", str(tmp_path / "odd.json"))
     assert "odd.json: " in error.message
     assert "--save" in error.next_step
-    assert "leave out one" in refused(str(trace), "--load", str(tmp_path / "odd.json")).next_step
+    assert "workload has no effect" in refused(str(trace), "--load", str(tmp_path / "odd.json")).message
 
 
 def test_messages_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -373,25 +280,20 @@ def test_progress_is_told_in_lines_where_no_terminal_is(
 ) -> None:
     """A log file would hold thousands of pictures of a bar, or nothing until the end."""
 
-    def run_suite(specs: list[RunSpec], **callbacks: Any) -> str:
+    def run_suite(specs: list[RunSpec], *, on_progress: Any, on_done: Any, **_: Any) -> str:
         for number, spec in enumerate(specs):
-            callbacks["on_start"](number, spec)
-            callbacks["on_progress"](number, spec.until_s / 2, 1)
-            callbacks["on_done"](number)
+            on_progress(number, spec.until_s / 2, 1)
+            on_done(number)
         return "result"
 
     monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", run_suite)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     specs = [RunSpec(policy=policy, workload=str(trace)) for policy in ("stock", "continuum")]
-    assert suite_progress.run_with_progress(specs) == "result"
+    assert simulate_command.run_with_progress(specs) == "result"
     assert capsys.readouterr().err == ""  # a run that ends at once needs no line
-    monkeypatch.setattr(suite_progress, "LINE_INTERVAL_S", 0.0)
-    suite_progress.run_with_progress(specs)
-    assert capsys.readouterr().err.splitlines() == [
-        "0 of 2 runs finished, 25%",
-        "1 of 2 runs finished, 50%",
-        "1 of 2 runs finished, 75%",
-        "2 of 2 runs finished, 100%",
-    ]
+    monkeypatch.setattr(simulate_command, "LINE_INTERVAL_S", 0.0)
+    simulate_command.run_with_progress(specs)
+    assert capsys.readouterr().err.splitlines() == ["25% of 2 runs", "75% of 2 runs"]
 
 
 # -- runs ----------------------------------------------------------------------------------------
@@ -406,7 +308,7 @@ def twice(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, subproce
         write(folder / "mini.jsonl", *PROGRAMS)
         command = (
             "simulate mini.jsonl --programs 3 --hours 0.01 --pool-tokens 3000 "
-            "--policy stock,continuum,belady --json - --plot plots --save runs.json.gz --explain p0"
+            "--policy stock,continuum,unlimited --json - --plot plots --save runs.json.gz --explain p0"
         )
         if name == "first":
             line = [*SOJOURN, *command.split()]
@@ -433,11 +335,11 @@ def test_the_same_command_gives_the_same_bytes(
                 del run[field]
         documents.append(json.dumps(document))
     assert documents[0] == documents[1]
-    assert [run["policy"] for run in document["runs"]] == ["stock", "continuum", "belady"]
+    assert [run["policy"] for run in document["runs"]] == ["stock", "continuum", "unlimited"]
     for run in document["runs"][:2]:
         assert run["programs_finished"] > 0
         assert run["regenerated_tokens"] > 0
-    for name in ("load.svg", "regenerated.png", "completion_cdf.svg", "pareto.svg", "occupancy-3.png"):
+    for name in ("metrics.svg", "metrics.png"):
         first, second = ((folder / "plots" / name).read_bytes() for folder, _ in twice)
         assert first == second
     assert sorted(path.name for path in twice[0][0].iterdir()) == ["mini.jsonl", "plots", "runs.json.gz"]
@@ -451,7 +353,6 @@ def test_explain_shows_one_program_under_each_policy(
     told = twice[0][1].stderr
     assert "p0@0 under stock" in told
     assert "p0@0 under continuum" in told
-    assert "Bélády" in told
     assert "Traceback" not in told
     assert "Triton" not in told
 
@@ -474,7 +375,9 @@ def test_kept_runs_are_shown_again(
     )
     assert result.exit_code == 0, result.exception
     rows = read_results(later).runs
-    assert [(row.policy, row.since_s) for row in rows] == [("stock", 10.0), ("continuum", 10.0)]
+    assert [(row.policy, row.since_s) for row in rows] == [
+        (run, 10.0) for run in ("stock", "continuum", "unlimited")
+    ]
     failed = runner.invoke(build_app(), ["simulate", "--load", kept, "--warm-up-s", "9000"])
     assert isinstance(failed.exception, CliError)
     assert "--warm-up-s 9000" in failed.exception.message
@@ -493,9 +396,8 @@ def test_kept_runs_are_shown_again(
 def test_partial_results_are_shown_if_no_program_finishes(tmp_path: Path) -> None:
     trace = write(tmp_path / "slow.jsonl", program("p", 9000, 9500, 9900))
     out = tmp_path / "out.json"
-    command = f"simulate {trace} --programs 1 --hours 0.0005 --policy stock --json {out} --explain p"
-    command += f" --plot {tmp_path}"
-    result = run_sojourn(*command.split())
+    command = "simulate --programs 1 --hours 0.0005 --policy stock --explain p".split()
+    result = run_sojourn(*command, str(trace), "--json", str(out), "--plot", str(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]
     said = " ".join(result.stderr.split())
     assert "note: no program finished: completion values are lower bounds" in said
@@ -514,27 +416,15 @@ def test_partial_results_are_shown_if_no_program_finishes(tmp_path: Path) -> Non
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_a_note_says_that_no_program_arrived(tmp_path: Path, trace: Path) -> None:
-    out = tmp_path / "out.json"
-    command = f"simulate {trace} --programs 1 --rate 0.001 --hours 0.0005 --policy stock --json {out}"
-    result = run_sojourn(*command.split())
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "note: no program arrived in this time" in " ".join(result.stderr.split())
-    (row,) = read_results(out).runs
-    assert (row.programs_finished, row.programs_unfinished) == (0, 0)
-    assert row.ttft_s.mean is row.completion_s.mean is None
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(600)
 def test_a_policy_of_ones_own_that_fails_is_no_result(tmp_path: Path, trace: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "class Broken:\n    def keep(self, turn, now):\n        return now / (now - now)\n"
     )
     (tmp_path / "broken.toml").write_text('extends = "continuum-paper"\nretention = "broken:Broken"\n')
     out = tmp_path / "out.json"
-    command = f"simulate {trace} --programs 1 --hours 0.01 --policy stock,{tmp_path}/broken.toml --json {out}"
-    result = subprocess.run([*SOJOURN, *command.split()], capture_output=True, text=True, timeout=500)
+    policies = f"stock,{tmp_path}/broken.toml"
+    command = [*SOJOURN, "simulate", trace, "--programs", "1", "--hours", "0.01", "--policy", policies]
+    result = subprocess.run([*command, "--json", out], capture_output=True, text=True, timeout=500)
     assert result.returncode == 1, result.stderr[-3000:]
     assert "hooks of policy broken raised errors, so these figures are wrong" in " ".join(
         result.stderr.split()
@@ -578,9 +468,8 @@ def test_an_interrupt_ends_everything_and_writes_nothing(tmp_path: Path, number:
     wait_until(lambda: not any(map(_alive, born)))
 
 
-@pytest.mark.parametrize("sweep", [False, True])
 def test_an_interrupt_keeps_the_runs_that_have_finished(
-    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, sweep: bool
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*arguments: Any, on_done: Callable[[int], None], **options: Any) -> SuiteResult:
         def done(number: int) -> None:
@@ -591,44 +480,30 @@ def test_an_interrupt_keeps_the_runs_that_have_finished(
         return run_suite(*arguments, on_done=done, **options)
 
     monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", interrupted)
-    out = tmp_path / "out.json"
-    saved = tmp_path / "out.msgpack"
-    options = (
-        "--policy stock,admit --sweep programs=1,2"
-        if sweep
-        else f"--policy stock,admit,continuum,mori --programs 1 --explain p0 --save {saved}"
-    )
-    command = f"simulate {trace} --hours 0.01 --jobs 1 --json {out} {options}"
-    result = typer.testing.CliRunner().invoke(build_app(), command.split())
+    out, saved = tmp_path / "out.json", tmp_path / "out.msgpack"
+    options = f"--policy stock,admit,continuum,mori --programs 1 --explain p0 --save {saved}"
+    command = ["simulate", str(trace), "--hours", "0.01", "--jobs", "1", "--json", str(out)]
+    result = typer.testing.CliRunner().invoke(build_app(), [*command, *options.split()])
     assert isinstance(result.exception, CliError), (result.output, result.exception)
-    written = read_results(out)
-    if sweep:
-        assert "have 2 of 4 runs" in str(result.exception), "of 2 programs one policy has finished"
-        assert [row.policy for row in written.runs] == ["stock", "admit"]
-        assert written.sweep is not None
-        assert [value.value for value in written.sweep.values] == [1]
-        assert written.missing_runs == 2
-    else:
-        assert "have 3 of 4 runs" in str(result.exception)
-        assert [row.policy for row in written.runs] == ["stock", "admit", "continuum"]
-        assert written.missing_runs == load_runs(saved).missing_runs == 1
+    assert "have 3 of 4 runs" in str(result.exception)
     assert result.exception.exit_code == 130
+    written = read_results(out)
+    assert [row.policy for row in written.runs] == ["stock", "admit", "continuum"]
+    assert written.missing_runs == load_runs(saved).missing_runs == 1
 
 
-def test_an_interrupt_is_told_though_the_program_to_explain_is_in_no_finished_run(
+def test_a_process_that_dies_is_an_error_and_ends_the_others(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*arguments: Any, on_done: Callable[[int], None], **options: Any) -> SuiteResult:
-        def done(number: int) -> None:
-            raise KeyboardInterrupt
+    command = ["simulate", str(trace), "--policy", "stock,admit", "--programs", "1", "--jobs", "2"]
+    monkeypatch.setattr("sojourn_server.simulator.simulation_suite._run_in_worker", _die)
+    result = typer.testing.CliRunner().invoke(build_app(), command)
+    assert isinstance(result.exception, CliError), (result.output, result.exception)
+    assert "process died; was it short of memory?" in str(result.exception)
 
-        return run_suite(*arguments, on_done=done, **options)
 
-    monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", interrupted)
-    command = f"simulate {trace} --policy stock --jobs 1 --rate 1 --programs 1,4 --explain p3"
-    result = typer.testing.CliRunner().invoke(build_app(), command.split())
-    assert "have 1 of 2 runs" in str(result.exception), (result.output, result.exception)
-    assert "it may be in a run that an interrupt left out" in " ".join(result.stderr.split())
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _descendants(process: int) -> list[int]:

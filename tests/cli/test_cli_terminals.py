@@ -72,7 +72,7 @@ def test_a_full_screen_that_dies_is_a_failure(live_server: str, monkeypatch: pyt
 @pytest.mark.parametrize(
     "words",
     [
-        ("--version",), ("--help",), ("simulate", "--help"), ("doctor", "--fabric"),
+        ("--version",), ("--help",), ("simulate", "--help"),
         ("doctor", "--url", "URL"), ("top", "--once", "--url", "URL"), ("top", "--json", "-", "--url", "URL"),
         ("explain", "fixer", "--url", "URL"), ("explain", "fixer", "--json", "-", "--url", "URL"),
     ],

@@ -141,18 +141,3 @@ def test_rows_are_medians_against_the_prefill_side(prefill_decode_pair: Any, tmp
         versions={}, machine={"cores": 2, "processor": "a CPU"}, command="prefill_decode_pair.py"
     )
     assert "| 20 at once | split | 6.00 | 2.00 |" in prefill_decode_pair.page(rows, options, made, 60.0)
-
-
-def test_layers_are_compared_with_all_of_them_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    prefill_decode_layerwise = import_module("prefill_decode_layerwise")
-    times = {"streamed_s": 2.0, "waited_s": 0.25, "copied_s": 0.25, "first_token_s": 1.0}
-    runs = [
-        {"way": way, "prompt": 0, "prefilled_s": seconds, "streamed_bytes": 1, **times}
-        for way, seconds in (("serial", 4.0), ("layerwise", 2.0), ("serial", 4.5), ("layerwise", 3.0))
-    ]
-    serial, layerwise = prefill_decode_layerwise.rows_of(runs)
-    assert (serial["prefilled_s"], layerwise["prefilled_s"]) == (4.25, 2.5)
-    assert layerwise["of_serial"] == 2.5 / 4.25
-    assert layerwise["stood_still"] == 0.25
-    assert prefill_decode_layerwise.cells(layerwise)[-1] == "25%"

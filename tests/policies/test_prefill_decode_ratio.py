@@ -14,7 +14,6 @@ from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
     pd_ratio_range,
     two_path_gain,
 )
-from sojourn_server.simulator.prefill_decode.prefill_decode_cluster import PD_MODELS, PdMachine
 
 LINKS = NodeLinks()
 
@@ -69,13 +68,6 @@ def test_what_is_gained_by_hand() -> None:
     assert gain.max_speedup == 1.0  # computing is the bottleneck already
     faster = AverageTurnSizes(hit_tokens=1000, new_tokens=4, kv_bytes_per_token=50_000, new_tokens_per_s=1000)
     assert two_path_gain(LINKS, faster, 2, 4).max_speedup == pytest.approx(2.0)
-
-
-def test_the_defaults_are_those_of_the_simulator() -> None:
-    turn, model, machine = AverageTurnSizes(), PD_MODELS["ds-660b"], PdMachine()
-    assert turn.kv_bytes_per_token == model.kv_bytes_per_token
-    seconds = model.turn_flops(turn.hit_tokens, turn.new_tokens) / machine.flops_per_s
-    assert turn.new_tokens_per_s == pytest.approx(turn.new_tokens / seconds, rel=0.01)
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from sojourn_server.policies.prefetch.prefetch_policies import (
     LoadAhead,
     PrefetchTiming,
 )
-from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset
+from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset, read_preset
 from sojourn_server.policies.queue_order.queue_order_policies import RequestFcfs
 from sojourn_server.policies.retention.tool_type_ttl import ToolTypeRetention
 from sojourn_server.policies.workflow.workflow_prediction import (
@@ -344,6 +345,8 @@ def test_leases_end_in_the_eviction_order():
     assert EvictionOrderReclaim().release(need, [], 0.0) is None
 
 
+ABLATIONS = Path(__file__).parents[2] / "benchmarks" / "saga_ablations"
+
 # -- presets ---------------------------------------------------------------------------------
 
 
@@ -358,7 +361,7 @@ def test_leases_end_in_the_eviction_order():
     ],
 )
 def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
-    whole, part = load_preset("saga-paper"), load_preset(name)
+    whole, part = load_preset("saga-paper"), read_preset(ABLATIONS / f"{name}.toml")
     assert getattr(whole, question) != getattr(part, question)
     for other in POLICY_CLASSES.keys() - {question}:
         assert getattr(whole, other) == getattr(part, other)

@@ -69,7 +69,7 @@ class SmallCluster:
             latency,
             loop,
             self.log,
-            SimulationOptions(until_s=until_s, samples=samples, oracle=engine.oracle),
+            SimulationOptions(until_s=until_s, samples=samples),
             front=self.front,
             with_hints=settings is not None,
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from simulator_small_workload import BLOCK, FlatLatency, SmallLoop
 from sojourn_server.simulator.event_queue import VirtualClock
-from sojourn_server.simulator.limits.block_accesses import AccessRecorder
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulation import Simulation, SimulationOptions
@@ -30,9 +30,9 @@ class SmallRun:
         disk_blocks: int = 0,
         samples: int = 0,
         until_s: float | None = None,
-        record: bool = False,
         call_s: float = 0.0,
         asynchronous: bool = False,
+        prepare: Callable[[Simulation], None] | None = None,
     ) -> None:
         chosen = find_policy(policy) if isinstance(policy, str) else policy
         self.clock = VirtualClock()
@@ -67,19 +67,20 @@ class SmallRun:
         self._watch_door(request_router)
         make = TierTransfers if chosen.own_tiers else VllmOffloadTransfers
         copies = make(latency, 0 if chosen.bound is Bound.FREE_IO else 64) if host_blocks else None
-        self.recorder = AccessRecorder(blocks - 1, BLOCK) if record else None
-        Simulation(
+        simulation = Simulation(
             [(self.engine, copies)],
             self.clock,
             latency,
             loop,
             self.log,
-            SimulationOptions(until_s=until_s, samples=samples, knows_work=chosen.knows_work),
+            SimulationOptions(until_s=until_s, samples=samples),
             front=request_router,
             standalone=True,
-            recorder=self.recorder,
             with_hints=settings is not None,
-        ).run()
+        )
+        if prepare is not None:
+            prepare(simulation)
+        simulation.run()
         adapter = getattr(self.engine.scheduler, "sojourn", None)
         if adapter is not None:
             for decision in adapter.program_scheduler.decisions.since(0, 100_000)[0]:

@@ -66,7 +66,7 @@ def test_a_small_open_workload_ends(name: str, tmp_path: Path) -> None:
     spec = RunSpec(
         policy=name, workload=str(trace), programs=8, rate_per_s=5.0, until_s=None, pool_tokens=3200, seed=3
     )
-    log = run_simulation(spec).log
+    log = run_simulation(spec)
     assert log.notes == []
     assert log.hook_failures == 0
     assert len(log.programs) == 8

@@ -58,8 +58,6 @@ def test_a_name_is_a_routing_an_engine_or_both(name: str, found: str) -> None:
         ("random/stok", "unknown policy 'stok'; expected one of"),
         ("random/stok", "did you mean 'stock'?"),
         ("saga/thunderagent", "thunderagent has its own router"),
-        ("belady", "belady is found on the accesses of one engine"),
-        ("random/belady", "belady is found on the accesses of one engine"),
         ("nothing.toml", "policy file nothing.toml"),
         ("", "unknown policy ''"),
         ("/stock", "unknown routing ''"),

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,14 @@ from rich.console import Console
 from simulator_run_logs import synthetic_run_log
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
-from sojourn_server.simulator.parameter_sweep import read_sweep
 from sojourn_server.simulator.report.program_explanation import explain_program
 from sojourn_server.simulator.report.results_file import Provenance, document, read_results
 from sojourn_server.simulator.report.results_table import markdown, render, title
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS, RunRow
-from sojourn_server.simulator.run_cache import RunCache, RunOutcome
 from sojourn_server.simulator.run_log import REPLICA_STEP_OFFSET, ProgramLog, ReplicaLog, RunLog, TurnLog
 from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, validate_specs
-from sojourn_server.simulator.simulation_suite import planned_runs
+from sojourn_server.simulator.simulation_suite import read_sweep
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
@@ -200,7 +197,8 @@ def test_different_numbers_of_replicas_are_not_compared() -> None:
 
 def test_a_programs_life_names_its_replicas() -> None:
     console = Console(file=io.StringIO(), width=300, color_system=None)
-    console.print(explain_program(log(life("a", "011", finished_s=3.0)), "a"))
+    run = log(life("a", "011", finished_s=3.0))
+    console.print(explain_program(run, run.programs[0]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "replica" in text
     assert "r1" in text
@@ -275,34 +273,6 @@ def test_the_benchmarks_page_has_a_line_a_policy(monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
-# -- what is kept -----------------------------------------------------------------------------------
-
-
-def test_kept_runs_tell_replicas_apart(tmp_path: Path) -> None:
-    trace = tmp_path / "mine.jsonl"
-    trace.write_text(json.dumps({"program_id": "p", "turns": [{"prompt_tokens": 9, "output_tokens": 2}]}))
-    spec = RunSpec(policy="saga", workload=str(trace), programs=2, replicas=3)
-    outcome = RunOutcome(log=log(life("a", "01")))
-    RunCache(tmp_path / "kept").put(spec, outcome)
-    kept = RunCache(tmp_path / "kept")
-    assert kept.get(spec) == outcome
-    assert kept.get(replace(spec, replicas=2)) is None
-    assert kept.get(replace(spec, replicas=None)) is None
-    (found,) = (tmp_path / "kept").iterdir()
-    assert "saga-2-on-3" in found.name
-
-
-def test_a_preset_of_ones_own_behind_a_routing_counts(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text("before")
-    spec = RunSpec(policy=f"saga/{mine}", workload="synthetic:continuum-bfcl", replicas=2)
-    kept = RunCache(tmp_path / "kept")
-    kept.put(spec, RunOutcome(log=log(life("a", "01"))))
-    assert kept.get(spec) is not None
-    mine.write_text("after")
-    assert kept.get(spec) is None
-
-
 # -- the command ------------------------------------------------------------------------------------
 
 
@@ -318,7 +288,6 @@ def refused(*arguments: str) -> CliError:
     [
         ("sagga/stock", "unknown routing 'sagga'"),
         ("random/stok", "unknown policy 'stok'"),
-        ("saga,belady", "belady is found on the accesses of one engine"),
         ("saga,saga/saga", "saga and saga/saga would both be called 'saga/saga'; expected one of them"),
     ],
 )
@@ -363,7 +332,6 @@ def test_replicas_are_swept_as_other_numbers_are() -> None:
     assert [(spec.policy, spec.replicas) for spec in specs] == [
         ("saga", 1), ("stock", 1), ("saga", 2), ("stock", 2), ("saga", 4), ("stock", 4),
     ]  # fmt: skip
-    assert planned_runs(specs) == specs
 
 
 def turn(prompt: int) -> dict[str, Any]:
@@ -416,7 +384,7 @@ def test_the_command_runs_several_replicas(tmp_path: Path) -> None:
     assert runs["saga/saga"]["routes"]["home"] > 0
     assert "2 replicas" in result.stderr
     assert "p0@0 under round-robin/stock" in result.stderr
-    assert (tmp_path / "plots" / "occupancy-6.png").exists()
+    assert (tmp_path / "plots" / "metrics.png").exists()
     again = run_sojourn("simulate", "--load", "runs.json.gz", "--json", "-", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert [run["per_replica"] for run in json.loads(again.stdout)["runs"]] == [

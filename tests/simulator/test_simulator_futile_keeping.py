@@ -82,7 +82,7 @@ def test_first_tokens_of_chats_come_as_soon_as_under_stock(
             policy=policy, workload=str(chats(tmp_path)), hardware=str(profile), cpu_ratio=0.0,
             programs=USERS, until_s=120.0, pool_tokens=POOL_TOKENS, max_model_len=8192,
         )  # fmt: skip
-        turns = [turn for program in run_simulation(spec)[0].programs for turn in program.turns]
+        turns = [turn for program in run_simulation(spec).programs for turn in program.turns]
         waits = sorted(
             turn.first_token_s - turn.submitted_s for turn in turns if turn.first_token_s is not None
         )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.simulator.report.kaplan_meier import estimated_statistics, finished_share
+from sojourn_server.simulator.report.run_metrics import estimated_statistics
 
 seconds = st.floats(0.001, 1e4, allow_nan=False)
 PERCENTS = (50, 90, 95, 99)
@@ -27,22 +26,10 @@ def test_without_cut_offs_it_is_mean_and_nearest_rank(times: list[float]) -> Non
 
 def test_a_textbook_example_by_hand() -> None:
     # At risk: 6 at 3, 4 at 5 (one cut off at 4), 2 at 9 (one cut off at 5, the moment another ended).
-    points = finished_share([3, 5, 9], [4, 5, 12])
-    shares = [1 - 5 / 6, 1 - 5 / 6 * 3 / 4, 1 - 5 / 6 * 3 / 4 * 1 / 2]
-    assert [at for at, _ in points] == [3, 5, 9]
-    assert [share for _, share in points] == pytest.approx(shares)
+    # So 17 % have finished by 3, 38 % by 5 and 69 % by 9.
     found = estimated_statistics([3, 5, 9], [4, 5, 12])
     assert (found.p50, found.p90, found.count) == (9, 12, 6)
     assert found.at_least == ("mean", "p90", "p95", "p99")
-
-
-@given(st.lists(seconds, max_size=20), st.lists(seconds, max_size=20))
-def test_shares_rise_to_at_most_one(exact: list[float], cut_off: list[float]) -> None:
-    points = finished_share(exact, cut_off)
-    assert [at for at, _ in points] == sorted(set(exact))
-    shares = [0.0, *(share for _, share in points)]
-    assert all(before < after for before, after in pairwise(shares))
-    assert shares[-1] <= 1.0
 
 
 def test_what_is_never_seen_is_nothing() -> None:

@@ -11,11 +11,11 @@ pytest.importorskip("vllm")
 from simulator_small_runs import SmallRun
 from simulator_small_workload import PlannedTurn, SmallLoop, copied_workload, small_workload
 from sojourn_server.simulator.run_log import RunLog
-from sojourn_server.simulator.simulator_policies import Bound, find_policy, policy_names
+from sojourn_server.simulator.simulator_policies import policy_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
-POLICIES = [name for name in policy_names() if find_policy(name).bound is not Bound.BELADY]
+POLICIES = policy_names()
 """All that decide anything while a run goes on; the offline optimum is there to know the future."""
 
 
@@ -99,13 +99,3 @@ def test_a_policy_that_peeks_is_caught(monkeypatch: pytest.MonkeyPatch):
     first = run(loop)
     at_s = first.log.virtual_s * 0.5
     assert run(another_future(loop, first.log, at_s, 1)).before(at_s) != first.before(at_s)
-
-
-def test_the_oracle_sees_the_future():
-    """``sojourn-oracle`` is the bound on what an order can gain: it knows what no policy may know."""
-    assert "sojourn-oracle" not in policy_names(), "no server can run it"
-    loop = small_workload(seed=3)
-    run = SmallRun("sojourn-oracle", loop)
-    at_s = run.log.virtual_s * 0.55
-    others = [SmallRun("sojourn-oracle", another_future(loop, run.log, at_s, seed)) for seed in range(3)]
-    assert any(other.before(at_s) != run.before(at_s) for other in others)

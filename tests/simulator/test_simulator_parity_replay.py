@@ -21,7 +21,6 @@ from rich.console import Console
 from simulator_parity_workload import Agents, Clock, grants, make_engine, record, recording_lines, write_lines
 from sojourn_server.core.events_and_actions import CacheReset, OutputLengthPredicted
 from sojourn_server.core.program_scheduler import ProgramScheduler
-from sojourn_server.core.request_lifecycle import RequestLifecycle
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
 from sojourn_server.policies.preset import load_preset, preset_text
 from sojourn_server.recording import RecordingError, RecordingFile, RecordingHeader, encode_record
@@ -167,7 +166,7 @@ def test_resets_and_requests_without_a_program_are_reproduced(tmp_path):
 
 def test_a_request_that_cannot_be_taken_in_is_reproduced(tmp_path, monkeypatch):
     """A hook of ours that fails half-way leaves what it did until then; so must the replay."""
-    arrived = RequestLifecycle.arrived
+    arrived = ProgramScheduler._arrived
 
     def fails_at_times(self: Any, fact: Any, now: float) -> Any:
         if fact.prompt_tokens % 7 == 0:
@@ -175,7 +174,7 @@ def test_a_request_that_cannot_be_taken_in_is_reproduced(tmp_path, monkeypatch):
             raise RuntimeError("no")
         return arrived(self, fact, now)
 
-    monkeypatch.setattr(RequestLifecycle, "arrived", fails_at_times)
+    monkeypatch.setattr(ProgramScheduler, "_arrived", fails_at_times)
     clock = Clock()
     engine = make_engine(tmp_path / "recording", clock, strict=False)
     Agents(engine, clock, seed=3).run(300)

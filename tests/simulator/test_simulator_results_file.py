@@ -120,7 +120,7 @@ def test_saved_runs_come_back_and_can_be_explained(tmp_path: Path, suffix: str) 
     save_runs(path, [RUN], MADE, [summarize_run(RUN)])
     saved = load_runs(path)
     assert (saved.runs, saved.rows, saved.made_with) == ([RUN], [summarize_run(RUN)], MADE)
-    explain_program(saved.runs[0], RUN.programs[0].program_id)
+    explain_program(saved.runs[0], saved.runs[0].programs[0])
     assert (path.read_bytes()[:2] == b"\x1f\x8b") == suffix.endswith(".gz")
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 

@@ -19,7 +19,7 @@ from sojourn_server.simulator.report.result_columns import (
     columns_to_show,
 )
 from sojourn_server.simulator.report.results_table import markdown, notes, render, title, workloads
-from sojourn_server.simulator.report.run_metrics import bound_row, summarize_run
+from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow, SummaryStatistics
 
 BASE = summarize_run(synthetic_run_log("stock", 3, virtual_s=900.0))
@@ -142,18 +142,6 @@ def test_without_stock_there_are_no_factors_and_zero_makes_none() -> None:
     assert [c.factor for c in cells(rows, column("output", "tok/s"))] == ["", ""]
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
-    limit = bound_row(BASE, "belady", regenerated_tokens=5, regenerated_over_belady=1.0)
-    for heading, unit in (
-        ("completion", "mean s"),
-        ("finished", ""),
-        ("preempted", ""),
-        ("on device", "% prompt"),
-    ):
-        assert cells([BASE, limit], column(heading, unit))[1].text == "–"
-    assert cells([BASE, limit], column("again", "÷ Bélády"))[1].text == "1.00"
-
-
 def test_workloads_keep_apart_what_may_not_be_compared() -> None:
     rows = [
         row("b", programs=80),
@@ -236,9 +224,9 @@ def test_a_note_says_whose_it_is_where_it_is_not_everybodys() -> None:
     rows = [
         msgspec.structs.replace(BASE, policy="stock", notes=("all", "mine")),
         msgspec.structs.replace(BASE, policy="b", notes=("all", "b: own")),
-        msgspec.structs.replace(BASE, policy="belady", notes=("bound",), limit=True),
+        msgspec.structs.replace(BASE, policy="free-io", notes=("bound",), limit=True),
     ]
-    assert notes(rows) == ["all", "stock: mine", "b: own", "belady: bound"]
+    assert notes(rows) == ["all", "stock: mine", "b: own", "free-io: bound"]
 
 
 def test_the_title_tells_how_much_is_below_the_device_where_a_policy_has_it() -> None:

@@ -12,7 +12,6 @@ from sojourn_server.simulator.report.run_metrics import (
     NONE_ARRIVED_NOTE,
     NONE_FINISHED_NOTE,
     SURVIVORS_NOTE,
-    bound_row,
     cascades,
     censored_statistics,
     summarize_run,
@@ -25,7 +24,7 @@ from sojourn_server.simulator.run_log import ProgramLog, RunLog, TurnLog
 ISSUE_FIELDS = [
     *("policy", "programs", "hardware", "model", "trace", "seed", "programs_finished", "programs_unfinished"),
     *("completion_s", "ttft_s", "tpot_s", "output_tok_per_s", "prompt_tokens", "computed_tokens"),
-    *("regenerated_tokens", "regenerated_over_belady", "preemptions", "cascades"),
+    *("regenerated_tokens", "preemptions", "cascades"),
     *("scheduler_ms_per_step", "virtual_s", "wall_s"),
 ]
 
@@ -277,15 +276,6 @@ def test_only_wall_clock_fields_differ_between_machines() -> None:
         for name in WALL_CLOCK_FIELDS:
             del row[name]
     assert msgspec.json.encode(rows[0]) == msgspec.json.encode(rows[1])
-
-
-def test_a_limit_without_times_says_so() -> None:
-    stock = summarize_run(small_run())
-    row = bound_row(stock, "belady", regenerated_tokens=10, regenerated_over_belady=1.0, notes=["n"])
-    assert row.limit
-    assert row.workload == stock.workload
-    assert row.completion_s.mean is row.output_tok_per_s is None
-    assert (row.prompt_tokens, row.computed_tokens) == (460, 432 - 68 + 10)
 
 
 @pytest.mark.parametrize(

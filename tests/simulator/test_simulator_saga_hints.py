@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -20,17 +22,20 @@ def turns(policy: str, loop: SmallLoop) -> list[TurnLog]:
     return [turn for program in log.programs for turn in program.turns]
 
 
+ABLATIONS = Path(__file__).parents[2] / "benchmarks" / "saga_ablations"
+
+
 @pytest.fixture(scope="module")
 def loop() -> SmallLoop:
     return small_workload(seed=3, programs=60, turns=8)
 
 
 def test_hints_tell_at_once_patterns_after_thirty_programs_and_the_cold_never(loop: SmallLoop):
-    policies = ("saga-paper", "saga-inferred", "saga-cold")
+    policies = ("saga-paper", f"{ABLATIONS}/saga-inferred.toml", f"{ABLATIONS}/saga-cold.toml")
     foreseen = {policy: [turn.goes_on for turn in turns(policy, loop)] for policy in policies}
-    known = {policy: sum(p is not None for p in found) for policy, found in foreseen.items()}
-    assert known["saga-paper"] > known["saga-inferred"] > 20
-    assert known["saga-cold"] == 0
+    hinted, inferred, cold = (sum(p is not None for p in found) for found in foreseen.values())
+    assert hinted > inferred > 20
+    assert cold == 0
     for found in foreseen.values():
         assert all(p is None or 0.0 <= p <= 1.0 for p in found)
 
@@ -40,7 +45,9 @@ def test_what_was_evicted_is_told_with_its_evictor_and_its_score(loop: SmallLoop
     assert len(found) > 10
     assert all(turn.evictor not in (None, turn.program_id) for turn in found if turn.evictor)
     assert all(len(turn.evicted_score or ()) == 2 for turn in found)
-    assert not [turn for turn in turns("saga-no-eviction", loop) if turn.evicted_score is not None]
+    assert not [
+        turn for turn in turns(f"{ABLATIONS}/saga-no-eviction.toml", loop) if turn.evicted_score is not None
+    ]
 
 
 def test_clients_know_of_programs_that_have_ended_only():

@@ -170,7 +170,7 @@ def small(policy: str, disk_blocks: int, loop: SmallLoop | None = None) -> Small
 
 
 def again(made: SmallRun) -> int:
-    return sum(turn.regenerated_tokens for program in made.log.programs for turn in program.turns)
+    return sum(turn.regenerated_tokens for program in made.programs for turn in program.turns)
 
 
 def planner_of(made: SmallRun) -> Any:
@@ -199,7 +199,7 @@ def test_everybody_knows_of_the_disk_and_nothing_goes_wrong(policy: str) -> None
     pool = made.engine.scheduler.sojourn.program_scheduler.pool
     assert pool.disk_blocks == DISK_BLOCKS == planner.limits.disk_blocks
     assert made.log.hook_failures == 0
-    assert all(program.finished_s is not None for program in made.log.programs)
+    assert all(program.finished_s is not None for program in made.programs)
     assert 0 < len(planner.disk) <= planner.counts["spilled"]
     gone_wrong = {"failed", "spill_failed", "spill_missing", "stage_missing", "stage_failed"}
     assert not gone_wrong & planner.counts.keys()
@@ -226,7 +226,7 @@ def test_without_a_disk_the_engine_has_its_own_connector() -> None:
 def test_a_run_with_a_disk_repeats(policy: str) -> None:
     one, two = small(policy, DISK_BLOCKS), small(policy, DISK_BLOCKS)
     assert one.decisions == two.decisions
-    assert one.log.programs == two.log.programs
+    assert one.programs == two.programs
     assert one.log.copied_from_disk_bytes == two.log.copied_from_disk_bytes
 
 
@@ -242,12 +242,12 @@ TINY = RunSpec(
 
 
 def test_the_ratio_is_of_the_devices_memory() -> None:
-    log = run_simulation(replace(TINY, disk_ratio=4.0)).log
+    log = run_simulation(replace(TINY, disk_ratio=4.0))
     assert (log.host_blocks, log.disk_blocks) == (125, 2000)
     assert log.copied_to_disk_bytes > log.copied_from_disk_bytes > 0
     assert log.copied_to_disk_bytes % (16 * 131_072) == 0
     assert log.hook_failures == 0
-    plain = run_simulation(replace(TINY, policy="continuum", disk_ratio=4.0)).log
+    plain = run_simulation(replace(TINY, policy="continuum", disk_ratio=4.0))
     assert (plain.host_blocks, plain.disk_blocks, plain.copied_to_disk_bytes) == (0, 0, 0)
 
 
@@ -286,7 +286,7 @@ def test_what_an_engine_would_not_start_with_is_told() -> None:
     note = "mori has no host memory to place programs in"
     assert not any(note in told for told in validate_specs([TINY, bare[0]]))
     assert any(note in told for told in validate_specs(bare))
-    assert run_simulation(bare[1]).log.programs
+    assert run_simulation(bare[1]).programs
 
 
 def test_who_has_no_disk_may_stand_beside_who_has() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import subprocess
 import sys
@@ -25,7 +24,7 @@ _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
 _ENTRY_POINTS = ((GENERAL_PLUGINS, "sojourn"), (ENDPOINT_PLUGINS, "sojourn"))
 _ROCM_DEVICE = Path("/dev/kfd")
-_CUDA_DRIVER = "libcuda.so.1"
+_IMPORT_ENGINE = "from transformers import LlamaConfig; import torch; print(torch.cuda.device_count())"
 _COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
 
 
@@ -41,17 +40,9 @@ def doctor(
     ),
     api_key: str | None = api_key_option("The server's API key, or a gateway's"),
     json_output: str | None = json_option("the report"),
-    fabric: bool = typer.Option(
-        False, "--fabric", help="Only print settings that isolate KV traffic on InfiniBand or RoCE; untested"
-    ),
 ) -> None:
     """Check this environment, and with --url a server, and print a report. Exits with code 1 if a check
-    failed. With --url the server generates one token. With --fabric, only network settings are printed."""
-    if fabric:
-        from ..kv_transfer.fabric_qos import infiniband_settings, roce_settings
-
-        typer.echo(f"{infiniband_settings()}\n\n{roce_settings()}")
-        return
+    failed. With --url the server generates one token."""
     # The report is the result, so it goes to stdout, unless the JSON goes to stdout.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []
@@ -174,36 +165,50 @@ def _engine_checks(announce: Announce, import_engine: bool) -> Iterator[Check]:
             f"{version}, {build}; tested with this sojourn: {tested}",
             "install a tested release, or serve with --policy stock",
         )
-        yield _release_check()
-    if not is_cpu_build() and not _ROCM_DEVICE.exists():
-        yield _gpu_check()
     if not import_engine:
         return
     announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:g} s")
-    yield _import_check()
+    yield from _import_checks(needs_gpu=not is_cpu_build() and not _ROCM_DEVICE.exists())
 
 
-def _import_check() -> Check:
-    """Return a check that the engine's model library can be imported. A slow import is no fault, because the
-    first import reads hundreds of files."""
+def _import_checks(*, needs_gpu: bool) -> Iterator[Check]:
+    """Yield a check that the engine's model library can be imported, in a process of its own. A slow import
+    is no fault, because the first import reads hundreds of files. With ``needs_gpu``, the same process counts
+    the devices that torch finds."""
     name = "engine imports"
     again = "run make setup again" if _is_checkout() else f"run {install_command('vllm')} again"
     if util.find_spec("transformers") is None:
-        return Check(name, False, "transformers is not installed", again)
+        yield Check(name, False, "transformers is not installed", again)
+        return
     try:
-        error = _import_error("from transformers import LlamaConfig")
+        run = subprocess.run(
+            [sys.executable, "-c", _IMPORT_ENGINE], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         why = "first import, slow disk or busy machine"
-        return Check(name, None, f"not finished after {_IMPORT_TIMEOUT_S:g} s ({why})", "run doctor again")
-    if error is None:
-        return Check(name, True, "transformers loads its models")
-    return Check(
-        name,
-        False,
-        error,
-        f"{again}; the usual cause is a torchvision built for another torch, which text models do not need: "
-        "pip uninstall torchvision",
-    )
+        yield Check(name, None, f"not finished after {_IMPORT_TIMEOUT_S:g} s ({why})", "run doctor again")
+        return
+    if run.returncode:
+        yield Check(
+            name,
+            False,
+            (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1],
+            f"{again}; the usual cause is a torchvision built for another torch, which text models do not "
+            "need: pip uninstall torchvision",
+        )
+        return
+    yield Check(name, True, "transformers loads its models")
+    if needs_gpu:
+        devices = int(run.stdout.split()[-1])
+        # No fault: vLLM's scheduler, and so sojourn simulate, runs without a GPU.
+        yield Check(
+            "gpu",
+            True if devices else None,
+            f"{devices} for CUDA"
+            if devices
+            else "torch finds none; vLLM's build for CUDA cannot start an engine here",
+            "" if devices else "give the container its GPUs, install the driver, or use vLLM's CPU build",
+        )
 
 
 def _is_checkout() -> bool:
@@ -213,56 +218,6 @@ def _is_checkout() -> bool:
 
 def _cpu_engine() -> str:
     return "make setup" if _is_checkout() else install_command("cpu")
-
-
-def _release_check() -> Check:
-    """Return a check that compares the installed, untested release of vLLM with the newest known release.
-    Only interfaces that sojourn uses are compared."""
-    from sojourn_server.vllm.compat import package_directory
-    from sojourn_server.vllm.release_surface import (
-        differences,
-        directory_source,
-        known_surfaces,
-        read_surface,
-    )
-
-    package, known = package_directory(), known_surfaces()
-    newest = list(known)[-1]
-    try:
-        found = read_surface(directory_source(package.parent)) if package is not None else {}
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        return Check("vllm's interfaces", None, f"its source cannot be read: {error}")
-    lines = differences(found, known[newest])
-    if not lines:
-        return Check(
-            "vllm's interfaces",
-            None,
-            f"the interfaces that sojourn uses are the same as in {newest}; this release is still untested",
-        )
-    return Check(
-        "vllm's interfaces",
-        None,
-        f"{len(lines)} differences from {newest}:\n" + "\n".join(f"    {line}" for line in lines),
-        "docs/vllm-releases.md says how a release is added",
-    )
-
-
-def _gpu_check() -> Check:
-    """Ask the CUDA driver, without torch, whether this machine has a GPU on which vLLM can start."""
-    count = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL(_CUDA_DRIVER)
-        error = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    except (OSError, AttributeError):
-        found = f"no CUDA driver ({_CUDA_DRIVER}); vLLM's build for CUDA cannot start an engine here"
-    else:
-        if not error and count.value:
-            return Check("gpu", True, f"{count.value} for CUDA")
-        what = f"answers with error {error}" if error else "finds none"
-        found = f"the CUDA driver {what}; vLLM's build for CUDA cannot start an engine here"
-    # No fault: vLLM's scheduler, and so sojourn simulate, runs without a GPU.
-    step = "give the container its GPUs, install the driver, or use vLLM's CPU build"
-    return Check("gpu", None, found, step)
 
 
 def _memory_check() -> Check:
@@ -292,15 +247,3 @@ def _model_checks() -> Iterator[Check]:
             yield Check(f"model {name}", None, f"cannot be made: {error.message}", error.next_step)
         else:
             yield Check(f"model {name}", True, "will be made on first use")
-
-
-def _import_error(statement: str) -> str | None:
-    """Run ``statement`` in a new process. Return the last line of stderr if it fails, else ``None``. Raises
-    ``subprocess.TimeoutExpired``."""
-    run = subprocess.run(
-        [sys.executable, "-c", statement], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S
-    )
-    if run.returncode == 0:
-        return None
-    lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-    return lines[-1]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,27 +17,37 @@ from typing import TYPE_CHECKING, Any
 import typer
 from sojourn.errors import install_command
 
-from .console import CliError, is_given, json_option, print_note
-from .simulate_outputs import SimulateOutputs
-from .sweep_options import expand_specs, group_by_value, parse_sweep, sweep_policies, whole_values
+from .console import (
+    CliError,
+    check_output_file,
+    check_output_folder,
+    console,
+    is_given,
+    json_option,
+    print_line,
+    print_note,
+    write_json,
+)
 
 if TYPE_CHECKING:
-    from sojourn_server.simulator.parameter_sweep import ParameterSweep
     from sojourn_server.simulator.report.results_file import Provenance
     from sojourn_server.simulator.report.sweep_results import SweepRuns
     from sojourn_server.simulator.simulation_run import RunSpec
-    from sojourn_server.simulator.simulation_suite import SuiteResult
+    from sojourn_server.simulator.simulation_suite import ParameterSweep, SuiteResult
 
 DEFAULT_POLICIES = "stock,admit,continuum,sojourn"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
-"""Default policies for runs with several replicas. They choose a replica for each request. The policies in
-``DEFAULT_POLICIES`` do not choose replicas."""
-_RUN_OPTIONS = (
-    "policy", "replicas", "hardware", "model", "tp", "async_scheduling", "cpu_ratio", "disk_ratio",
-    "programs", "rate", "hours", "seed", "max_gap_s", "human_gaps", "pool_tokens", "max_model_len",
-    "max_context", "sweep", "jobs",
-)  # fmt: skip
-"""Options that define the runs. With ``--load`` they have no effect."""
+"""Default policies for runs with several replicas: they choose a replica for each request."""
+SWEEP_POLICIES = {
+    "cpu_ratio": "stock,lru-offload,thunderagent-offload,continuum+host,mori",
+    "disk_ratio": "stock,continuum+host,mori",
+    "replicas": CLUSTER_POLICIES,
+}
+"""Default policies of sweeps of a number that ``DEFAULT_POLICIES`` do not use."""
+_SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
+"""Options that have an effect on runs loaded with ``--load``."""
+LINE_INTERVAL_S = 15.0
+"""Seconds between two lines of progress outside a terminal."""
 
 
 def next_step_for(workload: str) -> str:
@@ -130,49 +143,43 @@ def simulate(
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
-    outputs = SimulateOutputs(json=json, plot=plot, save=save, explain=explain)
-    outputs.check()
+    _check_outputs(plot, save)
     swept: SweepRuns | None = None
     if load is not None:
-        if workload is not None:
-            raise CliError(f"--load shows saved runs, and {workload} would be run", "leave out one of them")
-        _check_unused(context)
+        for name in context.params:
+            if name not in _SHOWING_OPTIONS and is_given(context, name):
+                option = name if name == "workload" else "--" + name.replace("_", "-")
+                raise CliError(
+                    f"{option} has no effect on saved runs, which --load only shows",
+                    f"leave out {option}, or run the simulation again",
+                )
         result, made = _load_saved(load, warm_up_s)
     else:
         if workload is None:
             raise CliError("no workload", "name a trace, or a synthetic one: sojourn simulate synthetic:NAME")
-        sweeping = parse_sweep(sweep, context) if sweep is not None else None
-        if sweeping is not None:
-            policy = sweep_policies(sweeping, policy, context)
-        if (replicas is not None or _is_replica_sweep(sweeping)) and not is_given(context, "policy"):
-            policy = CLUSTER_POLICIES
-        specs = _specs(workload, policy, programs, rate)
-        if async_scheduling is None:
-            async_scheduling = _is_gpu(hardware)
+        sweeping = _parse_sweep(sweep, context) if sweep is not None else None
+        if not is_given(context, "policy"):
+            policy = CLUSTER_POLICIES if replicas is not None else policy
+            policy = SWEEP_POLICIES.get(sweeping.field.name, policy) if sweeping is not None else policy
         specs = [
             replace(
                 spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
-                async_scheduling=async_scheduling, replicas=replicas, seed=seed, max_gap_s=max_gap_s,
-                human_gaps=human_gaps, pool_tokens=pool_tokens, max_model_len=max_model_len,
-                max_context_tokens=max_context,
+                async_scheduling=_is_gpu(hardware) if async_scheduling is None else async_scheduling,
+                replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
+                pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
             )
-            for spec in specs
+            for spec in _specs(workload, policy, programs, rate)
         ]  # fmt: skip
         if sweeping is not None:
-            specs = expand_specs(sweeping, specs)
+            specs = _expand_sweep(sweeping, specs)
         specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
         if explain is not None:
-            _check_program(explain, specs)
-        if (explain is not None or save is not None) and replicas is None:
-            specs = [replace(spec, record_accesses=True) for spec in specs]  # for the comparison with Bélády
-        try:
-            result = _run_simulations(specs, jobs, warm_up_s, sweeping)
-        except KeyboardInterrupt as interrupt:
-            sweeping, specs, result = _finished_part(interrupt, specs, sweeping)
+            _check_program(explain, specs[0])
+        result = _run_simulations(specs, jobs, warm_up_s)
         made = made_with(sys.argv)
-        if sweeping is not None:
-            swept = group_by_value(sweeping, specs, result.rows)
-    outputs.show(result, made, swept)
+        if sweeping is not None and not result.missing_runs:
+            swept = _group_by_value(sweeping, specs, result)
+    _show(result, made, swept, json=json, plot=plot, save=save, explain=explain)
     if load is None and result.missing_runs:
         whole = len(result.rows) + result.missing_runs
         raise CliError(
@@ -182,20 +189,7 @@ def simulate(
         )
 
 
-def _finished_part(
-    interrupt: KeyboardInterrupt, specs: Sequence[RunSpec], sweep: ParameterSweep | None
-) -> tuple[ParameterSweep | None, list[RunSpec], SuiteResult]:
-    """Return the part of an interrupted suite that can be shown: its sweep, specifications and result. Raises
-    ``CliError`` if no run has finished."""
-    from sojourn_server.simulator.simulation_suite import SuiteInterrupted
-
-    if isinstance(interrupt, SuiteInterrupted):
-        finished = interrupt.finished
-        if sweep is not None:
-            sweep, finished = whole_values(sweep, specs, finished)
-        if finished:
-            return sweep, finished, interrupt.result(finished)
-    raise CliError("interrupted", "nothing was written; run it again", exit_code=130)
+# -- what to run ---------------------------------------------------------------------------------
 
 
 def _is_gpu(hardware: str) -> bool:
@@ -209,21 +203,6 @@ def _is_gpu(hardware: str) -> bool:
         return not is_engine_profile(hardware)
     except LatencyProfileError:
         return True
-
-
-def _is_replica_sweep(sweep: ParameterSweep | None) -> bool:
-    return sweep is not None and sweep.field.name == "replicas"
-
-
-def _check_unused(context: typer.Context) -> None:
-    """Raise ``CliError`` if the user gave an option that has no effect on runs loaded with ``--load``."""
-    for name in _RUN_OPTIONS:
-        if is_given(context, name):
-            option = "--" + name.replace("_", "-")
-            raise CliError(
-                f"{option} has no effect on saved runs, which --load only shows",
-                f"leave out {option}, or run the simulation again",
-            )
 
 
 def _until_s(hours: float | None, spec: RunSpec) -> float | None:
@@ -242,10 +221,10 @@ def _specs(workload: str, policies: str, programs: str, rate: str | None) -> lis
         raise CliError("--policy names no policy", f"for example --policy {DEFAULT_POLICIES}")
     counts = _numbers("--programs", programs, int)
     rates: Sequence[float | None] = _numbers("--rate", rate, float) if rate is not None else [None]
-    loads = [(count, per_s) for count in counts for per_s in rates]
     return [
         RunSpec(policy=name, workload=workload, programs=count, rate_per_s=per_s)
-        for count, per_s in loads
+        for count in counts
+        for per_s in rates
         for name in dict.fromkeys(names)
     ]
 
@@ -267,86 +246,116 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
     return numbers
 
 
-def _check_program(name: str, specs: Sequence[RunSpec]) -> None:
-    """Raise ``CliError`` if none of the runs can contain the program ``name``."""
-    from sojourn_server.simulator.simulation_run import SimulatorError, workload_program_ids
-    from sojourn_server.traces.trace_schema import TraceError
+def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
+    from sojourn_server.simulator.simulation_suite import SweepError, read_sweep
 
     try:
-        known = workload_program_ids(specs[0])
-    except (SimulatorError, TraceError) as error:
-        raise CliError(str(error), next_step_for(specs[0].workload)) from None
-    wanted, at, copy = name.rpartition("@")
-    if name in known or not (at and copy.isdecimal()):
-        wanted = name
-    if wanted in known and any(spec.rate_per_s is None for spec in specs):
-        return  # a closed loop repeats its programs until the end of the simulation
-    coming = _certain_programs(specs)
-    if wanted in coming or (wanted in known and not coming):
-        return
-    near = difflib.get_close_matches(wanted, coming or known, n=3, cutoff=0.5) or (coming or known)[:3]
-    if wanted in known:
+        sweep = read_sweep(text)
+    except SweepError as error:
+        raise CliError(f"--sweep {error}", "for example --sweep cpu_ratio=0,1,2,4") from None
+    option = "rate" if sweep.field.name == "rate_per_s" else sweep.field.name
+    if is_given(context, option):
+        option = "--" + option.replace("_", "-")
         raise CliError(
-            f"--explain {name}: it is not among the {len(coming)} of {specs[0].workload} that arrive",
-            f"let more arrive: --programs {len(known)}; or name one of these, such as {', '.join(near)}",
+            f"{option} gives one value of {sweep.field.name}, and --sweep several", f"remove {option}"
         )
-    raise CliError(
-        f"--explain {name}: {specs[0].workload} has no such program",
-        f"name one of its {len(known)}, such as {', '.join(near)}",
+    for name in ("save", "explain"):
+        if is_given(context, name):
+            raise CliError(f"--{name} cannot distinguish the values of --sweep", f"run one value to {name}")
+    return sweep
+
+
+def _expand_sweep(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpec]:
+    from sojourn_server.simulator.simulation_suite import SweepError
+    from sojourn_server.simulator.simulator_policies import PolicyError
+
+    loads = {(spec.programs, spec.rate_per_s) for spec in specs}
+    if len(loads) > 1:
+        raise CliError(
+            f"--sweep shows one load, and --programs and --rate make {len(loads)}",
+            "give one of each, or sweep programs or rate_per_s alone",
+        )
+    try:
+        return sweep.specs(specs)
+    except SweepError as error:
+        raise CliError(f"--sweep {error}", "name one with --policy") from None
+    except PolicyError as error:
+        raise CliError(str(error), "docs/simulator.md lists the policies") from None
+
+
+def _group_by_value(sweep: ParameterSweep, specs: Sequence[RunSpec], result: SuiteResult) -> SweepRuns:
+    from sojourn_server.simulator.report.sweep_results import sweep_runs
+    from sojourn_server.simulator.simulation_run import device_for_run
+    from sojourn_server.simulator.simulation_suite import HOST_MEMORY
+
+    is_host_sweep = sweep.field is HOST_MEMORY
+    # With cpu_ratio 0 an engine profile needs no copy bandwidth.
+    kv_bytes = (
+        device_for_run(specs[0], cpu_ratio=0.0)[1].kv_bytes_per_token or None if is_host_sweep else None
+    )
+    return sweep_runs(
+        sweep.field.name,
+        sweep.field.meaning,
+        sweep.values,
+        result.rows,
+        is_host_sweep=is_host_sweep,
+        kv_bytes_per_token=kv_bytes,
     )
 
 
-def _certain_programs(specs: Sequence[RunSpec]) -> list[str]:
-    """Return the ids of programs that are certain to arrive in at least one run. The list is empty if these
-    programs cannot be determined."""
-    from sojourn_server.simulator.simulation_run import first_program_ids
+def _check_program(name: str, spec: RunSpec) -> None:
+    """Raise ``CliError`` if the workload has no program ``name``. A closed loop repeats programs as
+    ``ID@N``."""
+    from sojourn_server.simulator.workloads.arrival_processes import load_programs
+    from sojourn_server.traces.trace_schema import TraceError
 
-    loads = {(spec.programs, spec.rate_per_s): spec for spec in specs}
     try:
-        return list(dict.fromkeys(name for spec in loads.values() for name in first_program_ids(spec)))
-    except ValueError:
-        return []  # planning the runs reports the error
+        known = [program.program_id for program in load_programs(spec.workload, spec.seed)]
+    except TraceError as error:
+        raise CliError(str(error), next_step_for(spec.workload)) from None
+    if name not in known and name.rpartition("@")[0] not in known:
+        raise CliError(
+            f"--explain {name}: {spec.workload} has no such program",
+            f"name one of its {len(known)}, such as {', '.join(known[:3])}",
+        )
 
 
-def _run_simulations(
-    specs: list[RunSpec], jobs: int | None, warm_up_s: float, sweep: ParameterSweep | None
-) -> SuiteResult:
+# -- running -------------------------------------------------------------------------------------
+
+
+def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -> SuiteResult:
+    from concurrent.futures.process import BrokenProcessPool
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
         raise CliError(
             "simulate runs vLLM's own scheduler, and vLLM is not installed here", install_command("cpu")
         )
-    from sojourn_server.simulator.process_pool import WorkerDiedError
     from sojourn_server.simulator.simulation_run import validate_specs
-    from sojourn_server.simulator.simulation_suite import planned_runs
+    from sojourn_server.simulator.simulation_suite import SuiteInterrupted
 
-    from .suite_progress import run_with_progress
-
+    for spec in specs:
+        if spec.until_s is not None and warm_up_s >= spec.until_s:
+            raise CliError(
+                f"--warm-up-s {warm_up_s:g} leaves nothing of {spec.until_s:g} virtual s",
+                "use a shorter warm-up or more --hours",
+            )
     try:
-        planned = planned_runs(specs)
-        for spec in planned:
-            if spec.until_s is not None and warm_up_s >= spec.until_s:
-                raise CliError(
-                    f"--warm-up-s {warm_up_s:g} leaves nothing of {spec.until_s:g} virtual s",
-                    "use a shorter warm-up or more --hours",
-                )
-        notes = validate_specs(specs)
+        for note in validate_specs(specs):
+            print_note(note)
+        return run_with_progress(specs, jobs, warm_up_s)
     except ValueError as error:
         raise CliError(str(error), _next_step(error, specs[0].workload)) from None
-    for note in notes:
-        print_note(note)
-    try:
-        return run_with_progress(
-            specs,
-            processes=jobs,
-            since_s=warm_up_s,
-            name=sweep.label if sweep is not None else lambda spec: spec.label,
-        )
-    except ValueError as error:
-        raise CliError(str(error), _next_step(error, specs[0].workload)) from None
-    except WorkerDiedError as error:
-        raise CliError(str(error), "nothing was written; try --jobs 1", exit_code=1) from None
+    except SuiteInterrupted as interrupt:
+        if interrupt.result.rows:
+            return interrupt.result
+        raise CliError("interrupted", "nothing was written; run it again", exit_code=130) from None
+    except BrokenProcessPool:
+        raise CliError(
+            "a simulation's process died; was it short of memory?",
+            "nothing was written; try --jobs 1",
+            exit_code=1,
+        ) from None
 
 
 def _next_step(error: ValueError, workload: str) -> str:
@@ -367,6 +376,69 @@ def _next_step(error: ValueError, workload: str) -> str:
     return next((step for kind, step in steps if isinstance(error, kind)), "see docs/simulator.md")
 
 
+def run_with_progress(specs: Sequence[RunSpec], jobs: int | None = None, since_s: float = 0.0) -> SuiteResult:
+    """Call ``run_suite`` and show its progress on stderr: a bar for each running simulation in a terminal, an
+    occasional line elsewhere. SIGTERM interrupts the runs as Ctrl-C does."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from sojourn_server.simulator.simulation_suite import run_suite
+
+    planned = list(dict.fromkeys(specs))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}% {task.fields[finished]:>4} finished"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    terminal = sys.stderr.isatty()
+    bar = Progress(*columns, console=console, transient=True, disable=not terminal)
+    with _sigterm_interrupts(), bar as progress:
+        whole = progress.add_task("all runs", total=len(planned), finished=0)
+        bars: dict[int, Any] = {}
+        parts: dict[int, float] = {}
+        line_s = time.monotonic() + LINE_INTERVAL_S
+
+        def move(number: int, now: float, finished: int) -> None:
+            nonlocal line_s
+            spec = planned[number]
+            if number not in bars:
+                bars[number] = progress.add_task(spec.label, total=1.0, finished=0)
+            part = now / spec.until_s if spec.until_s is not None else finished / spec.programs
+            parts[number] = min(1.0, part)
+            progress.update(bars[number], completed=parts[number], finished=finished)
+            progress.update(whole, completed=sum(parts.values()))
+            if not terminal and time.monotonic() >= line_s:
+                line_s = time.monotonic() + LINE_INTERVAL_S
+                percent = 100 * sum(parts.values()) / len(planned)
+                console.print(f"{percent:.0f}% of {len(planned)} runs", highlight=False)
+
+        def end(number: int) -> None:
+            parts[number] = 1.0
+            if number in bars:
+                progress.update(bars[number], completed=1.0, visible=False)
+            done = sum(part == 1.0 for part in parts.values())
+            progress.update(whole, completed=sum(parts.values()), finished=done)
+
+        return run_suite(specs, processes=jobs, since_s=since_s, on_progress=move, on_done=end)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Context in which SIGTERM, which ``timeout`` and supervisors send, raises ``KeyboardInterrupt``."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# -- showing -------------------------------------------------------------------------------------
+
+
 def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
     from sojourn_server.simulator.report.results_file import ResultsError, load_runs
     from sojourn_server.simulator.report.run_metrics import summarize_run
@@ -378,18 +450,8 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
         if not rows:
             raise ResultsError(f"{path}: holds no runs")
         if warm_up_s:
-            logs = iter(saved.runs)
-            # Rows without a log, such as limits, cover the whole run, so they are left out.
-            rows = [
-                summarize_run(
-                    next(logs),
-                    since_s=warm_up_s,
-                    regenerated_over_belady=row.regenerated_over_belady,
-                    limit=row.limit,
-                )
-                for row in rows
-                if row.output_tok_per_s is not None
-            ]
+            pairs = zip(saved.runs, rows, strict=True)
+            rows = [summarize_run(log, since_s=warm_up_s, limit=row.limit) for log, row in pairs]
     except ResultsError as error:
         raise CliError(str(error), "name a file written by sojourn simulate --save") from None
     except ValueError as error:
@@ -397,3 +459,81 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
             f"--warm-up-s {warm_up_s:g}: {error}", "leave out less than the duration of the shortest run"
         ) from None
     return SuiteResult(rows=rows, logs=saved.runs, missing_runs=saved.missing_runs), saved.made_with
+
+
+def _check_outputs(plot: Path | None, save: Path | None) -> None:
+    """Raise ``CliError`` if ``plot`` or ``save`` cannot be written, before minutes of simulation."""
+    from importlib.util import find_spec
+
+    from sojourn_server.simulator.report.results_file import SUFFIXES
+
+    if save is not None:
+        if not save.name.endswith(SUFFIXES):
+            raise CliError(
+                f"--save {save}: expected a name ending in {' or '.join(SUFFIXES)}", "name it runs.msgpack.gz"
+            )
+        check_output_file(save)
+    if plot is not None:
+        check_output_folder(plot)
+        if find_spec("matplotlib") is None:
+            raise CliError("--plot needs matplotlib", install_command("demo"))
+
+
+def _show(
+    result: SuiteResult, made: Provenance, swept: SweepRuns | None, *,
+    json: str | None, plot: Path | None, save: Path | None, explain: str | None,
+) -> None:  # fmt: skip
+    """Print the table, write the files, and explain a program. Raises ``CliError`` if a file cannot be
+    written or a policy failed during a run."""
+    from sojourn_server.simulator.report.plot import write_plot
+    from sojourn_server.simulator.report.results_file import document, save_runs
+    from sojourn_server.simulator.report.results_table import render
+    from sojourn_server.simulator.report.sweep_results import render_sweep
+
+    console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
+    try:
+        if json is not None:
+            write_json(document(result.rows, made, swept, result.missing_runs), json)
+            if json != "-":
+                print_line(f"wrote {json}")
+        if save is not None:
+            save_runs(save, result.logs, made, result.rows, result.missing_runs)
+            print_line(f"wrote {save}")
+        if plot is not None:
+            for path in write_plot(result.rows, plot, swept):
+                print_line(f"wrote {path}")
+    except OSError as error:
+        where = error.filename2 or error.filename or "the output"
+        raise CliError(
+            f"{where}: {error.strerror or error}",
+            "make room or name another place, and run it again",
+            exit_code=1,
+        ) from None
+    if explain is not None:
+        _explain(result, explain)
+    if failed := sorted({log.policy for log in result.logs if log.hook_failures}):
+        raise CliError(
+            f"hooks of policy {', '.join(failed)} raised errors, so these figures are wrong",
+            "see the errors above, fix the policy and run it again",
+            exit_code=1,
+        )
+
+
+def _explain(result: SuiteResult, name: str) -> None:
+    """Explain the program ``name`` in each run. A name of the trace means the first program that repeats
+    it."""
+    from sojourn_server.simulator.report.program_explanation import explain_program
+
+    shown = False
+    for log in result.logs:
+        found = next((p for p in log.programs if p.program_id == name), None)
+        found = found or next((p for p in log.programs if p.trace_id == name), None)
+        if found is not None:
+            console.print(explain_program(log, found))
+            shown = True
+    if not shown:
+        known = list(dict.fromkeys(p.program_id for log in result.logs for p in log.programs))
+        raise CliError(
+            f"no program {name!r} in these runs", f"name one of {len(known)}, such as {', '.join(known[:3])}",
+            exit_code=1,
+        )  # fmt: skip

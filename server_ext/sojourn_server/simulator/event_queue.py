@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from typing import Any
 
 
@@ -28,9 +26,9 @@ class VirtualClock:
         self.now_s = at_s
 
 
-Event = tuple[float, int, Callable[..., None], tuple[Any, ...], "deque[Event] | None", bool]
+Event = tuple[float, int, Callable[..., None], tuple[Any, ...], bool]
 """A scheduled callback: (due time in virtual seconds, sequence number, callback, arguments of the callback,
-the FIFO that contains the event or ``None``, whether this is a background event). See ``EventQueue``."""
+whether this is a background event)."""
 
 
 class EventQueue:
@@ -50,49 +48,21 @@ class EventQueue:
         """Schedule ``call(*args)`` for ``at_s``. Background events (ticks, samples) do not keep a simulation
         running."""
         self._count = count = self._count + 1
-        heappush(self._events, (at_s, count, call, args, None, background))
+        heappush(self._events, (at_s, count, call, args, background))
         self._foreground_events += not background
 
-    def schedule_in_fifo(
-        self, line: deque[Event], at_s: float, call: Callable[..., None], *args: Any
-    ) -> None:
-        """Schedule ``call(*args)`` for ``at_s``, at the end of the FIFO ``line``. No event in ``line`` may be
-        due after ``at_s``.
-
-        The heap holds only the first event of each FIFO, so it is small and stays in the processor's cache.
-        """
-        self._count = count = self._count + 1
-        event = (at_s, count, call, args, line, False)
-        if not line:
-            heappush(self._events, event)
-        line.append(event)
-        self._foreground_events += 1
-
-    def run_until(self, limit_s: float, max_events: int = sys.maxsize) -> int:
-        """Run the events that are due at ``limit_s`` or before, at most ``max_events``. Returns how many were
-        run."""
-        events, ran = self._events, 0
-        while events and ran < max_events:
-            at_s, _, call, args, line, background = events[0]
-            if at_s > limit_s:
-                break
-            if line is None:
-                heappop(events)
-            else:
-                line.popleft()
-                if line:
-                    heapreplace(events, line[0])
-                else:
-                    heappop(events)
+    def run_until(self, limit_s: float) -> None:
+        """Run the events that are due at ``limit_s`` or before, including events that a running event
+        schedules."""
+        events = self._events
+        while events and events[0][0] <= limit_s:
+            at_s, _, call, args, background = heappop(events)
             self._foreground_events -= not background
             self.now_s = at_s
-            ran += 1
             call(*args)
-        return ran
 
     def run_due_events(self, now: float) -> None:
-        """Run every event that is due at ``now`` or before, including events that a running event schedules.
-        Then set the time to ``now``."""
+        """Run every event that is due at ``now`` or before. Then set the time to ``now``."""
         self.run_until(now)
         self.now_s = now
 

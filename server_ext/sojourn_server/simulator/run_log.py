@@ -49,10 +49,6 @@ class TurnLog(msgspec.Struct, kw_only=True):
     """Eviction score of this turn's program at the time when the prompt's first missing block was evicted.
     Blocks with the lowest score are evicted first. ``None``: the policy has no scores, or the score is
     unknown."""
-    optimum_tokens: int | None = None
-    """Tokens that this turn would have recomputed with Bélády's eviction order, on this run's accesses. That
-    order minimises the sum over all turns, so a single turn may recompute more than with another order.
-    ``None`` if accesses were not recorded, or if host memory was used."""
     goes_on: float | None = None
     """Probability of another turn, predicted by the policy at the end of this turn; ``None`` without a
     prediction."""

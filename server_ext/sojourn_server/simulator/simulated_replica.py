@@ -15,7 +15,6 @@ from .token_accounting import InFlightTurn, TokenAccounting
 
 if TYPE_CHECKING:
     from ..vllm.compat import SchedulerOutput
-    from .limits.block_accesses import AccessRecorder
     from .tier_transfers import TierTransfers
     from .vllm_offload_transfers import VllmOffloadTransfers
 
@@ -74,13 +73,11 @@ class SimulatedReplica:
         *,
         on_first_token: Callable[[InFlightTurn], None],
         on_finished: Callable[[InFlightTurn, SimulatedEngine], None],
-        recorder: AccessRecorder | None,
     ) -> None:
         self.replica = replica
         self.engine = engine
         self.account = account
         self.host = host
-        self._recorder = recorder
         self._inbox: deque[Callable[[], None]] = deque()
         self.counts = ReplicaStepCounts()
         self.due_s = NEVER_S
@@ -168,8 +165,6 @@ class SimulatedReplica:
         self.counts.scheduler_s += time.perf_counter() - entered
         for request_id in finished:
             turn = self.account.finished(request_id, now)
-            if self._recorder is not None:
-                self._recorder.finished(turn.request)
             self._on_finished(turn, self.engine)
 
     def _plan(self, begins_s: float) -> None:
@@ -186,8 +181,6 @@ class SimulatedReplica:
             for request_id, blocks in host.loads(orders):
                 self.account.loading(request_id, blocks)
         work, sampled = self.account.step(planned, self.engine.scheduler.requests, now)
-        if self._recorder is not None:
-            self._recorder.step(planned, self.engine.scheduler.requests)
         over_s = host.begin_step(orders, begins_s) if host is not None else begins_s
         if work.tokens:
             took_s = self._latency.step_s(work)

@@ -11,18 +11,15 @@ import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from .event_queue import EventQueue, VirtualClock
 from .latency.latency_protocol import LatencyModel
-from .limits.block_accesses import AccessRecorder
-from .oracle_policies import NoisyPredictor, OraclePlacement, OraclePredictor, ProgramWork
 from .request_router import RequestRouter
 from .run_log import REPLICA_STEP_OFFSET, OccupancySample, ReplicaLog, RunLog
 from .simulated_clients import SimulatedClients, SimulatedOutputs
 from .simulated_engine import STOP_TOKEN, SimulatedEngine
-from .simulated_gateway import GatewayClients, SimulatedGateway, isolated_completion_s, isolated_turns_s
+from .simulated_gateway import GatewayClients, SimulatedGateway, isolated_completion_s
 from .simulated_replica import NEVER_S, SimulatedReplica
 from .token_accounting import InFlightTurn, TokenAccounting, annotate_from_scheduler
 from .workloads.arrival_processes import ArrivalProcess
@@ -37,7 +34,7 @@ iteration."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """Length of a run in virtual seconds, what the run records, and what the policy knows of the future."""
+    """Length of a run in virtual seconds, and what the run records."""
 
     until_s: float | None = None
     """End of the run; with ``None`` it ends when all programs have finished."""
@@ -46,14 +43,6 @@ class SimulationOptions:
     outputs_contain_tool_calls: bool = True
     """Whether a finished output contains its tool calls, as a real output does. If false, servers know of
     tools by client events only."""
-    oracle: bool = False
-    """If true, the policy knows the length of each output. Behind a gateway, clients that have a tenant then
-    also state deadlines (see ``GatewayClients``)."""
-    knows_work: bool = False
-    """Whether the placement policy knows the work that each program has left (``OraclePlacement``)."""
-    prediction_error: float | None = None
-    """Mean error of the predicted lengths of running outputs: the mean of |ln(actual ÷ predicted)|
-    (``NoisyPredictor``). ``None``: the policy makes its own predictions."""
     max_virtual_s: float = 30 * 86400.0
     """End of a run without ``until_s``. A run that reaches it gets a note."""
 
@@ -63,8 +52,7 @@ class Simulation:
 
     ``engines`` are pairs: an engine, and the simulated transfers of its host memory or ``None``. All engines
     have the same options. ``front`` is the gateway's routing core or a router. ``with_hints``: whether
-    clients send hints and events. ``recorder`` records block accesses; pass it only with one engine.
-    ``on_progress`` gets the log and the virtual seconds so far.
+    clients send hints and events. ``on_progress`` gets the log and the virtual seconds so far.
 
     ``standalone`` means a single engine outside a cluster. Its logs name no replica. Client events that occur
     during a step keep their own times, but are handled at the end of the step.
@@ -81,7 +69,6 @@ class Simulation:
         *,
         front: SimulatedGateway | RequestRouter,
         standalone: bool = False,
-        recorder: AccessRecorder | None = None,
         with_hints: bool,
         on_progress: Callable[[RunLog, float], None] = lambda log, now: None,
     ) -> None:
@@ -94,7 +81,8 @@ class Simulation:
         self._on_progress = on_progress
         self._event_queue = EventQueue()
         computed: set[bytes] | None = None if standalone else set()
-        self._sim_replicas = [
+        self.latency = latency
+        self.replicas = [
             SimulatedReplica(
                 f"r{number}",
                 engine,
@@ -102,22 +90,19 @@ class Simulation:
                 host,
                 latency,
                 clock,
-                on_first_token=lambda turn: self._clients.first_token(turn),
+                on_first_token=lambda turn: self.clients.first_token(turn),
                 on_finished=self._finished,
-                recorder=recorder,
             )
             for number, (engine, host) in enumerate(engines)
         ]
-        self._numbers = {sim_replica.replica: number for number, sim_replica in enumerate(self._sim_replicas)}
-        batched = self._sim_replicas[0].engine.options.max_num_batched_tokens
+        self._numbers = {sim_replica.replica: number for number, sim_replica in enumerate(self.replicas)}
+        batched = self.replicas[0].engine.options.max_num_batched_tokens
         self._expected_s: Callable[[ProgramPlan], float] = lambda plan: isolated_completion_s(
             plan, latency, batched
         )
-        make: Any = SimulatedClients
-        if isinstance(front, SimulatedGateway):
-            make = partial(GatewayClients, oracle=options.oracle)
-        self._clients: SimulatedClients = make(
-            self._sim_replicas,
+        make: Any = GatewayClients if isinstance(front, SimulatedGateway) else SimulatedClients
+        self.clients: SimulatedClients = make(
+            self.replicas,
             self._event_queue,
             loop,
             front,
@@ -132,19 +117,14 @@ class Simulation:
         self._replicas_in_step = 0
         self._stepped_s = 0.0
         """End of the latest step."""
-        for sim_replica in self._sim_replicas:
-            install_scripted_outputs(sim_replica.engine, sim_replica.account, self._clients.outputs, options)
-        if options.knows_work:
-            turns_s = partial(isolated_turns_s, latency=latency, max_batched_tokens=batched)
-            work = ProgramWork(self._clients.active, turns_s)
-            for sim_replica in self._sim_replicas:
-                sim_replica.engine.adapter.program_scheduler.placement = OraclePlacement(work=work)
+        for sim_replica in self.replicas:
+            install_scripted_outputs(sim_replica.engine, sim_replica.account, self.clients.outputs, options)
 
     def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
         """Let clients and gateway learn from ``programs``, as if each program had run alone on an engine
         before this run. Call this before ``run``."""
         for plan in programs:
-            kind = self._clients.observe_program(plan)
+            kind = self.clients.observe_program(plan)
             if isinstance(self._front, SimulatedGateway):
                 last = plan.plans[-1]
                 tokens = last.prompt_tokens + last.output_tokens
@@ -158,7 +138,7 @@ class Simulation:
     def run(self) -> RunLog:
         """Run to the end. Fills and returns the log."""
         started = shown = time.perf_counter()
-        options, clock, event_queue, clients = self._options, self._clock, self._event_queue, self._clients
+        options, clock, event_queue, clients = self._options, self._clock, self._event_queue, self.clients
         end_s = options.until_s if options.until_s is not None else options.max_virtual_s
         clients.begin()
         if options.samples and options.until_s:
@@ -198,7 +178,7 @@ class Simulation:
 
     def _next_s(self) -> float:
         due = self._due
-        while due and self._sim_replicas[due[0][1]].due_s != due[0][0]:
+        while due and self.replicas[due[0][1]].due_s != due[0][0]:
             heapq.heappop(due)
         return due[0][0] if due else NEVER_S
 
@@ -208,7 +188,7 @@ class Simulation:
         while self._next_s() <= self._clock.now_s:
             number = heapq.heappop(self._due)[1]
             numbers.add(number)
-        return [self._sim_replicas[number] for number in sorted(numbers)]
+        return [self.replicas[number] for number in sorted(numbers)]
 
     def _schedule_wakeup(self, sim_replica: SimulatedReplica) -> None:
         if sim_replica.due_s != NEVER_S:
@@ -221,19 +201,19 @@ class Simulation:
         ``over`` are the engines whose step has just ended. If such an engine has planned a step ahead, that
         step now runs, and the engine plans one more.
         """
-        now, messages = self._clock.now_s, self._clients.replicas_with_messages
+        now, messages = self._clock.now_s, self.clients.replicas_with_messages
         numbers = {self._numbers[replica] for replica in messages}
         numbers.update(
             self._numbers[sim_replica.replica]
             for sim_replica in over
             if sim_replica.due_s <= now or sim_replica.is_stepping
         )
-        if len(self._sim_replicas) == 1 and not over:
+        if len(self.replicas) == 1 and not over:
             # A single engine that can run no request retries after every event.
             numbers.add(0)
         messages.clear()
         for number in sorted(numbers):
-            sim_replica = self._sim_replicas[number]
+            sim_replica = self.replicas[number]
             stepping = sim_replica.is_stepping
             if stepping and sim_replica not in over:
                 continue
@@ -245,7 +225,7 @@ class Simulation:
 
     def _is_stuck(self) -> bool:
         now = self._clock.now_s
-        for sim_replica in self._sim_replicas:
+        for sim_replica in self.replicas:
             since_s = sim_replica.counts.blocked_since_s
             if since_s is not None and now - since_s > STALL_TIMEOUT_S:
                 name = "" if self._standalone else f"{sim_replica.replica}: "
@@ -265,10 +245,10 @@ class Simulation:
     # -- callbacks of engines -------------------------------------------------------
 
     def _finished(self, turn: InFlightTurn, engine: SimulatedEngine) -> None:
-        self._clients.outputs.forget(turn.request.output_token_ids)
+        self.clients.outputs.forget(turn.request.output_token_ids)
         if engine.adapter is not None:
             annotate_from_scheduler(turn.log, engine.adapter.program_scheduler)
-        self._clients.answered(turn)
+        self.clients.answered(turn)
 
     # -- occupancy ------------------------------------------------------------------
 
@@ -281,11 +261,11 @@ class Simulation:
 
     def _sample(self) -> OccupancySample:
         """Occupancy now. Block counts are means over the engines, because pool sizes are per engine."""
-        active = self._clients.active
+        active = self.clients.active
         acting = [program for program in active.values() if program.state == "acting"]
         held = 0
         samples = []
-        for sim_replica in self._sim_replicas:
+        for sim_replica in self.replicas:
             contexts = [
                 p.hashes for p in acting if self._standalone or p.log.turns[-1].replica == sim_replica.replica
             ]
@@ -309,12 +289,12 @@ class Simulation:
         log.virtual_s = self._clock.now_s
         if isinstance(self._front, SimulatedGateway):
             log.routes = dict(sorted(self._front.core.counts.routes.items()))
-        for number, sim_replica in enumerate(self._sim_replicas):
+        for number, sim_replica in enumerate(self.replicas):
             counts, host = sim_replica.counts, sim_replica.host
             if self._standalone:
                 sim_replica.deliver()
             log.steps += counts.steps
-            log.busy_s += counts.busy_s / len(self._sim_replicas)
+            log.busy_s += counts.busy_s / len(self.replicas)
             log.scheduler_s += counts.scheduler_s
             log.preemption_steps.extend(
                 number * REPLICA_STEP_OFFSET + step for step in counts.preemption_steps
@@ -340,9 +320,7 @@ def install_scripted_outputs(
 ) -> None:
     """Make ``engine`` emit the output tokens that ``account`` holds for each request.
 
-    If sojourn's adapter is in the engine, some ``options`` change it. With ``outputs_contain_tool_calls``,
-    the adapter reads tool calls from ``outputs``. With ``oracle`` or a ``prediction_error``, sojourn's
-    scheduler gets another predictor of output lengths.
+    With ``outputs_contain_tool_calls``, sojourn's adapter reads tool calls from ``outputs``.
     """
 
     def next_token(request: Any) -> int:
@@ -351,22 +329,9 @@ def install_scripted_outputs(
         # The last token is never computed and in no block, so it may differ from the next prompt's token.
         return output[index] if index + 1 < len(output) else STOP_TOKEN
 
-    def output_tokens(request_id: str) -> int:
-        return account.live[request_id].log.output_tokens
-
     engine.tokens = next_token
-    adapter = engine.adapter
-    if adapter is None:
-        return
-    if options.outputs_contain_tool_calls:
-        adapter.reader = outputs
-    program_scheduler = adapter.program_scheduler
-    if options.oracle:
-        program_scheduler.output_predictor = OraclePredictor(length=output_tokens)
-    elif options.prediction_error is not None:
-        program_scheduler.output_predictor = NoisyPredictor(
-            length=output_tokens, error=options.prediction_error, unseen=program_scheduler.output_predictor
-        )
+    if engine.adapter is not None and options.outputs_contain_tool_calls:
+        engine.adapter.reader = outputs
 
 
 HASH_STRIDE = 8

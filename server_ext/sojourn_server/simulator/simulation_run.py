@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sojourn_server.traces.trace_schema import TraceError
 
 from .event_queue import VirtualClock
 from .latency.latency_protocol import DeviceShape, LatencyModel
-from .limits.block_accesses import AccessLog
 from .run_log import RunLog
 from .simulator_policies import Bound, SimulatorPolicy, find_cluster_policy, find_policy
 from .token_accounting import MOVED_CAUSE
 
 if TYPE_CHECKING:
     from .simulated_engine import SimulatedEngine
+    from .simulation import Simulation
     from .workloads.arrival_processes import ArrivalProcess
     from .workloads.program_plans import ProgramPlanner
 
@@ -90,8 +90,6 @@ class RunSpec:
     that of the model. vLLM requires that one request of this length fits the pool."""
     max_context_tokens: int | None = None
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
-    record_accesses: bool = False
-    """Whether to record block accesses; only without ``replicas``."""
     history_programs: int = 0
     """Number of programs from which gateway and clients learn about each agent type before the run. These
     programs are made with another seed. Only for synthetic workloads with ``replicas``."""
@@ -104,39 +102,30 @@ class RunSpec:
         return f"{self.policy} @ {load}{cluster}"
 
 
-class RunResult(NamedTuple):
-    """Result of one run."""
-
-    log: RunLog
-    accesses: AccessLog | None
-    """Block accesses of the run; ``None``: not recorded."""
-
-
 def run_simulation(
     spec: RunSpec,
     on_progress: Callable[[float, int], None] = lambda now, finished: None,
     *,
     arrivals: ArrivalProcess | None = None,
-) -> RunResult:
-    """Run one specification.
+    prepare: Callable[[Simulation], None] | None = None,
+) -> RunLog:
+    """Run one specification, and return its log.
 
     ``on_progress`` gets the virtual seconds so far and the number of finished programs. ``arrivals`` replaces
-    the programs and arrivals of ``spec.workload``. For an invalid specification, raises ``SimulatorError``,
-    ``PolicyError``, ``TraceError`` or ``LatencyProfileError`` before the run starts."""
+    the programs and arrivals of ``spec.workload``. ``prepare`` gets the simulation before it runs. For an
+    invalid specification, raises ``SimulatorError``, ``PolicyError``, ``TraceError`` or
+    ``LatencyProfileError`` before the run starts.
+    """
     policy = engine_policy(spec)
     latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
     shape = _context_fitting_pool(shape)
     loop = arrivals or _arrival_process(spec, shape)
-    from .limits.block_accesses import AccessRecorder
     from .simulation import Simulation, SimulationOptions
 
     replicas = spec.replicas
     clock = VirtualClock()
     engines = [_build_engine(spec, policy, shape, clock) for _ in range(replicas or 1)]
     log = _new_run_log(spec, shape, engines[0])
-    recorder = None
-    if spec.record_accesses and replicas is None:
-        recorder = AccessRecorder(engines[0].options.blocks - 1, shape.block_size)
 
     def report_progress(log: RunLog, now: float) -> None:
         on_progress(now, sum(program.finished_s is not None for program in log.programs))
@@ -152,15 +141,11 @@ def run_simulation(
         SimulationOptions(
             until_s=spec.until_s,
             samples=UNBOUNDED_OCCUPANCY_SAMPLES if policy.bound is Bound.UNLIMITED else samples,
-            oracle=policy.oracle,
-            knows_work=policy.knows_work,
-            prediction_error=policy.prediction_error,
         ),
         front=policy.request_router()
         if replicas is None
         else find_cluster_policy(spec.policy).front(replicas),
         standalone=replicas is None,
-        recorder=recorder,
         with_hints=policy.settings is not None,
         on_progress=report_progress,
     )
@@ -168,10 +153,11 @@ def run_simulation(
         _check_history(spec)
         before = replace(spec, seed=spec.seed + HISTORY_SEED, programs=spec.history_programs, rate_per_s=1.0)
         simulation.observe_programs(plan for _, plan in _arrival_process(before, shape).initial())
+    if prepare is not None:
+        prepare(simulation)
     simulation.run()
     _note_full_host_memory(log, policy)
-    accesses = recorder.close(engines[0].scheduler.requests) if recorder is not None else None
-    return RunResult(log, accesses)
+    return log
 
 
 def engine_policy(spec: RunSpec) -> SimulatorPolicy:
@@ -212,7 +198,6 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
             replicas=None,
             programs=0,
             rate_per_s=None,
-            record_accesses=False,
             history_programs=0,
         )
         if key in seen:
@@ -227,27 +212,6 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
             ] = None
         notes.update(dict.fromkeys(_program_planner(spec, _context_fitting_pool(shape)).notes))
     return list(notes)
-
-
-def workload_program_ids(spec: RunSpec) -> list[str]:
-    """Ids of the programs of ``spec.workload``, in its order. Raises ``TraceError``."""
-    from .workloads.arrival_processes import load_programs
-
-    return [program.program_id for program in load_programs(spec.workload, spec.seed)]
-
-
-def first_program_ids(spec: RunSpec) -> list[str]:
-    """Trace ids of the programs that arrive under every policy: all programs of an open loop, or the first
-    ``spec.programs`` of a closed loop. Sub-agents come after their parent. Raises the errors of
-    ``run_simulation``."""
-    _, shape = device_for_run(spec, cpu_ratio=0.0)
-    coming = [plan for _, plan in _arrival_process(spec, _context_fitting_pool(shape)).initial()][::-1]
-    found: dict[str, None] = {}
-    while coming:
-        plan = coming.pop()
-        found[plan.trace_id] = None
-        coming += reversed(plan.children)
-    return list(found)
 
 
 def _program_planner(spec: RunSpec, shape: DeviceShape) -> ProgramPlanner:

@@ -1,4 +1,4 @@
-"""Runs many simulations in parallel and collects their metrics.
+"""Runs simulations in parallel, and sweeps of one of their numbers.
 
 Each run has its own process, so modules that one policy loads, such as a KV connector, do not affect other
 policies.
@@ -6,87 +6,85 @@ policies.
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from typing import Any, NamedTuple
 
-import msgspec
+from sojourn_server.policies.custom_policies import did_you_mean
 
-from .limits.belady import compare_eviction_orders, competitive_ratio
-from .limits.block_accesses import AccessLog
-from .limits.eviction_replay import EvictionReplayResult
-from .limits.replay_eviction_orders import OPTIMAL_ORDER
-from .process_pool import ReportCallback, run_in_processes
-from .report.run_metrics import bound_row, summarize_run
+from .report.run_metrics import summarize_run
 from .report.run_row import RunRow
-from .run_cache import RunCache, RunOutcome
 from .run_log import RunLog
 from .simulation_run import RunSpec, engine_policy, run_simulation
-from .simulator_policies import Bound
-
-OnProgress = Callable[[int, float, int], None]
-"""Callback for progress: gets (index of the run, virtual seconds so far, number of finished programs)."""
-
-
-@dataclass(slots=True)
-class SuiteResult:
-    """Metrics and logs of a suite."""
-
-    rows: list[RunRow] = field(default_factory=list)
-    """One row for each specification, in their order."""
-    logs: list[RunLog] = field(default_factory=list)
-    """Logs of the rows that were simulated, in the order of the rows."""
-    orders: list[dict[str, int]] = field(default_factory=list)
-    """One dict for each row: name of an eviction order → tokens that it recomputes. Each order is replayed on
-    the block accesses of the ``stock`` run with the same load. The dict is empty if that run recorded no
-    accesses."""
-    missing_runs: int = 0
-    """Number of runs that an interrupt left out."""
-
-
-class SuiteInterrupted(KeyboardInterrupt):
-    """The user interrupted a suite. The results of its finished runs are available."""
-
-    def __init__(self, specs: Sequence[RunSpec], outcomes: dict[RunSpec, RunOutcome], since_s: float) -> None:
-        super().__init__()
-        self.finished = [spec for spec in specs if _outcome_of(spec, outcomes) is not None]
-        """Specifications whose runs had finished, in their order."""
-        self._wanted = len(specs)
-        self._outcomes = outcomes
-        self._since_s = since_s
-
-    def result(self, specs: Sequence[RunSpec]) -> SuiteResult:
-        """Return the result of ``specs``, which must all be in ``finished``."""
-        result = _rows(specs, self._outcomes, self._since_s)
-        result.missing_runs = self._wanted - len(specs)
-        return result
-
 
 PRELOAD_MODULES = (
     "sojourn_server.simulator.quiet_vllm_logging",
     "sojourn_server.simulator.simulated_engine",
     "sojourn_server.simulator.simulation",
 )
-"""Modules that import vLLM and torch, which is slow. Sojourn's adapter is not among them, because runs of
-``stock`` must not load it."""
+"""Modules that import vLLM and torch, which is slow. Processes fork from a server that has imported only
+these. Sojourn's adapter is not among them, because runs of ``stock`` must not load it."""
+
+OnProgress = Callable[[int, float, int], None]
+"""Callback for progress: gets (index of the run, virtual seconds so far, number of finished programs)."""
+_REPORT_INTERVAL_S = 0.2
 
 
-def planned_runs(specs: Sequence[RunSpec]) -> list[RunSpec]:
-    """Return the runs that ``specs`` need, each once. ``belady`` has no run of its own: it needs a ``stock``
-    run that records its accesses. Raises ``PolicyError``."""
-    planned: dict[RunSpec, None] = {}
-    recorded = set()
-    for spec in specs:
-        if engine_policy(spec).bound is Bound.BELADY:
-            recorded.add(replace(spec, policy="stock"))
-    for spec in specs:
-        policy = engine_policy(spec)
-        stock = replace(spec, policy="stock")
-        if policy.bound is Bound.BELADY or (policy.name == "stock" and stock in recorded):
-            spec = replace(stock, record_accesses=True)
-        planned.setdefault(spec)
-    return list(planned)
+@dataclass(slots=True)
+class SuiteResult:
+    """Metrics and logs of a suite, in the order of its specifications."""
+
+    rows: list[RunRow] = field(default_factory=list)
+    logs: list[RunLog] = field(default_factory=list)
+    missing_runs: int = 0
+    """Number of runs that an interrupt left out."""
+
+
+class SuiteInterrupted(KeyboardInterrupt):
+    """The user interrupted a suite; ``result`` has its finished runs."""
+
+    def __init__(self, result: SuiteResult) -> None:
+        super().__init__()
+        self.result = result
+
+
+def worker_pool(processes: int | None = None, reports: Any = None) -> ProcessPoolExecutor:
+    """A pool of ``processes`` workers (default: one per core) in which each task has a fresh process.
+    ``reports`` is the queue for ``OnProgress``."""
+    context: Any = _context()
+    return ProcessPoolExecutor(
+        processes or os.cpu_count() or 1, context, _begin_worker, (reports,), max_tasks_per_child=1
+    )
+
+
+def _context() -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD_MODULES))
+    return context
+
+
+_reports: Any = None
+"""In a worker: the queue of its pool."""
+
+
+def _begin_worker(reports: Any) -> None:
+    global _reports
+    _reports = reports
+    # A terminal interrupts workers too. The parent ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import_module(PRELOAD_MODULES[0])  # needed where processes are not forked
+
+
+def _run_in_worker(number: int, spec: RunSpec) -> RunLog:
+    return run_simulation(spec, lambda now, finished: _reports.put((number, now, finished)))
 
 
 def run_suite(
@@ -94,131 +92,147 @@ def run_suite(
     *,
     processes: int | None = None,
     since_s: float = 0.0,
-    cache: RunCache | None = None,
-    name: Callable[[RunSpec], str] = lambda spec: spec.label,
-    on_start: Callable[[int, RunSpec], None] = lambda number, spec: None,
     on_progress: OnProgress = lambda number, now, finished: None,
     on_done: Callable[[int], None] = lambda number: None,
 ) -> SuiteResult:
-    """Run ``planned_runs(specs)``, up to ``processes`` at a time (default: one per core).
+    """Run ``specs``, up to ``processes`` at a time. Equal ones are run once; callbacks get the index of a run
+    in ``dict.fromkeys(specs)``. Metrics leave out the first ``since_s`` virtual seconds of each run.
 
-    Callbacks get the index of a run in ``planned_runs(specs)``. Metrics leave out the first ``since_s``
-    virtual seconds of each run. Runs found in the ``cache`` are not repeated; new runs are stored in it.
-    ``name`` returns the name of a run for errors. Raises the errors of ``run_simulation``,
-    ``WorkerDiedError`` if a process dies, and ``SuiteInterrupted`` on Ctrl-C. Any error aborts the other
-    runs.
+    Raises the errors of ``run_simulation``, ``BrokenProcessPool`` if a process dies, and ``SuiteInterrupted``
+    on Ctrl-C. Any error ends the other runs.
     """
-    planned = planned_runs(specs)
-    outcomes: dict[RunSpec, RunOutcome] = {}
-    for number, spec in enumerate(planned):
-        outcome = cache.get(spec) if cache is not None else None
-        if outcome is not None:
-            outcomes[spec] = outcome
-            on_start(number, spec)
-            on_done(number)
-    numbers = [number for number, spec in enumerate(planned) if spec not in outcomes]
-
-    def end(place: int, answer: bytes) -> None:
-        spec = planned[numbers[place]]
-        outcome = outcomes[spec] = msgspec.msgpack.decode(answer, type=RunOutcome)
-        if cache is not None:
-            cache.put(spec, outcome)
-        on_done(numbers[place])
-
+    planned = list(dict.fromkeys(specs))
+    logs: dict[RunSpec, RunLog] = {}
+    reports = _context().SimpleQueue()
+    others = set(multiprocessing.active_children())
+    pool = worker_pool(processes, reports)
     try:
-        run_in_processes(
-            _run_in_process,
-            [planned[number] for number in numbers],
-            processes or os.cpu_count() or 1,
-            name=name,
-            on_start=lambda place, spec: on_start(numbers[place], spec),
-            on_report=lambda place, what: on_progress(numbers[place], *what),
-            on_done=end,
-            preload=PRELOAD_MODULES,
-        )
-        return _rows(specs, outcomes, since_s)
+        numbers: dict[Future[RunLog], int] = {
+            pool.submit(_run_in_worker, number, spec): number for number, spec in enumerate(planned)
+        }
+        waiting = set(numbers)
+        while waiting:
+            done, waiting = wait(waiting, _REPORT_INTERVAL_S, FIRST_COMPLETED)
+            while not reports.empty():
+                on_progress(*reports.get())
+            for ended in done:
+                logs[planned[numbers[ended]]] = ended.result()
+                on_done(numbers[ended])
+        pool.shutdown()
+        return _result(specs, logs, since_s)
     except KeyboardInterrupt:
-        raise SuiteInterrupted(specs, outcomes, since_s) from None
+        raise SuiteInterrupted(_result(specs, logs, since_s)) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
 
 
-def _run_in_process(spec: RunSpec, report: ReportCallback) -> bytes:
-    """Run ``spec``. Returns the ``RunOutcome`` as msgpack."""
-    import_module(PRELOAD_MODULES[0])  # needed where processes are not forked
-    log, accesses = run_simulation(spec, lambda now, finished: report((now, finished)))
-    return msgspec.msgpack.encode(_run_outcome(log, accesses))
-
-
-def _run_outcome(log: RunLog, accesses: AccessLog | None) -> RunOutcome:
-    """Return the outcome of a run. Recorded accesses are also replayed with the offline optimum. Those of
-    ``stock`` are replayed with all eviction orders."""
-    if accesses is None:
-        return RunOutcome(log=log)
-    # Other orders are compared on the accesses of ``stock`` only.
-    orders = compare_eviction_orders(accesses, None if log.policy == "stock" else ())
-    turns = {turn.request_id: turn for program in log.programs for turn in program.turns}
-    # Tokens loaded from host memory are not recomputed, and the optimum has no host memory.
-    if not log.host_blocks:
-        for request, tokens in zip(
-            accesses.requests, orders[OPTIMAL_ORDER].regenerated_by_request, strict=True
-        ):
-            turns[request].optimum_tokens = tokens
-    for order in orders.values():
-        order.hit_blocks = []
-    return RunOutcome(
-        log=log, orders=orders, sent_s=[turns[request].submitted_s for request in accesses.requests]
+def _result(specs: Sequence[RunSpec], logs: dict[RunSpec, RunLog], since_s: float) -> SuiteResult:
+    finished = [spec for spec in specs if spec in logs]
+    rows = {
+        spec: summarize_run(log, since_s=since_s, limit=engine_policy(spec).bound is not None)
+        for spec, log in logs.items()
+    }
+    return SuiteResult(
+        [rows[spec] for spec in finished], [logs[spec] for spec in finished], len(specs) - len(finished)
     )
 
 
-def _outcome_of(spec: RunSpec, outcomes: dict[RunSpec, RunOutcome]) -> RunOutcome | None:
-    """Return the outcome of the run that ``spec`` needs; ``None`` if that run has not finished."""
-    policy = engine_policy(spec)
-    recorded = outcomes.get(replace(spec, policy="stock", record_accesses=True))
-    if policy.bound is Bound.BELADY or (policy.name == "stock" and recorded is not None):
-        return recorded
-    return outcomes.get(spec)
+# -- sweeps --------------------------------------------------------------------------------------
 
 
-def _rows(specs: Sequence[RunSpec], outcomes: dict[RunSpec, RunOutcome], since_s: float) -> SuiteResult:
-    result = SuiteResult()
-    for spec in specs:
-        policy = engine_policy(spec)
-        outcome = _outcome_of(spec, outcomes)
-        assert outcome is not None
-        recorded = outcomes.get(replace(spec, policy="stock", record_accesses=True))
-        lost: dict[str, int] = {}
-        if recorded is not None:
-            lost = {
-                name: order.regenerated_since(recorded.sent_s, since_s)
-                for name, order in recorded.orders.items()
-            }
-        result.orders.append(lost)
-        if policy.bound is Bound.BELADY:
-            result.rows.append(
-                bound_row(
-                    summarize_run(outcome.log, since_s=since_s),
-                    policy.name,
-                    regenerated_tokens=lost[Bound.BELADY.value],
-                    regenerated_over_belady=1.0,
-                    notes=_eviction_order_notes(outcome.orders, lost),
-                )
+class SweepError(ValueError):
+    """Invalid sweep; the message says what is wrong and what is expected."""
+
+
+class SweepParameter(NamedTuple):
+    """A field of ``RunSpec`` that can be swept."""
+
+    name: str
+    meaning: str
+    """Axis label, with unit."""
+    whole: bool = False
+    """Whether only integers are allowed."""
+    zero: bool = False
+    """Whether 0 is allowed."""
+    needs: str = ""
+    """What a policy needs for the field to have an effect on it; empty: nothing."""
+
+
+HOST_MEMORY = SweepParameter(
+    "cpu_ratio", "host memory for KV, as a multiple of the device's", zero=True,
+    needs="host memory, such as lru-offload or continuum+host",
+)  # fmt: skip
+DISK = SweepParameter(
+    "disk_ratio", "disk for KV, as a multiple of the device's memory", zero=True,
+    needs="a disk tier, such as continuum+host or mori",
+)  # fmt: skip
+SWEEP_PARAMETERS = {
+    field.name: field
+    for field in (
+        HOST_MEMORY,
+        DISK,
+        SweepParameter("pool_tokens", "KV tokens on the device", whole=True),
+        SweepParameter("programs", "programs at once, or arrivals in all", whole=True),
+        SweepParameter("rate_per_s", "programs arriving a second"),
+        SweepParameter("tp", "tensor parallel devices", whole=True),
+        SweepParameter("replicas", "replicas behind a gateway", whole=True),
+    )
+}
+"""Fields that can be swept, by name. A larger value means more hardware or more load."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSweep:
+    """A field of ``RunSpec``, and the values that it takes, in the given order."""
+
+    field: SweepParameter
+    values: tuple[float, ...]
+
+    def specs(self, specs: Sequence[RunSpec]) -> list[RunSpec]:
+        """All of ``specs`` with the first value, then all of them with the second, and so on.
+
+        If a policy does not use the field, the field is 0 in all its specifications: they are equal, and
+        ``run_suite`` runs one of them. Raises ``SweepError`` if no policy uses it, and ``PolicyError``.
+        """
+        if not any(self._affects(spec) for spec in specs):
+            named = ", ".join(spec.policy for spec in specs)
+            raise SweepError(
+                f"{self.field.name} changes nothing for {named}; expected a policy with {self.field.needs}"
             )
-            continue
-        order = policy.eviction_order
-        ratio = competitive_ratio(lost[order], lost[Bound.BELADY.value]) if order and order in lost else None
-        result.logs.append(outcome.log)
-        result.rows.append(
-            summarize_run(
-                outcome.log,
-                since_s=since_s,
-                regenerated_over_belady=ratio,
-                limit=policy.bound is not None,
-            )
+        changes: list[dict[str, Any]] = [{self.field.name: value} for value in self.values]
+        unused: dict[str, Any] = {self.field.name: 0.0}
+        return [
+            replace(spec, **(change if self._affects(spec) else unused))
+            for change in changes
+            for spec in specs
+        ]
+
+    def _affects(self, spec: RunSpec) -> bool:
+        if self.field == HOST_MEMORY:
+            return engine_policy(spec).uses_cpu_ratio
+        return self.field != DISK or engine_policy(spec).own_tiers
+
+
+def read_sweep(text: str) -> ParameterSweep:
+    """Parse ``NAME=V1,V2,…``. Raises ``SweepError`` naming the invalid part."""
+    name, _, listed = text.partition("=")
+    field = SWEEP_PARAMETERS.get(name.strip())
+    if field is None:
+        hint = did_you_mean(name, SWEEP_PARAMETERS)
+        raise SweepError(
+            f"{text}: cannot sweep {name!r}; expected one of {', '.join(SWEEP_PARAMETERS)}{hint}"
         )
-    return result
-
-
-def _eviction_order_notes(orders: dict[str, EvictionReplayResult], lost: dict[str, int]) -> list[str]:
-    parts = [f"{name} {tokens:,}" for name, tokens in lost.items()]
-    notes = [f"tokens computed again on the stock run's accesses, by eviction order: {', '.join(parts)}"]
-    notes += [f"{name}: {order.note}" for name, order in orders.items() if order.note]
-    return notes
+    values: list[float] = []
+    for part in listed.split(","):
+        try:
+            value = int(part) if field.whole else float(part)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or (value == 0 and not field.zero) or value in values:
+            number = "a whole number" if field.whole else "a finite number"
+            expected = f"{number} of 0 or more" if field.zero else f"{number} above 0"
+            raise SweepError(f"{text}: {part.strip()!r} is not {expected}, each once")
+        values.append(abs(value))  # abs() turns -0 into 0
+    return ParameterSweep(field, tuple(values))

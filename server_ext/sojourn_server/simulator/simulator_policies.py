@@ -8,16 +8,19 @@ preset keep blocks cached until the memory is reused, as ``stock`` does. The pre
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
+from sojourn_server.policies.cluster_preset import (
+    ClusterPreset,
+    cluster_preset_names,
+    load_cluster_preset,
+    read_cluster_preset,
+)
 from sojourn_server.policies.custom_policies import did_you_mean
-from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
 from sojourn_server.policies.preset import Preset, load_preset, preset_names, read_preset
 from sojourn_server.policies.preset_store import PresetError
 
@@ -29,14 +32,10 @@ if TYPE_CHECKING:
 
 
 class Bound(str, Enum):
-    """Lower bounds on the number of recomputed tokens, which limit what policies can gain.
+    """Lower bounds on the number of recomputed tokens, which limit what policies can gain: none is
+    recomputed. Their latencies are no bounds: they serve requests in order of arrival, and another order may
+    have a shorter mean TTFT or completion time."""
 
-    ``belady`` is the minimum of all eviction orders on the accesses of the ``stock`` run. ``free-io`` and
-    ``unlimited`` recompute no token. Their latencies are no bounds: they serve requests in order of arrival,
-    and another order may have a shorter mean TTFT or completion time."""
-
-    BELADY = "belady"
-    """Fewest recomputed tokens on the accesses of the ``stock`` run, computed offline."""
     FREE_IO = "free-io"
     """Unlimited host memory, with transfers that take no time."""
     UNLIMITED = "unlimited"
@@ -64,13 +63,6 @@ class SimulatorPolicy:
     own_tiers: bool = False
     """Whether the engine uses sojourn's connector for host memory and disk, instead of vLLM's.
     ``RunSpec.disk_ratio`` has an effect only then."""
-    oracle: bool = False
-    """Whether the policy knows the length of each output."""
-    knows_work: bool = False
-    """Whether the placement policy knows the work that each program has left (``OraclePlacement``)."""
-    prediction_error: float | None = None
-    """Mean error of the predicted lengths of running outputs: the mean of |ln(actual ÷ predicted)|
-    (``NoisyPredictor``). ``None``: the policy makes its own predictions."""
     bound: Bound | None = None
     """The bound, if ``name`` is the name of a bound; ``None`` for a policy."""
     paper: str = ""
@@ -92,18 +84,6 @@ class SimulatorPolicy:
         """Whether the policy has host memory of a limited size. ``RunSpec.cpu_ratio`` has an effect only
         then."""
         return self.host_cache and self.bound is not Bound.FREE_IO
-
-    @property
-    def eviction_order(self) -> str | None:
-        """Name of the order in the package ``limits`` that evicts as this policy does; ``None`` if there is
-        none. Always ``None`` for bounds, for policies with host memory, and for routers that hold requests
-        back."""
-        if self.bound is not None or self.host_cache or not self.request_router.is_open:
-            return None
-        preset = self._preset()
-        if preset is None:
-            return "lru"
-        return "latest-program" if isinstance(preset.eviction, LatestProgramEviction) else None
 
     @property
     def needs_host_memory(self) -> bool:
@@ -200,7 +180,6 @@ BASELINES: dict[str, SimulatorPolicy] = {baseline.name: baseline for baseline in
 
 
 BOUNDS = {
-    Bound.BELADY: "Bélády 1966; SAGA §7: the offline optimum, on the accesses of the stock run",
     Bound.FREE_IO: "DualPath §7 'Oracle': as lru-offload with endless host memory and free copies",
     Bound.UNLIMITED: "stock with a KV pool that is never full: nothing is ever computed again",
 }
@@ -209,24 +188,11 @@ BOUNDS = {
 HOST_SUFFIX = "+host"
 """Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy have these
 tiers without the suffix."""
-ORACLE_SUFFIX = "+oracle"
-"""Suffix that tells a preset the length of each output in advance. Behind a gateway, clients that have a
-tenant then also state deadlines (see ``GatewayClients``)."""
-
-
-WORK_ORACLE = "sojourn-oracle"
-"""Policy name: the preset ``sojourn`` with exact knowledge of each program's remaining work. It shows how
-much a better order of programs could gain. A real server cannot have this knowledge, so ``policy_names``
-leaves this name out."""
-
-ERROR_SUFFIX_PATTERN = re.compile(r"\+erring=(\d*\.?\d+)$")
-"""Pattern of a suffix such as ``+erring=0.5``. The number is the mean error of the predicted lengths of
-running outputs (see ``SimulatorPolicy.prediction_error``)."""
 
 
 def policy_names() -> list[str]:
     """Return the names of baselines, presets and bounds, in this order. ``find_policy`` also accepts
-    suffixes, files and ``WORK_ORACLE``."""
+    ``+host`` and files."""
     return list(dict.fromkeys([*BASELINES, *preset_names(), *(bound.value for bound in Bound)]))
 
 
@@ -234,28 +200,15 @@ def find_policy(name: str) -> SimulatorPolicy:
     """Return the policy ``name``. Raises ``PolicyError`` for an unknown name.
 
     ``name`` is a baseline, a bound, a preset, or the path of a preset file (TOML). Presets may end in
-    ``+host``, ``+oracle`` or ``+erring=0.5``.
+    ``+host``.
     """
-    prediction_error = ERROR_SUFFIX_PATTERN.search(name)
-    if prediction_error is not None and _is_preset(name[: prediction_error.start()]):
-        policy = find_policy(name[: prediction_error.start()])
-        return replace(
-            policy,
-            name=policy.name + prediction_error.group(),
-            prediction_error=float(prediction_error.group(1)),
-        )
     if name.endswith(HOST_SUFFIX) and _is_preset(name.removesuffix(HOST_SUFFIX)):
         policy = find_policy(name.removesuffix(HOST_SUFFIX))
         return replace(policy, name=policy.name + HOST_SUFFIX, host_cache=True, own_tiers=True)
-    if name.endswith(ORACLE_SUFFIX) and _is_preset(name.removesuffix(ORACLE_SUFFIX)):
-        policy = find_policy(name.removesuffix(ORACLE_SUFFIX))
-        return replace(policy, name=policy.name + ORACLE_SUFFIX, oracle=True)
     if name.endswith(".toml"):
         return _policy_from_file(name)
     if name in BASELINES:
         return BASELINES[name]
-    if name == WORK_ORACLE:
-        return replace(find_policy("sojourn"), name=name, knows_work=True)
     if name in preset_names():
         below = load_preset(name).placement.is_used
         return SimulatorPolicy(name=name, preset=name, host_cache=below, own_tiers=below)
@@ -282,9 +235,8 @@ def find_policy(name: str) -> SimulatorPolicy:
 
 
 def _is_preset(name: str) -> bool:
-    """Whether the name, without its suffixes, is a shipped preset or a preset file."""
-    plain = ERROR_SUFFIX_PATTERN.sub("", name.replace(HOST_SUFFIX, "").replace(ORACLE_SUFFIX, ""))
-    return plain in preset_names() or plain.endswith(".toml")
+    """Whether the name is that of a shipped preset or a preset file."""
+    return name in preset_names() or name.endswith(".toml")
 
 
 def _policy_from_file(name: str) -> SimulatorPolicy:
@@ -320,7 +272,9 @@ class ClusterPolicy:
     """How to build the engines of one cluster policy, and the router or gateway in front of them."""
 
     routing: str
-    """A cluster preset, or one of ``ROUTERS``."""
+    """Name of a cluster preset, or one of ``ROUTERS``."""
+    preset: ClusterPreset | None = None
+    """The cluster preset, if it comes from a file."""
     engine: SimulatorPolicy
 
     @property
@@ -336,7 +290,7 @@ class ClusterPolicy:
             return router(replicas)
         from .simulated_gateway import SimulatedGateway  # loads the routing core, which names do not need
 
-        return SimulatedGateway(load_cluster_preset(self.routing))
+        return SimulatedGateway(self.preset or load_cluster_preset(self.routing))
 
 
 def routing_names() -> list[str]:
@@ -345,7 +299,8 @@ def routing_names() -> list[str]:
 
 
 def find_cluster_policy(name: str) -> ClusterPolicy:
-    """Return the cluster policy ``name``, which is ``ROUTING/ENGINE`` or one of the two parts alone.
+    """Return the cluster policy ``name``, which is ``ROUTING/ENGINE`` or one of the two parts alone, or the
+    path of a cluster preset file (TOML).
 
     A routing alone gets the engine policy that its preset names. An engine policy alone (a name or a TOML
     file) gets its own router, or ``DEFAULT_ROUTING`` if it has none. A name that is both counts as a routing.
@@ -356,6 +311,8 @@ def find_cluster_policy(name: str) -> ClusterPolicy:
         if not slash:
             engine = routing if routing in ROUTERS else load_cluster_preset(routing).engine
         return _cluster_policy(routing, find_policy(engine))
+    if name.endswith(".toml") and (preset := _cluster_preset_from_file(name)) is not None:
+        return replace(_cluster_policy(preset.name, find_policy(preset.engine)), preset=preset)
     if slash and not name.endswith(".toml"):
         raise PolicyError(f"{name}: unknown routing {routing!r}; {_expected_text(routing, routing_names())}")
     try:
@@ -363,15 +320,25 @@ def find_cluster_policy(name: str) -> ClusterPolicy:
     except PolicyError:
         if name.endswith(".toml"):
             raise
-        known = [*routing_names(), *(one for one in policy_names() if one != Bound.BELADY.value)]
+        known = [*routing_names(), *policy_names()]
         raise PolicyError(f"unknown policy {name!r}; {_expected_text(name, known)}") from None
     own_router = (known for known, router in ROUTERS.items() if router is alone.request_router)
     return _cluster_policy(next(own_router, DEFAULT_ROUTING), alone)
 
 
+def _cluster_preset_from_file(name: str) -> ClusterPreset | None:
+    """The cluster preset in a file; ``None`` if the file is that of an engine's preset."""
+    try:
+        read_preset(Path(name))
+    except PresetError:
+        try:
+            return read_cluster_preset(Path(name))
+        except PresetError:
+            pass
+    return None
+
+
 def _cluster_policy(routing: str, engine: SimulatorPolicy) -> ClusterPolicy:
-    if engine.bound is Bound.BELADY:
-        raise PolicyError("belady is found on the accesses of one engine; expected another with --replicas")
     if engine.request_router not in (PassThroughRouter, ROUTERS.get(routing)):
         raise PolicyError(
             f"{engine.name} has its own router; expected no other routing with it, or an engine policy "

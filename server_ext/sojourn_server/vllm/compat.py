@@ -1,7 +1,7 @@
 """The supported vLLM releases, and every module-level name that sojourn imports from vLLM.
 
-No other module of sojourn names a module of vLLM. ``release_surface.py`` lists the methods and attributes
-that sojourn uses. docs/vllm-releases.md says how to add a release.
+No other module of sojourn names a module of vLLM. ``scripts/release_surface.py`` lists the methods and
+attributes that sojourn uses. docs/vllm-releases.md says how to add a release.
 
 Importing this module imports nothing of vLLM. ``from .compat import Request`` imports only
 ``vllm.v1.request``. A module that needs a name only in annotations imports it under ``TYPE_CHECKING``.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -99,37 +98,9 @@ CAUSES = {
 """Explanations of causes in ``TurnLog.regenerated``. Causes that are missing here are shown by name only."""
 
 
-_SUGGESTIONS = 3
-"""Maximum number of suggested names."""
-
-
-class UnknownProgramError(LookupError):
-    """The run has no such program; the message names the nearest ones."""
-
-    def __init__(self, program_id: str, run: RunLog) -> None:
-        known = [program.program_id for program in run.programs]
-        # A user may give the id from the trace.
-        near = [program.program_id for program in run.programs if program.trace_id == program_id][
-            :_SUGGESTIONS
-        ]
-        near += [name for name in known if program_id and name.startswith(program_id)]
-        near += difflib.get_close_matches(program_id, known, n=_SUGGESTIONS, cutoff=0.5)
-        near = list(dict.fromkeys(near))[:_SUGGESTIONS]
-        if near:
-            hint = f"did you mean {', '.join(near)}?"
-        elif known:
-            hint = f"it has {len(known)}, such as {', '.join(known[:_SUGGESTIONS])}"
-        else:
-            hint = "it has none"
-        super().__init__(f"no program {program_id!r} in the run of {run.policy}: {hint}")
-
-
-def explain_program(run: RunLog, program_id: str) -> RenderableType:
+def explain_program(run: RunLog, program: ProgramLog) -> RenderableType:
     """Return a program's timeline for printing: a heading, a line per turn, why tokens were computed again,
-    and a summary (``verdict``). Raises ``UnknownProgramError``."""
-    program = next((p for p in run.programs if p.program_id == program_id), None)
-    if program is None:
-        raise UnknownProgramError(program_id, run)
+    and a summary (``verdict``)."""
     parts: list[RenderableType] = [Text(_heading(run, program), style="bold"), _table(run, program)]
     parts += [Text(CAUSES[c], style="dim") for c in _causes(program) if c in CAUSES]
     parts.append(Text(verdict(run, program)))
@@ -165,9 +136,6 @@ def verdict(run: RunLog, program: ProgramLog) -> str:
             f"of {computed:,} tokens computed {again:,} were computed again "
             f"({', '.join(f'{cause} {tokens:,}' for cause, tokens in by.items())}), most at turn {worst.turn}"
         )
-    if again and all(turn.optimum_tokens is not None for turn in program.turns):
-        least = sum(turn.optimum_tokens or 0 for turn in program.turns)
-        last += f"; Bélády's order, on this run's accesses, would have computed {least:,} again"
     return f"{first}: {shares}; {last}"
 
 
@@ -187,7 +155,6 @@ def _table(run: RunLog, program: ProgramLog) -> WrappedTable:
     held = held or any(t.entered_s is None and t.admitted_s is None for t in program.turns)
     host = any(turn.host_tokens for turn in program.turns)
     preempted = any(t.preempted_before_first_token_s or t.preempted_after_s for t in program.turns)
-    optimum = any(turn.optimum_tokens is not None for turn in program.turns)
     several = len(run.replicas) > 1
     hidden = {"held back": not held, "preempted": not preempted}
     kinds = [kind for kind in PHASE_KINDS[:-1] if not hidden.get(kind)]
@@ -199,7 +166,6 @@ def _table(run: RunLog, program: ProgramLog) -> WrappedTable:
     ]
     names += [("from host", "tokens")] if host else []
     names += [("computed", "tokens"), ("again", "tokens")]
-    names += [("Bélády", "again")] if optimum else []
     names += [("replica", "")] if several else []
     names += [("why", ""), ("then", "tool, s")]
     lines = []
@@ -219,7 +185,6 @@ def _table(run: RunLog, program: ProgramLog) -> WrappedTable:
         line += [f"{turn.host_tokens:,}" if turn.host_tokens else "–"] if host else []
         line += ["–" if unadmitted else f"{turn.computed_tokens:,}"]
         line += [f"{turn.regenerated_tokens:,}" if turn.regenerated_tokens else "–"]
-        line += [f"{turn.optimum_tokens:,}" if turn.optimum_tokens else "–"] if optimum else []
         line += [turn.replica or "–"] if several else []
         line += [_hit_text(turn)]
         line += [_gap_text(turn, by_kind.get("tools"), next_turn, ended=program.finished_s is not None)]

@@ -166,7 +166,6 @@ ENGINE: tuple[ResultColumn, ...] = (
     ResultColumn("on device", "% prompt", _run_only(_share(lambda r: r.device_hit_tokens)), decimals=1),
     ResultColumn("on host", "% prompt", _run_only(_share(lambda r: r.host_hit_tokens)), decimals=1),
     ResultColumn("again", "% prompt", _plain(_share(lambda r: r.regenerated_tokens)), LESS, decimals=1),
-    ResultColumn("again", "÷ Bélády", _plain(lambda r: r.regenerated_over_belady), LESS),
     ResultColumn("preempted", "", _run_only(lambda r: r.preemptions), LESS, decimals=0),
     ResultColumn("cascades", "", _run_only(lambda r: r.cascades), LESS, decimals=0),
     ResultColumn("device", "% busy", _plain(lambda r: r.device_busy_fraction, 100.0), decimals=1),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import PurePath
 
 import msgspec
@@ -20,7 +20,6 @@ from sojourn_server.metrics.preemption_cascades import CASCADE_STEPS
 from sojourn_server.metrics.summary_statistics import PERCENTILES, summarise
 
 from ..run_log import SLO_FACTOR, ProgramLog, RunLog, TurnLog
-from .kaplan_meier import estimated_statistics
 from .run_row import (
     NO_STATISTICS,
     OVERALL,
@@ -41,6 +40,8 @@ NONE_FINISHED_NOTE = (
     "far. Simulate longer, or fewer programs"
 )
 NONE_ARRIVED_NOTE = "no program arrived in this time, so nothing can be said. Simulate longer"
+_ROUNDING = 1e-12
+"""Tolerance for rounding errors in shares, which are products of fractions."""
 _TRACE_ENDINGS = (".jsonl.gz", ".json.gz", ".jsonl", ".json")
 
 CUT_OFF_NOTE = (
@@ -53,7 +54,6 @@ def summarize_run(
     run: RunLog,
     *,
     since_s: float = 0.0,
-    regenerated_over_belady: float | None = None,
     limit: bool = False,
 ) -> RunRow:
     """Metrics of ``run``.
@@ -78,7 +78,7 @@ def summarize_run(
     - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
       ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
 
-    ``regenerated_over_belady`` and ``limit`` are copied to the row. Raises ``ValueError`` if ``since_s`` is
+    ``limit``: whether the run is a bound, not a policy. Raises ``ValueError`` if ``since_s`` is
     negative or not before the end of the run.
     """
     if since_s < 0 or (since_s > 0 and since_s >= run.virtual_s):
@@ -115,7 +115,6 @@ def summarize_run(
         prompt_tokens=sum(turn.prompt_tokens for turn in admitted),
         computed_tokens=sum(turn.computed_tokens for turn in admitted),
         regenerated_tokens=sum(causes.values()),
-        regenerated_over_belady=regenerated_over_belady,
         preemptions=len(run.preemption_steps),
         cascades=cascades(run.preemption_steps),
         scheduler_ms_per_step=1e3 * run.scheduler_s / run.steps if run.steps else None,
@@ -152,44 +151,6 @@ def summarize_run(
         per_replica=per_replica(run),
         routes=dict(run.routes),
         notes=tuple(dict.fromkeys([*run.notes, *_notes(run, since_s, unfinished=bool(elapsed))])),
-    )
-
-
-def bound_row(
-    stock: RunRow,
-    policy: str,
-    *,
-    regenerated_tokens: int,
-    regenerated_over_belady: float | None = None,
-    notes: Sequence[str] = (),
-) -> RunRow:
-    """Row of a bound that was not simulated but computed from an access log, such as by ``replay_belady``. It
-    has no times. ``stock`` is the row of the run that made the log; the row of the bound has the same
-    workload, numbers of programs and prompt tokens."""
-    same = {
-        field: getattr(stock, field)
-        for field in (
-            "programs", "hardware", "model", "trace", "seed", "programs_finished", "programs_unfinished",
-            "prompt_tokens", "virtual_s", "loop", "rate_per_s", "since_s", "pool_blocks", "block_size",
-        )
-    }  # fmt: skip
-    return RunRow(
-        **same,
-        policy=policy,
-        completion_s=NO_STATISTICS,
-        ttft_s=NO_STATISTICS,
-        tpot_s=NO_STATISTICS,
-        output_tok_per_s=None,
-        computed_tokens=stock.computed_tokens - stock.regenerated_tokens + regenerated_tokens,
-        regenerated_tokens=regenerated_tokens,
-        regenerated_over_belady=regenerated_over_belady,
-        preemptions=0,
-        cascades=0,
-        scheduler_ms_per_step=None,
-        wall_s=0.0,
-        limit=True,
-        regenerated_by={"evicted": regenerated_tokens} if regenerated_tokens else {},
-        notes=tuple(notes),
     )
 
 
@@ -236,6 +197,44 @@ def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -
         if first_bound <= math.ceil((len(ordered) - 1) * percent / 100.0):
             at_least.append(f"p{percent}")
     return msgspec.structs.replace(made, at_least=tuple(at_least))
+
+
+def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> SummaryStatistics:
+    """Kaplan-Meier estimate of the mean and percentiles of all programs' completion times, in seconds.
+
+    ``exact``: completion times of finished programs. ``cut_off``: elapsed times of unfinished ones. The mean
+    over finished programs is biased towards short ones, the more so the slower a policy, so the slowest may
+    look best. Kaplan and Meier (1958) count an unfinished program as at risk for as long as it was observed;
+    its cut-off is independent of its remaining time, since that is the end of the run. Where the run was too
+    short to observe a percentile, or all ends, the longest observed time takes its place: ``at_least`` names
+    these lower bounds.
+    """
+    if not exact and not cut_off:
+        return NO_STATISTICS
+    ordered = sorted([*((seconds, 0) for seconds in exact), *((seconds, 1) for seconds in cut_off)])
+    points: list[tuple[float, float]] = []
+    """(seconds, share that has finished by then), in order."""
+    at_risk, unfinished, left = len(ordered), 1.0, 1.0
+    mean = before_s = 0.0
+    for seconds, same in groupby(ordered, key=lambda entry: entry[0]):
+        cut = [bound for _, bound in same]
+        # A program that is cut off at this moment is still at risk.
+        if ended := cut.count(0):
+            mean += left * (seconds - before_s)
+            unfinished *= 1.0 - ended / at_risk
+            points.append((seconds, 1.0 - unfinished))
+            before_s, left = seconds, 1.0 - points[-1][1]
+        at_risk -= len(cut)
+    longest_s = ordered[-1][0]
+    mean += left * (longest_s - before_s)
+    at_least = ["mean"] if left > _ROUNDING else []
+    found: dict[str, float] = {}
+    for percent in PERCENTILES:
+        reached_s = next((s for s, share in points if share >= percent / 100.0 - _ROUNDING), None)
+        if reached_s is None:
+            at_least.append(f"p{percent}")
+        found[f"p{percent}"] = longest_s if reached_s is None else reached_s
+    return SummaryStatistics(mean=mean, **found, count=len(ordered), at_least=tuple(at_least))
 
 
 def trace_name(workload: str) -> str:

@@ -81,7 +81,6 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     prompt_tokens: int
     computed_tokens: int
     regenerated_tokens: int
-    regenerated_over_belady: float | None
     preemptions: int
     cascades: int
     scheduler_ms_per_step: float | None

@@ -1,0 +1,69 @@
+"""Runs in parallel, each in a process of its own, whose results are kept in a folder.
+
+An interrupted benchmark continues with the runs that are kept. Empty the folder after a change of the code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from sojourn_server.simulator.report.run_metrics import summarize_run
+from sojourn_server.simulator.report.run_row import RunRow
+from sojourn_server.simulator.run_log import RunLog
+from sojourn_server.simulator.simulation_run import RunSpec, engine_policy, run_simulation
+from sojourn_server.simulator.simulation_suite import worker_pool
+
+
+def row_of(spec: RunSpec) -> RunRow:
+    """The metrics of a simulated run."""
+    return summarize_run(run_simulation(spec), limit=engine_policy(spec).bound is not None)
+
+
+def row_and_log(spec: RunSpec) -> tuple[RunRow, RunLog]:
+    """The metrics and the log of a simulated run."""
+    log = run_simulation(spec)
+    return summarize_run(log, limit=engine_policy(spec).bound is not None), log
+
+
+def kept_file(folder: Path | str, work: Callable[..., Any], spec: object) -> Path:
+    """The file that has the result of ``work(spec)``, if it has been made."""
+    key = hashlib.sha256(f"{work.__module__}.{work.__qualname__} {spec!r}".encode()).hexdigest()
+    return Path(folder) / f"{key[:24]}.pickle"
+
+
+def run_kept(
+    specs: Sequence[Any],
+    folder: Path | str | None,
+    jobs: int | None,
+    work: Callable[[Any], Any] = row_of,
+) -> list[Any]:
+    """``work(spec)`` for each of ``specs``, in their order. Equal specs are run once; ``work`` is a function
+    at the top of a module. Results that ``folder`` has are read from there, and new ones are kept in it."""
+    found: dict[str, Any] = {}
+    missing: dict[str, Any] = {}
+    for spec in specs:
+        file = None if folder is None else kept_file(folder, work, spec)
+        if file is not None and file.exists():
+            found[repr(spec)] = pickle.loads(file.read_bytes())
+        else:
+            missing[repr(spec)] = spec
+    console = Console(stderr=True)
+    with worker_pool(jobs) as pool:
+        futures = {pool.submit(work, spec): key for key, spec in missing.items()}
+        for number, future in enumerate(as_completed(futures), 1):
+            key = futures[future]
+            found[key] = future.result()
+            if folder is not None:
+                file = kept_file(folder, work, missing[key])
+                file.parent.mkdir(parents=True, exist_ok=True)
+                partial = file.with_suffix(".partial")
+                partial.write_bytes(pickle.dumps(found[key]))
+                partial.replace(file)
+            console.print(f"{number} of {len(futures)} runs finished", highlight=False)
+    return [found[repr(spec)] for spec in specs]

@@ -1,1 +1,0 @@
-"""Bounds on recomputation: the offline optimum, and eviction orders replayed on one access sequence."""

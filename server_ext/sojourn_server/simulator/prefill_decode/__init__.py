@@ -1,2 +1,0 @@
-"""Simulates separate prefill and decode engines (DualPath's cluster) with the policies of sojourn's
-router."""

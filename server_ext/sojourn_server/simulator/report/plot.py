@@ -1,0 +1,113 @@
+"""The plot of ``sojourn simulate --plot``: throughput, finished programs, TTFT and completion of each
+policy."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sojourn_server.traces.atomic_files import write_atomically
+
+from .results_table import title
+from .run_row import RunRow
+from .sweep_results import SweepRuns
+
+_METRICS = (
+    ("output throughput, tokens/s", "output_tok_per_s", ""),
+    ("programs finished per hour", "programs_per_hour", ""),
+    ("time to first token, mean, s", "ttft_s", "mean"),
+    ("program completion, P95, est. of all, s (hollow: at least)", "completion_estimate_s", "p95"),
+)
+"""(Title, field of ``RunRow``, statistic of the field)."""
+# Okabe and Ito's palette without yellow (too pale on white).
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 9.0, "axes.titlesize": 10.0, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+    "svg.hashsalt": "sojourn",  # else the ids of an SVG differ each time
+    "svg.fonttype": "none",
+}  # fmt: skip
+
+
+@contextmanager
+def plot_settings() -> Iterator[None]:
+    """Context in which matplotlib uses the settings of sojourn's plots instead of the user's."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        yield
+
+
+def write_plot(rows: Sequence[RunRow], folder: Path, swept: SweepRuns | None = None) -> list[Path]:
+    """Draw ``rows`` into ``metrics.png`` and ``metrics.svg`` in ``folder``, and return their paths. The
+    metrics are over the swept value or the load; at a single load they are bars."""
+    files = {}
+    with plot_settings():
+        figure = _figure(rows, swept)
+        for form in ("png", "svg"):
+            buffer = io.BytesIO()
+            # Without date and version, the same rows give the same bytes.
+            metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
+            figure.savefig(buffer, format=form, dpi=130, metadata=metadata)
+            files[folder / f"metrics.{form}"] = buffer.getvalue()
+    write_atomically(files)
+    return list(files)
+
+
+def _figure(rows: Sequence[RunRow], swept: SweepRuns | None) -> Any:
+    from matplotlib.figure import Figure
+
+    if swept is not None:
+        meaning = swept.meaning
+        placed = [(value.value, row) for value in swept.values for row in swept.rows_of(value, rows)]
+    else:
+        meaning = "programs at once" if rows[0].loop == "closed" else "programs arriving a second"
+        placed = [(row.rate_per_s or float(row.programs), row) for row in rows]
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    single = len({x for x, _ in placed}) == 1
+    size = (10.5, 1.6 + 0.46 * len(policies)) if single else (10.5, 7.0)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = list(figure.subplots(2, 2, sharex=not single, sharey=single).flat)
+    for axis, metric in zip(axes, _METRICS, strict=True):
+        axis.set_title(metric[0])
+        for number, policy in enumerate(policies):
+            points = sorted(
+                (x, *value) for x, row in placed if row.policy == policy and (value := _value(row, metric))
+            )
+            colour = _COLOURS[number % len(_COLOURS)]
+            if single:
+                bars = axis.barh(number, points[0][1] if points else 0.0, height=0.7, color=colour)
+                axis.bar_label(bars, [f" {'≥' if bound else ''}{y:,.4g}" for _, y, bound in points] or [" –"])
+                continue
+            dash = _DASHES[number // len(_COLOURS) % len(_DASHES)]
+            axis.plot(
+                [x for x, *_ in points], [y for _, y, _ in points], color=colour, linestyle=dash, label=policy
+            )
+            for x, y, bound in points:
+                axis.plot([x], [y], marker="o", color=colour, markerfacecolor="white" if bound else colour)
+        if single:
+            axis.set_yticks(range(len(policies)), policies)
+            axis.margins(x=0.15)
+        else:
+            axis.set(xlabel=meaning, ylim=(0, None))
+    if single:
+        axes[0].invert_yaxis()
+    else:
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper")
+    figure.suptitle(title(rows))
+    return figure
+
+
+def _value(row: RunRow, metric: tuple[str, str, str]) -> tuple[float, bool] | None:
+    """A row's value of a metric, and whether it is only a lower bound."""
+    _, field, statistic = metric
+    found: Any = getattr(row, field)
+    value = getattr(found, statistic) if statistic else found
+    return None if value is None else (value, bool(statistic) and statistic in found.at_least)
