@@ -232,15 +232,16 @@ class EngineProcess:
                 await asyncio.sleep(POLL_S)
 
     async def _is_healthy(self, session: aiohttp.ClientSession) -> bool | None:
-        """Check the engine's health; ``None``: it does not answer in time."""
+        """Check the engine's health. False: it says that it is unhealthy, or refuses connections. ``None``:
+        unknown, for example because it does not answer in time."""
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
         try:
             async with session.get(f"{self.url}/health", headers=self._headers, timeout=timeout) as answer:
-                return answer.status < 300
-        except TimeoutError:
+                return answer.status < 300 or (False if answer.status in (500, 503) else None)
+        except aiohttp.ClientConnectorError as error:
+            return False if isinstance(error.os_error, ConnectionRefusedError) else None
+        except (aiohttp.ClientError, TimeoutError, OSError):
             return None
-        except (aiohttp.ClientError, OSError):
-            return False
 
     def _format_command(self) -> list[str]:
         """Return the command with the values of all placeholders."""
