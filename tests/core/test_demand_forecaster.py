@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.core.demand_forecaster import (
-    JUDGED_PREDICTION_SPACING,
-    MAX_JUDGED_PREDICTIONS_PER_OUTPUT,
     MIN_JUDGED_OUTPUTS,
     PREDICTION_ERROR_WINDOW,
-    PREDICTION_VALID_TOKENS,
-    REPREDICT_AFTER_TOKENS,
 )
 from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
 from sojourn_server.core.program_scheduler import QueueState
-from sojourn_server.policies.forecasting.kv_demand import needed_blocks
 from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preemption.preemption_recovery import AlwaysRecompute, RecoveryMethod
-from sojourn_server.policies.preset import Preset, load_preset, parse_preset
+from sojourn_server.policies.preset import Preset, load_preset
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
 
 TYPED = {"sojourn": {"agent_type": "solver"}}
@@ -61,14 +55,6 @@ def left(e: VirtualEngine, view: RunningRequestView) -> tuple[float, ...] | None
     return foreseen.remaining
 
 
-def test_nothing_is_known_before_enough_has_been_seen() -> None:
-    e = engine()
-    learn(e, *[10] * 15)
-    assert left(e, running(start(e))) is None
-    learn(e, 10)
-    assert left(e, running(start(e, "q"))) == (10.0,) * 8
-
-
 def test_what_is_left_shrinks_with_each_token_and_is_asked_anew_by_and_by() -> None:
     e = engine()
     learn(e, *[100] * 20, *[400] * 20)
@@ -77,15 +63,6 @@ def test_what_is_left_shrinks_with_each_token_and_is_asked_anew_by_and_by() -> N
     assert first is not None
     assert left(e, running(request, output=20)) == tuple(tokens - 20 for tokens in first)
     assert left(e, running(request, output=150)) == (250.0,) * 8, "the short ones would have ended"
-
-
-def test_an_aborted_output_teaches_nothing() -> None:
-    e = engine()
-    learn(e, *[10] * 15)
-    request = e.arrive("gone", prompt(8), **TYPED)
-    e.admit(request)
-    e.finish(request, output=[7] * 3, outcome=TurnFinishReason.ABORTED)
-    assert e.program_scheduler.histories.output_lengths.count() == 15
 
 
 @pytest.mark.parametrize("written", [1, 5])
@@ -111,31 +88,6 @@ def test_who_lies_and_aborts_is_soon_not_believed(written: int) -> None:
     assert e.program_scheduler.histories.output_lengths.count() == 24, "and nothing was learned of lengths"
 
 
-@pytest.mark.parametrize(
-    ("written", "outcome"),
-    [(0, TurnFinishReason.ABORTED), (1, TurnFinishReason.ABORTED), (1, TurnFinishReason.LENGTH)],
-    ids=["aborted before it began", "aborted as it was hinted", "cut as it was hinted"],
-)
-def test_a_record_of_true_hints_is_not_to_be_had_for_nothing(written: int, outcome: TurnFinishReason) -> None:
-    e = engine()
-    learn(e, *[50] * 20, *[700] * 20)
-    hint = {**TYPED, "expected_output_length": 1}
-    for number in range(10):
-        e.finish(start(e, f"told-{number}", **hint), output=[7] * written, outcome=outcome)
-    assert e.program_scheduler.histories.hints_off.mean("solver", 1) is None
-
-
-def test_an_honest_client_that_cancels_in_the_queue_stays_believed() -> None:
-    e = engine()
-    learn(e, *[50] * 20, *[700] * 20)
-    hint = {**TYPED, "expected_output_length": 500}
-    for number in range(10):
-        e.finish(start(e, f"told-{number}", **hint), output=[7] * 500)
-    for number in range(10):
-        e.finish(start(e, f"gone-{number}", **hint), output=[], outcome=TurnFinishReason.ABORTED)
-    assert e.program_scheduler.histories.hints_off.mean("solver", 1) == 0.0
-
-
 def test_an_output_that_was_cut_before_its_hint_came_true_says_nothing_and_one_beyond_it_does() -> None:
     e = engine()
     hint = {**TYPED, "expected_output_length": 100}
@@ -146,48 +98,6 @@ def test_an_output_that_was_cut_before_its_hint_came_true_says_nothing_and_one_b
 
 
 # -- between two looks --------------------------------------------------------------------
-
-
-def test_who_leaves_takes_what_it_shared_out_of_the_room_too() -> None:
-    e = engine(blocks=100)
-    learn(e, *[20] * 20)
-    names = [start(e, name) for name in "ab"]
-    views = [running(name, context=200)._replace(freed_blocks=20) for name in names]
-    demand_forecaster = e.program_scheduler._forecaster
-    demand_forecaster.sample_demand(views, 70, e.now)  # 30 that both have, and 20 of each
-    assert demand_forecaster.demand.available_blocks == 130
-    demand_forecaster.request_left(names[0])
-    assert demand_forecaster.demand.available_blocks == 100, "all there are, for the one who is left"
-    looked_at = demand_forecaster.demand.needed_blocks
-    demand_forecaster.sample_demand(views[1:], 50, e.now)
-    assert demand_forecaster.demand.available_blocks == 100
-    assert demand_forecaster.demand.needed_blocks == pytest.approx(looked_at)
-
-
-def test_a_stranger_counts_from_when_it_is_admitted() -> None:
-    e = engine(blocks=100)
-    learn(e, *[20] * 20)
-    demand_forecaster = e.program_scheduler._forecaster
-    demand_forecaster.sample_demand([], 0, e.now)
-    before = demand_forecaster.demand.needed_blocks[0]
-    stranger = e.arrive(None, prompt(40))
-    e.admit(stranger)
-    assert demand_forecaster.demand.needed_blocks[0] - before == pytest.approx(40 / BLOCK_TOKENS, abs=1)
-    e.admit(stranger)
-    assert demand_forecaster.demand.needed_blocks[0] - before == pytest.approx(40 / BLOCK_TOKENS, abs=1), (
-        "once"
-    )
-    e.finish(stranger)
-    assert demand_forecaster.demand.needed_blocks == pytest.approx(
-        [0.0] * len(demand_forecaster.demand.needed_blocks)
-    )
-
-
-def test_requests_of_no_program_teach_nothing() -> None:
-    e = engine()
-    e.admit(e.arrive(None, prompt(8)))
-    e.finish("r1", output=[7] * 9)
-    assert e.program_scheduler.histories.output_lengths.count() == 0
 
 
 def test_an_accurate_hint_counts_after_eight_of_them() -> None:
@@ -202,27 +112,6 @@ def test_an_accurate_hint_counts_after_eight_of_them() -> None:
     told = left(e, running(start(e, "p", **hint)))
     assert told is not None
     assert max(told) == pytest.approx(200, abs=1)
-
-
-def test_who_leaves_is_taken_out_of_the_need_and_who_comes_is_put_in() -> None:
-    e = engine()
-    learn(e, *[64] * 20)
-    a, b = start(e, "a"), start(e, "b")
-    demand_forecaster = e.program_scheduler._forecaster
-    both = [running(a), running(b, position=1)]
-    demand_forecaster.sample_demand(both, 20, e.now)
-    whole = demand_forecaster.demand.needed_blocks
-    assert whole == pytest.approx(
-        needed_blocks([demand_forecaster.with_predictions(view, e.now) for view in both], BLOCK_TOKENS)
-    )
-    e.finish(a, output=[7] * 64)
-    alone = demand_forecaster.demand.needed_blocks
-    assert alone == pytest.approx([need / 2 for need in whole])
-    request_state = e.request_state(e.arrive("c", prompt(40), **TYPED))
-    assert e.program_scheduler.may_admit(
-        request_state, 10, 80, e.now, anything_running=True, output_tokens=0, most_tokens=10_000
-    )
-    assert demand_forecaster.demand.needed_blocks == pytest.approx(whole)
 
 
 def test_who_would_not_fit_is_kept_out_until_somebody_leaves() -> None:
@@ -338,40 +227,6 @@ def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
     assert engine().program_scheduler.state.copy_back_s(500) is None, "there is no host memory"
 
 
-def test_the_link_counts_also_where_nobody_ever_looks_ahead() -> None:
-    preset = parse_preset('extends = "continuum"\nrecovery = "cheaper"', source="x")
-    e = engine(preset=preset, host_blocks=100)
-    e.program_scheduler.state.reload.observe_step(1000, 1.0)  # a millisecond a token
-
-    def way(**link: float) -> RecoveryMethod:
-        return e.program_scheduler.preempted(start(e), e.now, tokens=500, **link)
-
-    assert way() is RecoveryMethod.OFFLOAD, "as is assumed of a link"
-    assert way(offload_s_per_token=1e-3, load_back_s_per_token=1e-3) is RecoveryMethod.RECOMPUTE
-    assert way(offload_s_per_token=1e-4, load_back_s_per_token=1e-4) is RecoveryMethod.OFFLOAD
-    assert (
-        way(offload_s_per_token=1e-4, load_back_s_per_token=1e-4, queued_s=10.0) is RecoveryMethod.RECOMPUTE
-    )
-
-
-def test_what_is_expected_of_an_output_is_noted_when_it_begins_and_not_later() -> None:
-    e = engine()
-    learn(e, *[100] * 15)
-    early, late, never = (start(e, name) for name in ("early", "late", "never"))
-    assert left(e, running(late)) is None
-    learn(e, 100)
-    assert left(e, running(early, output=REPREDICT_AFTER_TOKENS - 1)) is not None
-    assert left(e, running(late, output=REPREDICT_AFTER_TOKENS)) is not None
-    assert left(e, running(early, output=90)) is not None
-    assert e.request_state(early).predicted_output_tokens == 100.0
-    assert e.request_state(late).predicted_output_tokens is None
-    e.program_scheduler.recorder.drain()
-    for request in (early, late, never):
-        e.finish(request, output=[7] * 200)
-    ((_, ratio),) = e.program_scheduler.recorder.drain()["histograms"]["sojourn_output_length_ratio"]
-    assert (ratio["count"], ratio["sum"]) == (1, 2.0)
-
-
 @settings(max_examples=60)
 @given(
     st.lists(
@@ -451,18 +306,6 @@ def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -
     assert before is not None
 
 
-def test_guesses_that_were_further_off_are_not_taken() -> None:
-    e = network()
-    judged(e, MIN_JUDGED_OUTPUTS, guessed=20_000.0)
-    off, without = e.program_scheduler._forecaster.prediction_errors
-    assert off == pytest.approx(math.log(100))
-    assert without is not None
-    assert off > without
-    request = start(e, "p")
-    guess(e, request, 0, *[190.0] * 8)
-    assert left(e, running(request)) == left(e, running(start(e, "q")))
-
-
 def test_a_network_that_gets_worse_is_given_up_by_and_by() -> None:
     e = network()
     judged(e, PREDICTION_ERROR_WINDOW, guessed=200.0)
@@ -482,142 +325,6 @@ def test_a_guess_shrinks_with_each_token_and_a_newer_one_is_heard_at_once() -> N
     assert left(e, running(request, output=30)) == (1.0, 80.0, 180.0)
     guess(e, request, 31, 60.0, 70.0, 80.0)
     assert left(e, running(request, output=31)) == (60.0, 70.0, 80.0), "not only after so many tokens more"
-
-
-def test_lengths_that_have_been_passed_are_left_out_of_a_guess_until_none_is_left() -> None:
-    e = network()
-    judged(e, MIN_JUDGED_OUTPUTS, guessed=200.0)
-    request, other = start(e, "p"), start(e, "q")
-    guess(e, request, 10, 20.0, 60.0, 100.0, 100.5)
-    assert left(e, running(request, output=10)) == (20.0, 60.0, 100.0, 100.5)
-    assert left(e, running(request, output=42)) == (28.0, 68.0, 68.5), "it lives"
-    assert left(e, running(request, output=80)) == (30.0, 30.5)
-    assert left(e, running(request, output=110)) == (1.0, 1.0)
-    spent = left(e, running(request, output=112))
-    assert spent == left(e, running(other, output=112)) != (1.0, 1.0), "what is known without it"
-
-
-@pytest.mark.parametrize(
-    ("at", "last"),
-    [(10, 10 + PREDICTION_VALID_TOKENS), (3000, 4000)],
-    ids=["so many tokens", "a quarter of all"],
-)
-def test_a_guess_is_forgotten_by_and_by(at: int, last: int) -> None:
-    e = network()
-    judged(e, MIN_JUDGED_OUTPUTS, guessed=200.0)
-    request, other = start(e, "p"), start(e, "q")
-
-    def asked(output: int) -> tuple[float, ...] | None:
-        e.request_state(request).predicted_at_tokens = -REPREDICT_AFTER_TOKENS  # that it is asked at all
-        return left(e, running(request, output=output))
-
-    guess(e, request, at, 5000.0)
-    assert asked(last) == (5000.0 - (last - at),)
-    for output in (last + 4, 2 * last):
-        assert asked(output) == left(e, running(other, output=output))
-
-
-@pytest.mark.parametrize(
-    "nonsense", [(), (math.nan,), (5.0, math.inf), (0.5, 9.0), (-3.0,)], ids=lambda points: str(points)
-)
-def test_guesses_that_make_no_sense_are_left_out(nonsense: tuple[float, ...]) -> None:
-    e = network()
-    request = start(e)
-    guess(e, request, 4, 9.0)
-    guess(e, request, 5, *nonsense)
-    assert (
-        e.request_state(request).network_prediction,
-        e.request_state(request).network_predicted_at_tokens,
-    ) == ((9.0,), 4)
-    assert len(e.request_state(request).checked_predictions) == 1
-
-
-def test_a_guess_from_before_the_newest_and_one_of_somebody_gone_are_left_out() -> None:
-    e = network()
-    request = start(e)
-    guess(e, request, 40, 9.0)
-    guess(e, request, 39, 300.0)
-    assert e.request_state(request).network_prediction == (9.0,)
-    guess(e, request, 40, 11.0)
-    assert e.request_state(request).network_prediction == (11.0,), "the last word of the same place"
-    guess(e, "gone", 3, 9.0)
-    e.finish(request)
-    guess(e, request, 50, 9.0)
-
-
-def test_a_long_output_is_not_the_judge_alone() -> None:
-    e = network()
-    request = start(e)
-    for at in range(0, 4000, 4):
-        guess(e, request, at, 4001.0 - at)
-    counted = [at for at, _, _ in e.request_state(request).checked_predictions]
-    assert len(counted) == MAX_JUDGED_PREDICTIONS_PER_OUTPUT
-    assert counted[:4] == [0, 4, 8, 12], "the first come close together"
-    assert all(after >= JUDGED_PREDICTION_SPACING * before for before, after in pairwise(counted))
-    assert all(
-        after - before <= 4 + JUDGED_PREDICTION_SPACING * before for before, after in pairwise(counted)
-    )
-    assert counted[-1] > 150, "and those later on count as well"
-    assert e.request_state(request).network_predicted_at_tokens == 3996, "and yet the newest is heard"
-    e.finish(request, output=[7] * 4001)
-    assert e.program_scheduler._forecaster._network_errors.snapshot() == [pytest.approx(0.0)]
-
-
-def test_an_output_counts_once_however_often_it_was_guessed() -> None:
-    e = network()
-    judged(e, MIN_JUDGED_OUTPUTS - 2, guessed=200.0)
-    often, once = start(e, "often"), start(e, "once")
-    for at in range(16):
-        guess(e, often, at, 10.0 * (200 - at))
-    guess(e, once, 0, 200.0)
-    e.finish(often, output=[7] * 200)
-    assert e.program_scheduler._forecaster.prediction_errors == (None, None), "one output less than it takes"
-    e.finish(once, output=[7] * 200)
-    off, without = e.program_scheduler._forecaster.prediction_errors
-    assert off == pytest.approx(math.log(10) / MIN_JUDGED_OUTPUTS)
-    assert without == pytest.approx(e.program_scheduler._forecaster._baseline_errors.mean())
-    judged(e, PREDICTION_ERROR_WINDOW, guessed=200.0, name="later")
-    assert (
-        e.program_scheduler._forecaster._network_errors.count()
-        == e.program_scheduler._forecaster._baseline_errors.count()
-        == PREDICTION_ERROR_WINDOW
-    )
-
-
-def test_where_only_the_network_says_something_neither_is_judged() -> None:
-    e = engine(preset="tetris-learned", blocks=10_000)
-    judged(e, 15, guessed=200.0)
-    assert e.program_scheduler._forecaster._network_errors.count() == 0, (
-        "fewer than sixteen outputs: nothing is known without it"
-    )
-    judged(e, 5, guessed=200.0, name="more")
-    assert (
-        e.program_scheduler._forecaster._network_errors.count()
-        == e.program_scheduler._forecaster._baseline_errors.count()
-        == 4
-    )
-
-
-def test_outputs_that_were_broken_off_or_of_nobody_judge_nobody() -> None:
-    e = network()
-    request = start(e)
-    guess(e, request, 0, 100.0)
-    e.finish(request, output=[7] * 3, outcome=TurnFinishReason.ABORTED)
-    stranger = e.arrive(None, prompt(8))
-    e.admit(stranger)
-    guess(e, stranger, 0, 100.0)
-    e.finish(stranger, output=[7] * 9)
-    late = start(e, "late")
-    guess(e, late, 9, 100.0)
-    e.finish(late, output=[7] * 9)  # of the step that was under way when it ended
-    assert e.program_scheduler._forecaster._network_errors.count() == 0
-
-
-def test_who_never_predicts_hears_no_guess() -> None:
-    e = engine(preset="continuum")
-    request = start(e)
-    guess(e, request, 0, 100.0)
-    assert e.request_state(request).network_prediction is None
 
 
 def test_stats_say_what_there_is_to_judge_by() -> None:

@@ -22,9 +22,8 @@ from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest
-from sojourn_server.policies.preset import parse_preset
-from sojourn_server.programs.program_status import ProgramOutcome, ProgramStatus
-from virtual_engine import BASH, TOOL, VirtualEngine, chain, prompt
+from sojourn_server.programs.program_status import ProgramStatus
+from virtual_engine import TOOL, VirtualEngine, chain, prompt
 
 P = ProgramId("p")
 
@@ -97,14 +96,6 @@ def test_a_whole_life() -> None:
     assert engine.program_scheduler.histories.turns.count() == 1
 
 
-def test_a_request_of_no_program_is_served_and_leaves_nothing() -> None:
-    engine = VirtualEngine()
-    assert engine.turn(None, prompt(20)) is None
-    assert len(engine.program_scheduler.state.programs) == 0
-    assert engine.program_scheduler.state.requests.states == {}
-    assert engine.program_scheduler.state.ledger.totals.turns == 0
-
-
 # -- C1 identity -------------------------------------------------------------------
 
 
@@ -137,22 +128,6 @@ def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
     output = program.context_tokens - 230
     assert program.peak_tokens == 230 + output
     assert engine.program_scheduler.histories.growth_tokens.snapshot() == [100.0, 0.0, 0.0, 30.0]
-
-
-@pytest.mark.parametrize("second", [TurnFinishReason.STOPPED, TurnFinishReason.ABORTED])
-def test_parallel_requests_of_a_first_turn_are_no_growth(second: TurnFinishReason) -> None:
-    """A program that begins with two requests, or with ``n=2``, had grown by its whole context."""
-    engine = VirtualEngine()
-    requests = [engine.arrive("p", prompt(100)) for _ in range(2)]
-    for request, outcome in zip(requests, (TurnFinishReason.STOPPED, second), strict=True):
-        engine.admit(request)
-        engine.finish(request, outcome=outcome)
-    if second is TurnFinishReason.ABORTED:  # the turn left no context
-        engine.turn("p", prompt(100))
-    assert engine.program_scheduler.histories.growth_tokens.snapshot() == []
-    assert engine.program("p").first_prompt_tokens == 100
-    engine.turn("p", prompt(130))
-    assert engine.program_scheduler.histories.growth_tokens.snapshot() == [30.0]
 
 
 def test_c3_without_events_the_gap_is_from_finish_to_next_arrival() -> None:
@@ -217,14 +192,6 @@ def test_c3_a_tool_that_starts_while_its_turn_still_runs_is_recorded_once() -> N
     assert durations(engine) == [2.5]
 
 
-def test_c3_a_turn_without_a_tool_call_teaches_nothing() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(8), "What is your name?")
-    engine.wait(30.0)
-    engine.turn("p", prompt(12))
-    assert engine.program_scheduler.histories.tools.count() == 0
-
-
 def test_several_calls_are_one_gap_of_the_slowest() -> None:
     histories = trained(5, 9.0, "slow")
     histories.tools.observe("fast", 0.1)
@@ -274,12 +241,6 @@ def test_c4_with_a_tier_below_the_price_of_losing_a_context_is_copying_it() -> N
     assert lease.reload_s == 42.0, "computing is faster"
 
 
-def test_c4_a_call_that_outlasts_its_worth_is_not_kept_for() -> None:
-    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 50.0))
-    assert engine.turn("p", prompt(40)) is None
-    assert engine.reasons("keep") == ["not_worth_it"]
-
-
 def test_c5_few_records_of_this_tool_fall_back_to_all_tools() -> None:
     engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 3.0, "other"))
     lease = engine.turn("p", prompt(40))
@@ -317,16 +278,6 @@ def test_c4_the_mean_wait_of_evicted_programs_is_part_of_the_worth() -> None:
     lease = engine.finish(request)
     assert lease is not None
     assert lease.ttl_s == 2.0
-
-
-def test_c4_waits_of_those_that_lost_nothing_do_not_count() -> None:
-    engine = VirtualEngine()
-    for tokens in (prompt(40), [*prompt(40), 7, 7, 1, 2, 3, 4], prompt(40, seed=3)):
-        request = engine.arrive("p", tokens)
-        engine.now += 5.0
-        engine.admit(request)
-        engine.finish(request)
-    assert engine.program_scheduler.histories.evicted_waits.count() == 0, "new, whole and changed prompts"
 
 
 # -- C6 order -----------------------------------------------------------------------
@@ -378,27 +329,6 @@ def test_c7_an_expired_pin_is_kept_while_its_program_waits_in_the_queue() -> Non
     assert engine.counter("sojourn_lease_ends_total", reason="return") == 1
 
 
-def test_c7_an_abort_in_the_queue_lets_the_expired_pin_go() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(40))
-    request = engine.arrive("p", prompt(48))
-    engine.wait(11.0)
-    assert engine.finish(request, outcome=TurnFinishReason.ABORTED) is None
-    engine.step()
-    assert engine.held == {}
-    assert engine.program_scheduler.state.leases.blocks == 0
-
-
-def test_c7_an_abort_in_the_queue_keeps_a_pin_that_still_runs() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(40))
-    engine.finish(engine.arrive("p", prompt(48)), outcome=TurnFinishReason.ABORTED)
-    engine.wait(9.0)
-    assert P in engine.program_scheduler.state.leases
-    engine.wait(1.0)
-    assert P not in engine.program_scheduler.state.leases
-
-
 def test_c7_the_programs_end_drops_all() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(40))
@@ -415,19 +345,6 @@ def test_c7_the_last_step_is_not_kept() -> None:
     assert engine.turn("p", prompt(40), expected_resume=False) is None
     assert engine.turn("q", prompt(40), sojourn={"v": 1, "final": True}) is None
     assert engine.reasons("keep") == ["final_turn", "final_turn"]
-
-
-def test_thousands_of_pins_due_at_once_end_in_bounded_steps() -> None:
-    engine = VirtualEngine(blocks=100_000)
-    for i in range(10_000):
-        engine.turn(f"p{i}", prompt(4, seed=i))
-    assert len(engine.program_scheduler.state.leases) == 10_000
-    engine.now += 60.0
-    for left in range(9_000, -1, -1_000):
-        engine.done.clear()
-        engine.step()
-        assert len(engine.done) == 1_000
-        assert len(engine.program_scheduler.state.leases) == left
 
 
 # -- C8 room ------------------------------------------------------------------------
@@ -474,17 +391,6 @@ def test_c8_a_waiting_request_with_a_priority_ends_leases_of_less_important_prog
     engine.carry_out()
     assert set(engine.held) == {"equal", "more"}
     assert engine.program_scheduler.make_room(waiting, engine.now) == 0
-
-
-def test_c8_pins_whose_program_waits_give_way_as_well() -> None:
-    engine = VirtualEngine()
-    engine.turn("first", prompt(40))
-    waiting = engine.arrive("first", prompt(44))
-    engine.arrive("last", prompt(40, seed=1))
-    assert (
-        engine.program_scheduler.make_room(need(engine, "last", 5, anything_running=False), engine.now) == 1
-    )
-    assert not engine.program_scheduler.waiting_view(waiting).leased
 
 
 # -- hints --------------------------------------------------------------------------
@@ -539,34 +445,11 @@ def test_a_malformed_hint_is_counted_and_the_session_still_counts() -> None:
     assert engine.counter("sojourn_hints_total", outcome="rejected") == 1
 
 
-def test_a_hint_not_to_keep_holds_for_a_late_lease_too() -> None:
-    engine = VirtualEngine("continuum", curve=CURVE)
-    engine.turn("p", prompt(40), kv_retention_ttl_seconds=0)
-    engine.send(start(tool="web", head=None))
-    assert P not in engine.program_scheduler.state.leases
-    assert engine.reasons("late_keep") == ["hinted"]
-
-
 def test_names_in_hints_are_cut() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(8), sojourn={"v": 1, "agent_type": "x" * 9000, "node": "y" * 5000})
     program = engine.program("p")
     assert (len(program.agent_type or ""), len(program.node or "")) == (256, 256)
-
-
-def test_leases_stay_within_their_budget() -> None:
-    engine = VirtualEngine(blocks=40, limits=SchedulerLimits(lease_budget_fraction=0.5))
-    assert engine.turn("a", prompt(40, seed=1)) is not None
-    assert engine.turn("b", prompt(40, seed=2)) is not None
-    assert engine.program_scheduler.state.leases.blocks == 20
-    assert engine.turn("c", prompt(4, seed=3)) is None
-    assert engine.reasons("keep")[-1] == "over_budget"
-
-
-def test_a_context_without_a_full_block_is_not_leased() -> None:
-    engine = VirtualEngine()
-    assert engine.turn("p", [1]) is None
-    assert engine.reasons("keep") == ["nothing_cached"]
 
 
 # -- parallel requests, aborts, late ends ---------------------------------------------
@@ -583,20 +466,6 @@ def test_parallel_requests_are_one_turn_for_the_lease() -> None:
     assert engine.program("p").turns == 2
     assert len(engine.program_scheduler.state.leases) == 1
     assert engine.program_scheduler.histories.tools.count() == 0
-
-
-def test_parallel_returns_to_one_lease() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(40))
-    engine.wait(1.0)
-    first, second = engine.arrive("p", prompt(48)), engine.arrive("p", prompt(60, seed=1))
-    assert durations(engine) == [1.0], "one gap, not one for each request"
-    engine.finish(second, outcome=TurnFinishReason.ABORTED)
-    engine.wait(60.0)
-    assert P in engine.program_scheduler.state.leases, "the other one still waits"
-    engine.admit(first)
-    assert P not in engine.program_scheduler.state.leases
-    assert engine.finish(first) is not None
 
 
 @pytest.mark.parametrize("outcome", [TurnFinishReason.ABORTED, TurnFinishReason.ERROR])
@@ -623,31 +492,6 @@ def test_a_program_ended_during_a_request_keeps_nothing_of_it() -> None:
     assert engine.program("p").status is ProgramStatus.ENDED
     assert engine.done[-1].kind is EngineActionKind.DROP
     assert engine.program_scheduler.state.contexts.get(P) is None
-
-
-def test_an_ended_program_that_returns_is_served() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(40))
-    engine.send(END)
-    assert engine.turn("p", prompt(40)) is not None
-    assert engine.program("p").status is ProgramStatus.ACTING
-    engine.send(END)
-    assert engine.program_scheduler.histories.turns.count() == 2, (
-        "it ended twice, with other turns in between"
-    )
-
-
-def test_an_end_that_follows_silence_is_learned_once() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(40))
-    engine.wait(1801.0)
-    assert engine.program("p").status is ProgramStatus.EXPIRED
-    engine.send(END)
-    assert engine.program("p").status is ProgramStatus.ENDED
-    assert engine.program_scheduler.histories.turns.count() == 1
-    assert engine.counter("sojourn_programs_finished_total") == 1
-    assert engine.counter("sojourn_programs_finished_total", outcome="idle") == 1
-    assert engine.program("p").outcome is ProgramOutcome.OK, "the client's word counts"
 
 
 def test_a_killed_client_is_told_apart_from_a_crash_and_from_an_end() -> None:
@@ -687,52 +531,6 @@ def test_a_killed_client_is_told_apart_from_a_crash_and_from_an_end() -> None:
     assert engine.ask("program", program_id="lost")["outcome"] is None, "it came back"
 
 
-def test_a_forgotten_program_leaves_nothing() -> None:
-    engine = VirtualEngine(limits=SchedulerLimits(max_programs=3))
-    for i in range(50):
-        engine.turn(f"p{i}", prompt(40, seed=i))
-    program_scheduler = engine.program_scheduler
-    assert (
-        len(program_scheduler.state.programs) == len(program_scheduler.state.leases) == len(engine.held) == 3
-    )
-    assert (
-        len(program_scheduler.state.contexts._contexts)
-        == len(program_scheduler.state.release_reasons) + 3
-        == 3
-    )
-    assert [a.kind for a in engine.done] == [EngineActionKind.DROP] * 47
-    assert program_scheduler.state.programs.forgotten == 47
-
-
-@pytest.mark.parametrize("blocks", [0, 10])
-def test_a_forgotten_program_leaves_no_context_where_ended_ones_stay_cached(blocks: int) -> None:
-    """``observe`` drops no KV. Contexts shorter than a block have no hashes, so their number had no bound."""
-    engine = VirtualEngine("observe", limits=SchedulerLimits(max_programs=3))
-    for i in range(50):
-        engine.turn(f"p{i}", prompt(4 * blocks + 1, seed=i))
-        engine.send(ProgramEnd(program_id=f"p{i}", seq=-1))
-    state = engine.program_scheduler.state
-    assert len(state.programs) == len(state.contexts.programs()) == 3
-    assert all(program_id in state.programs for program_id in state.contexts.programs())
-
-
-def test_what_the_steward_keeps_is_bounded_by_its_programs() -> None:
-    engine = VirtualEngine(limits=SchedulerLimits(max_programs=5))
-    for i in range(200):
-        name = f"p{i % 17}"
-        engine.turn(name, prompt(40, seed=i % 17))
-        engine.wait(4.0)
-        if i % 3 == 0:
-            engine.evict(prompt(40, seed=i % 17), by="x")
-    program_scheduler = engine.program_scheduler
-    assert program_scheduler.state.release_reasons.keys() <= {p.id for p in program_scheduler.state.programs}
-    assert {held.program_id for held in program_scheduler.state.leases} <= {
-        p.id for p in program_scheduler.state.programs
-    }
-    assert set(engine.held) == {held.program_id for held in program_scheduler.state.leases}
-    assert program_scheduler.state.requests.states == program_scheduler._turns.awaiting_first_token == {}
-
-
 # -- silence ------------------------------------------------------------------------
 
 
@@ -749,24 +547,6 @@ def seconds_until_gone(engine: VirtualEngine) -> float:
     return engine.now - began
 
 
-def test_a_client_that_promised_heartbeats_and_died_loses_its_lease_after_20_s() -> None:
-    engine = VirtualEngine("continuum")
-    beating(engine)
-    assert seconds_until_gone(engine) == 20.0
-    assert engine.reasons("release") == ["silent"]
-    assert engine.counter("sojourn_client_silent_total") == 1
-
-
-def test_a_client_that_beats_and_then_dies_loses_it_10_s_after_the_last_sign() -> None:
-    engine = VirtualEngine("continuum")
-    beating(engine)
-    for _ in range(40):
-        engine.wait(3.0)
-        engine.send(BEAT)
-    assert P in engine.program_scheduler.state.leases
-    assert seconds_until_gone(engine) == 10.0
-
-
 @pytest.mark.parametrize("last_beat_s", [0, 3, 9, 12, 15, 18, 19])
 def test_in_any_case_within_35_s_of_the_last_sign(last_beat_s: int) -> None:
     engine = VirtualEngine("continuum")
@@ -777,35 +557,11 @@ def test_in_any_case_within_35_s_of_the_last_sign(last_beat_s: int) -> None:
     assert 10.0 <= seconds_until_gone(engine) <= 20.0
 
 
-def test_a_promise_after_the_lease_was_granted_counts() -> None:
-    engine = VirtualEngine("continuum")
-    engine.turn("p", prompt(40), kv_retention_ttl_seconds=300)
-    engine.wait(1.0)
-    engine.send(ProgramStart(program_id="p", seq=-1, heartbeat=True))
-    assert seconds_until_gone(engine) == 20.0
-
-
 def test_a_client_without_heartbeats_keeps_its_lease_for_all_its_time() -> None:
     engine = VirtualEngine("continuum")
     engine.turn("p", prompt(40), kv_retention_ttl_seconds=200)
     assert seconds_until_gone(engine) == 200.0
     assert engine.reasons("release") == ["ttl"]
-
-
-def test_silent_programs_are_given_up_and_come_back() -> None:
-    engine = VirtualEngine("continuum")
-    engine.turn("plain", prompt(40, seed=1))
-    beating(engine)
-    engine.wait(59.0)
-    assert engine.program("p").status is ProgramStatus.ACTING
-    engine.wait(2.0)
-    assert engine.program("p").status is ProgramStatus.EXPIRED
-    assert engine.program("plain").status is ProgramStatus.ACTING
-    engine.send(BEAT)
-    assert engine.program("p").status is ProgramStatus.ACTING
-    assert engine.turn("p", prompt(44), kv_retention_ttl_seconds=10) is not None
-    engine.wait(1740.0)
-    assert engine.program("plain").status is ProgramStatus.EXPIRED
 
 
 # -- events that move leases -----------------------------------------------------------
@@ -850,23 +606,6 @@ def test_a_tool_start_after_an_output_without_a_call_gets_a_late_lease() -> None
     assert durations(engine) == [3.0], "inferred for the tool that the client named"
 
 
-def test_no_late_lease_for_the_call_the_policy_has_judged() -> None:
-    engine = VirtualEngine("continuum")
-    engine.turn("p", prompt(40))
-    assert engine.reasons("keep") == ["not_worth_it"]
-    engine.send(start())
-    assert engine.done == []
-
-
-def test_a_program_that_ends_before_its_late_lease_is_booked_gets_none() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(40), "no tool")
-    engine.send(start(), END)
-    assert [a.kind for a in engine.done] == [EngineActionKind.PIN_CACHED, EngineActionKind.DROP]
-    assert len(engine.program_scheduler.state.leases) == engine.program_scheduler.state.leases.blocks == 0
-    assert engine.held == {}
-
-
 def test_a_reset_that_only_starts_ends_leases_and_keeps_contexts() -> None:
     engine = VirtualEngine()
     engine.turn("a", prompt(40, seed=1))
@@ -874,56 +613,6 @@ def test_a_reset_that_only_starts_ends_leases_and_keeps_contexts() -> None:
     scheduler.handle(CacheResetStarted(), engine.now)
     assert not list(scheduler.leased_programs())
     assert scheduler.context(ProgramId("a"))
-
-
-def test_a_cleared_cache_ends_all_leases() -> None:
-    engine = VirtualEngine()
-    engine.turn("a", prompt(40, seed=1))
-    engine.turn("b", prompt(40, seed=2))
-    engine.program_scheduler.cache_reset(engine.now)
-    engine.carry_out()
-    assert engine.held == {}
-    assert engine.program_scheduler.state.leases.blocks == 0
-    assert engine.reasons("release") == ["reset", "reset"]
-
-
-def test_an_ablation_keeps_order_and_no_leases() -> None:
-    engine = VirtualEngine(parse_preset('extends = "continuum"\nretention = "none"', source="t"))
-    assert engine.turn("p", prompt(40), BASH) is None
-    assert engine.reasons("keep") == ["policy_off"]
-
-
-def test_a_request_is_a_sign_of_life_even_if_it_is_aborted_in_the_queue() -> None:
-    engine = VirtualEngine("continuum")
-    beating(engine)
-    engine.wait(15.0)
-    engine.finish(engine.arrive("p", prompt(44)), outcome=TurnFinishReason.ABORTED)
-    assert seconds_until_gone(engine) == 10.0
-
-
-def test_a_resumed_request_stands_in_line_as_preempted_no_more() -> None:
-    engine = VirtualEngine()
-    request = engine.arrive("p", prompt(8))
-    engine.admit(request)
-    engine.program_scheduler.preempted(request, engine.now)
-    assert engine.program_scheduler.waiting_view(request).preempted
-    engine.admit(request, resumed=True)
-    assert not engine.program_scheduler.waiting_view(request).preempted
-    assert engine.counter("sojourn_preemptions_total") == 1
-
-
-def test_a_gap_belongs_to_the_first_request_after_it() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(8))
-    engine.wait(2.0)
-    engine.finish(engine.arrive("p", prompt(12)), outcome=TurnFinishReason.ABORTED)
-    engine.wait(5.0)
-    engine.turn("p", prompt(12))
-    gaps = [
-        (r.outcome, r.gap_s, r.tool_before) for r in engine.program_scheduler.state.ledger.of_program("p")
-    ]
-    assert gaps == [("stopped", None, None), ("aborted", 2.0, TOOL), ("stopped", None, None)]
-    assert durations(engine) == [2.0]
 
 
 def test_a_turn_knows_for_how_long_tools_ran_in_the_gap_before_it() -> None:
@@ -975,18 +664,6 @@ def test_a_turn_knows_for_how_long_tools_ran_in_the_gap_before_it() -> None:
     ]  # fmt: skip
 
 
-def test_tools_reported_late_one_after_the_other_take_no_longer_than_the_gap() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(8))
-    engine.wait(3.0)
-    for call_id in "ab":  # they ran at once
-        engine.send(ToolStart(program_id="p", seq=-1, call_id=call_id, tool="bash", age_s=3.0))
-        engine.send(ToolStop(program_id="p", seq=-1, call_id=call_id, duration_s=3.0))
-    engine.turn("p", prompt(12))
-    turns = engine.program_scheduler.state.ledger.of_program("p")
-    assert [turn.tool_s for turn in turns] == [None, 3.0]
-
-
 @pytest.mark.parametrize(
     ("calls", "tool_s"),
     [
@@ -1019,29 +696,6 @@ def test_of_groups_of_tools_the_time_between_them_does_not_count(
     assert (turn.gap_s, turn.tool_s) == (pytest.approx(10.0), pytest.approx(tool_s))
 
 
-def test_a_closed_gap_keeps_no_intervals_of_tools() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(8))
-    engine.send(ToolStart(program_id="p", seq=-1, call_id="1", tool="t"))
-    engine.wait(1.0)
-    engine.send(ToolStop(program_id="p", seq=-1, call_id="1", duration_s=1.0))
-    (program,) = engine.program_scheduler.state.programs
-    assert program.gap_tool_time is not None
-    engine.arrive("p", prompt(12))
-    assert program.gap_tool_time is None
-
-
-def test_an_id_that_arrives_again_ends_the_request_before_it() -> None:
-    engine = VirtualEngine()
-    first = engine.arrive("p", prompt(8))
-    engine.admit(first)
-    engine._requests -= 1
-    assert engine.arrive("q", prompt(8, seed=1)) == first
-    assert engine.program_scheduler.live_requests(P) == set()
-    assert engine.program_scheduler.live_requests(ProgramId("q")) == {first}
-    assert engine.program_scheduler.state.requests.running_tokens == 0
-
-
 def test_only_a_waiting_request_without_a_program_becomes_overdue() -> None:
     engine = VirtualEngine()
     patience_s = engine.program_scheduler.limits.queue_patience_s
@@ -1056,11 +710,3 @@ def test_only_a_waiting_request_without_a_program_becomes_overdue() -> None:
     assert not is_overdue(running, late_s)
     assert not is_overdue(of_program, late_s)
     assert not is_overdue("unknown", late_s)
-
-
-def test_a_request_of_a_program_that_leaves_as_untracked_is_broken_off() -> None:
-    engine = VirtualEngine()
-    request = engine.arrive("p", prompt(8))
-    engine.program_scheduler.untracked_request_left(request, engine.now)
-    assert engine.program_scheduler.live_requests(P) == set()
-    assert engine.program("p").status is ProgramStatus.ACTING

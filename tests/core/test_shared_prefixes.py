@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart
-from sojourn_server.core import shared_block_accounting
-from sojourn_server.core.context_hashes import ContextHashStore
 from sojourn_server.core.events_and_actions import TurnFinishReason
-from sojourn_server.core.placed_programs import PlacedProgram
-from sojourn_server.core.scheduler_state import KVPoolConfig
 from sojourn_server.core.shared_block_accounting import MAX_EXPECTED_TO_SHARE, SharedBlockAccounting
-from sojourn_server.core.shared_prefixes import MAX_LEARNED, ExpectedPrefixes, SharedPrefixes
+from sojourn_server.core.shared_prefixes import SharedPrefixes
 from sojourn_server.policies.placement.placement_views import Tier
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
 from virtual_engine import chain as chain_of
@@ -59,29 +55,6 @@ def test_own_hashes_add_up_to_the_distinct_ones(seed: int) -> None:
             )
         asked = chain(*(draw.randrange(3) for _ in range(6)))
         assert prefixes.common(asked) == max((common(asked, other) for other in model.values()), default=0)
-
-
-def test_a_chain_that_the_engine_goes_on_to_fill_counts_as_long_as_it_was() -> None:
-    prefixes, live = SharedPrefixes(), chain(1, 2)
-    prefixes.put("p", live)
-    prefixes.put("q", chain(1, 2, 3))
-    live.append((1, 2, 3))
-    assert (prefixes.shared_hashes("p"), prefixes.shared_hashes("q"), prefixes.length("p")) == (0, 2, 2)
-    assert prefixes.remove("p") == {"q"}
-    assert prefixes.remove("q") == set()
-    assert "p" not in prefixes
-    assert prefixes.common(live) == 0
-
-
-def test_what_is_expected_is_bounded_and_told_once() -> None:
-    expected = ExpectedPrefixes()
-    for number in range(MAX_LEARNED + 10):
-        expected.learn(number, 7)
-    assert [expected.of(number) for number in (0, 9, 10)] == [0, 0, 7]
-    expected.changed.clear()
-    expected.learn(20, 7)
-    expected.learn(21, 8)
-    assert expected.changed == {21}
 
 
 # -- which blocks count for whom ---------------------------------------------------------
@@ -128,56 +101,6 @@ def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
     assert newcomers_let_in(after_two_that_share()) == 6
 
 
-def test_programs_that_change_their_type_leave_room_for_new_ones() -> None:
-    engine = after_two_that_share()
-    for number in range(MAX_EXPECTED_TO_SHARE):
-        name = f"changed {number}"
-        engine.send(ProgramStart(program_id=name, seq=-1))
-        request = engine.arrive(name, own_prompt(100 + number))
-        engine.step()
-        engine.send(ProgramStart(program_id=name, seq=-1, agent_type="other"))
-        engine.finish(request, outcome=TurnFinishReason.ABORTED)
-        engine.send(ProgramEnd(program_id=name, seq=-1))
-    assert contexts_of(engine)._expected_to_share == contexts_of(engine)._expected_as == {}
-    assert newcomers_let_in(engine) == 6
-
-
-def test_programs_with_a_prompt_shorter_than_a_block_leave_room_for_new_ones() -> None:
-    engine = after_two_that_share()
-    for number in range(MAX_EXPECTED_TO_SHARE):
-        run(engine, f"short {number}", [7000 + number] * (BLOCK_TOKENS - 1))
-    assert contexts_of(engine)._expected_to_share == contexts_of(engine)._expected_as == {}
-    assert newcomers_let_in(engine) == 6
-
-
-def test_what_new_programs_may_share_takes_no_look_at_each_program_on_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """64 new programs beside 3,000 of other kinds took 40 ms of a step each time that one of them began."""
-    looks: list[None] = []
-    kind = shared_block_accounting._kind
-
-    def counted(place: PlacedProgram) -> tuple[str | None, str | None]:
-        looks.append(None)
-        return kind(place)
-
-    engine = VirtualEngine("sojourn", blocks=1060)
-    for number in range(100):
-        request = engine.arrive(f"other {number}", prompt(10 * BLOCK_TOKENS, 1000 + number))
-        engine.program(f"other {number}").agent_type = f"type {number}"
-        engine.step()
-        engine.admit(request)
-    new = [engine.arrive(f"new {number}", own_prompt(number)) for number in range(102)]
-    monkeypatch.setattr(shared_block_accounting, "_kind", counted)
-    for request in new[:2]:
-        engine.wait(1.1)
-        engine.admit(request)
-    looks.clear()
-    engine.wait(1.1)
-    assert len(engine.program_scheduler._tiers._waiting_queue) >= 64
-    assert 100 < len(looks) <= 3 * (100 + len(new))
-
-
 def counted(engine: VirtualEngine) -> int:
     """Blocks that count on the device: those of all programs there, and those of other requests."""
     tiers = engine.program_scheduler._tiers
@@ -215,15 +138,6 @@ def test_a_branch_that_ends_first_leaves_no_blocks_that_count_for_nobody() -> No
     engine.admit(engine.arrive(None, prompt(250 * BLOCK_TOKENS, 3)))
     engine.step()
     assert counted(engine) == 303 + 250
-
-
-def test_blocks_of_a_request_that_another_has_too_cancel_none_of_a_third() -> None:
-    contexts = SharedBlockAccounting(KVPoolConfig(blocks=100, block_size=BLOCK_TOKENS), ContextHashStore())
-    chained = chain(*range(50))
-    contexts.add_other("first", 50 * BLOCK_TOKENS, chained)
-    contexts.add_other("resumed", 2 * BLOCK_TOKENS, chained)
-    contexts.add_other("stranger", 25 * BLOCK_TOKENS, chain(1, 2))
-    assert contexts.untracked_blocks() == 75
 
 
 class Contexts(RuleBasedStateMachine):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core import parked_requests, placed_programs
+from sojourn_server.core import parked_requests
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
@@ -22,8 +22,6 @@ from sojourn_server.core.placed_programs import MAX_TOOL_REPORTS, PlacedProgram,
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
     MAX_FURTHER_WAITING_IN_VIEW,
-    MAX_WAITING_IN_VIEW,
-    UNTHROTTLED_PROGRAMS,
 )
 from sojourn_server.policies.eviction.block_labels import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
@@ -43,7 +41,7 @@ from sojourn_server.policies.placement.placement_views import (
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
-from sojourn_server.policies.policy_protocols import DecisionReason, EndedKvHandling
+from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.policies.retention.retention_policies import FixedRetention
 from sojourn_server.programs.program_status import ProgramStatus
@@ -226,23 +224,6 @@ def test_a_request_is_parked_until_its_program_is_promoted() -> None:
     assert engine.counter("sojourn_placements_total", to="device", reason="free_capacity") == 2
 
 
-def test_what_is_parked_is_the_waiting_request_and_not_the_program() -> None:
-    """Who got its blocks, whoever let it in, runs: it may be preempted, told to leave, moved even."""
-    policy = Watched()
-    engine = Engine(policy)
-    running = engine.come("a", 5)
-    order(engine, policy, "a", DEVICE)
-    engine.admit(running)
-    engine.program_scheduler.preempted(running, engine.now)
-    assert not engine.parked(running)
-    order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
-    assert not engine.parked(running)
-    order(engine, policy, "a", WAITING)
-    assert not engine.parked(running), "it has run: its engine alone says when it runs again"
-    later = engine.come("a", 5)
-    assert engine.parked(later)
-
-
 def test_a_report_of_load_names_the_programs_that_wait_without_kv() -> None:
     policy = Watched()
     engine = Engine(policy)
@@ -254,25 +235,6 @@ def test_a_report_of_load_names_the_programs_that_wait_without_kv() -> None:
     nowhere = VirtualEngine("continuum")
     nowhere.arrive("p", prompt(8))
     assert nowhere.ask("load")["waiting"] == [], "it places no programs"
-
-
-def test_while_a_preempted_request_waits_its_program_is_not_getting_busier() -> None:
-    policy = Watched()
-    engine = Engine(policy)
-    request = engine.come("a", 5)
-    order(engine, policy, "a", DEVICE)
-    for acting_s, reasoning_s in ((10.0, 10.0), (0.0, 5.0)):
-        engine.admit(request)
-        engine.now += reasoning_s
-        if acting_s:
-            engine.finish(request)
-            engine.now += acting_s
-            request = engine.come("a", 6)
-    engine.program_scheduler.preempted(request, engine.now)
-    engine.wait(100.0)
-    shown = seen(policy.views[-1], "a")
-    assert shown.activity is ProgramActivity.REASONING
-    assert shown.idleness.at(engine.now) == 0.4, "10 of 25 seconds"
 
 
 def test_lazily_demoted_those_that_came_before_the_order_run_and_later_ones_wait() -> None:
@@ -297,46 +259,6 @@ def test_lazily_demoted_those_that_came_before_the_order_run_and_later_ones_wait
     assert engine.asked_again == {"a"}, "the engine must look again at who was kept out"
     assert len(engine.placed()) == placed + 1
     assert engine.program("a").status is ProgramStatus.REASONING
-
-
-def test_a_program_whose_parked_request_is_aborted_is_gated_no_more() -> None:
-    policy = Watched()
-    engine = Engine(policy, host=20)
-    running = engine.come("a", 5)
-    order(engine, policy, "a", DEVICE)
-    engine.admit(running)
-    order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
-    parked = [engine.come("a", 6) for _ in range(2)]
-    for request, status in zip(parked, (ProgramStatus.GATED, ProgramStatus.REASONING), strict=True):
-        assert engine.program("a").status is ProgramStatus.GATED
-        engine.finish(request, outcome=TurnFinishReason.ABORTED)
-        assert engine.program("a").status is status
-    engine.finish(running)
-    assert engine.program("a").status is ProgramStatus.ACTING
-
-
-def test_a_turn_is_not_over_before_all_have_run_that_came_before_the_order() -> None:
-    """The engine has no seat yet for a's second branch, which was there when a was told to leave."""
-    policy = by_present_size()
-    engine = Engine(policy, host=100)
-    first, branch = engine.come("a", 8), engine.come("a", 9)
-    engine.step()
-    engine.admit(first)
-    engine.admit(engine.come("c", 15))  # the engine let it in: 9 and 15 blocks are more than 20
-    engine.step()
-    assert engine.reasons("leaves_after_turn") == ["over_capacity"]
-    later = engine.come("a", 9)
-    engine.finish(first)
-    engine.wait(1.0)
-    assert engine.tier("a") is DEVICE
-    assert seen(policy.views[-1], "a").activity is ProgramActivity.REASONING
-    assert not engine.parked(branch), "it came before the order"
-    assert engine.parked(later)
-    engine.admit(branch)
-    engine.finish(branch)
-    engine.wait(1.0)
-    assert engine.tier("a") is not DEVICE
-    assert engine.parked(later)
 
 
 def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
@@ -505,180 +427,7 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     assert list(engine.program_scheduler._tiers.take_overdue(0.0, engine.now)) == []
 
 
-# -- how programs end, and begin again ------------------------------------------------------
-
-
-def test_a_program_that_ends_while_its_request_is_parked_lets_it_go() -> None:
-    """Nobody holds a place for it any more; the request runs as one of nobody's, and leaves nothing."""
-    policy = by_present_size()
-    engine = Engine(policy)
-    engine.run("a", 15)
-    request = engine.come("b", 10)
-    engine.step()
-    assert engine.parked(request)
-    engine.asked_again.clear()
-    engine.end("b")
-    assert not engine.parked(request)
-    assert engine.asked_again == {"b"}
-    assert engine.program_scheduler.label(ProgramId("b")) is BlockLabel.INACTIVE
-    engine.step()
-    assert policy.views[-1].why is PlacementTrigger.TURN_ENDED
-    engine.admit(request)
-    engine.wait(TICK_S)
-    assert policy.views[-1].device.untracked_blocks == 10
-    engine.finish(request)
-    engine.wait(TICK_S)
-    assert policy.views[-1].device.untracked_blocks == 0
-    assert engine.program_scheduler.placed_counts() == {DEVICE: 1, HOST: 0, DISK: 0, WAITING: 0}
-
-
-def test_a_parked_request_of_an_ended_program_is_looked_at_again_where_its_blocks_are_left() -> None:
-    engine = Engine(by_present_size(), ended=EndedKvHandling.LEFT)
-    engine.run("a", 15)
-    request = engine.come("b", 10)
-    engine.step()
-    engine.asked_again.clear()
-    engine.end("b")
-    assert not engine.parked(request)
-    assert engine.asked_again == {"b"}, "else it is parked in the engine's queue for ever"
-
-
-def test_a_program_that_ends_while_it_runs_counts_as_others_until_it_is_done() -> None:
-    policy = by_present_size()
-    engine = Engine(policy)
-    request = engine.run("a", 14)
-    engine.run("c", 5)
-    engine.end("a")
-    waiting = engine.come("b", 10)
-    engine.step()
-    assert policy.views[-1].device.untracked_blocks == 14
-    assert [each.program_id for each in policy.views[-1].on_device] == ["c"]
-    assert engine.tier("a") is WAITING
-    assert engine.parked(waiting)
-    engine.finish(request)
-    engine.step()
-    assert policy.views[-1].device.untracked_blocks == 0, "its room is another's at once"
-    assert not engine.parked(waiting)
-
-
-def test_an_id_used_again_is_a_new_program() -> None:
-    policy = by_present_size()
-    engine = Engine(policy, host=50)
-    engine.a_turn("a", 15)
-    engine.wait(30.0)
-    assert seen(policy.views[-1], "a").idleness.at(engine.now) > 0.9
-    engine.end("a")
-    engine.run("b", 15)
-    again = engine.come("a", 10)
-    engine.step()
-    new = seen(policy.views[-1], "a")
-    assert engine.parked(again)
-    assert (new.tier, new.returning, new.context_blocks, new.required_blocks) == (WAITING, False, 0, 10)
-    assert new.arrived_s == engine.now
-    assert new.idleness.at(engine.now) == 0.0
-
-
-def test_the_last_request_of_an_earlier_life_strands_nobody_of_the_new_one() -> None:
-    """It was let in when its program ended. It brings the new program onto the device, where nobody moves
-    whoever is ready: the new life's request has to be let in with it."""
-    policy = by_present_size()
-    engine = Engine(policy)
-    engine.run("b", 15)
-    old = engine.come("a", 10)
-    engine.step()
-    engine.end("a")
-    new = engine.come("a", 10)
-    engine.step()
-    assert not engine.parked(old)
-    assert engine.parked(new)
-    engine.asked_again.clear()
-    engine.admit(old)
-    assert engine.tier("a") is DEVICE
-    assert not engine.parked(new)
-    assert engine.asked_again == {"a"}, "else it is parked in the engine's queue for ever"
-    assert engine.program("a").status is ProgramStatus.REASONING
-    engine.step()
-    assert policy.views[-1].why is PlacementTrigger.CAPACITY, "the policy did not let it in"
-    engine.finish(old)
-    engine.step()
-    assert not engine.parked(new)
-
-
-def test_what_ran_for_an_earlier_life_is_counted_once_when_it_runs_for_the_new_one() -> None:
-    policy = by_present_size()
-    engine = Engine(policy, blocks=100)
-    request = engine.run("a", 10)
-    engine.end("a")
-    engine.come("a", 5)
-    engine.program_scheduler.preempted(request, engine.now)
-    engine.admit(request, resumed=True)
-    engine.wait(TICK_S)
-    view = policy.views[-1]
-    assert seen(view, "a").resident_blocks + view.device.untracked_blocks == 10
-
-
-def test_programs_forgotten_for_others_leave_nothing() -> None:
-    engine = Engine(by_present_size(), blocks=100, limits=SchedulerLimits(max_programs=3))
-    for number in range(10):
-        engine.a_turn(f"p{number}", 2)
-    assert (
-        sum(engine.program_scheduler.placed_counts().values())
-        == len(engine.program_scheduler.state.programs)
-        == 3
-    )
-    assert engine.tier("p0") is WAITING
-    assert engine.tier("p9") is DEVICE
-
-
-def test_a_silent_program_loses_its_place_and_comes_back_as_one_that_ran() -> None:
-    policy = by_present_size()
-    engine = Engine(policy, limits=SchedulerLimits(idle_program_s=60.0))
-    engine.a_turn("a", 5)
-    engine.wait(61.0)
-    assert engine.program("a").status is ProgramStatus.EXPIRED
-    assert engine.program_scheduler.placed_counts()[DEVICE] == 0
-    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.INACTIVE
-    engine.come("a", 6)
-    engine.step()
-    shown = seen(policy.views[-1], "a")
-    assert (shown.tier, shown.returning, shown.context_blocks) == (WAITING, True, 0)
-
-
-def test_an_aborted_request_gives_up_its_place_in_line() -> None:
-    engine = Engine(by_present_size())
-    engine.run("a", 15)
-    request = engine.come("b", 10)
-    engine.step()
-    engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    assert engine.program_scheduler._tiers._waiting_queue == []
-    assert engine.program("b").status is ProgramStatus.ACTING
-    assert not engine.parked(engine.come(None, 1))
-
-
 # -- what the policy is shown -----------------------------------------------------------------
-
-
-def test_strangers_take_room_that_programs_cannot_have() -> None:
-    """Ten and nine tokens are five blocks of four, counted together, while they run."""
-    policy = by_present_size()
-    engine = Engine(policy)
-    strangers = [engine.arrive(None, prompt(tokens, tokens)) for tokens in (10, 9)]
-    request = engine.come("a", 16)
-    keeps = engine.come("b", 10)
-    engine.step()
-    assert policy.views[-1].device.untracked_blocks == 0, "they only wait"
-    assert not engine.parked(keeps)
-    for stranger in strangers:
-        engine.admit(stranger)
-    engine.admit(keeps)
-    engine.wait(TICK_S)
-    assert policy.views[-1].device.untracked_blocks == 5
-    assert policy.views[-1].device.budget_blocks == 15
-    engine.program_scheduler.untracked_request_left(strangers[0])
-    engine.program_scheduler.untracked_request_left(strangers[1])
-    engine.wait(TICK_S)
-    assert policy.views[-1].device.untracked_blocks == 0
-    assert engine.parked(request), "10 and 16 blocks are more than 20 still"
 
 
 def test_sizes_are_in_blocks_rounded_up() -> None:
@@ -712,20 +461,6 @@ def test_sizes_are_in_blocks_rounded_up() -> None:
     assert (shown.turn_blocks, shown.peak_blocks) == (16, 40)
 
 
-def test_a_ready_program_has_waited_since_its_oldest_request_came() -> None:
-    policy = Watched()
-    engine = Engine(policy, blocks=100)
-    oldest = engine.come("a", 5)
-    engine.now += 3.0
-    engine.come("a", 7)
-    engine.step()
-    shown = seen(policy.views[-1], "a")
-    assert (shown.waiting_since_s, shown.arrived_s, shown.required_blocks) == (1000.0, 1000.0, 7)
-    engine.finish(oldest, outcome=TurnFinishReason.ABORTED)
-    engine.step()
-    assert seen(policy.views[-1], "a").waiting_since_s == 1003.0
-
-
 def test_each_occasion_is_named() -> None:
     policy = by_present_size()
     engine = Engine(policy, host=50)
@@ -745,42 +480,6 @@ def test_each_occasion_is_named() -> None:
 
 
 # -- how often it is asked, and how much ----------------------------------------------------------
-
-
-def test_a_burst_of_tool_ends_is_one_question() -> None:
-    policy = by_present_size()
-    engine = Engine(policy, blocks=5000)
-    for number in range(500):
-        request = engine.come(f"p{number}", 2)
-        engine.wait(0.1)
-        engine.admit(request)
-        engine.finish(request)
-    engine.wait(0.1)
-    asked = len(policy.views)
-    for number in range(500):
-        engine.come(f"p{number}", 3)
-    assert len(policy.views) == asked
-    engine.wait(0.1)
-    assert len(policy.views) == asked + 1
-    assert sum(each.activity is ProgramActivity.READY for each in policy.views[-1].on_device) == 500
-    engine.wait(0.1)
-    assert len(policy.views) == asked + 1, "nothing has happened since"
-
-
-def test_of_very_many_programs_no_more_is_asked_than_two_percent_of_the_time_allows() -> None:
-    policy = by_present_size()
-    engine = Engine(policy, blocks=50_000)
-    for number in range(UNTHROTTLED_PROGRAMS + 2000):
-        request = engine.come(f"p{number}", 2)
-        engine.wait(0.01)
-        engine.admit(request)
-        engine.finish(request)
-    engine.wait(1.0)
-    asked = len(policy.views)
-    for number in range(100):
-        engine.come(f"p{number}", 3)
-        engine.wait(0.01)
-    assert 8 <= len(policy.views) - asked <= 11, "2,000 programs: once in 0.1 s"
 
 
 def test_where_nothing_happens_it_is_asked_now_and_then() -> None:
@@ -823,57 +522,6 @@ def test_after_as_many_exchanges_as_an_answer_may_have_it_is_asked_in_the_next_s
     assert len(policy.views) - asked == asked_again
     engine.wait(0.01)
     assert len(policy.views) - asked == asked_again, "not for ever"
-
-
-def test_who_waits_below_the_device_is_kept_out_too() -> None:
-    policy = Watched()
-    engine = Engine(policy, host=50)
-    request = engine.come("a", 5)
-    order(engine, policy, "a", DEVICE)
-    engine.admit(request)
-    engine.finish(request)
-    order(engine, policy, "a", HOST)
-    asked = len(policy.views)
-    engine.wait(0.5)
-    assert len(policy.views) == asked
-    assert engine.parked(engine.come("a", 6))
-    engine.step()
-    asked = len(policy.views)
-    engine.wait(0.5)
-    assert len(policy.views) == asked + 1
-
-
-def test_of_ten_thousand_who_wait_a_question_shows_the_first_few_and_asks_about_few() -> None:
-    """Their order is kept, and not made anew: one more thing that happens moves one program in it."""
-    policy = by_present_size(tick_s=TICK_S, patience_s=10_000.0)
-    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=math.inf))
-    engine.run("busy", 18)
-    seed = 7
-    for number in range(10_000):
-        seed = seed * 1103515245 + 12345 & 0x7FFFFFFF
-        engine.arrive(f"p{number:05}", prompt(4 * (3 + seed % 50), 5))
-    engine.step()
-    assert policy.keys_asked <= 10_001
-    policy.views.clear()
-    for happens in range(20):
-        policy.keys_asked = 0
-        engine.come(f"late{happens}", 3 + happens)
-        engine.step()
-        assert policy.keys_asked <= 3
-    assert len(policy.views) == 20
-    for view in policy.views:
-        assert len(view.waiting) == MAX_WAITING_IN_VIEW
-        assert view.waiting_sorted
-        keys = [policy.rules.waiting_key(each, engine.now) for each in view.waiting]
-        assert keys == sorted(keys)
-        assert len(view.on_device) == 1
-    assert min(each.required_blocks for each in policy.views[0].waiting) == 3
-    assert len(engine.program_scheduler._tiers._waiting_queue) == 10_020
-    policy.keys_asked = 0
-    engine.wait(20_000.0)
-    assert policy.keys_asked == 0, "to wait changes no place in line"
-    assert len(policy.views[-1].longest_waiting) == 16
-    assert all(each.waiting_since_s == 1000.0 for each in policy.views[-1].longest_waiting)
 
 
 @pytest.mark.parametrize("preset", ["sojourn", "mori"])
@@ -928,24 +576,6 @@ def views_built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return built
 
 
-def test_parallel_requests_of_a_program_are_looked_through_once_for_a_question(
-    views_built: list[str],
-) -> None:
-    policy = Watched()
-    engine = Engine(policy, blocks=10_000)
-    requests = [engine.come("a", 1) for _ in range(1000)]
-    engine.step()
-    assert views_built == ["a"]
-    order(engine, policy, "a", DEVICE)
-    views_built.clear()
-    for request in requests[:500]:
-        engine.admit(request)
-    for request in requests[250:750]:
-        engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    engine.step()
-    assert views_built == ["a"]
-
-
 def test_many_tool_reports_change_what_is_shown_once(views_built: list[str]) -> None:
     engine = Engine(ResidencyPricePlacement(), blocks=100)
     engine.a_turn("a", 5)
@@ -988,73 +618,6 @@ def test_no_reports_of_tools_hold_a_place_for_ever(lie: str) -> None:
 # -- the line ------------------------------------------------------------------------------------
 
 
-def test_the_line_is_in_the_policys_order_and_who_has_waited_longest_is_shown_beside_it() -> None:
-    policy = by_present_size(patience_s=10.0)
-    engine = Engine(policy)
-    engine.run("busy", 18)
-    engine.come("large", 10)
-    engine.now += 4.0
-    engine.come("small", 4)
-    engine.step()
-    assert [each.program_id for each in policy.views[-1].waiting] == ["small", "large"]
-    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["large", "small"]
-    asked = len(policy.views)
-    engine.wait(6.0)
-    assert len(policy.views) == asked + 1, "being overdue is no occasion of its own"
-    engine.wait(TICK_S)
-    assert [each.program_id for each in policy.views[-1].waiting] == ["small", "large"]
-
-
-def test_who_waits_longest_is_known_whatever_comes_and_goes_meanwhile() -> None:
-    policy = by_present_size(patience_s=math.inf)
-    engine = Engine(policy)
-    engine.run("busy", 18)
-    large = engine.come("large", 10)
-    engine.come("small", 4)
-    for _ in range(300):
-        engine.finish(engine.come("large", 9), outcome=TurnFinishReason.ABORTED)
-    engine.wait(TICK_S)
-    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["large", "small"]
-    engine.finish(large, outcome=TurnFinishReason.ABORTED)
-    engine.come("large", 9)
-    engine.wait(TICK_S)
-    assert policy.views[-1].longest_waiting[0].program_id == "small"
-
-
-def test_a_program_with_thousands_of_requests_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation sent 8,000 requests as one program, and each step read all of them twice."""
-    read: set[int] = set()
-    monkeypatch.setattr(placed_programs, "_wait_order", lambda request: read.add(request.arrival) or 0)
-    policy = by_present_size(patience_s=math.inf)
-    engine = Engine(policy)
-    engine.run("busy", 18)
-    for _ in range(1000):
-        engine.come("evaluation", 4)
-    engine.come("late", 9)
-    engine.step()
-    assert len(read) <= placed_programs.MAX_WAITING_SEEN + 2, "those of the other two programs are read too"
-    shown = [(each.program_id, each.required_blocks) for each in policy.views[-1].longest_waiting]
-    assert shown == [("evaluation", 4), ("late", 9)]
-
-
-@pytest.mark.parametrize("others", [10, 300])
-def test_who_waits_longest_is_known_behind_one_who_waits_on_the_device(others: int) -> None:
-    """The second request of a program that leaves after its turn is no candidate, and hides nobody."""
-    policy = by_present_size(patience_s=120.0, overdue_gap_s=0.0, absent_s=math.inf, standstill_s=math.inf)
-    engine = Engine(policy, blocks=40, limits=SchedulerLimits(gate_timeout_s=1e6), host=100)
-    engine.run("long", 20)
-    engine.run("rest", 16)
-    leave = TierMove(ProgramId("long"), HOST, MoveTiming.AFTER_TURN, MoveReason.OVER_CAPACITY)
-    engine.program_scheduler._tiers._apply(leave, engine.now)
-    engine.program_scheduler.pool.blocks = 19  # the device holds too much for it to be kept
-    assert engine.parked(engine.come("long", 21))
-    for _ in range(others):
-        engine.finish(engine.come("fast", 4), outcome=TurnFinishReason.ABORTED)
-    engine.come("late", 9)
-    engine.wait(TICK_S)
-    assert [each.program_id for each in policy.views[-1].longest_waiting] == ["late"]
-
-
 def test_between_two_overdue_programs_the_gap_passes() -> None:
     policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf, exchange_reserve=1.0)
     engine = Engine(policy, host=50)
@@ -1071,43 +634,7 @@ def test_between_two_overdue_programs_the_gap_passes() -> None:
     assert engine.tier("d") is DEVICE
 
 
-def test_a_program_leaves_the_line_with_its_last_request() -> None:
-    engine = Engine(by_present_size())
-    engine.run("busy", 18)
-    one, other = engine.come("a", 4), engine.come("a", 5)
-    tier_manager = engine.program_scheduler._tiers
-    engine.finish(one, outcome=TurnFinishReason.ABORTED)
-    engine.step()
-    assert [name for _, name in tier_manager._waiting_queue] == ["a"]
-    engine.finish(other, outcome=TurnFinishReason.ABORTED)
-    engine.step()
-    assert tier_manager._waiting_queue == []
-    engine.come("a", 4)
-    engine.step()
-    engine.end("a")
-    assert tier_manager._waiting_queue == []
-    engine.come("a", 4)
-    engine.end("a")
-    engine.step()
-    assert tier_manager._waiting_queue == []
-
-
 # -- time --------------------------------------------------------------------------------------------
-
-
-def test_a_clock_that_jumps_back_stops_nobody() -> None:
-    """Nothing happens any more, and by the clock the next question is an hour away."""
-    policy = by_present_size(exchange_reserve=1.0)
-    engine = Engine(policy, host=50)
-    engine.a_turn("a", 15)
-    engine.step()
-    request = engine.come("b", 10)
-    engine.step()
-    assert engine.parked(request)
-    engine.now -= 3600.0
-    engine.step()
-    assert not engine.parked(request), "a standstill that cannot be timed has lasted"
-    assert engine.tier("a") is HOST
 
 
 @pytest.mark.parametrize(("limits", "held_s"), [(SchedulerLimits(hold_timeout_s=60.0), 60.0), (None, 240.0)])
@@ -1176,42 +703,6 @@ def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
     assert not engine.parked(other)
 
 
-def test_of_parallel_requests_that_are_all_repeated_the_longest_wait_counts() -> None:
-    engine = holding()
-    first = engine.come("b", 10)
-    engine.spend(20.0)
-    second = engine.come("b", 10)
-    engine.spend(70.0)
-    for request in (first, second):
-        engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    again = engine.come("b", 10)
-    engine.spend(10.1)
-    assert not engine.parked(again)
-
-
-def test_a_repetition_that_comes_before_the_abort_keeps_the_place() -> None:
-    engine = holding()
-    first = engine.come("b", 10)
-    engine.spend(90.0)
-    again = engine.come("b", 10)
-    engine.finish(first, outcome=TurnFinishReason.ABORTED)
-    engine.spend(9.0)
-    assert engine.parked(again)
-    engine.spend(1.1)
-    assert not engine.parked(again)
-
-
-def test_a_released_request_that_is_repeated_is_released_at_once() -> None:
-    engine = holding()
-    first = engine.come("b", 10)
-    engine.spend(101.0)
-    assert not engine.parked(first)
-    engine.finish(first, outcome=TurnFinishReason.ABORTED)
-    again = engine.come("b", 10)
-    engine.spend(1.0)
-    assert not engine.parked(again)
-
-
 def test_a_released_request_that_is_never_admitted_blocks_nobody() -> None:
     engine = holding()
     waits = [engine.come(name, 10) for name in "bc"]
@@ -1219,27 +710,6 @@ def test_a_released_request_that_is_never_admitted_blocks_nobody() -> None:
     assert [engine.parked(request) for request in waits] == [False, True]
     engine.spend(RELEASE_GAP_S)
     assert not engine.parked(waits[1])
-
-
-def test_a_limit_of_zero_holds_nothing_back() -> None:
-    engine = holding(0.0)
-    request = engine.come("b", 10)
-    for _ in range(3):
-        engine.step()
-    assert not engine.parked(request)
-
-
-def test_a_pause_of_the_engine_does_not_count_for_the_repetition() -> None:
-    engine = holding()
-    first = engine.come("b", 10)
-    engine.spend(60.0)
-    engine.wait(600.0)
-    engine.finish(first, outcome=TurnFinishReason.ABORTED)
-    again = engine.come("b", 10)
-    engine.spend(39.0)
-    assert engine.parked(again)
-    engine.spend(1.1)
-    assert not engine.parked(again)
 
 
 @pytest.mark.parametrize("what", ["late", "another program", "ended between", "it ran", "a sibling runs"])
@@ -1280,35 +750,6 @@ def test_aborted_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.finish(engine.come("c", 10), outcome=TurnFinishReason.ABORTED)
     assert len(waits) == 3
     assert ProgramId("c") in waits
-
-
-def test_a_clock_that_jumps_back_refuses_nobody_and_forgets_nobody() -> None:
-    """A request cannot have been parked for longer than since before it came; its time begins anew."""
-    policy = by_present_size(patience_s=math.inf, standstill_s=math.inf)
-    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0))
-    engine.run("a", 15)
-    early = engine.come("b", 10)
-    engine.spend(30.0)
-    engine.wait(-500.0)
-    late = engine.come("c", 10)
-    engine.spend(59.0)
-    assert engine.program_scheduler.refused == []
-    engine.wait(1.0)
-    assert engine.program_scheduler.refused == [early, late]
-
-
-def test_a_clock_that_jumps_far_ahead_breaks_nothing() -> None:
-    policy = by_present_size()
-    engine = Engine(policy, host=50, limits=SchedulerLimits(idle_program_s=math.inf))
-    engine.a_turn("a", 15)
-    engine.run("b", 4)
-    engine.come("c", 10)
-    for seconds in (1e12, -1e12, 1e300, -1e300):
-        engine.wait(seconds)
-        for each in (*policy.views[-1].on_device, *policy.views[-1].on_host, *policy.views[-1].waiting):
-            assert 0.0 <= each.idleness.at(engine.now) <= 1.0
-    counts = engine.program_scheduler.placed_counts()
-    assert sum(counts.values()) == 3
 
 
 # -- failures ------------------------------------------------------------------------------------------
@@ -1354,23 +795,6 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert [*tier_manager._waiting_queue, *tier_manager._waits.longest()] == [], "no table holds a request"
 
 
-def test_where_the_policy_fails_while_the_cache_is_reset_everybody_is_let_in() -> None:
-    policy = Watched()
-    engine = Engine(policy, host=50)
-    for name in ("a", "b", "c"):
-        request = engine.come(name, 5)
-        order(engine, policy, name, DEVICE)
-        engine.admit(request)
-        engine.finish(request)
-        order(engine, policy, name, HOST)
-    parked = [engine.come(name, 6) for name in ("a", "b", "c")]
-    policy.fails_in = "waiting_key"
-    engine.program_scheduler.cache_reset(engine.now)
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        engine.step()
-    assert not any(engine.parked(request) for request in parked)
-
-
 def test_a_policy_that_moves_somebody_unknown_has_failed() -> None:
     policy = Watched()
     engine = Engine(policy)
@@ -1406,49 +830,6 @@ def test_who_is_parked_for_too_long_is_refused_once() -> None:
     assert engine.counter("sojourn_gate_timeouts_total") == 2
     assert engine.reasons("refuse") == ["placed", "placed"]
     assert not engine.parked(running)
-
-
-def test_while_the_engine_stands_still_nobody_is_kept_out() -> None:
-    """A machine that was suspended for an hour must not refuse all that it finds when it goes on."""
-    policy = by_present_size(patience_s=math.inf, standstill_s=math.inf)
-    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0, idle_program_s=math.inf))
-    engine.run("a", 15)
-    request = engine.come("b", 10)
-    engine.spend(40.0)
-    engine.wait(3600.0)
-    assert engine.parked(request)
-    engine.spend(19.0)
-    assert engine.program_scheduler.refused == []
-    engine.spend(1.0)
-    assert engine.program_scheduler.refused == [request]
-
-
-def test_who_was_let_in_in_time_is_not_refused() -> None:
-    engine = Engine(by_present_size(), limits=SchedulerLimits(gate_timeout_s=60.0))
-    engine.run("a", 15)
-    waits = engine.come("b", 10)
-    engine.spend(30.0)
-    engine.end("a")
-    engine.step()
-    assert not engine.parked(waits), "though its engine has not begun it yet"
-    engine.spend(31.0)
-    assert engine.program_scheduler.refused == []
-
-
-def test_a_request_id_used_again_has_its_own_time() -> None:
-    """A client gives up, and asks again under the same id."""
-    policy = by_present_size(patience_s=math.inf, standstill_s=math.inf)
-    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0))
-    engine.run("a", 15)
-    request = engine.come("b", 10)
-    engine.spend(50.0)
-    engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    engine._requests -= 1
-    assert engine.come("b", 10) == request
-    engine.spend(15.0)
-    assert engine.program_scheduler.refused == []
-    engine.spend(45.0)
-    assert engine.program_scheduler.refused == [request]
 
 
 # -- the cache is cleared ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -21,8 +20,7 @@ from sojourn_server.core.workflow_predictor import MAX_PREFETCH_TRIES
 from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import AbandonedBranch
-from sojourn_server.policies.prefetch.prefetch_policies import ToolEndPrefetch
-from sojourn_server.policies.preset import Preset, load_preset
+from sojourn_server.policies.preset import Preset
 from sojourn_server.programs.program_state import ProgramState
 from sojourn_server.programs.workflow_history import WorkflowHistory
 from virtual_engine import BASH, BLOCK_TOKENS, VirtualEngine
@@ -88,16 +86,6 @@ def test_without_hints_a_type_is_cold_until_thirty_of_it_have_ended() -> None:
     assert second.continuation_probability < 0.2, "all of its kind ended there"
     assert second.p_reuse is not None
     assert second.p_reuse <= second.continuation_probability
-
-
-def test_agents_whose_prompts_begin_alike_are_of_one_type_and_named_ones_of_theirs() -> None:
-    agents = Agents()
-    for number in range(31):
-        agents.live(f"a{number}", 2)
-    assert agents.turn("alike").prediction_source == "inferred"
-    assert agents.turn("named", agent_type="other").prediction_source == "cold"
-    agents.contexts["strange"] = list(range(5000, 5100))
-    assert agents.turn("strange").prediction_source == "cold"
 
 
 def test_steps_left_are_believed_at_once_and_none_left_goes_first() -> None:
@@ -191,15 +179,6 @@ def test_scores_of_others_hold_until_the_scale_moves() -> None:
     assert program_scheduler.owner_score(standing) == agents.score("a")
 
 
-def test_what_other_presets_keep_of_workflows_is_nothing() -> None:
-    agents = Agents("continuum")
-    for number in range(40):
-        agents.live(f"a{number}", 2, expected_steps_left=3.0)
-    workflows = agents.engine.program_scheduler.histories.workflows
-    assert workflows.transitions.snapshot()["kinds"] == []
-    assert agents.turn("late").prediction_source is None
-
-
 def test_a_tool_that_only_an_event_tells_is_a_step_all_the_same() -> None:
     """The output shows no call; what is learned and what is asked for go by the same name."""
     agents = Agents()
@@ -214,63 +193,6 @@ def test_a_tool_that_only_an_event_tells_is_a_step_all_the_same() -> None:
     assert program.prediction_source == "inferred"
     assert program.continuation_probability is not None
     assert program.continuation_probability < 0.2
-
-
-def test_an_id_that_is_used_again_is_a_new_program() -> None:
-    agents = Agents()
-    for _ in range(3):
-        agents.turn("p", expected_steps_left=5.0, node="n")
-        agents.engine.wait(1.0)
-    agents.end("p")
-    workflows = agents.engine.program_scheduler.histories.workflows
-    longest = workflows.gaps_s.value
-    agents.engine.wait(1000.0)
-    program = agents.turn("p")
-    assert workflows.gaps_s.value == longest, "the time since its end is no gap"
-    assert (program.turns, program.steps, program.node, program.prediction_source) == (1, [], None, "cold")
-    agents.engine.wait(1.0)
-    agents.turn("p")
-    agents.end("p")
-    assert workflows.transitions.finished(program.prompt_type or "") == 1, (
-        "the first of its kind made the type"
-    )
-
-
-def test_programs_that_are_only_never_heard_of_again_have_ended_too() -> None:
-    """Request streams alone: no client ever says that a program ends."""
-    agents = Agents()
-    for number in range(40):
-        for _ in range(2):
-            agents.turn(f"a{number}")
-            agents.engine.wait(1.0)
-    for _ in range(10):
-        agents.engine.wait(2000.0)
-    assert agents.turn("b").prediction_source == "inferred"
-    agents.engine.wait(1.0)
-    ends = agents.turn("b").continuation_probability
-    assert ends is not None
-    assert ends < 0.2
-
-
-def test_a_retry_after_an_abort_is_no_step() -> None:
-    agents = Agents()
-    agents.turn("p")
-    agents.engine.wait(1.0)
-    for _ in range(5):
-        request = agents.engine.arrive("p", [*agents.contexts["p"], 7, 7, 1])
-        agents.engine.admit(request)
-        agents.engine.finish(request, outcome=TurnFinishReason.ABORTED)
-        agents.engine.wait(0.1)
-    assert agents.program("p").steps == ["bash:pytest"]
-
-
-def test_a_node_of_an_earlier_turn_says_nothing_of_this_one() -> None:
-    agents = Agents()
-    graph = Aeg(("a",), [("a", END, 1.0)])
-    agents.turn("p")
-    agents.engine.send(AegReport(program_id="p", seq=-1, graph_hash=graph.hash, graph=graph.wire()))
-    assert agents.turn("p", node="a").continuation_probability == 0.0
-    assert agents.turn("p", agent_type="x").prediction_source == "cold"
 
 
 def test_everything_that_changes_a_score_says_so() -> None:
@@ -342,14 +264,6 @@ def test_pressure_shortens_it() -> None:
         assert lease is not None
         ttls.append(lease.ttl_s)
     assert ttls == [19.0, pytest.approx(19.0 / 2, abs=1e-9)]
-
-
-def test_a_cold_program_is_served_request_by_request() -> None:
-    agents = Agents()
-    for number in range(1, 21):
-        agents.turn("p")
-        tool(agents, "p", float(number))
-        assert len(agents.engine.program_scheduler.state.leases) == 0
 
 
 # -- prefetch ---------------------------------------------------------------------------
@@ -453,19 +367,6 @@ def test_where_the_next_step_begins_otherwise_its_prefix_is_loaded() -> None:
     assert agents.engine.program_scheduler.prefetch_keys(ProgramId("d")) == ()
 
 
-def test_a_preset_without_workflows_reloads_contexts_too() -> None:
-    preset = replace(load_preset("tetris"), prefetch=ToolEndPrefetch())
-    agents = Agents(preset)
-    for number in range(3):
-        agents.live(f"a{number}", 3)
-    agents.turn("p")
-    agents.engine.in_host.update(agents.engine.program_scheduler.context(ProgramId("p")) or ())
-    agents.engine.evict(agents.contexts["p"], keep=10)
-    agents.engine.spare_blocks = 1000
-    agents.engine.wait(1.1)
-    assert agents.engine.loaded_ahead == [("p", 15)]
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcde"), st.sampled_from("xy"), st.lists(st.integers(0, 2), max_size=6)),
@@ -491,45 +392,6 @@ def test_prefixes_of_steps_are_bounded_and_were_seen(turns: list[tuple[str, str,
     for name in "abcde":
         prefixes.forget(ProgramId(name))
     assert not prefixes._of_programs
-
-
-def test_a_prefix_that_is_still_there_is_left_there() -> None:
-    agents = Agents(histories=with_history())
-    agents.turn("p")
-    agents.engine.wait(1.1)
-    assert prefetches(agents) == [("in_place", 0.0)]
-
-
-def test_who_came_back_sooner_or_is_over_needs_no_prefetch() -> None:
-    agents = Agents(histories=with_history())
-    agents.turn("p")
-    agents.engine.wait(0.2)
-    agents.engine.arrive("p", [*agents.contexts["p"], 7, 7, 1])
-    agents.turn("q")
-    agents.end("q")
-    agents.turn("r")
-    agents.engine.program_scheduler.cache_reset(agents.engine.now)
-    agents.end("r")
-    agents.engine.wait(5.0)
-    assert prefetches(agents) == []
-
-
-def test_a_tool_that_takes_for_ever_leaves_no_plan_behind() -> None:
-    histories = with_history()
-    for _ in range(2000):
-        histories.tools.observe("bash:pytest", 1e300)
-    agents = Agents(histories=histories)
-    for number in range(500):
-        agents.turn(f"p{number}")
-        agents.end(f"p{number}")
-    assert agents.engine.program_scheduler._predictor._plans == []
-
-
-def test_plans_are_bounded_by_the_programs() -> None:
-    agents = Agents(histories=with_history())
-    for _ in range(1000):
-        agents.turn("p")
-    assert len(agents.engine.program_scheduler._predictor._plans) < 200
 
 
 def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() -> None:

@@ -94,7 +94,7 @@ class SchedulerDriver(ProgramScheduler):
     def waiting_view(self, request_id: str) -> WaitingRequestView:
         """Return the view of a waiting request that the queue-order policy gets."""
         state = self._requests.states[request_id]
-        return self._request_lifecycle.waiting_view(state)
+        return self._waiting_view(state)
 
     def make_room(
         self, need: ReclaimRequest, now: float, freed_by: Callable[[ProgramId], int] | None = None

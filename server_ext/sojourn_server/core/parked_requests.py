@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -56,10 +56,6 @@ class RequestWaits:
     def __init__(self) -> None:
         self._by_length: list[RequestWait] = []
         """The longest wait first."""
-        self._of: dict[ProgramId, list[RequestWait]] = {}
-        """The same waits by program, each program's longest wait first."""
-        self._longest: list[RequestWait] = []
-        """The longest wait of each program, in order of decreasing length."""
         self._by_arrival: dict[int, RequestWait] = {}
         """The same waits by arrival number."""
         self._starts_s: dict[int, float] = {}
@@ -69,10 +65,13 @@ class RequestWaits:
         """Programs whose waiting request was aborted: the start of its wait, and the time of the abort; the
         oldest abort first."""
 
-    def longest(self) -> Iterable[RequestWait]:
-        """Return each program's longest wait, in order of decreasing length. A program appears once, because
-        it may have thousands of waiting requests."""
-        return self._longest
+    def longest(self) -> Iterator[RequestWait]:
+        """Yield each program's longest wait, in order of decreasing length."""
+        seen: set[ProgramId] = set()
+        for wait in self._by_length:
+            if wait.program_id not in seen:
+                seen.add(wait.program_id)
+                yield wait
 
     def begin(self, request_state: RequestState, program_id: ProgramId, now: float) -> float:
         """Add a request that has arrived. Sets and returns the start of its wait."""
@@ -91,18 +90,8 @@ class RequestWaits:
     def drop(self, arrival: int) -> None:
         """Take a request out of the order of waits, although it still waits."""
         wait = self._by_arrival.pop(arrival, None)
-        if wait is None:
-            return
-        del self._by_length[bisect.bisect_left(self._by_length, wait)]
-        of_program = self._of[wait.program_id]
-        place = bisect.bisect_left(of_program, wait)
-        del of_program[place]
-        if not place:
-            del self._longest[bisect.bisect_left(self._longest, wait)]
-            if of_program:
-                bisect.insort(self._longest, of_program[0])
-        if not of_program:
-            del self._of[wait.program_id]
+        if wait is not None:
+            del self._by_length[bisect.bisect_left(self._by_length, wait)]
 
     def restart(self, wait: RequestWait, now: float) -> RequestWait:
         """Restart a request's wait at ``now``. If the request is aborted later, its first wait still
@@ -152,10 +141,10 @@ class RequestWaits:
 
     def shift(self, shift_s: float, now: float) -> None:
         """Move the start of all waits later by ``shift_s``, but not beyond ``now``."""
-        shifted = [wait._replace(since_s=min(wait.since_s + shift_s, now)) for wait in self._by_length]
-        self._clear_order()
-        for wait in sorted(shifted):
-            self._add(wait)
+        self._by_length = sorted(
+            wait._replace(since_s=min(wait.since_s + shift_s, now)) for wait in self._by_length
+        )
+        self._by_arrival = {wait.arrival: wait for wait in self._by_length}
         for arrival, start_s in self._starts_s.items():
             self._starts_s[arrival] = min(start_s + shift_s, now)
         for program_id, (since_s, aborted_s) in self._aborted.items():
@@ -163,23 +152,14 @@ class RequestWaits:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._clear_order()
+        self._by_length.clear()
+        self._by_arrival.clear()
         self._starts_s.clear()
         self._aborted.clear()
-
-    def _clear_order(self) -> None:
-        for waits in (self._by_length, self._longest, self._of, self._by_arrival):
-            waits.clear()
 
     def _add(self, wait: RequestWait) -> None:
         self._by_arrival[wait.arrival] = wait
         bisect.insort(self._by_length, wait)
-        of_program = self._of.setdefault(wait.program_id, [])
-        if of_program and wait < of_program[0]:
-            del self._longest[bisect.bisect_left(self._longest, of_program[0])]
-        if not of_program or wait < of_program[0]:
-            bisect.insort(self._longest, wait)
-        bisect.insort(of_program, wait)
 
 
 class ParkedRequests:

@@ -12,20 +12,23 @@ they return. The tables are in ``state``. Only ``core`` and ``recording`` may us
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 from sojourn.ids import EmitterId, ProgramId
+from sojourn.wire_codec import Outcome
 
-from ..metrics.turn_ledger import TurnRecord
+from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
 from ..policies.eviction.block_labels import LABEL_OF_TIER, BlockLabel
 from ..policies.forecasting.output_length_prediction import RemainingTokensPolicy
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, PlacementPolicy, TierMove
 from ..policies.placement.placement_views import Tier
-from ..policies.policy_protocols import DecisionReason
-from ..policies.policy_views import AbandonedBranch, ReclaimRequest
+from ..policies.policy_protocols import DecisionReason, RetentionDecision
+from ..policies.policy_views import AbandonedBranch, ReclaimRequest, RunningRequestView, WaitingRequestView
+from ..policies.preemption.preemption_recovery import RecoveryMethod
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from .admission_controller import AdmissionController
@@ -48,26 +51,30 @@ from .events_and_actions import (
     Event,
     EventAnswered,
     FirstToken,
+    LeaseGranted,
     LoadGivenUp,
     OutputLengthPredicted,
     PrefetchStarted,
+    RecoveryChosen,
     RequestAdmitted,
     RequestArrived,
+    RequestChosen,
     RequestLetIn,
     RequestPreempted,
     RequestRefused,
     StepCompleted,
     Tick,
     TurnFinished,
+    TurnFinishReason,
     UntrackedRequestArrived,
     UntrackedRequestLeft,
     VictimNeeded,
 )
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
-from .request_lifecycle import RequestLifecycle
+from .request_hints import has_unused_field, unused_hint_fields
+from .request_table import RequestState
 from .scheduler_state import SchedulerState
-from .shortage_handler import ShortageHandler
 from .tier_manager import TierManager
 from .turn_gap_tracker import TurnGapTracker
 from .workflow_predictor import WorkflowPredictor
@@ -144,42 +151,27 @@ class ProgramScheduler:
             state, self._lifecycle, self._lease_manager, self._predictor, self._tiers
         )
         self._parked_requests = self._tiers.parked_requests
-        shortages = ShortageHandler(
-            state,
-            lease_manager=self._lease_manager,
-            forecaster=self._forecaster,
-            decision_recorder=self._decision_recorder,
-            score=lambda program_id: self.owner_score(self.owner_standing(program_id)),
-        )
-        self._request_lifecycle = requests = RequestLifecycle(
-            state,
-            self._lifecycle,
-            lease_manager=self._lease_manager,
-            turns=self._turns,
-            predictor=self._predictor,
-            forecaster=self._forecaster,
-            admission=self._admission,
-            tiers=self._tiers,
-            decision_recorder=self._decision_recorder,
-        )
+        self._unused_hints = unused_hint_fields(state.preset)
+        self._now_s = 0.0
+        """Time of the last ``RequestArrived`` or ``Tick`` event."""
         self._handlers: dict[type, Callable[[Any, float], Answer | None]] = {
-            RequestArrived: requests.arrived,
-            UntrackedRequestArrived: requests.untracked_arrived,
-            RequestAdmitted: requests.admitted,
+            RequestArrived: self._arrived,
+            UntrackedRequestArrived: self._untracked_arrived,
+            RequestAdmitted: self._admitted,
             FirstToken: self._turns.first_token,
-            RequestPreempted: requests.preempted,
-            LoadGivenUp: requests.load_given_up,
-            TurnFinished: requests.finished,
-            UntrackedRequestLeft: requests.untracked_left,
+            RequestPreempted: self._preempted,
+            LoadGivenUp: self._load_given_up,
+            TurnFinished: self._finished,
+            UntrackedRequestLeft: self._untracked_left,
             ClientEventReceived: self._client_event,
             Tick: self._tick,
             StepCompleted: self._step_completed,
             AdmissionRequested: self._admission_requested,
-            BlocksNeeded: shortages.blocks_needed,
-            VictimNeeded: shortages.victim_needed,
-            DemandSampled: shortages.demand_sampled,
+            BlocksNeeded: self._blocks_needed,
+            VictimNeeded: self._victim_needed,
+            DemandSampled: self._demand_sampled,
             OutputLengthPredicted: self._output_length_predicted,
-            BlocksEvicted: shortages.evicted,
+            BlocksEvicted: self._evicted,
             CachedBlocksFound: self._lease_manager.cached_blocks_found,
             PrefetchStarted: self._predictor.prefetch_started,
             CacheResetStarted: self._cache_reset_started,
@@ -210,10 +202,277 @@ class ProgramScheduler:
             actions.append(answer)
         return actions
 
+    # -- requests ---------------------------------------------------------------
+
+    def _waiting_view(self, request_state: RequestState) -> WaitingRequestView:
+        """Return the request's data in the form that the queue order policy reads, as of ``_now_s``."""
+        program = request_state.program
+        leased = program is not None and program.id in self._leases
+        return self._requests.waiting(request_state, self._now_s, leased=leased)
+
+    def _promoted_s(self, request_state: RequestState) -> float:
+        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: the
+        request does not move."""
+        return self.preset.order.promoted_s(self._waiting_view(request_state))
+
+    def _arrived(self, event: RequestArrived, now: float) -> None:
+        """Add a request, and open its program. The arrival ends the gap after the program's last turn."""
+        self._now_s = now
+        self._end_missing_request(event.request_id, now)
+        program_id, context = event.identity.program_id, event.identity.context
+        program = self._lifecycle.open(program_id, now) if program_id is not None else None
+        request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
+        request_state.priority = event.priority
+        ttl_clipped = self._requests.apply_hint(request_state, context, self.limits.max_hinted_ttl_s)
+        outcome = event.identity.outcome
+        # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
+        if outcome is not Outcome.CLIPPED:
+            if program is not None and context is not None and has_unused_field(context, self._unused_hints):
+                outcome = Outcome.UNSUPPORTED
+            elif ttl_clipped:
+                outcome = Outcome.CLIPPED
+        if outcome is not None:
+            self._decision_recorder.count_hint(outcome)
+        if program is None:
+            return
+        tool_s, tool_before = self._turns.tools_of_gap_s(program, now), program.tool_of_gap()
+        gap_s = self._turns.close_gap(program, now)
+        tool = program.pending_tool
+        if gap_s is not None:
+            self._predictor.came_back(program, tool, gap_s, event.prompt_tokens)
+        self._predictor.eviction_key_changed(program)
+        request_state.tool, program.pending_tool = tool, None
+        program.priority = event.priority
+        program.live_requests.add(event.request_id)
+        self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
+        self._tiers.arrived(request_state, now)
+        if self._parked_requests.is_parked(request_state):
+            self._programs.signal(program, ProgramSignal.GATE)
+        leased = self._leases.set_waiting(program.id, True)
+        request_state.record = self._turns.open(
+            event,
+            program,
+            tool=tool if gap_s is None else tool_before,
+            gap_s=gap_s,
+            tool_s=tool_s,
+            leased=leased,
+            now=now,
+        )
+
+    def _end_missing_request(self, request_id: str, now: float) -> None:
+        """End a request that the engine no longer has, for example because its id arrives again."""
+        if request_id in self._requests.states:
+            self._finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, 0, ()), now)
+
+    def _untracked_arrived(self, event: UntrackedRequestArrived, now: float) -> None:
+        """Add a request whose program could not be read."""
+        self._end_missing_request(event.request_id, now)
+        self._requests.enter(event.request_id, None, now)
+
+    def _untracked_left(self, event: UntrackedRequestLeft, now: float) -> None:
+        """Remove a request without a program."""
+        request_state = self._requests.states.get(event.request_id)
+        if request_state is not None and request_state.program is not None:
+            self._end_missing_request(event.request_id, now)
+            return
+        self._forecaster.request_left(event.request_id)
+        if request_state is not None:
+            del self._requests.states[event.request_id]
+            self._tiers.finished(request_state, now)
+            self._requests.stop(request_state, now)
+
+    def _admitted(self, event: RequestAdmitted, now: float) -> None:
+        """Record that a request got its blocks. The first admission ends its program's lease."""
+        request_state = self._requests.states.get(event.request_id)
+        if request_state is None:
+            return
+        first = self._requests.run(request_state, now, self._promoted_s(request_state))
+        request_state.output_tokens_at_admission = max(0, event.tokens - request_state.prompt_tokens)
+        self._tiers.admitted(request_state, now, event.block_hashes)
+        self._forecaster.admitted(request_state, event.tokens, event.most_tokens, now)
+        program, record = request_state.program, request_state.record
+        if program is None or record is None:
+            return
+        self._admission.admitted(request_state)
+        if not first:
+            if event.resumed:
+                record.recomputed_after_preemption += max(0, event.tokens - event.cached_tokens)
+            return
+        before = self.state.contexts.get(program.id)
+        shared = common_prefix_length(before, event.block_hashes) if before is not None else None
+        self._predictor.admitted(program, event.block_hashes, len(before or ()), shared)
+        self._turns.admitted(record, program, event, before, shared, now)
+        self._lease_manager.end(program.id, DecisionReason.RETURN, now)
+        self.state.release_reasons.pop(program.id, None)
+
+    def _preempted(self, event: RequestPreempted, now: float) -> RecoveryChosen:
+        """Record that a running request lost its blocks; choose how it recovers its KV."""
+        request_id, tokens = event.request_id, event.tokens
+        request_state = self._requests.states.get(request_id)
+        link = self.state.host_link
+        link.observe_stores(event.offload_s_per_token, event.queued_s)
+        link.observe_loads(event.load_back_s_per_token)
+        recovery = self._forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
+        self._forecaster.request_left(request_id)
+        if request_state is not None:
+            self._requests.stop(request_state, now)
+            self._tiers.preempted(request_state, now)
+            request_state.preempted = True
+            request_state.preemptions += 1
+            self._admission.drop_holder(request_id)
+            if request_state.record is not None:
+                request_state.record.preemptions += 1
+        self.state.last_shortage_s = now
+        self._decision_recorder.preempted(request_state, now, recovery, tokens)
+        return RecoveryChosen(recovery)
+
+    def _load_given_up(self, event: LoadGivenUp, now: float) -> None:
+        """Record that a request lost its blocks during or after the load of its KV, before it ran any step.
+
+        This counts as a preemption of the request, so that it is not chosen as victim every time.
+        """
+        request_state = self._requests.states.get(event.request_id)
+        self._forecaster.request_left(event.request_id)
+        self._admission.drop_holder(event.request_id)
+        if request_state is not None:
+            request_state.preemptions += 1
+        self._decision_recorder.load_given_up(request_state, now)
+
+    def _finished(self, event: TurnFinished, now: float) -> LeaseGranted | None:
+        """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
+        and the program may get a lease. Returns that lease, or ``None``."""
+        request_state = self._requests.states.pop(event.request_id, None)
+        self._admission.drop_holder(event.request_id)
+        self._forecaster.request_left(event.request_id)
+        if request_state is None:
+            return None
+        self._requests.stop(request_state, now)
+        failed = event.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
+        if not failed:
+            self._forecaster.ended(
+                request_state, event.output_tokens, cut=event.outcome is TurnFinishReason.LENGTH
+            )
+        elif event.outcome is TurnFinishReason.ABORTED:
+            self._forecaster.output_aborted(request_state, event.output_tokens)
+        self._tiers.finished(request_state, now, failed=failed)
+        if request_state.program is None:
+            return None
+        program = request_state.program
+        # A request may outlive its program's end, and the id may stand for another program by now.
+        is_current = request_state.rank == program.rank
+        if is_current:
+            program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
+            program.waited_s += request_state.waited_s
+        record = request_state.record
+        if record is not None:
+            self._turns.close(record, event, now)
+        program.live_requests.discard(event.request_id)
+        program.last_contact_s = now
+        self._predictor.eviction_key_changed(program)
+        program.turns += is_current and not failed
+        if program.live_requests:
+            if self._tiers.places and not self._parked_requests.any_of(program.id):
+                self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked
+            return None
+        program.disconnected = event.outcome is TurnFinishReason.ABORTED
+        self._programs.signal(program, ProgramSignal.TURN_OVER)
+        self._leases.set_waiting(program.id, False)
+        if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
+            self._lease_manager.order_action(EngineActionKind.DROP, program.id, DecisionReason.END, now)
+            return None
+        if failed:
+            program.turn_final = False  # the program went on after a turn that was announced as the last
+            return None
+        self._turns.open_gap(program, event, now)
+        program.hinted_ttl_s = request_state.hinted_ttl_s
+        self.state.contexts.put(program.id, event.block_hashes)
+        self._tiers.turn_finished(program, event.cached_blocks, now, event.block_hashes)
+        program.turn_final = request_state.final
+        self._predictor.turn_finished(program, request_state, event.cached_blocks, now)
+        if record is not None:
+            record.continuation_probability = program.continuation_probability
+            record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
+        if request_state.final:
+            self._tiers.forget(program.id, now)
+            self._lease_manager.log_keep(
+                program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), event.cached_blocks, now
+            )
+            return None
+        if program.id in self._leases:  # a parallel branch of the same program still holds a lease
+            self._lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
+        lease = self._lease_manager.grant(program, program.pending_tool, event.cached_blocks, event, now)
+        if lease is not None and record is not None:
+            record.lease_ttl_s = round(lease.ttl_s, 3)
+        return LeaseGranted(lease) if lease is not None else None
+
+    # -- shortages of blocks ----------------------------------------------------
+
+    def _blocks_needed(self, event: BlocksNeeded, now: float) -> None:
+        """End leases for a request that needs blocks."""
+        need, freed = event.need, event.freed_blocks
+        if not need.anything_running:
+            need = replace(need, idle_s=self._requests.idle_s(now, False))
+        freed_by = freed.__getitem__ if freed is not None else None
+        self._lease_manager.make_room(need, now, freed_by, self._score)
+
+    def _evicted(self, event: BlocksEvicted, now: float) -> None:
+        """Log why cached blocks were evicted, and for which program."""
+        state, taker_request_id = self.state, event.taker_request_id
+        taker = state.requests.states.get(taker_request_id) if taker_request_id is not None else None
+        evictor = taker.program_id if taker is not None else None
+        entries: dict[ProgramId | None, tuple[EvictedBlock, list[Any]]] = {}
+        for block_hash, owner in event.blocks:
+            if owner not in entries:
+                program = state.programs.get(owner) if owner is not None else None
+                if program is not None and program.status not in OVER_STATUSES:
+                    state.last_shortage_s = now
+                cause = self._lease_manager.release_cause(owner) or LossCause.EVICTED
+                entries[owner] = EvictedBlock(cause, owner, evictor, now, event.score), []
+            entries[owner][1].append(block_hash)
+        for entry, hashes in entries.values():
+            state.eviction_log.add(hashes, entry)
+            self._decision_recorder.evicted(entry.cause, len(hashes))
+
+    def _victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
+        """Choose the running request to preempt. ``None``: the engine chooses."""
+        views = self._with_predictions(event.running, now)
+        chosen = self._victim(views, event.short_blocks, event.used_blocks, now)
+        return RequestChosen(chosen) if chosen is not None else None
+
+    def _demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
+        """Choose a running request to offload before a forecast shortage comes. ``None``: no request is
+        offloaded."""
+        state, forecaster = self.state, self._forecaster
+        state.host_link.observe_stores(event.offload_s_per_token, event.queued_s)
+        state.host_link.observe_loads(event.load_back_s_per_token)
+        if forecaster.sample_demand(event.running, event.used_blocks, now) is None:
+            return None
+        views = self._with_predictions(event.running, now)
+        chosen = self._victim(views, 0, event.used_blocks, now)
+        view = next((view for view in views if view.request_id == chosen), None)
+        if view is None or forecaster.recovery(view.context_tokens, now) is not RecoveryMethod.OFFLOAD:
+            return None
+        return RequestChosen(view.request_id)
+
+    def _with_predictions(
+        self, running: Sequence[RunningRequestView], now: float
+    ) -> list[RunningRequestView]:
+        with_service, with_predictions = self._requests.with_service, self._forecaster.with_predictions
+        return [with_predictions(with_service(view, now), now) for view in running]
+
+    def _victim(
+        self, views: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
+    ) -> str | None:
+        need = self._forecaster.block_shortage(views, short_blocks, used_blocks)
+        return self.preset.victim.victim(views, need, now)
+
+    def _score(self, program_id: ProgramId) -> tuple[float, ...]:
+        return self.owner_score(self.owner_standing(program_id))
+
     # -- blocks, time and order ------------------------------------------------
 
     def _tick(self, event: Tick, now: float) -> None:
-        self._request_lifecycle.now_s = now
+        self._now_s = now
         due = self._leases.next_deadline_s()
         if due is not None and due <= now:
             for lease, reason in self._leases.pop_expired(now, self.limits.max_ends_per_tick):
@@ -325,7 +584,7 @@ class ProgramScheduler:
         state = self._requests.states.get(request_id)
         if state is None:
             return None
-        view = self._request_lifecycle.waiting_view(state)
+        view = self._waiting_view(state)
         if preempted is not None:
             view = view._replace(preempted=preempted)
         order, queue_state = self.preset.order, QueueState.OPEN
@@ -416,10 +675,6 @@ class ProgramScheduler:
     def placed_tier(self, program_id: ProgramId) -> Tier | None:
         """The tier in whose queue the program is placed; ``None``: in no queue."""
         return self._tiers.placed(program_id)
-
-    def dropped_programs(self) -> Iterable[ProgramId]:
-        """The programs in the tier WAITING. Placement keeps their KV neither in memory nor on disk."""
-        return self._tiers.dropped()
 
     def placed_counts(self) -> dict[Tier, int]:
         """Number of programs in each tier's queue."""

@@ -271,15 +271,6 @@ class TierManager:
         place = self._by_id.get(program_id)
         return place.tier if place is not None else None
 
-    def dropped(self) -> Iterable[ProgramId]:
-        """Return the programs in the tier WAITING, whose KV is in no memory and on no disk, the one that has
-        been there longest first. Then those on the device whose KV other programs take while keeping is
-        futile. Empty if placement is off."""
-        if not self.places:
-            return ()
-        on_device = self._by_tier[Tier.DEVICE].items()
-        return [*self._by_tier[Tier.WAITING], *(each for each, place in on_device if place.exchanged)]
-
     def take_overdue(self, limit_s: float, now: float) -> Iterable[RequestState]:
         """Return the requests to refuse: parked requests that have waited for ``limit_s`` seconds, each once.
 
