@@ -177,7 +177,12 @@ def read_config_file(path: str) -> tuple[str, ...]:
         elif isinstance(value, list):
             flags += [f"--{key}", *map(str, value)] if value else []
         elif isinstance(value, dict):
-            flags.append(f"--{key}={_as_json(path, key, value)}")
+            try:
+                flags.append(f"--{key}={json.dumps(value)}")
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidOption(
+                    f"--config {path}: {_short(key)} cannot be JSON: {_short(str(error))}"
+                ) from None
         else:
             flags.append(f"--{key}={value}")
     return tuple(flags)
@@ -205,13 +210,6 @@ def _read_document(path: str) -> dict[Any, Any]:
         what = "is empty" if document is None else f"is a {type(document).__name__}"
         raise InvalidOption(f"--config {path} {what}; expected flag: value, one flag a line")
     return document
-
-
-def _as_json(path: str, key: str, value: dict[Any, Any]) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidOption(f"--config {path}: {_short(key)} cannot be JSON: {_short(str(error))}") from None
 
 
 def _short(text: str) -> str:

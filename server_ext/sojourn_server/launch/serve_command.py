@@ -273,29 +273,17 @@ def policy_settings(
 ) -> dict[str, str | None]:
     """Return the settings that choose the policy: name → value; ``None`` if no source gives a value.
 
-    ``flags``: name of each such setting → value of its flag; ``None`` if the flag is missing. The other
-    sources are ``extra`` (the values of ``--sojourn-option``) and ``--additional-config`` in ``engine_args``.
-    Raises ``InvalidOption`` if the sources give different values for a setting.
+    ``flags``: name of each such setting → value of its flag; ``None`` if the flag is missing. Then ``extra``
+    (the values of ``--sojourn-option``) and ``--additional-config`` in ``engine_args`` count, in this order.
     """
-    sources: dict[str, Any] = {"--sojourn-option": extra}
+    config: Any = {}
     if STOCK_POLICY not in (flags["policy"], extra.get("policy")):  # plain vLLM ignores them
-        _, config = EngineFlags.read(engine_args).pop_json("--additional-config")
-        sources["--additional-config"] = config.get(PLUGIN_NAME)
-    found: dict[str, str | None] = {}
-    for key, of_flag in flags.items():
-        given = {} if of_flag is None else {"--" + key.replace("_", "-"): of_flag}
-        for source, settings in sources.items():
-            if not isinstance(settings, dict) or key not in settings:
-                continue
-            value = settings[key]
-            if not isinstance(value, str):
-                raise InvalidOption(f"{key} of {source} is {value!r}; expected a string")
-            given[f"{key} of {source}"] = absolute_path(value) if key == "policy_file" else value
-        if len(set(given.values())) > 1:
-            values = ", but ".join(f"{name} is {value!r}" for name, value in given.items())
-            raise InvalidOption(f"{values}; give one of them")
-        found[key] = next(iter(given.values()), None)
-    return found
+        config = EngineFlags.read(engine_args).pop_json("--additional-config")[1].get(PLUGIN_NAME)
+    other = {**(config if isinstance(config, dict) else {}), **extra}
+    return {
+        key: value if value is not None or key not in other else str(other[key])
+        for key, value in flags.items()
+    }
 
 
 def absolute_path(path: str | Path) -> str:
