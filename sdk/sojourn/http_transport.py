@@ -6,14 +6,11 @@ It uses the standard library, since that takes the least CPU time from the agent
 from __future__ import annotations
 
 import http.client
-import io
 import os
-import socket
 import ssl
 import time
 from base64 import b64encode
-from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -51,9 +48,7 @@ class HttpTransport:
     """A ``ServerTransport`` over one connection, for one thread. Proxies and certificates come from the
     environment, as for the agent's own client. Raises ``ValueError`` for a proxy that is not HTTP.
 
-    A timeout bounds a whole request, not each read, since a server may send its answer byte by byte. The
-    look-up of the host's name and the connection to each of its addresses have their own time; the request's
-    time starts after them."""
+    A timeout bounds the connection and each read."""
 
     def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
         parts = urlsplit(url)
@@ -73,9 +68,9 @@ class HttpTransport:
         if self._proxy is not None and not self._secure:
             self._prefix = f"{parts.scheme}://{self._headers['host']}{self._prefix}"
             self._headers |= self._proxy.headers
-        self._connection: _Connection | None = None
+        self._connection: http.client.HTTPConnection | None = None
         self._used_at_s = 0.0
-        self._inherited: list[_Connection] = []
+        self._inherited: list[http.client.HTTPConnection] = []
         # The first address look-up imports this codec. It is imported now, since a fork during the sender's
         # import would leave the child with an incomplete module.
         "x".encode("idna")
@@ -101,21 +96,22 @@ class HttpTransport:
         if self._connection is not None and time.monotonic() - self._used_at_s > KEEP_ALIVE_S:
             self.close()
         reused = self._connection is not None
-        end_s = time.monotonic() + timeout_s
         try:
-            return self._once(method, path, body, end_s)
+            return self._once(method, path, body, timeout_s)
         except (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
             if not reused:
                 raise
         # The server had closed the idle connection. If it did read the events, it detects duplicates.
-        return self._once(method, path, body, end_s)
+        return self._once(method, path, body, timeout_s)
 
-    def _once(self, method: str, path: str, body: bytes | None, end_s: float) -> HttpResponse:
+    def _once(self, method: str, path: str, body: bytes | None, timeout_s: float) -> HttpResponse:
         connection = self._connection
         if connection is None:
             connection = self._connection = self._connected()
         try:
-            connection.end_at(end_s)
+            connection.timeout = timeout_s
+            if connection.sock is not None:
+                connection.sock.settimeout(timeout_s)
             connection.request(method, self._prefix + path, body, self._headers)
             response = connection.getresponse()
             answer = HttpResponse(response.status, response.read(MAX_ANSWER_BYTES))
@@ -127,89 +123,15 @@ class HttpTransport:
         self._used_at_s = time.monotonic()
         return answer
 
-    def _connected(self) -> _Connection:
+    def _connected(self) -> http.client.HTTPConnection:
         proxy = self._proxy
         host, port = (self._host, self._port) if proxy is None else (proxy.host, proxy.port)
         if self._tls is None:
-            return _Connection(host, port)
-        secure = _TlsConnection(host, port, context=self._tls)
+            return http.client.HTTPConnection(host, port)
+        secure = http.client.HTTPSConnection(host, port, context=self._tls)
         if proxy is not None:
             secure.set_tunnel(self._host, self._port, proxy.headers)
         return secure
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection whose requests raise ``TimeoutError`` at the time that ``end_at`` has set."""
-
-    _end_s = 0.0
-    _restart_s = 0.0
-    """Seconds allowed for the request. The time starts with the first send on a new connection. 0: it has
-    started."""
-
-    def end_at(self, end_s: float) -> None:
-        """Bound the next request. ``end_s``: monotonic seconds."""
-        self._end_s = end_s
-        self.response_class = cast("type[http.client.HTTPResponse]", partial(_response, end_s))
-
-    def connect(self) -> None:
-        # The time starts again twice: before a proxy is asked for a tunnel, and before the request itself.
-        self.timeout = self._restart_s = left_s = _left_s(self._end_s)
-        super().connect()
-        self._restart_s = left_s
-
-    def send(self, data: Any) -> None:
-        # In pieces, since ``sendall`` on a TLS connection gives each piece the whole timeout.
-        if self.sock is None:
-            self.connect()
-        if self._restart_s:
-            self.end_at(time.monotonic() + self._restart_s)
-            self._restart_s = 0.0
-        unsent = memoryview(data)
-        while unsent:
-            self.sock.settimeout(_left_s(self._end_s))
-            unsent = unsent[self.sock.send(unsent) :]
-
-
-class _TlsConnection(_Connection, http.client.HTTPSConnection):
-    """A ``_Connection`` over TLS."""
-
-
-class _BoundedReader(io.RawIOBase):
-    """Reads a socket until ``end_s`` (monotonic seconds). Then raises ``TimeoutError``."""
-
-    def __init__(self, sock: socket.socket, end_s: float) -> None:
-        self._sock = sock
-        self._raw = sock.makefile("rb", buffering=0)
-        self._end_s = end_s
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        self._sock.settimeout(_left_s(self._end_s))
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """Return this reader with a buffer. ``HTTPResponse`` calls this method of its socket."""
-        return io.BufferedReader(self)
-
-
-def _response(end_s: float, sock: socket.socket, *rest: Any, **named: Any) -> http.client.HTTPResponse:
-    """Return a response that is read from ``sock`` until ``end_s``."""
-    return http.client.HTTPResponse(cast(socket.socket, _BoundedReader(sock, end_s)), *rest, **named)
-
-
-def _left_s(end_s: float) -> float:
-    """Return the seconds until ``end_s``. Raises ``TimeoutError`` if there are none, since a socket with a
-    timeout of 0 never waits."""
-    left_s = end_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the server did not answer in time")
-    return left_s
 
 
 class _Proxy(NamedTuple):

@@ -7,10 +7,7 @@ there.
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import re
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -78,15 +75,6 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of events that the emitter has dropped so far."""
 
 
-class _BatchFields(msgspec.Struct):
-    """The fields of an ``EventBatch``, with the list of events undecoded."""
-
-    v: int
-    emitter: str
-    events: msgspec.Raw
-    dropped: int = 0
-
-
 class OutcomeBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The server's answer to a batch: one outcome per event, in the same order."""
 
@@ -95,8 +83,7 @@ class OutcomeBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 _encoder = msgspec.json.Encoder()
-_batch_decoder = msgspec.json.Decoder(_BatchFields)
-_events_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_batch_decoder = msgspec.json.Decoder(EventBatch)
 _event_decoder = msgspec.json.Decoder(AnyEvent)
 _context_decoder = msgspec.json.Decoder(AgenticContext)
 _members_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -113,100 +100,19 @@ def encode(message: object) -> bytes:
 
 def decode_batch(data: bytes) -> EventBatch:
     """Decode a batch and check its bounds; ``decode_event`` decodes single events later. Raises
-    ``WireError``.
-
-    An event may break JSON's rules for text or numbers, or be nested too deeply. The batch is then still
-    accepted; only ``decode_event`` refuses the event.
-    """
+    ``WireError``."""
     if len(data) > MAX_BATCH_BYTES:
         raise WireError(f"batch of {len(data)} bytes; at most {MAX_BATCH_BYTES} are accepted")
     try:
-        fields = _batch_decoder.decode(data)
-        _check_event_count(fields.events)
-        events = _events_decoder.decode(fields.events)
-        batch = EventBatch(v=fields.v, emitter=fields.emitter, events=events, dropped=fields.dropped)
+        batch = _batch_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        try:
-            batch = _decode_around_bad_events(data)
-        except (ValueError, RecursionError):
-            raise WireError(f"not an event batch: {error}") from error
+        raise WireError(f"not an event batch: {error}") from error
     if batch.v != WIRE_VERSION:
         raise WireError(f"wire version {batch.v} is not spoken here; expected {WIRE_VERSION}")
+    if len(batch.events) > MAX_BATCH_EVENTS:
+        raise WireError(f"{len(batch.events)} events in one batch; at most {MAX_BATCH_EVENTS} are accepted")
     _check_id("emitter", batch.emitter)
     return batch
-
-
-@functools.lru_cache(maxsize=1)
-def _too_many_events_decoder() -> msgspec.json.Decoder[Any]:
-    """Return a decoder that accepts only a list of more than ``MAX_BATCH_EVENTS`` values. The decoder skips
-    all further values, so it needs little memory for any list."""
-    fields = [(f"event_{number}", msgspec.Raw) for number in range(MAX_BATCH_EVENTS + 1)]
-    return msgspec.json.Decoder(msgspec.defstruct("_TooManyEvents", fields, array_like=True))
-
-
-def _check_event_count(events: msgspec.Raw) -> None:
-    """Raise ``WireError`` if the JSON list ``events`` has more than ``MAX_BATCH_EVENTS`` values. Called
-    before the list is decoded, since a list of 100,000 values would take 8 MiB and 20 ms."""
-    if bytes(events).count(b",") < MAX_BATCH_EVENTS:
-        return
-    try:
-        _too_many_events_decoder().decode(events)
-    except msgspec.ValidationError:  # the list is shorter, or no list
-        return
-    raise WireError(
-        f"more than {MAX_BATCH_EVENTS} events in one batch; at most {MAX_BATCH_EVENTS} are accepted"
-    )
-
-
-_MAX_DEPTH = 32
-"""Number of levels kept of a batch that is nested too deeply for Python's parser. Values at deeper levels are
-replaced by ``NaN``. A batch with a graph, the deepest kind of event, has 7 levels."""
-_MAX_BRACKETS = 32 * 1024
-"""Limit for a batch that the strict decoder refused. With more commas, the whole batch is refused. If the
-batch is also nested too deeply for Python's parser, the same limit holds for its strings and brackets.
-Ordinary batches have fewer."""
-_BRACKETS = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
-
-
-def _decode_around_bad_events(data: bytes) -> EventBatch:
-    """Decode a batch that the strict decoder refused, so that its good events are not lost. Python's parser
-    also reads what JSON forbids: half a surrogate pair, bytes that are not UTF-8, ``NaN``. Later,
-    ``decode_event`` refuses an event with such values. Raises ``ValueError``."""
-    if data.count(b",") > _MAX_BRACKETS:  # so many objects of Python take long
-        raise ValueError("too many values")
-    text = data.decode("utf-8", "surrogateescape")
-    try:
-        document = json.loads(text)
-    except RecursionError:
-        document = json.loads(_without_deep_values(text))
-    if not isinstance(document, dict) or not isinstance(document.get("events"), list):
-        raise ValueError("no events")
-    if len(document["events"]) > MAX_BATCH_EVENTS:
-        raise ValueError("too many events")
-    events = [msgspec.Raw(json.dumps(event).encode()) for event in document["events"]]
-    batch = msgspec.convert({**document, "events": []}, EventBatch)
-    return msgspec.structs.replace(batch, events=events)
-
-
-def _without_deep_values(text: str) -> str:
-    """Return the batch ``text`` with ``NaN`` in place of each value that is nested too deeply. An event with
-    such a value becomes invalid. Raises ``ValueError``."""
-    kept: list[str] = []
-    depth = start = end = 0
-    for count, token in enumerate(_BRACKETS.finditer(text)):
-        if count > _MAX_BRACKETS:
-            raise ValueError("too many values")
-        bracket = text[token.start()]
-        if bracket in "[{":
-            if depth == _MAX_DEPTH:
-                start = token.start()
-            depth += 1
-        elif bracket in "]}":
-            depth -= 1
-            if depth == _MAX_DEPTH:
-                kept += (text[end:start], "NaN")
-                end = token.end()
-    return "".join([*kept, text[end:]])
 
 
 def decode_event(raw: bytes | msgspec.Raw) -> AnyEvent:

@@ -24,11 +24,9 @@ from autogen_agentchat.agents import (
 from autogen_agentchat.agents._code_executor_agent import ApprovalResponse
 from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig
 from autogen_agentchat.base import Response
-from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.messages import TextMessage
 from autogen_agentchat.teams import (
     BaseGroupChat,
-    DiGraphBuilder,
     GraphFlow,
     MagenticOneGroupChat,
     RoundRobinGroupChat,
@@ -36,17 +34,15 @@ from autogen_agentchat.teams import (
     Swarm,
 )
 from autogen_agentchat.tools import AgentTool
-from autogen_core import CancellationToken, FunctionCall, SingleThreadedAgentRuntime
+from autogen_core import CancellationToken, SingleThreadedAgentRuntime
 from autogen_core.code_executor import CodeBlock, CodeExecutor, CodeResult
 from autogen_core.tools import BaseTool, FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from recorded_programs import problems, recorded_programs
 from scenarios_autogen import INFO, graph_with_a_condition, said
 from sojourn.aeg import END, START
-from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_integrations import autogen
 from sojourn_integrations.autogen import run_scopes as autogen_runs
 from sojourn_integrations.autogen.team_graph import graph_of
 
@@ -108,55 +104,6 @@ async def test_a_runtime_started_before_the_program(server: FakeServer) -> None:
     assert nodes(server) == [None, "bob", None, "alice"]
     assert [stop.status for stop in recorded(server, ToolStop)] == ["ok"]
     assert not autogen_runs._teams
-
-
-async def test_a_late_task_of_an_ended_program_inside_a_team_is_in_the_teams(server: FakeServer) -> None:
-    """As of another framework inside a tool: its program has no block, and its task goes on after the end."""
-    found: list[Any] = []
-
-    async def delegate(text: str) -> str:
-        """How long it is."""
-        child, over = sojourn.program("child").make().start(), asyncio.Event()
-
-        async def late() -> Any:
-            await over.wait()
-            return sojourn.current_program()
-
-        with child.here():
-            task = asyncio.create_task(late())
-        child.end()
-        over.set()
-        found.extend((sojourn.current_program(), await task))
-        return "2"
-
-    server.script = [COUNT, "alice speaks"]
-    online(server)
-    tool = FunctionTool(delegate, description="counts", name="count")
-    await RoundRobinGroupChat([AssistantAgent("alice", llm(server), tools=[tool])], max_turns=1).run(
-        task="hi"
-    )
-    assert found[0] is found[1] is not None
-
-
-async def test_a_team_runs_on_while_autogen_is_patched_anew(server: FakeServer) -> None:
-    async def patch_anew(text: str) -> str:
-        """How long it is."""
-        autogen.unpatch()
-        assert autogen.patch()
-        return str(len(text))
-
-    server.script = [COUNT, "alice speaks"]
-    online(server)
-    runtime = SingleThreadedAgentRuntime()
-    runtime.start()  # its tasks have no context of the run
-    tool = FunctionTool(patch_anew, description="counts", name="count")
-    team = RoundRobinGroupChat(
-        [AssistantAgent("alice", llm(server), tools=[tool])], max_turns=2, runtime=runtime
-    )
-    await team.run(task="hi")
-    await runtime.stop()
-    only_program(server)
-    assert len(server.requests) == 2
 
 
 async def test_two_teams_on_one_runtime(server: FakeServer) -> None:
@@ -240,37 +187,6 @@ async def test_an_unclosed_stream_ends_its_program(server: FakeServer) -> None:
     assert [end.status for end in recorded(server, ProgramEnd)] == ["cancelled"]
 
 
-async def test_throwing_into_a_stream_reaches_the_agent(server: FakeServer) -> None:
-    caught: list[str] = []
-
-    class Thoughtful(BaseChatAgent):
-        produced_message_types = (TextMessage,)
-
-        async def on_messages(self, messages: Any, cancellation_token: Any) -> Response:
-            raise NotImplementedError
-
-        async def on_messages_stream(
-            self, messages: Any, cancellation_token: Any
-        ) -> AsyncGenerator[Any, Any]:
-            try:
-                yield TextMessage(content="one", source=self.name)
-            except KeyError as error:
-                caught.append(str(error))
-            yield Response(chat_message=TextMessage(content="two", source=self.name))
-
-        async def on_reset(self, cancellation_token: Any) -> None:
-            pass
-
-    online(server)
-    autogen._patch_user_classes([Thoughtful("alice", "a")])
-    stream = Thoughtful("alice", "a").on_messages_stream([], CancellationToken())
-    assert (await stream.__anext__()).content == "one"
-    assert (await stream.athrow(KeyError("x"))).chat_message.content == "two"
-    assert caught == ["'x'"]
-    with pytest.raises(StopAsyncIteration):
-        await stream.__anext__()
-
-
 # ---- programs
 
 
@@ -298,22 +214,6 @@ async def test_each_run_is_a_program_unless_one_is_open(
     assert all(not report.graph.complete for report in recorded(server, AegReport) if report.graph)
 
 
-async def test_a_program_keeps_the_graph_its_owner_gave(server: FakeServer) -> None:
-    online(server)
-    mine = sojourn.Aeg({"alice": (), "else": ()}, [(START, "alice"), ("alice", "else")])
-    with sojourn.program("mine", aeg=mine):
-        await AssistantAgent("alice", llm(server)).run(task="hi")
-    assert [report.graph_hash for report in recorded(server, AegReport)] == [mine.hash]
-
-
-async def test_advice_around_a_run_goes_on_to_hold(server: FakeServer) -> None:
-    online(server)
-    with sojourn.program(), sojourn.step("outside", priority=7):
-        await AssistantAgent("alice", llm(server)).run(task="hi")
-    (request,) = server.requests
-    assert (request.context.priority, request.context.sojourn.node) == (7, "alice")
-
-
 async def test_a_child_names_the_call_it_runs_in(server: FakeServer) -> None:
     server.script = [ToolUse("helper", {"task": "x"}, "call-7"), "helped", "done"]
     online(server)
@@ -325,29 +225,6 @@ async def test_a_child_names_the_call_it_runs_in(server: FakeServer) -> None:
     assert (boss.agent_type, child.agent_type) == ("boss", "helper")
     inside = [start.program_id for start in recorded(server, ToolStart) if start.call_id == "call-7"]
     assert inside == [boss.program_id]
-
-
-async def test_listeners_get_turns_in_order(server: FakeServer) -> None:
-    heard: list[str] = []
-
-    class Recorder(ProgramListener):
-        def node_entered(self, program: Any, node: str) -> None:
-            heard.append(node)
-
-        def tool_started(self, call: Any) -> None:
-            heard.append(call.tool)
-
-    ears = Recorder()
-    add_listener(ears)
-    server.script = [COUNT]
-    online(server)
-    client = llm(server)
-    agents = [AssistantAgent("alice", client, tools=[count]), AssistantAgent("bob", client)]
-    try:
-        await RoundRobinGroupChat(agents, max_turns=3).run(task="hi")
-    finally:
-        remove_listener(ears)
-    assert heard == ["alice", "count", "bob", "alice"]
 
 
 async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
@@ -388,44 +265,7 @@ async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
     assert vars(Asking)["on_messages_stream"] is own
 
 
-async def test_a_team_that_ran_before_init(server: FakeServer) -> None:
-    team = RoundRobinGroupChat([AssistantAgent("alice", llm(server), tools=[count])], max_turns=1)
-    await team.run(task="hi")
-    server.forget()
-    server.script = [COUNT]
-    online(server)
-    await team.run(task="hi")
-    only_program(server)
-    assert nodes(server) == ["alice"]
-    assert len(recorded(server, ToolStop)) == 1
-
-
 # ---- failure and cancellation
-
-
-async def test_a_model_that_fails(server: FakeServer) -> None:
-    server.fail_next = 1
-    online(server)
-    team = RoundRobinGroupChat([AssistantAgent("alice", llm(server, max_retries=0))], max_turns=1)
-    with pytest.raises(RuntimeError, match="InternalServerError"):
-        await team.run(task="hi")
-    assert [end.status for end in recorded(server, ProgramEnd)] == ["error"]
-    assert sojourn.stats()["requests_failed"] == 1
-
-
-@pytest.mark.parametrize("by", ["token", "task"])
-async def test_cancelling_a_request(server: FakeServer, by: str) -> None:
-    server.reply_delay_s = 20
-    online(server)
-    token = CancellationToken()
-    task = asyncio.create_task(AssistantAgent("alice", llm(server)).run(task="hi", cancellation_token=token))
-    while not server.requests:
-        await asyncio.sleep(0.01)
-    (token if by == "token" else task).cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 60)
-    assert [end.status for end in recorded(server, ProgramEnd)] == ["cancelled"]
-    assert sojourn.stats()["requests_cancelled"] == 1
 
 
 class InjectedFault(Exception):
@@ -475,43 +315,6 @@ async def test_no_internal_error_reaches_the_user(
     assert sojourn.stats()["internal_error"] > 0
 
 
-@pytest.mark.parametrize("method", ["start", "stop", "__enter__", "__exit__"])
-async def test_no_fault_of_a_tool_call_gets_out(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    server.script = [COUNT, "two"]
-    online(server)
-    monkeypatch.setattr(sojourn.ToolCall, method, raise_fault)
-    alice = AssistantAgent("alice", llm(server), tools=[count], reflect_on_tool_use=True)
-    result = await asyncio.wait_for(alice.run(task="hi"), 60)
-    assert said(result)[-1] == ("TextMessage", "alice", "two")
-
-
-@pytest.mark.parametrize("name", ["ö" * 5000, "🧵" * 2500, "a" * 10_000], ids=["umlauts", "emoji", "long"])
-async def test_names_and_ids_of_ten_kilobytes(server: FakeServer, name: str) -> None:
-    """AutoGen's OpenAI client makes 64 plain characters of a tool's name; other clients need not."""
-    server.script = [ToolUse(name, {}, name), "done"]
-    online(server)
-    alice = AssistantAgent("alice", llm(server), tools=[count])
-    await alice.run(task="hi")
-    only_program(server)
-    with sojourn.program():
-        call, result = await AssistantAgent._execute_tool_call(
-            tool_call=FunctionCall(id=name, name=name, arguments="{}"),
-            workbench=[],
-            handoff_tools=[],
-            agent_name="alice",
-            cancellation_token=CancellationToken(),
-            stream=asyncio.Queue(),
-        )
-    assert (call.name, result.is_error) == (name, True)
-    first, second = recorded(server, ToolStart)
-    assert len(first.tool) == 64
-    assert 200 < len(second.tool.encode()) < 1000
-    assert name.startswith(second.tool)
-    assert [stop.status for stop in recorded(server, ToolStop)] == ["error", "error"]
-
-
 class Pretended(CodeExecutor):
     """Answers as an executor would."""
 
@@ -528,33 +331,6 @@ class Pretended(CodeExecutor):
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
     async def restart(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("code", "result", "tool_class", "status"),
-    [
-        ("```python\n1\n```", CodeResult(exit_code=124, output="Timeout"), "python", "timeout"),
-        ("```python\n1\n```", CodeResult(exit_code=125, output="\nCancelled"), "python", "cancelled"),
-        ("```python\n1\n```", CodeResult(exit_code=125, output="docker"), "python", "nonzero"),
-        ("```python\n1\n```", TimeoutError(), "python", "timeout"),
-        ("```python\n1\n```", ValueError(), "python", "error"),
-        ("```sh\ncd /x && make -j2 | tail\n```", CodeResult(exit_code=0, output=""), "make", "ok"),
-        ("```sh\n\n```", CodeResult(exit_code=0, output=""), "sh", "ok"),
-        ("```python\n1\n``` ```sh\nls\n```", CodeResult(exit_code=0, output=""), "ls", "ok"),
-    ],
-)
-async def test_how_code_ended(
-    server: FakeServer, code: str, result: Any, tool_class: str, status: str
-) -> None:
-    online(server)
-    computer = CodeExecutorAgent("computer", Pretended(result), approval_func=_approve)
-    if isinstance(result, Exception):
-        with pytest.raises(type(result)):
-            await computer.run(task=code)
-    else:
-        await computer.run(task=code)
-    assert [(start.tool, start.tool_class) for start in recorded(server, ToolStart)] == [("code", tool_class)]
-    assert [stop.status for stop in recorded(server, ToolStop)] == [status]
 
 
 def _approve(request: Any) -> Any:
@@ -594,40 +370,6 @@ def test_the_very_same_functions_come_back(server: FakeServer) -> None:
         sojourn.uninstrument("autogen")
         assert all(a is b for a, b in zip(before, functions(), strict=True))
         assert "autogen" not in sojourn.stats().instrumented
-
-
-@pytest.mark.parametrize(("kind", "name"), TARGETS)
-def test_an_unfamiliar_autogen_is_left_alone(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
-) -> None:
-    monkeypatch.delattr(kind, name)
-    before = [vars(kind).get(name) for kind, name in TARGETS]
-    online(server)
-    assert [vars(kind).get(name) for kind, name in TARGETS] == before
-    assert "autogen" not in sojourn.stats().instrumented
-    assert sojourn.stats()["attach_error"] == 1
-
-
-async def test_a_later_patch_stays_and_the_adapter_falls_silent(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    online(server)
-    ours = AssistantAgent.on_messages_stream
-    monkeypatch.setattr(BaseChatAgent, "run", _passing(BaseChatAgent.run))
-    monkeypatch.setattr(AssistantAgent, "on_messages_stream", lambda *a, **k: ours(*a, **k))
-    theirs = AssistantAgent.on_messages_stream
-    sojourn.uninstrument("autogen")
-    assert AssistantAgent.on_messages_stream is theirs
-    await AssistantAgent("alice", llm(server)).run(task="hi")
-    (request,) = server.requests
-    assert request.context.sojourn.implicit
-
-
-def _passing(function: Callable[..., Any]) -> Callable[..., Any]:
-    async def run(*args: Any, **kwargs: Any) -> Any:
-        return await function(*args, **kwargs)
-
-    return run
 
 
 # ---- one object
@@ -680,32 +422,6 @@ async def test_one_team_only(unpatched: FakeServer) -> None:
     assert request.context is None
 
 
-async def test_one_team_and_all_classes(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both at once tell everything once."""
-    monkeypatch.setattr(autogen, "_wrapped_classes", {})  # made of the patched ones
-    server.script = [COUNT, "two"]
-    online(server)
-    alice = AssistantAgent("alice", llm(server), tools=[count], reflect_on_tool_use=True)
-    await sojourn.wrap(RoundRobinGroupChat([alice], max_turns=1)).run(task="hi")
-    only_program(server)
-    assert len(recorded(server, ToolStart)) == 1
-    assert nodes(server) == ["alice", "alice"]
-    assert len(server.requests) == 2
-
-
-async def test_one_agent_only(unpatched: FakeServer) -> None:
-    alice = sojourn.wrap(AssistantAgent("alice", llm(unpatched)))
-    await alice.run(task="hi")
-    assert [each async for each in alice.run_stream(task="hi")]
-    assert len(recorded(unpatched, ProgramEnd)) == 2
-    assert nodes(unpatched) == ["alice", "alice"]
-
-
-def test_other_objects_are_not_wrapped(unpatched: FakeServer) -> None:
-    with pytest.raises(sojourn.ArgumentError, match="MaxMessageTermination"):
-        sojourn.wrap(MaxMessageTermination(1))
-
-
 # ---- graphs
 
 
@@ -724,25 +440,6 @@ def test_the_graph_of_a_graph_flow(client: Any) -> None:
     }  # fmt: skip
     assert found.complete
     assert set(found.edges.values()) == {None}, "a limit of turns leaves nothing certain"
-
-
-def test_what_is_certain_in_a_graph_flow(client: Any) -> None:
-    one, two, three, four = agents = [
-        AssistantAgent(name, client) for name in ("one", "two", "three", "four")
-    ]
-    graph = DiGraphBuilder()
-    for each in agents:
-        graph.add_node(each)
-    graph.add_edge(one, two).add_edge(two, three, condition="go").add_edge(three, four)
-    found = graph_of(GraphFlow(agents, graph=graph.build()))
-    assert dict(found.edges) == {
-        (START, "one"): None,
-        ("one", "two"): 1.0,
-        ("two", "three"): None,
-        ("three", "four"): 1.0,
-        ("two", END): None,
-        ("four", END): None,
-    }
 
 
 async def test_the_graph_is_reported_with_its_tools(server: FakeServer, client: Any) -> None:
@@ -779,18 +476,6 @@ def test_where_a_model_picks_all_is_possible(client: Any, kind: Any) -> None:
     assert found.complete
 
 
-def test_a_team_of_an_unknown_kind_is_not_complete(client: Any) -> None:
-    team = RoundRobinGroupChat([AssistantAgent("a", client), AssistantAgent("b", client)], max_turns=1)
-    team.__class__ = type("Own", (BaseGroupChat,), {**_abstract(BaseGroupChat)})
-    found = graph_of(team)
-    assert not found.complete
-    assert {("a", "b"), ("b", "a")} <= set(found.edges)
-
-
-def _abstract(kind: Any) -> dict[str, Any]:
-    return {name: None for name in kind.__abstractmethods__}
-
-
 def test_teams_inside_teams(client: Any) -> None:
     inner = RoundRobinGroupChat([AssistantAgent("a", client), AssistantAgent("b", client)], name="inner")
     mind = SocietyOfMindAgent(
@@ -804,22 +489,6 @@ def test_teams_inside_teams(client: Any) -> None:
     assert ("mind/a", END) not in edges
     assert ("inner/a", "mind") not in edges
     assert found.complete
-
-
-def test_a_certain_edge_into_a_team_is_certain_of_none_of_its_agents(client: Any) -> None:
-    pair = SelectorGroupChat([AssistantAgent(name, client, description=name) for name in "ab"], client)
-    first, mind = AssistantAgent("first", client), SocietyOfMindAgent("mind", pair, client)
-    graph = DiGraphBuilder().add_node(first).add_node(mind).add_edge(first, mind).build()
-    found = graph_of(GraphFlow([first, mind], graph=graph))
-    assert {edge: p for edge, p in found.edges.items() if edge[0] == "first"} == {
-        ("first", "mind/a"): None,
-        ("first", "mind/b"): None,
-    }
-
-
-def test_a_graph_too_large_to_report(server: FakeServer, client: Any) -> None:
-    agents = [AssistantAgent(f"a{i}", client, description="x") for i in range(70)]
-    assert graph_of(SelectorGroupChat(agents, client)) is None
 
 
 def test_tools_of_all_kinds(client: Any) -> None:

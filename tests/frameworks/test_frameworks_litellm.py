@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import os
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import Any
 import pytest
 import sojourn
 from gc_tools import imports
-from sojourn import request_warnings
 from sojourn.testing import FakeServer
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -71,22 +68,6 @@ def test_fields_and_headers_of_the_users_own_win(server: FakeServer, provider: s
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "xargs", [{"agentic_context": '{"program_id":"mine"}'}, "text", ["list"]], ids=["context", "text", "list"]
-)
-def test_what_cannot_be_merged_stays_and_costs_no_event(
-    server: FakeServer, provider: str, xargs: Any
-) -> None:
-    with sojourn.program("p"), sojourn.tool_call("bash"):
-        ask(server, provider, extra_body={"vllm_xargs": xargs})
-    assert server.requests[0].body["vllm_xargs"] == xargs
-    assert sojourn.flush(60)
-    recorded = [type(event).__name__ for event in server.program_events()]
-    assert recorded == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
-    assert sojourn.stats()["inject_error"] == 0
-
-
-@BOTH
 def test_requests_to_other_hosts_stay_bare(server: FakeServer, provider: str) -> None:
     with FakeServer() as elsewhere:
         with sojourn.program("p"):
@@ -115,18 +96,6 @@ def test_exceptions_are_litellms_own(server: FakeServer, provider: str) -> None:
         ask(server, provider, max_retries=0)
     assert ours.traceback[-1].frame.f_globals["__name__"].partition(".")[0] == "litellm"
     assert (sojourn.stats()["requests_started"], sojourn.stats()["requests_failed"]) == (1, 1)
-
-
-@BOTH
-def test_retries_that_all_fail_are_one_failed_request(server: FakeServer, provider: str) -> None:
-    server.fail_next = 99
-    with pytest.raises(litellm.InternalServerError):
-        ask(server, provider, num_retries=2, max_retries=0)
-    stats = sojourn.stats()
-    assert stats["request_attempts"] == len(server.requests) > 1
-    assert (stats["requests_started"], stats["requests_failed"]) == (1, 1)
-    # The process's own program is open; no request of it is.
-    assert len({request.context.request_id for request in server.requests if request.context}) == 1
 
 
 @pytest.mark.parametrize("name", ["completion", "acompletion", "atext_completion", "aresponses"])
@@ -163,15 +132,6 @@ def test_events_on_attempts_that_failed_arrive_with_the_one_that_did_not(server:
     assert recorded == ["ProgramStart", "ToolStart", "ToolStop", "ProgramEnd"]
 
 
-def test_functions_imported_by_name_before_are_covered() -> None:
-    completion = litellm.completion  # as ``from litellm import completion`` before init()
-    with FakeServer() as server:
-        sojourn.init(server.url, probe_timeout_s=5)
-        assert litellm.completion is not completion
-        completion(model="hosted_vllm/m", api_base=server.base_url, messages=MESSAGES)
-        assert server.requests[0].context is not None
-
-
 ROUTER_METHODS = ("function_with_fallbacks", "async_function_with_fallbacks")
 
 
@@ -205,18 +165,6 @@ def test_the_very_same_functions_are_put_back() -> None:
     assert all(ours is theirs for ours, theirs in zip(patched(), before, strict=True))
 
 
-def test_an_unfamiliar_litellm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from litellm.llms.custom_httpx import http_handler
-
-    monkeypatch.delattr(http_handler, "AsyncHTTPHandler")
-    completion, post = litellm.completion, http_handler.HTTPHandler.post
-    with FakeServer() as server:
-        sojourn.init(server.url)
-        assert "litellm" not in sojourn.stats().instrumented
-        assert sojourn.stats()["attach_error"] == 1
-        assert (litellm.completion, http_handler.HTTPHandler.post) == (completion, post)
-
-
 def test_one_handler_can_be_wrapped(server: FakeServer) -> None:
     sojourn.uninstrument("litellm")
     handler = litellm.HTTPHandler() if hasattr(litellm, "HTTPHandler") else _handler()
@@ -228,29 +176,6 @@ def test_one_handler_can_be_wrapped(server: FakeServer) -> None:
     sojourn.instrument("litellm")
     ask(server, "hosted_vllm", client=handler)
     assert sojourn.stats()["requests_started"] == 2
-
-
-@pytest.mark.parametrize("way", ["sync", "async"])
-def test_positional_arguments_stay_what_they_are(server: FakeServer, way: str) -> None:
-    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
-
-    url, body = server.base_url + "/chat/completions", {"model": "m", "messages": MESSAGES}
-    given = (url, None, body, {"a": "1"}, {"x-mine": "yes"})
-    handler = _handler() if way == "sync" else AsyncHTTPHandler()
-
-    def post(*args: Any, **kwargs: Any) -> Any:
-        answer = handler.post(*args, **kwargs)
-        return answer if way == "sync" else asyncio.run(answer)
-
-    with sojourn.program("p") as program:
-        assert post(*given).status_code == 200
-        for extra in ((given, {"headers": {}}), ((*given, *range(20)), {})):
-            with pytest.raises(TypeError, match=r"post\(\)"):  # litellm's own
-                post(*extra[0], **extra[1])
-    (request,) = server.requests
-    assert request.context.program_id == program.id
-    assert (request.headers["x-mine"], request.body["messages"]) == ("yes", MESSAGES)
-    assert (sojourn.stats()["requests_started"], sojourn.stats()["inject_error"]) == (1, 0)
 
 
 def _handler() -> Any:
@@ -323,108 +248,6 @@ def test_bodies_of_every_form_arrive_as_they_are(
     assert sojourn.stats()["inject_error"] == 0
 
 
-def test_concurrent_calls_inside_one_retrying_call_are_requests_of_their_own(server: FakeServer) -> None:
-    from sojourn.outgoing_request import RetryScope
-
-    async def both() -> None:
-        settings: dict[str, Any] = {"api_base": server.base_url, "messages": MESSAGES}
-        with RetryScope():
-            await asyncio.gather(*(litellm.acompletion(model="hosted_vllm/m", **settings) for _ in range(2)))
-
-    server.reply_delay_s = 0.05
-    asyncio.run(both())
-    assert len({request.context.request_id for request in server.requests if request.context}) == 2
-    stats = sojourn.stats()
-    assert stats["requests_started"] == stats["requests_ended"] == 2
-
-
-def test_a_hook_that_asks_again_sends_a_request_of_its_own(server: FakeServer) -> None:
-    import httpx
-    from litellm.llms.custom_httpx.http_handler import HTTPHandler
-
-    left = [lambda: ask(server, "hosted_vllm")]
-
-    def before(_: Any) -> None:
-        if left:
-            left.pop()()
-
-    with sojourn.program("p") as program, httpx.Client(event_hooks={"request": [before]}) as http:
-        ask(server, "hosted_vllm", client=HTTPHandler(client=http))
-    contexts = [request.context for request in server.requests if request.context]
-    assert [context.program_id for context in contexts] == [program.id] * 2
-    assert len({context.request_id for context in contexts}) == 2
-    stats = sojourn.stats()
-    assert stats["requests_started"] == stats["requests_ended"] == 2
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["answered", "failed"])
-def test_a_task_that_outlives_the_request_it_began_in_sends_requests_of_its_own(
-    server: FakeServer, fails: bool
-) -> None:
-    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
-
-    server.fail_next = int(fails)
-    body = {"model": "m", "messages": MESSAGES}
-
-    async def main() -> None:
-        begun: list[asyncio.Task[Any]] = []
-        over = asyncio.Event()
-
-        async def worker() -> None:
-            await over.wait()
-            await handler.post(server.base_url + "/chat/completions", json=body)
-
-        async def before(_: Any) -> None:
-            if not begun:
-                begun.append(asyncio.create_task(worker()))
-
-        handler = AsyncHTTPHandler(event_hooks={"request": [before]})
-        with sojourn.program("p"):
-            try:
-                await handler.post(server.base_url + "/chat/completions", json=body)
-            except Exception:
-                assert fails
-        over.set()
-        await begun[0]
-        await handler.close()
-
-    asyncio.run(main())
-    contexts = [request.context for request in server.requests]
-    assert len({context and context.request_id for context in contexts} - {None}) == 2
-    assert sojourn.stats()["requests_started"] == 2
-
-
-def test_a_request_that_another_context_closes_is_counted_and_raises_nothing(server: FakeServer) -> None:
-    """As when its event loop goes away: Python then closes the coroutine wherever it is collected."""
-    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler
-    from sojourn_integrations.litellm import _async_post
-
-    @types.coroutine
-    def forever(*args: Any, **kwargs: Any) -> Any:
-        while True:
-            yield
-
-    body = {"model": "m", "messages": MESSAGES}
-    posted = _async_post(
-        AsyncHTTPHandler(), forever, (server.base_url + "/chat/completions",), {"json": body}
-    )
-    contextvars.copy_context().run(posted.send, None)
-    posted.close()
-    stats = sojourn.stats()
-    assert (stats["requests_cancelled"], stats["context_reset_failed"]) == (1, 1)
-
-
-@BOTH
-def test_requests_to_another_provider_of_one_gateway_stay_bare(server: FakeServer, provider: str) -> None:
-    sojourn.init(server.url + "/vllm", dialect="vllm")
-    with sojourn.program("p") as program:
-        for path in ("/vllm/v1", "/openai/v1", "/vllm/v1"):
-            ask(server, provider, api_base=server.url + path)
-    sent = [request for request in server.requests if request.path.endswith("/chat/completions")]
-    assert [request.headers.get("x-session-id") for request in sent] == [program.id, None, program.id]
-    assert sojourn.stats()["requests_started"] == 2
-
-
 @pytest.mark.slow
 def test_the_oldest_supported_litellm(tmp_path: Path) -> None:
     """All of the above, and the table's rows, in a process of its own with litellm 1.83.0 before this one."""
@@ -462,23 +285,3 @@ def test_the_oldest_supported_litellm(tmp_path: Path) -> None:
     code = "from importlib.util import find_spec; print(find_spec('litellm').origin)"
     where = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert where.stdout.startswith(str(tmp_path))
-
-
-@BOTH
-def test_requests_that_get_no_program_are_warned_of(
-    server: FakeServer, provider: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(request_warnings, "_unsaid", {"outside": True, "unlisted": True})
-    with FakeServer() as other, sojourn.program("p"):
-        for _ in range(3):
-            ask(other, provider)
-    sojourn.shutdown()
-    sojourn.init(server.url, probe_timeout_s=5)
-    for _ in range(3):
-        ask(server, provider)
-    said = [record.getMessage() for record in caplog.records if record.name == "sojourn"]
-    assert [text.partition(",")[0] for text in said] == [
-        f"3 requests went to {other.url.removeprefix('http://')} and none to "
-        f"{server.url.removeprefix('http://')}",
-        "3 requests were sent outside of programs",
-    ]

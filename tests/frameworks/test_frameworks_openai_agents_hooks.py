@@ -7,15 +7,13 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sojourn
 from openai_agents_fixtures import SUM, OpenAIAgents, add, agents_for, fails, only, recorded, run
-from recorded_programs import logical, recorded_programs
+from recorded_programs import recorded_programs
 from sojourn.testing import FakeServer, ToolUse
-from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
 agents = pytest.importorskip("agents")
 adapter = import_module("sojourn_integrations.openai_agents")
@@ -97,20 +95,6 @@ async def test_what_the_users_hooks_raise_passes_unchanged(server: FakeServer, m
     assert len(program.tool_starts) == len(program.tool_stops)
 
 
-async def test_wrong_hooks_raise_the_frameworks_own_error(server: FakeServer) -> None:
-    async with agents_for(server) as factory:
-        with pytest.raises(TypeError, match="agent-scoped hooks"):
-            await Runner.run(factory.agent("clerk"), "Go.", hooks=agents.AgentHooks())
-    assert only(recorded(server)).status == "error"
-
-
-def test_the_hooks_pass_for_the_users_own() -> None:
-    hooks = adapter.Hooks(recording([]))
-    assert isinstance(hooks, agents.RunHooks.__origin__ if hasattr(agents.RunHooks, "__origin__") else object)
-    assert hooks.flavour == "own"
-    assert not hasattr(hooks, "nothing_of_the_kind")
-
-
 async def test_the_users_runner_does_the_work_and_comes_back(server: FakeServer) -> None:
     run = import_module("agents.run")
     before = run.get_default_agent_runner()
@@ -135,34 +119,6 @@ async def test_the_users_runner_does_the_work_and_comes_back(server: FakeServer)
             assert run.get_default_agent_runner() is mine
     finally:
         run.set_default_agent_runner(before)
-
-
-async def test_a_later_patched_runner_stays_and_nothing_is_reported_twice(server: FakeServer) -> None:
-    run = import_module("agents.run")
-    before = run.get_default_agent_runner()
-    async with agents_for(server) as factory:
-        ours = run.get_default_agent_runner()
-
-        class Above(run.AgentRunner):  # type: ignore[misc, name-defined]
-            async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
-                return await ours.run(starting_agent, input, **kwargs)
-
-        above = Above()
-        run.set_default_agent_runner(above)
-        try:
-            adapter.patch()  # ours above theirs above ours
-            await Runner.run(factory.agent("clerk"), "Go.")
-            assert only(recorded(server)).nodes == ("clerk",)
-            sojourn.uninstrument("openai_agents")
-            assert run.get_default_agent_runner() is above
-            await Runner.run(factory.agent("clerk"), "Go.")
-            assert sojourn.flush(60)
-            (program,) = recorded_programs(server).values()
-            second = logical(server.requests)[-1].context
-            assert second is None or second.program_id != program.start.program_id, "it is nobody's"
-            assert len(logical(server.requests)) == 2
-        finally:
-            run.set_default_agent_runner(before)
 
 
 def test_uninstrumenting_puts_the_very_same_things_back(server: FakeServer) -> None:
@@ -196,20 +152,6 @@ async def test_only_the_wrapped_agent_is_reported(server: FakeServer) -> None:
     assert len(programs) >= 2
 
 
-async def test_a_runner_of_ones_own(server: FakeServer) -> None:
-    server.script = [SUM, "5", SUM, "5"]
-    async with agents_for(server) as factory:
-        sojourn.uninstrument("openai_agents")
-        runner = adapter.SojournRunner()
-        await runner.run(factory.agent("clerk", add()), "Go.")
-        theirs = import_module("agents.run").AgentRunner()
-        wrapped = sojourn.wrap(theirs)
-        assert sojourn.wrap(wrapped) is wrapped
-        await wrapped.run(factory.agent("clerk", add()), "Go.")
-    programs = recorded(server)
-    assert [each.nodes for each in programs.values()] == [("clerk", "clerk")] * 2
-
-
 async def test_hooks_of_ones_own_in_a_program_of_ones_own(server: FakeServer) -> None:
     server.script = [ToolUse("transfer_to_expert"), [SUM, ToolUse("fails")], "5"]
     log: list[Any] = []
@@ -222,38 +164,6 @@ async def test_hooks_of_ones_own_in_a_program_of_ones_own(server: FakeServer) ->
     assert mine.nodes == ("desk", "expert", "expert")
     assert [tool.tool for tool in mine.tools] == ["add", "fails"]
     assert ("handoff", "desk", "expert") in log
-
-
-async def test_a_late_task_of_an_ended_program_inside_a_run_is_in_the_run(server: FakeServer) -> None:
-    """As of another framework inside a tool: its program has no block, and its task goes on after the end."""
-    found: list[Any] = []
-
-    @agents.function_tool
-    async def delegate() -> str:
-        child, over = sojourn.program("child").make().start(), asyncio.Event()
-
-        async def late() -> Any:
-            await over.wait()
-            return sojourn.current_program()
-
-        with child.here():
-            task = asyncio.create_task(late())
-        child.end()
-        over.set()
-        found.extend((sojourn.current_program(), await task))
-        return "done"
-
-    server.script = [ToolUse("delegate"), "5"]
-    async with agents_for(server) as factory:
-        await Runner.run(factory.agent("clerk", delegate), "Go.")
-    assert found[0] is found[1] is not None
-
-
-async def test_user_hooks_and_the_patch_report_once(server: FakeServer) -> None:
-    server.script = [SUM, "5"]
-    async with agents_for(server) as factory:
-        await Runner.run(factory.agent("clerk", add()), "Go.", hooks=adapter.Hooks())
-    assert [tool.tool for tool in only(recorded(server)).tools] == ["add"]
 
 
 # ---- faults
@@ -294,14 +204,6 @@ async def test_internal_errors_never_reach_the_user(
     assert counted > 0 or (what == "status" and not streamed)
 
 
-def test_an_unfamiliar_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = import_module("agents.run")
-    runner = run.get_default_agent_runner()
-    monkeypatch.delattr(run, "set_default_agent_runner")
-    assert adapter.patch() is False
-    assert run.get_default_agent_runner() is runner
-
-
 FOREIGN = """
 import logging, sys
 records = []
@@ -334,42 +236,3 @@ def test_importing_the_adapter_does_not_import_the_framework() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout.strip() == "False"
-
-
-def test_every_start_has_its_end_at_exit(server: FakeServer, tmp_path: Path) -> None:
-    """A conversation in memory ends with the process at the latest."""
-    code = (
-        "import asyncio, sys; sys.path.insert(0, sys.argv[2])\n"
-        "import sojourn, agents; from openai_agents_fixtures import OpenAIAgents\n"
-        "sojourn.init(sys.argv[1], probe_timeout_s=5)\n"
-        "talk = agents.SQLiteSession('c1')\n"
-        "factory = OpenAIAgents(sys.argv[1] + '/v1', 'tiny')\n"
-        "asyncio.run(agents.Runner.run(factory.agent('clerk'), 'Go.', session=talk))\n"
-    )
-    here = str(Path(__file__).parent)
-    subprocess.run(
-        [sys.executable, "-c", code, server.url, here],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        cwd=tmp_path,
-    )
-    events = server.program_events()
-    assert [type(event) for event in events if isinstance(event, (ProgramStart, ProgramEnd))] == [
-        ProgramStart,
-        ProgramEnd,
-    ]
-    assert not [event for event in events if isinstance(event, ToolStart)]
-
-
-async def test_a_long_task_keeps_none_of_its_calls(server: FakeServer) -> None:
-    """Shells and computers are used in the task of the run itself, which may be a worker's."""
-    sojourn.init(server.url, probe_timeout_s=5)
-    hooks = adapter.Hooks()
-    task = asyncio.current_task()
-    before = len(task._callbacks or ())
-    for _ in range(3):
-        await hooks.on_tool_start(SimpleNamespace(), None, SimpleNamespace(name="shell"))
-        await hooks.on_tool_end(SimpleNamespace(), None, SimpleNamespace(name="shell"), "text")
-    assert len(task._callbacks or ()) == before

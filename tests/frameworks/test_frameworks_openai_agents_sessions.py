@@ -20,7 +20,6 @@ from sojourn.program import Program
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import ProgramStart
 from sojourn_integrations.openai_agents import conversation_keys
-from sojourn_integrations.openai_agents import run_programs as programs
 from sojourn_integrations.openai_agents.conversation_keys import conversation_key
 from sojourn_integrations.openai_agents.program_cache import ProgramCache
 
@@ -147,62 +146,6 @@ async def test_a_session_that_gets_its_id_in_its_first_run_is_one_program(
         assert (program.ends, program.nodes) == ([], ("clerk",) * 3)
 
 
-async def test_sessions_without_an_id_at_one_address_share_no_program(server: FakeServer) -> None:
-    api = Conversations()
-
-    async def answer(clerk: Any) -> None:
-        await Runner.run(clerk, "Hello.", session=agents.OpenAIConversationsSession(openai_client=api))
-
-    async with agents_for(server) as factory:
-        for _ in range(20):
-            await answer(factory.agent("clerk"))
-    assert len({request.context.program_id for request in server.requests}) == api.count == 20
-    assert not await still_beating()
-
-
-class Unnamed:
-    """A session that has no id before its first run."""
-
-    session_id = None
-
-
-class UnnamedSlots:
-    """The same, for which no weak reference can be made."""
-
-    session_id = None
-    __slots__ = ()
-
-
-async def test_a_session_that_never_gets_an_id_ends_with_its_object(server: FakeServer) -> None:
-    async with agents_for(server) as factory:
-        session = Unnamed()
-        runs = []
-        for _ in range(2):
-            runs.append(programs.begin(factory.agent("clerk"), "Hello.", session))
-            runs[-1].leave()
-        for each in runs:
-            programs.end(each, "ok")
-        first, second = runs
-        assert first.program is second.program
-        assert first.program.is_open
-        del session
-        gc.collect()
-        assert not first.program.is_open
-
-
-async def test_a_session_without_id_and_weak_reference_has_a_program_for_each_run(server: FakeServer) -> None:
-    async with agents_for(server) as factory:
-        session = UnnamedSlots()
-        made = []
-        for _ in range(2):
-            each = programs.begin(factory.agent("clerk"), "Hello.", session)
-            each.leave()
-            programs.end(each, "ok")
-            made.append(each.program)
-        assert made[0] is not made[1]
-        assert not made[0].is_open
-
-
 class ListSession(agents.memory.session.SessionABC):
     """A user's session class, with a store that the session does not own."""
 
@@ -220,13 +163,6 @@ class ListSession(agents.memory.session.SessionABC):
 
     async def clear_session(self) -> None:
         self.store.clear()
-
-
-async def test_equal_ids_in_two_stores_are_two_programs(server: FakeServer) -> None:
-    async with agents_for(server) as factory:
-        clerk, tenants = factory.agent("clerk"), [ListSession("1", []) for _ in range(2)]
-        await asyncio.gather(*(Runner.run(clerk, "Hello.", session=each) for each in tenants))
-    assert len({request.context.program_id for request in server.requests}) == 2
 
 
 async def test_a_session_object_for_each_run_of_one_store_is_one_program(server: FakeServer) -> None:
@@ -274,33 +210,6 @@ async def test_a_resumed_run_is_the_same_program(server: FakeServer, via_json: b
 
 
 @pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
-@pytest.mark.parametrize("approve", [True, False])
-async def test_an_approval_inside_an_agent_used_as_a_tool(server: FakeServer, approve: bool) -> None:
-    server.script = [ToolUse("ask", {"input": "go"}), ToolUse("erase"), "so", "done"]
-    async with agents_for(server) as factory:
-        expert = factory.agent("expert", guarded_tool())
-        desk = factory.agent("desk", expert.as_tool(tool_name="ask", tool_description="Asks."))
-        state = (await Runner.run(desk, "Go.")).to_state()
-        for item in state.get_interruptions():
-            state.approve(item) if approve else state.reject(item)
-        result = await Runner.run(desk, state)
-        assert not result.interruptions
-    programs = recorded(server)
-    assert len(programs) == 2
-    assert named(programs, "expert").start.parent_program_id == named(programs, "desk").start.program_id
-    assert {each.status for each in programs.values()} == {"ok"}
-
-
-@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
-async def test_a_run_that_is_not_resumed_ends_cancelled(server: FakeServer) -> None:
-    server.script = [ToolUse("erase")]
-    async with agents_for(server) as factory:
-        await Runner.run(factory.agent("clerk", guarded_tool()), "Go.")
-        sojourn.uninstrument("openai_agents")
-    assert only(recorded(server)).status == "cancelled"
-
-
-@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
 async def test_a_run_that_waits_for_an_approval_sends_no_heartbeats(server: FakeServer) -> None:
     server.script = [ToolUse("erase"), "done"]
     async with agents_for(server) as factory:
@@ -322,72 +231,11 @@ async def test_a_run_that_waits_for_an_approval_sends_no_heartbeats(server: Fake
     assert only(recorded(server)).status == "ok"
 
 
-@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
-@pytest.mark.parametrize("same_words", [True, False])
-async def test_two_runs_that_wait_for_calls_of_one_id(server: FakeServer, same_words: bool) -> None:
-    """Not every model makes its ids unique: some count the calls of a conversation."""
-    server.script = [ToolUse("erase", id="functions.erase:0")] * 2 + ["done"] * 2
-    async with agents_for(server) as factory:
-        clerk = factory.agent("clerk", guarded_tool())
-        runs = [await Runner.run(clerk, "Go." if same_words else f"Erase {name}.") for name in "ab"]
-        for first in runs:
-            state = first.to_state()
-            for item in state.get_interruptions():
-                state.approve(item)
-            await Runner.run(clerk, state)
-    asked, resumed = (
-        [request.context.program_id for request in requests]
-        for requests in (server.requests[:2], server.requests[2:])
-    )
-    # Nothing tells two runs of the same words apart; but none of their programs may stay open for ever.
-    assert asked == resumed or same_words
-    assert {each.status for each in recorded(server).values()} <= {"ok", "cancelled"}
-
-
 # ---- what is kept
-
-
-class Holder:
-    """Stands for a session object."""
 
 
 def open_programs(count: int) -> list[Program]:
     return [sojourn.program(f"p{number}").make().start() for number in range(count)]
-
-
-def test_the_last_of_several_holders_lets_go(server: FakeServer) -> None:
-    sojourn.init(server.url, probe_timeout_s=5)
-    kept = ProgramCache()
-    (program,) = open_programs(1)
-    kept.keep("a", program)
-    one, two = Holder(), Holder()
-    for holder in (one, two, one):
-        kept.add_holder("a", holder, ends=True)
-    del one
-    gc.collect()
-    assert kept.find("a") is program
-    kept.set_run_status("a", "error")
-    del two, holder
-    gc.collect()
-    assert not program.is_open
-    assert kept.find("a") is None
-    assert only(recorded(server)).status == "error"
-
-
-def test_heartbeats_resume_outside_of_the_caches_lock(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A finalizer that runs under the event sender's lock waits for the cache's lock."""
-    sojourn.init(server.url, probe_timeout_s=5)
-    kept = ProgramCache()
-    (program,) = open_programs(1)
-    kept.keep("a", program)
-    owned = []
-    monkeypatch.setattr(Program, "resume_heartbeats", lambda self: owned.append(kept._lock._is_owned()))
-    holder = Holder()
-    kept.add_holder("a", holder, ends=True)
-    assert owned == [False]
-    kept.clear()
 
 
 def test_only_so_many_are_kept(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,19 +250,6 @@ def test_only_so_many_are_kept(server: FakeServer, monkeypatch: pytest.MonkeyPat
     kept.clear()
     assert len(kept) == 0
     assert {each.status for each in recorded(server).values()} == {"ok"}
-
-
-def test_one_kept_in_anothers_place_ends_it(server: FakeServer) -> None:
-    sojourn.init(server.url, probe_timeout_s=5)
-    kept = ProgramCache()
-    first, second = open_programs(2)
-    kept.keep("a", first)
-    kept.keep("a", first)
-    assert first.is_open
-    kept.keep("a", second)
-    assert (first.is_open, kept.find("a")) == (False, second)
-    kept.clear()
-    assert len(recorded(server)) == 2
 
 
 def test_a_new_session_of_sojourn_knows_none_of_the_old_ones_programs(server: FakeServer) -> None:
@@ -458,11 +293,3 @@ def test_a_files_conversation_has_another_id_on_another_machine(monkeypatch: pyt
     assert id_of() == here
     monkeypatch.setattr(conversation_keys, "machine_id", lambda: b"another")
     assert id_of() != here
-
-
-def test_containers_of_one_network_address_are_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = conversation_keys.machine_id.__wrapped__
-    here = machine()
-    assert machine() == here
-    monkeypatch.setattr("socket.gethostname", lambda: "another")
-    assert machine() != here

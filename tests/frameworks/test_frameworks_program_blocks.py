@@ -11,7 +11,6 @@ import pytest
 import sojourn
 from langchain_core.tools import tool
 from langgraph.graph import StateGraph
-from sojourn.program import current_context
 from sojourn.testing import FakeServer, ToolUse
 
 pytestmark = pytest.mark.timeout(120)
@@ -141,48 +140,3 @@ async def test_in_a_team_of_autogen_inside_a_tool(server: FakeServer, code: User
     outer = RoundRobinGroupChat([AssistantAgent("alice", client, tools=tools)], max_turns=1, name="outer")
     await outer.run(task="Go.")
     code.check("team")
-
-
-@pytest.mark.parametrize("block", ["program", "step", "tool_call"])
-async def test_a_block_held_open_over_the_yields_of_an_autogen_agent(server: FakeServer, block: str) -> None:
-    pytest.importorskip("autogen_agentchat")
-    from autogen_agentchat.agents import BaseChatAgent
-    from autogen_agentchat.base import Response
-    from autogen_agentchat.messages import TextMessage
-
-    sojourn.init(server.url, probe_timeout_s=5)
-    seen: list[Any] = []
-
-    def look() -> None:
-        seen.append(current_context.get())
-
-    class Mine(BaseChatAgent):
-        """An agent of the user's."""
-
-        produced_message_types = (TextMessage,)
-
-        async def on_reset(self, token: Any) -> None:
-            pass
-
-        async def on_messages(self, messages: Any, token: Any) -> Any:
-            async for each in self.on_messages_stream(messages, token):
-                last = each
-            return last
-
-        async def on_messages_stream(self, messages: Any, token: Any) -> Any:
-            look()
-            with getattr(sojourn, block)("sub"):
-                look()
-                yield TextMessage(content="x", source=self.name)
-                look()
-            look()
-            yield Response(chat_message=TextMessage(content="done", source=self.name))
-
-    outside = current_context.get()
-    async for _ in Mine("mine", "d").run_stream(task="x"):
-        assert current_context.get() == outside, "the consumer is outside of the block"
-    before, inside, after_yield, after = seen
-    assert before != inside
-    assert after_yield == inside
-    assert after == before
-    assert sojourn.stats()["context_reset_failed"] == 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -108,25 +106,6 @@ def test_one_run_is_one_program_with_its_tool_calls(tmp_path: Path) -> None:
     assert [kind for _, kind in numbered] == ["tool_start", "tool_stop"] * 5
 
 
-def test_commands_and_outputs_are_never_sent_as_events(tmp_path: Path) -> None:
-    with MiniServer([calls("echo s3cret-word"), SUBMIT]) as server:
-        only_attached(server.url)
-        attached(make_agent(server, tmp_path)).run("it")
-        assert sojourn.flush(60)
-        assert server.events
-        assert "s3cret" not in json.dumps(server.events)
-
-
-def test_a_failing_run_ends_its_program_with_error(tmp_path: Path) -> None:
-    with MiniServer([{"status": 400}]) as server:
-        only_attached(server.url)
-        agent = attached(make_agent(server, tmp_path))
-        with pytest.raises(Exception, match="scripted failure"):
-            agent.run("it")
-        assert sojourn.flush(60)
-        assert [event["status"] for event in server.told("program_end")] == ["error"]
-
-
 def test_the_users_exception_passes_unchanged(tmp_path: Path) -> None:
     class Odd(BaseException):
         pass
@@ -148,17 +127,6 @@ def test_the_users_exception_passes_unchanged(tmp_path: Path) -> None:
         assert [event["status"] for event in server.told("tool_stop")] == ["error"]
 
 
-def test_a_format_error_is_a_turn_without_a_tool(tmp_path: Path) -> None:
-    with MiniServer([{"content": "no call at all"}, SUBMIT]) as server:
-        only_attached(server.url)
-        result = attached(make_agent(server, tmp_path)).run("it")
-        assert sojourn.flush(60)
-    assert result["exit_status"] == "Submitted"
-    assert len(server.requests) == 2
-    assert len(server.told("tool_start")) == 1
-    assert len(server.told("program_end")) == 1
-
-
 @pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
 def test_the_users_own_fields_win_and_stay(tmp_path: Path, model: str) -> None:
     own = {
@@ -178,41 +146,6 @@ def test_the_users_own_fields_win_and_stay(tmp_path: Path, model: str) -> None:
         "mine": 1,
         "vllm_xargs": {"replay_ids": [1, 2, 3]},
     }  # the settings are not touched
-
-
-def test_keyword_arguments_of_a_query_are_joined_as_mini_does(tmp_path: Path) -> None:
-    with MiniServer([SUBMIT]) as server:
-        only_attached(server.url)
-        agent = attached(make_agent(server, tmp_path, model_kwargs={"extra_body": {"a": 1, "b": 1}}))
-        with sojourn.program("by-hand"):
-            agent.model.query([{"role": "user", "content": "x"}], extra_body={"b": 2}, max_tokens=9)
-        ((_, body, _),) = server.requests
-    # mini lets the argument hide the one of the settings, and so it stays.
-    assert ("a" not in body, body["b"], body["max_tokens"]) == (True, 2, 9)
-    assert "agentic_context" in body["vllm_xargs"]
-
-
-def test_the_responses_api(tmp_path: Path) -> None:
-    from minisweagent.models.litellm_response_model import LitellmResponseModel
-
-    with MiniServer([calls("echo hi"), SUBMIT]) as server:
-        only_attached(server.url)
-        attached(make_agent(server, tmp_path, model_class=LitellmResponseModel)).run("it")
-        assert sojourn.flush(60)
-    assert [path for path, _, _ in server.requests] == ["/v1/responses"] * 2
-    assert [event["call_id"] for event in server.told("tool_start")] == ["call-0-0", "call-1-0"]
-    assert len({context["program_id"] for context in contexts(server)}) == 1
-
-
-def test_no_ids_for_other_servers(tmp_path: Path) -> None:
-    with MiniServer([SUBMIT]) as elsewhere, MiniServer([]) as ours:
-        only_attached(ours.url)
-        attached(make_agent(elsewhere, tmp_path)).run("it")
-        assert sojourn.flush(60)
-        ((_, body, headers),) = elsewhere.requests
-        assert "vllm_xargs" not in body
-        assert "x-session-id" not in headers
-        assert len(ours.told("program_end")) == 1  # tools and program are still worth telling
 
 
 def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
@@ -249,29 +182,6 @@ def test_init_is_enough_and_attaching_on_top_doubles_nothing(tmp_path: Path) -> 
         assert len(server.told("tool_start")) == 3
     sojourn.shutdown()
     assert (DefaultAgent.__init__, DefaultAgent.run) == before
-
-
-def test_another_init_during_a_run_leaves_the_run_attached(tmp_path: Path) -> None:
-    from impatient_environment import ImpatientEnvironment
-    from minisweagent.agents.default import DefaultAgent
-
-    class Reconnecting(DefaultAgent):
-        def query(self) -> Any:
-            if len(server.requests) == 1:
-                sojourn.init(server.url, hosts=["other:1"])
-            return super().query()
-
-    with MiniServer([calls("echo one"), calls("echo two"), SUBMIT]) as server:
-        sojourn.init(server.url)
-        agent = make_agent(server, tmp_path, kind=Reconnecting)
-        agent.run("it")
-        assert sojourn.flush(60)
-        # Not ``told``, since another session numbers its events anew.
-        started = {event["call_id"] for event in server.events if event["type"] == "tool_start"}
-        assert started == {"call-0-0", "call-1-0", "call-2-0"}
-        assert len({context["program_id"] for context in contexts(server)}) == 1
-        sojourn.uninstrument("mini_swe_agent")
-        assert type(agent.env) is ImpatientEnvironment
 
 
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
@@ -332,25 +242,6 @@ def test_internal_errors_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert sojourn.stats()["internal_error"] == 5  # the program, two requests and two tool calls
 
 
-def test_models_of_another_kind_need_not_know_litellm(tmp_path: Path) -> None:
-    from minisweagent.models.test_models import DeterministicModel
-
-    with MiniServer([]) as server:
-        only_attached(server.url)
-        agent = make_agent(server, tmp_path)
-        message = {
-            "role": "assistant",
-            "content": "",
-            "extra": {"actions": [{"command": SUBMIT["commands"][0]}]},
-        }
-        agent.model = DeterministicModel(outputs=[message])
-        assert attached(agent).run("it")["exit_status"] == "Submitted"
-        assert sojourn.flush(60)
-        assert isinstance(agent.model, DeterministicModel)
-        (call,) = server.told("tool_start")
-        assert call["call_id"]  # made up, since the model gave none
-
-
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
 def test_a_copy_acts_on_itself_and_is_reported(tmp_path: Path, copier: Any) -> None:
     (tmp_path / "theirs").mkdir()
@@ -372,33 +263,6 @@ def test_a_copy_acts_on_itself_and_is_reported(tmp_path: Path, copier: Any) -> N
     assert agent.messages == []
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_names_minis_own_classes(tmp_path: Path, protocol: int) -> None:
-    from minisweagent.agents.default import DefaultAgent
-
-    with MiniServer([]) as server:
-        agent = attached(make_agent(server, tmp_path))
-        plain = make_agent(server, tmp_path)
-    for part, kind in ((agent, DefaultAgent), (agent.env, type(plain.env)), (agent.model, type(plain.model))):
-        written = pickle.dumps(part, protocol)
-        assert b"sojourn" not in written.replace(str(tmp_path).encode(), b"")
-        assert type(pickle.loads(written)) is kind
-    execute = pickle.loads(pickle.dumps(agent.env.execute))  # as a process pool does
-    assert execute({"command": "echo $((6 * 7))"})["output"] == "42\n"
-
-
-def test_instrument_reaches_agents_that_come_from_a_pickle(tmp_path: Path) -> None:
-    from sojourn_integrations import mini_swe_agent
-
-    with MiniServer([SUBMIT]) as server:
-        only_attached(server.url)
-        mini_swe_agent.instrument()
-        pickle.loads(pickle.dumps(make_agent(server, tmp_path))).run("it")
-        assert sojourn.flush(60)
-        assert len(server.told("tool_start")) == 1
-        assert "agentic_context" in server.requests[0][1]["vllm_xargs"]
-
-
 def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Path) -> None:
     from sojourn_integrations import mini_swe_agent
 
@@ -414,121 +278,6 @@ def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Pat
         assert agent.run == agent.run
         assert mini_swe_agent.detach(agent) is agent
         assert [type(part) for part in parts(agent)] == [type(part) for part in parts(plain)]
-
-
-def test_a_method_set_on_the_object_is_reported_once(tmp_path: Path) -> None:
-    with MiniServer([SUBMIT]) as server:
-        only_attached(server.url)
-        agent = attached(make_agent(server, tmp_path))
-        inner = agent.env.execute
-        agent.env.execute = lambda action: inner(action)
-        agent.run("it")
-        assert sojourn.flush(60)
-        assert len(server.told("tool_start")) == 1
-        del agent.env.execute
-        assert agent.env.execute == inner
-        with pytest.raises(AttributeError):
-            del agent.env.execute
-
-
-def test_objects_of_any_shape_can_be_attached_to(tmp_path: Path) -> None:
-    import abc
-    from dataclasses import dataclass
-
-    class Slots:
-        __slots__ = ()
-
-        def execute(self, action: Any) -> Any:
-            return {"output": "", "returncode": 0}
-
-    class Abstract(abc.ABC):
-        @abc.abstractmethod
-        def execute(self, action: Any) -> Any: ...
-
-    class Concrete(Abstract):
-        def execute(self, action: Any) -> Any:
-            return {"output": "", "returncode": 0}
-
-    @dataclass
-    class Unhashable:
-        left: int = 1
-
-        def execute(self, action: Any) -> Any:
-            return {"output": "", "returncode": 0}
-
-    from sojourn_integrations import mini_swe_agent
-
-    with MiniServer([]) as server:
-        only_attached(server.url)
-        with sojourn.program("p"):
-            for environment in (Slots(), Concrete(), Unhashable()):
-                kind = type(environment)
-                agent = make_agent(server, tmp_path)
-                agent.env = environment
-                attached(agent).env.execute({"command": "true"})
-                assert sojourn.stats()["attach_error"] == 0
-                assert copy.deepcopy(environment).execute({"command": "true"})["returncode"] == 0
-                mini_swe_agent.detach(agent)
-                assert type(environment) is kind
-        assert sojourn.flush(60)
-        assert len(server.told("tool_start")) == 6
-
-
-def test_uninstrument_leaves_a_foreign_patch_alone(tmp_path: Path) -> None:
-    from minisweagent.agents.default import DefaultAgent
-    from sojourn_integrations import mini_swe_agent
-
-    seen = []
-    before = DefaultAgent.run
-    mini_swe_agent.instrument()
-    ours = DefaultAgent.run
-
-    @functools.wraps(ours)  # copies whatever marker we may have put there
-    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(args)
-        return ours(self, *args, **kwargs)
-
-    DefaultAgent.run = theirs
-    try:
-        mini_swe_agent.uninstrument()
-        assert DefaultAgent.run is theirs
-        with MiniServer([SUBMIT, SUBMIT]) as server:
-            only_attached(server.url)
-            make_agent(server, tmp_path).run("it")
-            assert sojourn.flush(60)
-            assert (seen, server.told("tool_start")) == ([("it",)], [])
-            mini_swe_agent.instrument()
-            assert DefaultAgent.run is theirs  # ours is still below it
-            make_agent(server, tmp_path).run("it")
-            assert sojourn.flush(60)
-            assert len(server.told("tool_start")) == 1
-    finally:
-        DefaultAgent.run = ours
-        mini_swe_agent.uninstrument()
-    assert DefaultAgent.run is before
-
-
-def test_a_replica_gets_the_program_id_but_no_events(tmp_path: Path) -> None:
-    with MiniServer([SUBMIT]) as home, MiniServer([SUBMIT]) as replica:
-        only_attached(home.url, hosts=[replica.url])
-        attached(make_agent(replica, tmp_path)).run("it")
-        assert sojourn.flush(60)
-        (context,) = contexts(replica)
-        assert context["program_id"] == home.told("program_start")[0]["program_id"]
-        assert replica.events == []
-
-
-@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
-def test_events_of_a_request_that_failed_are_sent_after_all(tmp_path: Path, model: str) -> None:
-    with MiniServer([]) as home:
-        only_attached(home.url)
-        agent = attached(make_agent(home, tmp_path, model=model))
-        with sojourn.program("by-hand"), sojourn.tool_call("bash", "call-1"):
-            home.answer = lambda *_: (500, {"error": {"message": "lost", "type": "x", "code": 500}})  # type: ignore[method-assign]
-            with pytest.raises(Exception, match="lost"):
-                agent.model.query([{"role": "user", "content": "x"}])
-        assert sojourn.flush(60)
-        assert len(home.told("program_start")) == len(home.told("tool_start")) == 1
 
 
 def test_what_mini_sends_again_is_the_same_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

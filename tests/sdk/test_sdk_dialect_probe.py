@@ -127,12 +127,6 @@ def test_what_is_not_certain_gets_headers_only(server):
     assert probe_dialect(Says(NO_SUCH_PATH, **server), timeout_s=1) == "vllm"
 
 
-def test_a_server_that_answers_anything_is_not_asked_further():
-    says = Says(HttpResponse(200, b"{}"), **SGLANG)
-    assert probe_dialect(says, timeout_s=1) == "vllm"
-    assert says.asked == ["/sojourn/v1/capabilities"]
-
-
 def test_a_given_dialect_stays():
     server = ServerDialect(Says(OSError("not asked")), Counters(), "sojourn")
     server.learn("vllm")
@@ -238,41 +232,6 @@ def test_a_later_answer_of_a_stock_server_changes_no_recognised_dialect(short_pa
         assert sojourn.stats().dialect == "vllm_router"
 
 
-def test_a_given_dialect_is_never_probed(server, short_pauses):
-    server.mode = "404"
-    sojourn.init(server.url, dialect="sojourn")
-    with sojourn.program("refused"):
-        pass
-    assert sojourn.flush(60)
-    assert runtime.session().event_sender._recover() is None
-    assert server.probes == 0
-
-
-def test_a_forked_child_asks_again_too(python):
-    code = """
-    import os, time, sojourn
-    from sojourn import event_sender
-    from sojourn.testing import FakeServer
-    event_sender.FIRST_STOCK_PAUSE_S = 0.001
-    event_sender.MAX_STOCK_PAUSE_S = 0.01
-    with FakeServer(sojourn=False) as server:
-        sojourn.init(server.url, probe_timeout_s=30)
-        pid = os.fork()
-        if pid == 0:
-            end_s = time.monotonic() + 60
-            while not sojourn.stats()["events_queued"] and time.monotonic() < end_s:
-                with sojourn.program("child's"):
-                    time.sleep(0.01)
-            sojourn.shutdown()
-            os._exit(0)
-        server.sojourn = True
-        sojourn.shutdown()
-        os.waitpid(pid, 0)
-        print(len(server.events()))
-    """
-    assert int(python(code).stdout) > 0
-
-
 @pytest.mark.parametrize("probe_timeout_s", [0.0, 0.2])
 def test_init_waits_no_longer_than_it_may(probe_timeout_s, monkeypatch):
     waits = []
@@ -312,12 +271,6 @@ def test_a_server_with_a_key_gets_headers_until_it_is_shown(monkeypatch, caplog)
         assert sojourn.request_fields()
         sojourn.init(server.url, api_key="secret", probe_timeout_s=0.32)
         assert sojourn.request_fields()
-
-
-def test_an_explicit_dialect_asks_nothing(server):
-    sojourn.init(server.url, dialect="sojourn")
-    assert sojourn.request_fields()["vllm_xargs"]
-    assert server.probes == 0
 
 
 def test_init_again_is_harmless_and_with_other_arguments_replaces(server):
@@ -373,11 +326,3 @@ def test_a_reported_address_silences_only_the_warning_that_it_does_not_answer(
         assert [one.startswith(warning or "no warning") for one in warnings()] == [True] * bool(warning)
         sojourn.init(url, probe_timeout_s=29)  # the user was not told of an address that the code names
         assert len(warnings()) == 1 + bool(warning)
-
-
-@pytest.mark.parametrize("reported", ["", "http://127.0.0.1:1"])
-def test_without_its_address_reported_a_server_that_does_not_answer_is_named(reported, monkeypatch, caplog):
-    monkeypatch.setenv("SOJOURN_URL", refusing_url())
-    monkeypatch.setenv("SOJOURN_REPORTED_URL", reported)
-    sojourn.init(probe_timeout_s=30)
-    assert "no answer from" in caplog.text

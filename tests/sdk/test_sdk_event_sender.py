@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-import sojourn
 from scripted_transport import Script, Source
 from sojourn import event_sender as event_sender_module
 from sojourn.dialect_probe import ServerDialect
@@ -16,7 +15,7 @@ from sojourn.event_transport import SojournEventTransport
 from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
-from sojourn.wire_codec import MAX_BATCH_BYTES, decode_batch, encode
+from sojourn.wire_codec import MAX_BATCH_BYTES, decode_batch
 from sojourn.wire_events import Heartbeat, ProgramStart, ToolStart
 from waiting import wait_until
 
@@ -51,21 +50,6 @@ def test_events_arrive_in_order_with_their_age(senders):
     assert all(0 <= e.age_s < 5 for e in events)
     assert max(len(decode_batch(body).events) for body in script.bodies) <= 256
     assert {decode_batch(body).emitter for body in script.bodies} == {sender.id}
-
-
-def test_age_is_taken_when_sending(senders):
-    now = [100.0]
-    script = Script()
-    script.hold.clear()
-    sender = senders(script, clock=lambda: now[0])
-    source = Source()
-    sender.put(source, Heartbeat)
-    assert script.entered.wait(30)
-    sender.put(source, Heartbeat)
-    now[0] += 7.5
-    script.hold.set()
-    assert sender.flush(30)
-    assert [e.age_s for e in script.events()] == [0.0, 7.5]
 
 
 @pytest.mark.parametrize("sink", ["refuse", "500", "404", "hang", "ok"])
@@ -133,31 +117,6 @@ def test_flush_cuts_the_backoff_short_and_reports_loss(senders):
     assert sender.flush(30) is False  # drained, but lost
     sender.put(Source(), Heartbeat)
     assert sender.flush(30) is True
-
-
-def test_what_is_put_while_a_send_hangs_is_counted(senders):
-    script = Script()
-    script.hold.clear()
-    sender = senders(script, linger_s=0.0)
-    source = Source()
-    sender.put(source, Heartbeat)
-    wait_until(lambda: sender._sending)
-    for _ in range(3):
-        sender.put(source, Heartbeat)
-    assert sender.pending == 4
-    assert sender.counters["events_queued"] == 4
-    script.hold.set()
-
-
-def test_flush_gives_up_in_time(senders):
-    script = Script()
-    script.hold.clear()
-    sender = senders(script)
-    sender.put(Source(), Heartbeat)
-    started = time.monotonic()
-    assert sender.flush(0.2) is False
-    assert 0.15 < time.monotonic() - started < 30
-    script.hold.set()
 
 
 class Server(ServerDialect):
@@ -232,18 +191,6 @@ def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(sender
     server.was_sojourn = was_sojourn  # the answer has confirmed nothing
     assert sender._send(pending)
     assert list(pauses(1)) == growing_s[:1]
-
-
-@pytest.mark.parametrize("implicit", [False, True])
-def test_a_forked_child_asks_again_whatever_its_programs_are(senders, implicit):
-    """A child has no thread until it needs one."""
-    sender = senders(Script(), server=Server(Script()))
-    sender.set_event_transport(None)
-    sender.after_fork()
-    source = Source()
-    source.implicit = implicit
-    assert sender.put(source, ToolStart, call_id="c", tool="bash") is False
-    wait_until(lambda: sender.ask_at_s is not None)
 
 
 def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
@@ -321,24 +268,6 @@ def test_taken_events_are_not_sent_and_sent_ones_not_taken(senders):
     assert len([e for e in script.events() if e.program_id == "other"]) == 100
 
 
-def test_taking_respects_the_bytes_and_leaves_the_rest_in_order(senders):
-    script = Script()
-    script.hold.clear()
-    sender = senders(script)
-    source = Source()
-    sender.put(source, Heartbeat)
-    assert script.entered.wait(30)
-    for _ in range(10):
-        sender.put(source, Heartbeat)
-    one = len(encode(Heartbeat(program_id="p", seq=1, age_s=0.123456))) + 1
-    taken = sender.take("p", max_events=64, max_bytes=3 * one)
-    assert 3 <= len(taken) <= 4  # young events say their age in fewer digits
-    assert sender.take("p", max_events=64, max_bytes=5) == []
-    script.hold.set()
-    assert sender.flush(30)
-    assert [e.seq for e in script.events()] == [0, *range(1 + len(taken), 11)]
-
-
 def test_many_threads_and_a_taker_lose_and_double_nothing(senders):
     script = Script()
     sender = senders(script)
@@ -368,31 +297,6 @@ def test_many_threads_and_a_taker_lose_and_double_nothing(senders):
     assert sender.counters["events_queued"] == 2400
 
 
-def test_a_garbage_collection_inside_put_may_put(senders):
-    script = Script()
-    sender = senders(script)
-    source = Source()
-
-    class Reentrant:
-        implicit = False
-
-        @property
-        def id(self):
-            sender.put(source, Heartbeat)
-            return "p"
-
-    done = threading.Event()
-
-    def run():
-        sender.put(Reentrant(), Heartbeat)
-        done.set()
-
-    threading.Thread(target=run, daemon=True).start()
-    assert done.wait(30), "the sender locked itself out"
-    assert sender.flush(30)
-    assert sorted(e.seq for e in script.events()) == [0, 1]
-
-
 def test_close_is_bounded_final_and_repeatable(senders):
     script = Script()
     script.hold.clear()
@@ -405,21 +309,6 @@ def test_close_is_bounded_final_and_repeatable(senders):
     assert sender.put(Source(), Heartbeat) is False
     assert sender.counters["dropped_closed"] == 1
     script.hold.set()
-
-
-def test_close_sends_what_is_left(senders):
-    script = Script()
-    sender = senders(script, linger_s=0.5)
-    fill(sender, Source(), 300)
-    sender.close(5)
-    assert len(script.events()) == 300
-
-
-def test_the_servers_outcomes_are_counted(online):
-    with sojourn.program():
-        pass
-    assert sojourn.flush(30)
-    assert sojourn.stats()["outcome_applied"] == 2 == sojourn.stats()["events_sent"]
 
 
 def test_an_unreadable_answer_is_counted_and_nothing_else(senders):
@@ -462,23 +351,6 @@ def test_no_beat_follows_the_end(senders):
     assert isinstance(script.events()[0], Heartbeat)
 
 
-def test_heartbeats_that_start_during_a_look_are_not_slept_through(senders):
-    script = Script()
-    looks = []
-
-    def take_due(now):
-        looks.append(now)
-        if len(looks) == 1:
-            sender.heartbeats_changed()
-            return (), None
-        return [Source()] if len(looks) == 2 else (), None
-
-    sender = senders(script, heartbeats=Beats(take_due))
-    sender.start()
-    wait_until(script.events)
-    assert isinstance(script.events()[0], Heartbeat)
-
-
 def wait_for_events(script, count):
     wait_until(lambda: len(script.events()) >= count)
     assert len(script.events()) == count
@@ -495,16 +367,6 @@ def test_put_does_not_wake_a_polling_thread(senders, monkeypatch):
         sender.put(Source(), Heartbeat)
         wait_for_events(script, count)
     assert rung == []
-
-
-def test_put_wakes_an_idle_thread(senders, monkeypatch):
-    monkeypatch.setattr(event_sender_module, "_POLLS", 2)
-    script = Script()
-    sender = senders(script)
-    for count in range(1, 4):
-        sender.put(Source(), Heartbeat)
-        wait_for_events(script, count)
-        wait_until(lambda: sender._asleep)
 
 
 def test_events_that_did_not_fit_are_as_if_never_taken(senders):

@@ -10,17 +10,12 @@ import asyncio
 import contextlib
 import gc
 import json
-import signal
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 import sojourn
 from openai import AsyncOpenAI, OpenAI
@@ -29,8 +24,8 @@ from sojourn import runtime
 from sojourn.config import Config
 from sojourn.event_sender import EventSender
 from sojourn.testing import FakeServer, ToolUse, refusing_url
-from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from waiting import PATIENCE_S, wait_until, wait_until_async
+from sojourn.wire_events import ProgramEnd, ToolStart
+from waiting import wait_until, wait_until_async
 
 SINKS = ("refused", "hang", "500", "404", "ok")
 SCRIPT = ["thinking", ToolUse("upper", {"text": "a"}), [ToolUse("upper", {"text": b}) for b in "bcd"], "done"]
@@ -185,18 +180,6 @@ def test_a_process_with_a_faulty_sink_ends_as_it_would(python: Any, sink: str) -
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("sink", ["hang", "500"])
-def test_a_recovered_sink_gets_new_events(sink: str) -> None:
-    with faulty(sink) as server:
-        with sojourn.program("before"):
-            sojourn.flush(0.2)
-        server.mode = "ok"
-        with sojourn.program("after") as after:
-            wait_until(lambda: sojourn.flush(0.5) and any(e.program_id == after.id for e in server.events()))
-        assert sojourn.flush(60)
-        assert any(isinstance(e, ProgramEnd) and e.program_id == after.id for e in server.events())
-
-
 # -- floods -----------------------------------------------------------------------------
 
 
@@ -232,128 +215,7 @@ def test_twenty_thousand_events(sink: str) -> None:
             assert told == 0
 
 
-def test_a_full_queue_keeps_the_oldest_and_goes_on_once_there_is_room() -> None:
-    with faulty("hang") as server:
-        with sojourn.program("flood"):
-            for n in range(11_000):
-                sojourn.ToolCall("t", f"c{n}").start()
-        assert sojourn.stats().events_pending <= 10_000 + 256
-        server.mode = "ok"
-        server._released.set()  # what hangs is answered by a closed connection
-        sojourn.flush(10)
-        accounted(11_002)
-        with sojourn.program("next") as after:
-            pass
-        assert sojourn.flush(60)
-        assert [type(e) for e in server.events() if e.program_id == after.id] == [ProgramStart, ProgramEnd]
-
-
-def test_a_thousand_parallel_tools(online: FakeServer) -> None:
-    async def one(n: int) -> str:
-        async with sojourn.tool_call(f"t{n % 7}", f"c{n}"):
-            await asyncio.sleep(0.001 * (n % 10))
-            if n % 3 == 0:
-                raise LookupError(str(n))
-            return str(n)
-
-    async def main() -> list[Any]:
-        async with sojourn.program("wide", id="wide"):
-            return await asyncio.gather(*(one(n) for n in range(1000)), return_exceptions=True)
-
-    results = asyncio.run(main())
-    assert [str(r) for r in results] == [str(n) for n in range(1000)]
-    assert sojourn.flush(60)
-    events = online.events()
-    starts = {e.call_id for e in events if isinstance(e, ToolStart)}
-    stops = {e.call_id: e.status for e in events if isinstance(e, ToolStop)}
-    assert starts == stops.keys() == {f"c{n}" for n in range(1000)}
-    assert {call: s for call, s in stops.items() if s != "ok"} == {
-        f"c{n}": "error" for n in range(0, 1000, 3)
-    }
-    assert len(events) == 2002
-
-
-def test_a_thousand_tools_in_threads(online: FakeServer) -> None:
-    sojourn.init(online.url, threads=True)
-    ready = threading.Barrier(25)
-
-    def one(n: int) -> str | None:
-        with sojourn.tool_call("t", f"c{n}") as call:
-            ready.wait(PATIENCE_S)  # until as many tools run as there are threads
-            return call.program.id if call.program else None
-
-    with sojourn.program("wide") as p, ThreadPoolExecutor(25) as pool:
-        assert set(pool.map(one, range(1000))) == {p.id}
-    assert sojourn.flush(60)
-    assert not p.running_tools
-    counts = [sum(isinstance(e, kind) for e in online.events()) for kind in (ToolStart, ToolStop)]
-    assert counts == [1000, 1000]
-
-
-@pytest.mark.parametrize("name", ["x" * 10_000, "шаг " * 3_000, "🛠" * 2_500, "a\ud800b", "", "\x00\n"])
-def test_tools_of_any_name(online: FakeServer, name: str) -> None:
-    with sojourn.program(name), sojourn.step(name), sojourn.tool_call(name, name, tool_class=name):
-        sojourn.request_parts()
-    assert sojourn.flush(60)
-    told = online.events() + online.events(piggybacked=True)
-    stats = sojourn.stats()
-    assert stats["encode_error"] == stats["internal_error"] == 0
-    assert len(told) + stats["events_piggybacked"] == 4
-    assert all(len(e.tool.encode()) <= 256 for e in told if isinstance(e, ToolStart))
-
-
 # -- nesting ----------------------------------------------------------------------------
-
-
-def test_programs_nested_fifty_deep(online: FakeServer) -> None:
-    def dive(depth: int) -> list[str]:
-        with sojourn.tool_call(f"delegate {depth}", f"c{depth}"), sojourn.program(f"p{depth}") as p:
-            if depth == 50:
-                assert f'"program_id":"{p.id}"' in str(sojourn.request_fields())
-                raise LookupError
-            try:
-                deeper = dive(depth + 1)
-            except LookupError:
-                deeper = ["caught"] if depth == 49 else []
-            assert sojourn.current_program() is p
-            return [p.id, *deeper]
-
-    with sojourn.program("top") as top:
-        ids = dive(1)
-        assert sojourn.current_program() is top
-    assert len(ids) == 50
-    assert sojourn.flush(60)
-    told = online.program_events()
-    starts = [e for e in told if isinstance(e, ProgramStart)]
-    parents = {e.program_id: e.parent_program_id for e in starts}
-    chain = [top.id, *ids[:-1]]  # the innermost raised before it could say its id
-    assert [parents[child] for child in chain[1:]] == chain[:-1]
-    assert {e.root_program_id for e in starts} == {None, top.id}
-    assert [e.call_id for e in starts] == [None, *(f"c{n}" for n in range(1, 51))]
-    ends = [(e.program_id, e.status) for e in told if isinstance(e, ProgramEnd)]
-    assert ends[0][1] == "error"
-    assert ends[1:] == [(id, "ok") for id in reversed(chain)], "the innermost first"
-
-
-def test_nested_coroutines_fifty_deep_side_by_side(online: FakeServer) -> None:
-    @sojourn.program("agent")
-    async def agent(depth: int) -> list[Any]:
-        p = sojourn.current_program()
-        assert p is not None
-        await asyncio.sleep(0)
-        if depth == 0:
-            return [p.depth]
-        inner = await asyncio.create_task(agent(depth - 1))
-        assert sojourn.current_program() is p
-        return [p.depth, *inner]
-
-    async def main() -> list[Any]:
-        return await asyncio.gather(*(agent(49) for _ in range(4)))
-
-    assert asyncio.run(main()) == [list(range(50))] * 4
-    assert sojourn.flush(60)
-    kinds = [type(e) for e in online.events()]
-    assert kinds.count(ProgramStart) == kinds.count(ProgramEnd) == 200
 
 
 # -- what the user raises ---------------------------------------------------------------
@@ -431,52 +293,6 @@ def test_a_cancellation_arrives_where_it_was_sent(session: None) -> None:
     assert asyncio.run(main()) == (True, ["stop it"])
 
 
-def test_a_swallowed_cancellation_stays_swallowed(session: None) -> None:
-    async def main() -> str:
-        waiting: list[bool] = []
-
-        async def agent() -> str:
-            try:
-                async with sojourn.program("a"):
-                    waiting.append(True)
-                    await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                return "went on"
-            return "never"
-
-        task = asyncio.create_task(agent())
-        await wait_until_async(lambda: waiting)
-        task.cancel()
-        return await task
-
-    assert asyncio.run(main()) == "went on"
-
-
-def test_the_users_own_hooks_and_settings_run_and_win(online: FakeServer) -> None:
-    heard: list[str] = []
-    hooks = {"request": [lambda r: heard.append("request")], "response": [lambda r: heard.append("response")]}
-    http = httpx.Client(event_hooks=hooks, headers={"X-Session-ID": "transport"})
-    headers = {"X-Mine": "1"}
-    with (
-        sojourn.program(),
-        OpenAI(api_key="k", base_url=online.base_url, http_client=http, default_headers=headers) as client,
-    ):
-        answer = client.chat.completions.with_raw_response.create(
-            model="m",
-            messages=[{"role": "user", "content": "hi"}],
-            extra_body={"priority": 7, "vllm_xargs": {"mine": 1}},
-            extra_headers={"x-session-id": "own"},
-            extra_query={"q": "1"},
-            timeout=5,
-        )
-    assert answer.parse().choices[0].message.content == online.reply
-    assert heard == ["request", "response"]
-    request = online.requests[-1]
-    assert (request.body["priority"], request.body["vllm_xargs"]["mine"]) == (7, 1)
-    assert (request.headers["x-session-id"], request.headers["x-mine"]) == ("own", "1")
-    assert request.path.endswith("?q=1")
-
-
 # -- forks and signals ------------------------------------------------------------------
 
 
@@ -536,44 +352,6 @@ def test_forks_in_a_thread_pool_while_events_are_put(python: Any, sink: str) -> 
             assert kids == sorted(f"kid {n}" for n in range(12))
             ends = [e.program_id for e in server.events() if isinstance(e, ProgramEnd)]
             assert ends.count("parent") == 1
-
-
-@pytest.mark.parametrize("sink", ["ok", "hang", "refused"])
-def test_sigterm_in_the_middle_kills_at_once(sink: str) -> None:
-    with FakeServer() as server:
-        server.mode = "hang" if sink == "hang" else "ok"
-        url = refusing_url() if sink == "refused" else server.url
-        code = f"""
-import sojourn
-sojourn.init({url!r}, dialect="sojourn")
-with sojourn.program("p"):
-    for n in range(10**9):
-        with sojourn.tool_call("t"): pass
-        if n == 100: print("up", flush=True)
-"""
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == -signal.SIGTERM
-        process.stdout.close()
-        assert not any(isinstance(e, ProgramEnd) for e in server.events())
-
-
-def test_sigint_during_a_flush_is_the_users(python: Any, server: FakeServer) -> None:
-    server.mode = "hang"
-    code = f"""
-    import os, signal, threading, time, sojourn
-    sojourn.init({server.url!r})
-    with sojourn.program("p"):
-        started = time.monotonic()
-        try:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            sojourn.flush(60)
-        except KeyboardInterrupt:
-            print("interrupted", time.monotonic() - started < 30)
-    """
-    assert python(code).stdout == "interrupted True\n"
 
 
 def test_no_thread_is_left(threads_before: set[threading.Thread]) -> None:

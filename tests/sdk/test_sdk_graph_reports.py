@@ -109,14 +109,6 @@ def test_reports_to_a_server_that_keeps_missing_the_graph_are_bounded(online: Fa
     assert sojourn.stats()["internal_error"] == 0
 
 
-def test_other_missing_things_are_no_reason(online: FakeServer) -> None:
-    online.verdict = lambda event: Outcome.APPLIED if isinstance(event, AegReport) else Outcome.MISSING
-    for name in "ab":
-        with sojourn.program(id=name, aeg=GRAPH), sojourn.tool_call("t"):
-            pass
-    assert reports(online, 2) == [("a", True), ("b", False)]
-
-
 def test_the_real_desk_and_this_agree(online: FakeServer) -> None:
     """The server's own verdicts: it takes the hash that ``Aeg`` computes, and misses what it was not told."""
     store = pytest.importorskip("sojourn_server.programs.declared_graphs").GraphStore()

@@ -72,26 +72,11 @@ def test_no_silence_of_an_open_program_is_as_long_as_the_server_allows():
     assert max(gaps_s) + config.send_timeout_s < SILENCE_EXTENSION_S
 
 
-def test_without_open_programs_there_is_no_wake_up(beats):
-    assert beats.take_due(5.0) == ([], None)
-    program = Program(ProgramId("p"))
-    beats.opened(program, 5.0)
-    beats.closed(program)
-    assert beats.take_due(50.0) == ([], None)
-
-
 def test_a_program_that_was_let_go_falls_silent(beats):
     beats.opened(Program(ProgramId("gone")), 0.0)
     kept = Program(ProgramId("kept"))
     beats.opened(kept, 1.0)
     assert beats.take_due(4.0) == ([kept], 3.0)
-
-
-def test_the_soonest_decides_the_sleep(beats):
-    programs = [Program(ProgramId(f"p{n}")) for n in range(3)]
-    for n, program in enumerate(programs):
-        beats.opened(program, float(n))
-    assert beats.take_due(2.0) == ([], 1.0)
 
 
 def test_a_running_agent_sends_heartbeats_and_a_quiet_one_none(server, monkeypatch):
@@ -132,23 +117,6 @@ def test_programs_that_are_open_beat_in_the_next_session_too(server):
     assert sorted(again) == [("early", p.id), ("early", p.id), ("inner", q.id)]
 
 
-def test_a_program_that_waits_for_a_person_stays_silent_in_the_next_session(server):
-    sojourn.init(server.url)
-    with sojourn.program("waits") as p:
-        sojourn.runtime.session().heartbeats.closed(p)
-        sojourn.init(server.url, threads=True)
-        assert beating() == []
-
-
-def test_the_sender_of_the_next_session_wakes_for_its_programs(server, monkeypatch):
-    monkeypatch.setattr(Config, "resolve", resolve_with(heartbeat_s=0.05))
-    with sojourn.program("early") as p:
-        sojourn.init(server.url)
-        assert any(isinstance(e, Heartbeat) for e in server.wait_for_events(3, 30))
-        sojourn.shutdown()
-    assert {e.program_id for e in server.events()} == {p.id}
-
-
 def test_resumed_heartbeats_wake_the_sleeping_sender(server, monkeypatch):
     """A conversation of OpenAI Agents goes on after a pause, and its run emits no event."""
     looks = []
@@ -170,9 +138,3 @@ def test_resumed_heartbeats_wake_the_sleeping_sender(server, monkeypatch):
         server.forget()
         p.resume_heartbeats()
         assert isinstance(server.wait_for_events(1, 30)[0], Heartbeat)
-
-
-def test_programs_that_never_end_leave_nothing_behind_offline():
-    for _ in range(3):
-        sojourn.program("gone").make().start()
-    assert not sojourn.runtime.session().heartbeats.promised

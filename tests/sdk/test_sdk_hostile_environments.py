@@ -21,12 +21,6 @@ HOSTILE = [
     pytest.param({"http_proxy": "ftp://x"}, "http", id="unknown proxy"),
     pytest.param({"SSL_CERT_FILE": "/nowhere/at/all.pem"}, "https", id="no certificates"),
 ]
-NO_THREADS = """
-import threading
-def refuse(*args, **kwargs):
-    raise RuntimeError("can't start new thread")
-threading._start_new_thread = refuse
-"""
 AGENT = """
 import sojourn
 for _ in range(2):
@@ -56,20 +50,6 @@ def test_init_raises_a_config_error_for_a_hostile_environment(python, env, schem
     with sojourn.program("p"): pass
     """
     python(code, env={**CLEAR, **env})
-
-
-def test_a_process_without_threads_goes_on(python, server):
-    said = python(NO_THREADS + AGENT, env={"SOJOURN_URL": server.url})
-    assert said.stderr.count("sojourn stays off") == 1
-    code = f"""
-try:
-    sojourn.init({server.url!r})
-except sojourn.ConfigError:
-    pass
-else:
-    raise SystemExit("not told")
-"""
-    python(NO_THREADS + "import sojourn\n" + code)
 
 
 def test_a_failed_init_leaves_the_session_before_it_alone(online, monkeypatch):
@@ -106,20 +86,6 @@ def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
     sender.put(Source(), Heartbeat)
     assert sender.flush(60)
     assert sender.counters["events_sent"] == 102
-    sender.close(1)
-
-
-def test_a_thread_that_died_is_replaced(monkeypatch):
-    sink = Script()
-    sender = EventSender(sink, Counters(), linger_s=0.0)
-    with monkeypatch.context() as broken:
-        broken.setattr(EventSender, "_wait_for_events", lambda self: False)
-        sender.put(Source(), Heartbeat)
-        sender._thread.join(5)
-        assert not sender._thread.is_alive()
-    sender.put(Source(), Heartbeat)
-    assert sender.flush(60)
-    assert sender.counters["events_sent"] == 2
     sender.close(1)
 
 
@@ -234,29 +200,6 @@ def test_a_promised_heartbeat_bounds_the_backoff(monkeypatch):
     assert not sinks[0].bodies
     silent.close(1)
     promising.close(1)
-
-
-def test_a_promise_made_during_the_backoff_shortens_it(monkeypatch):
-    monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
-    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.1)
-    promise = Promise()
-    sink = Broken()
-    sender = in_backoff(sink, heartbeats=promise)
-    time.sleep(0.3)
-    assert not sink.bodies
-    promise.promised = True
-    wait_until(lambda: sink.bodies)
-    sender.close(1)
-
-
-def test_an_answered_request_ends_the_backoff(monkeypatch):
-    monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
-    sink = Broken()
-    sender = in_backoff(sink)
-    wait_until(lambda: sender.backing_off)
-    sender.server_answered()
-    wait_until(lambda: sink.bodies)
-    sender.close(1)
 
 
 def test_promised_heartbeats_end_the_backoff_soon_after_the_server_is_back(online, monkeypatch):

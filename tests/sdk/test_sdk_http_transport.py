@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import traceback
 from collections.abc import Iterator
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sojourn import http_transport
 from sojourn.http_transport import HttpTransport
-from waiting import wait_until
 
 
 class Recorder(ThreadingHTTPServer):
@@ -110,106 +105,6 @@ def test_a_connection_the_server_closed_meanwhile_costs_no_batch(server: Recorde
     http.close()
 
 
-def test_a_fresh_connection_that_breaks_raises(server: Recorder) -> None:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        http = to(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.05)
-        with pytest.raises(TimeoutError):
-            http.post("/a", b"")
-
-
-def test_an_answer_beyond_all_measure_is_not_read_to_its_end(
-    server: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_transport, "MAX_ANSWER_BYTES", 1000)
-    server.answer = b"x" * 100_000
-    http = to(server.url)
-    assert len(http.post("/a", b"").body) == 1000
-    server.answer = b"ok"
-    assert http.post("/b", b"").body == b"ok"  # on a connection without the rest of the first answer
-    http.close()
-
-
-@pytest.mark.parametrize(
-    "at_once", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 40\r\n\r\n"], ids=["head", "body"]
-)
-@pytest.mark.parametrize("method", ["get", "post"])
-def test_an_answer_that_comes_byte_by_byte_is_given_up(at_once: bytes, method: str) -> None:
-    """Each byte comes within the timeout, the whole answer does not."""
-    head = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
-    given_up = threading.Event()
-
-    def drip(listening: socket.socket) -> None:
-        client, _ = listening.accept()
-        with client, suppress(OSError):
-            client.recv(65536)
-            client.sendall(at_once)
-            for byte in b" " * 40 if at_once else head:
-                given_up.wait(0.02)
-                client.sendall(bytes([byte]))
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=drip, args=(listening,))
-        thread.start()
-        http = to(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.2)
-        with pytest.raises(TimeoutError):
-            http.get("/a", 0.2) if method == "get" else http.post("/a", b"{}")
-        given_up.set()
-        thread.join(60)
-
-
-def test_a_second_try_gets_the_time_that_is_left(server: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    http = to(server.url)
-    ends = []
-    once = HttpTransport._once
-
-    def note(self: HttpTransport, method: str, path: str, body: bytes | None, end_s: float) -> Any:
-        ends.append(end_s)
-        return once(self, method, path, body, end_s)
-
-    server.hang_up = 1
-    http.post("/a", b"{}")
-    monkeypatch.setattr(HttpTransport, "_once", note)
-    wait_until(lambda: http._connection and http._connection.sock.recv(1, socket.MSG_PEEK) == b"")
-    assert http.post("/b", b"{}").status == 200
-    assert len(ends) == 2
-    assert ends[0] == ends[1]
-    http.close()
-
-
-@pytest.mark.parametrize("slow_step", ["look-up", "connect"])
-def test_a_connection_that_takes_long_leaves_the_request_its_time(
-    server: Recorder, monkeypatch: pytest.MonkeyPatch, slow_step: str
-) -> None:
-    """As with an IPv6 address that does not answer before an IPv4 address that does."""
-    passed_s = [0.0]
-    monkeypatch.setattr(http_transport, "time", SimpleNamespace(monotonic=lambda: passed_s[0]))
-    name = "getaddrinfo" if slow_step == "look-up" else "create_connection"
-    real = getattr(socket, name)
-
-    def slow(*args: Any, **named: Any) -> Any:
-        passed_s[0] += 1000.0
-        return real(*args, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, name, slow)
-        http = to(server.url)
-        assert http.post("/a", b"{}").body == b"ok"
-        assert http.post("/b", b"{}").body == b"ok"
-        assert server.connections == 1
-        http.close()
-        patch.setenv("https_proxy", server.url)
-        with pytest.raises(OSError, match="502"):  # the proxy was asked, and answered
-            to("https://gpu.example").post("/c", b"{}")
-
-
-def test_a_large_body_arrives_whole(server: Recorder) -> None:
-    http = to(server.url, timeout_s=60)
-    assert http.post("/a", b" " * 2**23).body == b"ok"
-    http.close()
-
-
 def test_a_proxy_of_the_environment_is_asked(server: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", server.url.replace("//", "//user:p%40ss@"))
     http = to("http://gpu.example:8000/llm")
@@ -241,13 +136,6 @@ def test_a_proxy_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
     with pytest.raises(ValueError, match=r"socks5://127\.0\.0\.1; expected http://"):
         to("http://gpu.example")
-
-
-def test_the_error_of_a_proxy_does_not_quote_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("all_proxy", "http://bob:s3/cret@127.0.0.1:9")
-    with pytest.raises(ValueError, match=r"the proxy for gpu\.example has no number as its port") as caught:
-        to("http://gpu.example")
-    assert "s3" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_missing_certificates_raise(monkeypatch: pytest.MonkeyPatch) -> None:

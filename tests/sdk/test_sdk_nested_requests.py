@@ -88,36 +88,6 @@ def test_a_hook_asks_another_host_without_our_fields(
     assert sojourn.stats()["requests_started"] == sojourn.stats()["request_attempts"] == 1
 
 
-def test_an_async_hook_asks_another_host_without_our_fields(
-    online: FakeServer, elsewhere: FakeServer
-) -> None:
-    async def main() -> None:
-        async with (
-            AsyncOpenAI(base_url=elsewhere.base_url, api_key="k") as other,
-            hooked_async(online, lambda: ask_async(other)) as client,
-            sojourn.program(),
-        ):
-            await ask_async(client)
-
-    asyncio.run(main())
-    assert_bare(elsewhere)
-    assert len(request_ids(online)) == 1
-
-
-@pytest.mark.parametrize("kind", ["client", "copy"])
-def test_a_hook_that_asks_the_same_server_sends_a_request_of_its_own(online: FakeServer, kind: str) -> None:
-    with OpenAI(base_url=online.base_url, api_key="k", max_retries=0) as other, sojourn.program() as p:
-        nested = {"client": lambda: ask(other), "copy": lambda: ask(client.with_options(timeout=60))}
-        with hooked(online, nested[kind]) as client:
-            ask(client)
-            ask(client.with_options(timeout=60))
-    assert len(set(request_ids(online))) == len(online.requests) == 3
-    assert {request.headers["x-session-id"] for request in online.requests} == {p.id}
-    stats = sojourn.stats()
-    assert stats["requests_started"] == stats["requests_ended"] == stats["request_attempts"] == 3
-    assert not p.open_requests
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["answered", "failed"])
 def test_a_task_that_outlives_the_request_it_began_in_sends_requests_of_its_own(
     online: FakeServer, elsewhere: FakeServer, fails: bool

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
-
 import pytest
-from sojourn.testing import refusing_url
-from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_events import ProgramEnd, ToolStart, ToolStop
 
 OPENING = """
 import os, sys, time, signal
@@ -54,64 +48,6 @@ def test_a_process_that_ends_by_itself_delivers_everything(python, server, end):
         "ToolStop",
         "ProgramEnd",
     ]
-
-
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [
-        ("pass", "ok"),
-        ("sys.exit(3)", "ok"),  # nothing tells a failed run from an exit code of the agent's own
-        ("raise RuntimeError('x')", "error"),
-        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "cancelled"),
-        ("sys.ps1 = '> '; sys.last_value = ValueError('an earlier line')", "ok"),
-    ],
-)
-def test_a_processs_own_program_ends_as_the_process_does(python, server, end, status):
-    code = f"with sojourn.tool_call('t'):\n    pass\n{end}"
-    python(script(server, code), env={"SOJOURN_OWN_PROGRAM": "1"}, check=False)
-    ends = [e for e in server.events() if isinstance(e, ProgramEnd)]
-    assert [e.status for e in ends] == [status]
-
-
-@pytest.mark.parametrize("sink", ["hang", "refused"])
-def test_the_exit_does_not_wait_for_the_server(python, server, sink):
-    server.mode = "hang"
-    code = f"""
-    import atexit, time, sojourn
-    from sdk_settings import resolve_with
-    sojourn.config.Config.resolve = resolve_with(send_timeout_s=3600.0)
-    sojourn.init({server.url if sink == "hang" else refusing_url()!r})
-    for _ in range(50):
-        with sojourn.program("p"), sojourn.tool_call("t"):
-            pass
-    started = time.monotonic()
-    atexit._run_exitfuncs()
-    print(time.monotonic() - started)
-    """
-    assert float(python(code).stdout) < 15, "a second at most, and a busy machine"
-
-
-def test_a_killed_process_leaves_whole_events_only(server):
-    code = script(
-        server,
-        """
-        with sojourn.program("p"):
-            sojourn.flush()
-            print("up", flush=True)
-            while True:
-                with sojourn.tool_call("t"):
-                    pass
-        """,
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "up\n"
-    time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait(10)
-    process.stdout.close()
-    events = server.events()  # decodes every one
-    assert isinstance(events[0], ProgramStart)
-    assert not any(isinstance(e, ProgramEnd) for e in events)
 
 
 def test_a_forked_child_speaks_for_itself_only(python, server):
@@ -250,23 +186,6 @@ def test_forks_while_other_threads_hold_every_lock(python, server):
     )
     assert python(code).stdout.strip() == "0"
     assert sum(isinstance(e, ToolStart) and e.tool == "kid" for e in server.events()) == 15
-
-
-def test_a_child_does_not_beat_for_its_parents_programs(python, server):
-    code = script(
-        server,
-        """
-        from sojourn import runtime
-        with sojourn.program("p"):
-            pid = os.fork()
-            if pid == 0:
-                beats, _ = runtime.session().heartbeats.take_due(runtime.clock() + 1000)
-                os._exit(len(beats))
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            print(len(runtime.session().heartbeats.take_due(runtime.clock() + 1000)[0]))
-        """,
-    )
-    assert python(code).stdout.split() == ["0", "1"]
 
 
 def test_the_sender_imports_nothing_which_a_fork_could_cut_in_half(python, server):

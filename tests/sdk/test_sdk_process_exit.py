@@ -84,34 +84,6 @@ def test_a_killed_process_falls_silent_and_reports_no_end(server, beating, numbe
     assert not any(isinstance(e, ProgramEnd) for e in server.events())
 
 
-def test_ignored_signals_stay_ignored(server, beating):
-    process = beating(OPEN + "time.sleep(60)", handler="signal.SIG_IGN")
-    before = heartbeats(server)
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGTERM)
-    wait_until(lambda: heartbeats(server) >= before + 3)
-    assert process.poll() is None
-
-
-@pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "os._exit(3)", "raise RuntimeError"])
-def test_a_process_that_left_its_program_open_falls_silent(server, beating, end):
-    process = beating(OPEN + "sys.stdin.readline(); sys.stderr = open(os.devnull, 'w')\n" + end)
-    process.stdin.write("\n")
-    process.stdin.flush()
-    process.wait(30)
-    silence_follows(server)
-    assert not any(isinstance(e, ProgramEnd) for e in server.events())
-
-
-def test_a_stopped_process_is_silent_until_it_continues(server, beating):
-    process = beating(OPEN + "time.sleep(60)")
-    process.send_signal(signal.SIGSTOP)
-    silence_follows(server)
-    before = heartbeats(server)
-    process.send_signal(signal.SIGCONT)
-    wait_until(lambda: heartbeats(server) >= before + 2)
-
-
 def test_the_users_signal_handler_ends_the_program(server, beating):
     process = beating(
         """

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gc
-import sys
-import threading
-import weakref
 
 import pytest
 import sojourn
 from sojourn import runtime
 from sojourn.outgoing_request import LogicalRequest
-from sojourn.program import current_context
-from sojourn.request import Turn
 from sojourn.wire_codec import decode_context
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
@@ -112,19 +106,6 @@ def test_wrong_arguments_raise_before_anything_runs(arguments):
         sojourn.program("p", **arguments)
 
 
-def test_a_scope_may_run_again_and_inside_itself(online):
-    scope = sojourn.program("p")
-    with scope as first:
-        with scope as inner:
-            assert sojourn.current_program() is inner
-            assert inner.parent_id == first.id
-        assert (inner.is_open, first.is_open) == (False, True)
-        assert sojourn.current_program() is first
-    with scope as second:
-        assert len({first.id, inner.id, second.id}) == 3
-    assert not second.is_open
-
-
 def test_tasks_that_share_a_scope_have_programs_of_their_own(online):
     async def main():
         scope, together = sojourn.program("p"), asyncio.Event()
@@ -146,85 +127,6 @@ def test_tasks_that_share_a_scope_have_programs_of_their_own(online):
     asyncio.run(main())
     assert len({p.id for p in opened}) == 3
     assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_threads_that_enter_a_scope_at_once_have_programs_of_their_own(online):
-    """Each thread makes its program while the other one is in ``__enter__`` too."""
-    scope, opened = sojourn.program("p"), []
-    making, together = threading.Barrier(2), threading.Barrier(2)
-    make = scope.make
-
-    def make_at_once():
-        making.wait(60)
-        return make()
-
-    def worker():
-        with scope as p:
-            opened.append(p)
-            together.wait(60)
-            assert sojourn.current_program() is p
-            together.wait(60)
-        seen.append((p.is_open, sojourn.current_program()))
-
-    seen = []
-    scope.make = make_at_once
-    threads = [threading.Thread(target=worker) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({p.id for p in opened}) == 2
-    assert seen == [(False, None)] * 2
-    assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_a_generator_left_early_in_a_shared_scope_leaves_the_other_tasks_programs_open(online):
-    """The generator's program stays current in its task after the ``break``."""
-
-    async def items():
-        with sojourn.program("inner"):
-            yield 1
-            yield 2
-
-    async def main():
-        scope = sojourn.program("p")
-        entered, left = [], asyncio.Event()
-
-        async def first():
-            with scope as p:
-                entered.append(p)
-                while len(entered) < 2:
-                    await asyncio.sleep(0)
-                async for _ in items():
-                    break
-                assert sojourn.current_program() is not p
-            left.set()
-
-        async def second():
-            with scope as p:
-                entered.append(p)
-                await left.wait()
-                seen.extend(each.is_open for each in entered)
-
-        await asyncio.gather(*(asyncio.create_task(each()) for each in (first, second)))
-        seen.extend(each.is_open for each in entered)
-
-    seen = []
-    asyncio.run(main())
-    assert seen == [False, True, False, False]
-
-
-def test_a_shared_scope_that_another_context_leaves_ends_every_program(online):
-    def running():
-        with scope as p:
-            yield p
-
-    scope = sojourn.program("p")
-    generators = [running() for _ in range(3)]
-    programs = [contextvars.copy_context().run(next, each) for each in generators]
-    for each in generators:
-        each.close()
-    assert not any(p.is_open for p in programs)
 
 
 def test_functions_of_every_kind_can_be_programs(online):
@@ -308,22 +210,6 @@ def test_a_decorated_generator_does_not_leak_into_its_consumer(online):
     assert [type(e) for e in told(online, 2)] == [ProgramStart, ProgramEnd]
 
 
-def test_exceptions_thrown_into_a_generator_reach_it(online):
-    @sojourn.program
-    def stubborn():
-        try:
-            yield 1
-        except ValueError:
-            yield 2
-
-    running = stubborn()
-    next(running)
-    assert running.throw(ValueError()) == 2
-    with pytest.raises(KeyError):
-        running.throw(KeyError())
-    assert told(online, 2)[-1].status == "error"
-
-
 def test_an_abandoned_generator_ends_its_program_as_cancelled(online):
     @sojourn.program
     def endless():
@@ -361,45 +247,6 @@ def test_async_generators_keep_their_program_between_items_and_end_it(online):
     assert seen[1] == "x"
     assert seen[0] == seen[2]
     assert seen[-1] == "closed"
-    assert told(online, 2)[-1].status == "cancelled"
-
-
-@pytest.mark.filterwarnings("ignore")  # that nobody can close it is the point
-def test_an_async_generator_destroyed_without_its_loop_leaves_nothing_behind(online, monkeypatch):
-    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
-
-    @sojourn.program
-    async def agent():
-        try:
-            yield 1
-        finally:
-            await asyncio.sleep(0)
-
-    loop, items = asyncio.new_event_loop(), agent()
-    loop.run_until_complete(anext(items))
-    loop.close()
-    del items
-    gc.collect()
-    assert sojourn.current_program() is None
-
-
-def test_a_program_left_by_a_generator_in_another_context_is_counted_not_raised(online):
-    async def leaky():
-        with sojourn.program("inner"):
-            yield 1
-            yield 2
-
-    async def main():
-        running = leaky()
-
-        async def first():
-            await anext(running)
-
-        await asyncio.create_task(first())  # its context is gone when the generator is closed
-        await running.aclose()
-
-    asyncio.run(main())
-    assert sojourn.stats()["context_reset_failed"] == 1
     assert told(online, 2)[-1].status == "cancelled"
 
 
@@ -470,17 +317,6 @@ def session(server, monkeypatch):
     return runtime.session()
 
 
-def test_requests_that_begin_at_once_are_not_one_loop(session, caplog):
-    """Two threads look for a request in progress before either has begun its own."""
-    turns = [Turn(session), Turn(session)]
-    assert turns[0].program is turns[1].program is session.program
-    for turn in turns:
-        LogicalRequest(session.counters, turn.program, turn.id)
-    assert "requests of this process overlap" in caplog.text
-    assert asked().sojourn.implicit
-    assert len(caplog.records) == 1
-
-
 def test_the_processs_own_program_ends_after_its_requests(server, session):
     """SGLang and ThunderAgent end the session of a running request with its program."""
     own = session.program
@@ -502,43 +338,6 @@ def test_the_processs_own_program_ends_with_the_process(server, session):
     kept.clear()
 
 
-def test_streams_that_are_read_at_once_are_not_one_loop(server, monkeypatch, caplog):
-    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
-    sojourn.init(server.url)
-    first = asked()
-    session = runtime.session()
-    times = iter(range(1, 9))
-    monkeypatch.setattr(runtime, "clock", lambda: float(next(times, 9)))
-    older = LogicalRequest(session.counters, session.program)
-    older.got_bytes()
-    newer = LogicalRequest(session.counters, session.program)
-    for _ in range(2):
-        newer.got_bytes()
-    assert asked().program_id == first.program_id, "the older stream may have been left unread"
-    older.got_bytes()
-    assert asked().sojourn.implicit
-    assert "requests of this process overlap" in caplog.text
-    newer.got_bytes()
-    older.got_bytes()
-    assert len(caplog.records) == 1
-
-
-def test_a_program_opened_while_the_processs_own_begins_ends_it(server, monkeypatch):
-    """Another thread opens a program after this one has seen that the process is one loop."""
-    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
-    sojourn.init(server.url)
-    opened = threading.Thread(target=sojourn.program("other").make().start)
-
-    def name():
-        opened.start()
-        opened.join(0.2)  # it waits until the own program is complete
-
-    monkeypatch.setattr(sys.modules["sojourn.program"], "process_name", name)
-    assert not asked().sojourn.implicit
-    opened.join()
-    assert asked().sojourn.implicit, "the program of the process is over"
-
-
 def test_the_process_can_be_named_from_outside(server, monkeypatch):
     monkeypatch.setenv("SOJOURN_PROGRAM_ID", "run-7")
     sojourn.init(server.url)
@@ -554,17 +353,6 @@ def test_adapters_can_start_and_end_without_a_block(online):
     p.end()
     start, end = told(online, 2)
     assert (start.program_id, end.status) == ("by-hand", "error")
-
-
-def test_names_too_long_for_the_wire_are_cut_not_refused(online):
-    with sojourn.program("ü" * 300, agent_type="x" * 1000), sojourn.tool_call("\ud800" * 400, "c" * 5000):
-        pass
-    start, tool, stop, _ = told(online, 4)
-    assert len(start.name.encode()) == 256
-    assert len(start.agent_type) == 256
-    assert tool.tool == "?" * 256
-    assert tool.call_id == stop.call_id
-    assert current_context.get().program is None
 
 
 def test_a_task_that_outlives_its_program_is_outside_of_it(online):
@@ -602,51 +390,6 @@ def test_a_task_that_outlives_its_program_is_outside_of_it(online):
     assert sojourn.flush(60)
     told = [type(e) for e in online.program_events() if e.program_id == p.id]
     assert told == [ProgramStart, ToolStart, ToolStop, ProgramEnd]
-
-
-def test_a_task_that_outlives_its_program_is_in_the_one_around_it(online):
-    """A sub-agent returns a task, which the open parent awaits."""
-    over = None
-
-    async def late():
-        await over.wait()
-        with sojourn.tool_call("t") as call, sojourn.program("own") as own:
-            pass
-        return call.program, context_of(), own
-
-    async def main():
-        nonlocal over
-        over = asyncio.Event()
-        with sojourn.program("top") as top, sojourn.step("plan"):
-            with sojourn.program("middle"), sojourn.program("child"):
-                task = asyncio.create_task(late())
-            over.set()
-            return top, *await task
-
-    top, called_in, found, own = asyncio.run(main())
-    assert called_in is top
-    assert (found.program_id, found.sojourn.node) == (top.id, "plan")
-    assert own.parent_id == top.id
-
-
-def test_a_chain_of_programs_keeps_none_that_has_ended(online):
-    """Each task opens its own program inside its predecessor's, which ends before it."""
-
-    async def link(n):
-        with sojourn.program() as p:
-            kept.append(weakref.ref(p))
-            return asyncio.create_task(link(n - 1)) if n else None
-
-    async def main():
-        following = link(20)
-        while following is not None:
-            following = await following
-            gc.collect()
-            assert sum(reference() is not None for reference in kept) <= 3
-
-    kept = []
-    asyncio.run(main())
-    assert len(kept) == 21
 
 
 def test_code_that_names_an_ended_program_is_in_it_but_promises_no_heartbeats(online):

@@ -91,21 +91,6 @@ def test_disabled_is_the_same_api_doing_nothing(python, server):
     assert server.probes == 0
 
 
-def test_a_disabled_request_is_the_same_bytes(server):
-    import openai
-
-    client = openai.OpenAI(api_key="k", base_url=server.base_url)
-    client.chat.completions.create(model="m", messages=[], extra_body={"top_k": 3})
-    sojourn.init(server.url)
-    client.chat.completions.create(model="m", messages=[], extra_body={"top_k": 3})
-    sojourn.shutdown()
-    client.chat.completions.create(model="m", messages=[], extra_body={"top_k": 3})
-    bare, told, after = server.requests
-    assert after.body == bare.body
-    assert "x-session-id" not in after.headers
-    assert {k: v for k, v in told.body.items() if k != "vllm_xargs"} == bare.body
-
-
 def test_the_url_of_the_environment_is_enough(python, server):
     code = """
     import sojourn

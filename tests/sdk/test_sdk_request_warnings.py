@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextvars
-import gc
 from concurrent.futures import ThreadPoolExecutor
-from urllib.parse import urlsplit
 
-import httpx
 import pytest
 import sojourn
 import sojourn.dialects
-from openai import OpenAI, OpenAIError
-from sojourn import instrumentation, request_warnings, runtime
-from sojourn.config import host_key
+from openai import OpenAI
+from sojourn import request_warnings, runtime
 from sojourn.request_warnings import logger
-from sojourn.testing import FakeServer, refusing_url
+from sojourn.testing import FakeServer
 
 OUTSIDE = (
     "3 requests were sent outside of programs, so the server does not protect their KV from eviction; if "
@@ -68,23 +63,6 @@ def test_a_users_terminal_shows_one_line(python, server):
     assert python(code).stderr == f"sojourn: {OUTSIDE}\n"
 
 
-def test_a_replica_counts_too(server, said):
-    with FakeServer() as replica:
-        begin(server, hosts=[replica.url])
-        for each in (replica, server, replica):
-            ask(each)
-    assert said() == [OUTSIDE]
-
-
-def test_a_request_without_an_answer_is_not_warned_of(server, said, monkeypatch):
-    begin(server, hosts=[gone := refusing_url()])
-    with OpenAI(base_url=gone, api_key="k", max_retries=0) as client:
-        for _ in range(3):
-            with pytest.raises(OpenAIError):
-                client.chat.completions.create(model="m", messages=[])
-    assert said() == []
-
-
 def test_a_process_with_programs_is_not_warned(server, said):
     begin(server)
     with sojourn.program("p"):
@@ -92,26 +70,6 @@ def test_a_process_with_programs_is_not_warned(server, said):
     for _ in range(3):
         ask(server)
     assert said() == []
-
-
-def test_a_request_that_names_its_program_is_not_warned_of(server, said):
-    begin(server)
-    for _ in range(3):
-        ask(server, extra_body={"vllm_xargs": {"agentic_context": "{}"}})
-    assert said() == []
-
-
-@pytest.mark.parametrize("framework", ["langchain", "openai_agents"])
-def test_a_loop_beside_a_framework_whose_adapter_makes_programs_is_warned_of(
-    server, said, monkeypatch, framework
-):
-    """Such as a loop that calls LangChain's ``ChatOpenAI``, with no agent of LangChain around it."""
-    begin(server)
-    monkeypatch.setattr(instrumentation, "_active", {"openai", framework})
-    for _ in range(4):
-        ask(server)
-    assert server.requests[0].context.sojourn.implicit
-    assert said() == [OUTSIDE]
 
 
 def empty(label, remedy, count=2):
@@ -140,94 +98,6 @@ def test_a_program_whose_threads_lose_it_is_warned_of_once(server, said):
             ask_in_pool(server)
             assert said() in ([], [empty("pool", THREADS)])
         assert said() == [empty("pool", THREADS)]
-
-
-def test_a_decorated_function_whose_threads_lose_it_is_warned_of(server, said):
-    @sojourn.program
-    def fan_out():
-        ask_in_pool(server)
-
-    begin(server)
-    fan_out()
-    assert said() == [empty("fan_out", THREADS)]
-
-
-def test_a_program_without_a_name_is_called_by_its_id(server, said):
-    begin(server)
-    with sojourn.program() as p:
-        ask_in_pool(server)
-    assert said() == [empty(p.id, THREADS)]
-
-
-@pytest.mark.parametrize("dialect", ["vllm", "thunderagent"])
-def test_a_program_whose_threads_lose_it_is_warned_of_with_other_servers(server, said, dialect):
-    begin(server, dialect=dialect)
-    with sojourn.program("pool"):
-        ask_in_pool(server)
-    assert said() == [empty("pool", THREADS)]
-
-
-def test_a_program_whose_long_lived_threads_lose_it_is_not_told_of_the_setting_that_it_has(server, said):
-    begin(server, threads=True)
-    with ThreadPoolExecutor(1) as pool:
-        context = contextvars.Context()
-        with sojourn.program("queue"):
-            context.run(pool.submit, ask, server).result()  # as a worker that was started before
-    assert said() == [empty("queue", IN_JOBS, 1)]
-
-
-@pytest.mark.parametrize("own", ["client", "parts", "child", "carried"])
-def test_a_program_with_requests_of_its_own_is_not_warned_of(server, said, own):
-    begin(server, threads=own == "carried")
-    with sojourn.program("p"):
-        if own == "client":
-            ask(server)
-        elif own == "parts":
-            assert sojourn.request_parts()[0]
-        elif own == "child":
-            with sojourn.program("child"):
-                ask(server)
-        if own == "carried":
-            ask_in_pool(server)
-        else:
-            contextvars.Context().run(ask_in_pool, server)
-    assert said() == []
-
-
-def test_a_program_without_requests_during_it_is_not_warned_of(server, said):
-    begin(server)
-    ask(server)
-    with sojourn.program("p"):
-        pass
-    ask(server)
-    assert said() == []
-
-
-def test_a_cancelled_program_is_not_warned_of(server, said):
-    """Garbage collection may end it, at a moment when a handler of the user may hold a lock."""
-
-    @sojourn.program
-    def steps():
-        ask_in_pool(server)
-        yield
-
-    begin(server)
-    abandoned = steps()
-    next(abandoned)
-    del abandoned
-    gc.collect()
-    assert sojourn.stats()["requests_ended"] == 2
-    assert said() == []
-
-
-@pytest.mark.parametrize("setting", ["SOJOURN_OWN_PROGRAM", "SOJOURN_PROGRAM_ID"])
-def test_a_process_with_a_program_of_its_own_is_not_warned(server, said, monkeypatch, setting):
-    monkeypatch.setenv(setting, "1")
-    begin(server)
-    for _ in range(3):
-        ask(server)
-    assert server.requests[0].context.program_id == server.requests[1].context.program_id
-    assert said() == []
 
 
 @pytest.mark.parametrize("dialect", sorted(sojourn.dialects.DIALECTS.keys() - {"sojourn"}))
@@ -319,58 +189,3 @@ def test_requests_outside_programs_that_go_to_another_port_are_warned_of_once(se
         for asked in range(5):
             ask(other)
             assert said() == ([unlisted(server, other)] if asked >= 2 else [])
-
-
-def ask_elsewhere(base_url):
-    """Send a request to a server that does not exist."""
-
-    def answer(request):
-        return httpx.Response(200, json={"id": "x", "choices": [], "created": 0, "model": "m"})
-
-    with httpx.Client(transport=httpx.MockTransport(answer)) as transport:
-        client = OpenAI(base_url=base_url, api_key="k", max_retries=0, http_client=transport)
-        client.chat.completions.create(model="m", messages=[])
-
-
-@pytest.mark.parametrize(
-    ("named", "asked", "warns"),
-    [
-        ("http://localhost:8000", "http://127.0.0.1:8001", True),
-        ("http://localhost:8000", "http://10.1.2.3:8000", True),
-        ("http://localhost:8000", "http://[fd00::1]:8000", True),
-        ("http://100.64.0.1:8000", "http://192.168.0.7:8000", True),
-        ("http://gateway:8080", "http://engine-0:8000", True),
-        ("http://gateway.ns.svc.cluster.local", "http://host.docker.internal:8000", True),
-        ("https://llm.example.com", "https://llm.example.com:8443", True),
-        ("https://llm.example.com", "http://LLM.example.com", True),
-        ("http://localhost:8000", "https://api.openai.com", False),
-        ("http://localhost:8000", "http://8.8.8.8:8000", False),
-        ("http://localhost:8000", "http://[2600::1]:8000", False),
-        ("https://llm.example.com", "https://api.openai.com", False),
-        ("https://llm.example.com", "http://localhost:11434", False),
-        ("http://localhost:8000/vllm", "http://localhost:8000/openai", False),
-    ],
-)
-def test_requests_outside_programs_may_go_to_real_other_services(said, named, asked, warns):
-    sojourn.init(named, dialect="vllm", instrument=False)
-
-    def send(program):
-        place = host_key(asked), urlsplit(f"{asked}/v1/chat/completions").path
-        for _ in range(3):
-            request_warnings.warn_unlisted_host(runtime.session(), program, *place, place[0])
-
-    send(None)
-    assert len(said()) == warns
-    send(sojourn.program("p").make())  # in a program, any host counts
-    assert len(said()) == 1
-
-
-def test_requests_to_real_other_services_do_not_count(server, said):
-    with FakeServer() as other:
-        begin(server)
-        for _ in range(2):
-            ask(other)
-            ask_elsewhere("https://api.openai.com/v1")
-        assert said() == []
-        ask(other)
-    assert said() == [unlisted(server, other)]

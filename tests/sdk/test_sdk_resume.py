@@ -33,18 +33,6 @@ def test_no_number_is_used_twice_when_a_program_is_resumed(online):
     assert of_program == sorted(of_program)
 
 
-def test_numbers_grow_within_each_program_when_several_run(online):
-    with sojourn.program(id="a") as a, sojourn.program(id="b"):
-        for _ in range(3):
-            with sojourn.tool_call("t"):
-                pass
-            sojourn.ToolCall("u", program=a).start().stop()
-    assert sojourn.flush(60)
-    for name in "ab":
-        numbers = [seq for _, program_id, seq in keys(online) if program_id == name]
-        assert numbers == sorted(set(numbers))
-
-
 def test_closing_one_block_does_not_silence_another_of_the_same_id():
     beats = Heartbeats(3.0)
     first, second = Program(ProgramId("conv")), Program(ProgramId("conv"))
@@ -119,19 +107,6 @@ def test_only_the_process_that_claimed_a_named_program_ends_it(python, server, b
         if isinstance(sojourn.wire_codec.decode_event(raw), ProgramEnd)
     ]
     assert enders == [mine]
-
-
-def test_a_child_with_an_id_of_its_own_ends_its_own(python, server):
-    worker = [WORKER]
-    code = f"""
-    import os, sys, subprocess, sojourn
-    sojourn.init({server.url!r})
-    sojourn.tool_call("parent").start().stop()
-    env = {{**os.environ, "SOJOURN_URL": {server.url!r}, "SOJOURN_PROGRAM_ID": "run-8"}}
-    subprocess.run([sys.executable, "-c", {worker!r}[0]], check=True, env=env)
-    """
-    python(code, env={"SOJOURN_PROGRAM_ID": "run-7"})
-    assert [e.program_id for e in server.events() if isinstance(e, ProgramEnd)] == ["run-8", "run-7"]
 
 
 def test_the_claim_is_given_up_with_the_session(server, monkeypatch):

@@ -6,17 +6,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import gc
-import inspect
-import sys
 import types
-import warnings
-from unittest.mock import MagicMock
 
 import pytest
 import sojourn
 from sojourn.program import current_context
-from sojourn.scoped_functions import without_asyncgen_hooks
 from sojourn.wire_events import ProgramEnd, ToolStop
 
 
@@ -99,27 +93,6 @@ def test_generators_that_a_plain_function_returns(online):
     assert sojourn.stats()["context_reset_failed"] == 0
 
 
-def test_what_is_returned_is_of_the_same_kind_and_name(online):
-    async def coroutine():
-        return 1
-
-    def generator():
-        yield 1
-
-    async def async_generator():
-        yield 1
-
-    made = [sojourn.tool(passed_on(each))() for each in (coroutine, generator, async_generator)]
-    assert [type(each) for each in made] == [
-        types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType,
-    ]  # fmt: skip
-    assert [each.__name__ for each in made] == ["coroutine", "generator", "async_generator"]
-    assert all("test_what_is_returned" in each.__qualname__ for each in made)
-    assert inspect.isawaitable(made[0])
-    assert asyncio.run(made[0]) == 1
-    assert list(made[1]) == [1]
-
-
 def test_other_results_are_returned_as_they_are(online):
     @types.coroutine
     def awaitable_generator():
@@ -140,26 +113,6 @@ def test_other_results_are_returned_as_they_are(online):
     assert ends(online) == ["ok"] * 6
 
 
-def test_tasks_made_of_what_is_returned_have_their_own_programs(online):
-    @sojourn.program
-    @passed_on
-    async def agent():
-        for _ in range(3):
-            await asyncio.sleep(0)
-            assert sojourn.current_program().is_open
-        return sojourn.current_program()
-
-    async def main():
-        found = await asyncio.gather(agent(), asyncio.create_task(agent()), agent())
-        assert sojourn.current_program() is None
-        assert not any(p.is_open for p in found)
-        return found
-
-    assert len({p.id for p in asyncio.run(main())}) == 3
-    assert ends(online) == ["ok"] * 3
-    assert sojourn.stats()["context_reset_failed"] == 0
-
-
 def test_errors_of_the_function_and_of_what_it_returns_pass_and_end_the_scope(online):
     @passed_on
     async def fails():
@@ -175,32 +128,6 @@ def test_errors_of_the_function_and_of_what_it_returns_pass_and_end_the_scope(on
         sojourn.program(fails_at_once)()
     assert ends(online) == ["error", "error"]
     assert sojourn.current_program() is None
-
-
-@pytest.mark.parametrize("way", ["dropped", "cancelled"])
-def test_a_coroutine_that_never_begins_ends_its_program(online, way):
-    @sojourn.program
-    @passed_on
-    async def agent():
-        raise AssertionError
-
-    async def main():
-        made = agent()
-        if way == "cancelled":
-            task = asyncio.create_task(made)
-            task.cancel()
-            await asyncio.wait([task])
-
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        asyncio.run(main())
-        gc.collect()
-    assert ends(online) == ["cancelled"]
-    assert [str(each.message) for each in warned if each.category is RuntimeWarning] == (
-        [f"coroutine '{test_a_coroutine_that_never_begins_ends_its_program.__qualname__}.<locals>.agent' "
-         "was never awaited"] if way == "dropped" else []
-    )  # fmt: skip
-    assert sojourn.stats()["context_reset_failed"] == 0
 
 
 # ---- async generators and the end of their loop
@@ -232,23 +159,6 @@ def test_the_end_of_the_loop_closes_a_decorated_async_generator_once(online, cap
     assert closed == [1]
     assert caplog.messages == []
     assert ends(online) == ["cancelled", "ok"]
-
-
-def test_the_hooks_of_the_loop_are_restored():
-    hooks = (lambda _: None, lambda _: None)
-    before = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(*hooks)
-    try:
-        with without_asyncgen_hooks():
-            inside = tuple(sys.get_asyncgen_hooks())
-        after = tuple(sys.get_asyncgen_hooks())
-        with pytest.raises(LookupError), without_asyncgen_hooks():
-            raise LookupError
-        after_error = tuple(sys.get_asyncgen_hooks())
-    finally:
-        sys.set_asyncgen_hooks(*before)
-    assert inside == (None, hooks[1])
-    assert after == after_error == hooks
 
 
 @pytest.mark.parametrize(
@@ -288,91 +198,3 @@ def test_a_tool_lasts_as_long_as_the_future_that_it_returns(online, error, statu
     asyncio.run(main())
     assert ends(online)[:-1] == [status] * 3
     assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_a_future_that_is_cancelled_or_was_done_before(online):
-    async def main():
-        future = asyncio.get_running_loop().create_future()
-        done = concurrent.futures.Future()
-        done.set_result(1)
-        with sojourn.program() as p:
-            sojourn.tool(lambda: future)()
-            future.cancel()
-            assert sojourn.tool(lambda: done)() is done
-            while p.running_tools:
-                await asyncio.sleep(0)
-
-    asyncio.run(main())
-    assert sorted(ends(online)) == ["cancelled", "ok", "ok"]
-
-
-@pytest.mark.parametrize("make", ["concurrent", "running loop", "closed loop"])
-def test_a_future_that_is_thrown_away_before_it_is_done_ends_its_scope(online, make):
-    class Slotted:
-        """A future that cannot be referenced weakly."""
-
-        __slots__ = ("called",)
-
-        def add_done_callback(self, call):
-            self.called = call
-
-    def made():
-        if make == "concurrent":
-            return concurrent.futures.Future()
-        loop = asyncio.new_event_loop() if make == "closed loop" else asyncio.get_running_loop()
-        future = loop.create_future()
-        if make == "closed loop":
-            loop.close()
-        return future
-
-    @sojourn.program
-    def agent():
-        opened.append(sojourn.current_program())
-        return sojourn.tool(made)()
-
-    async def main():
-        future = agent()
-        (p,) = opened
-        assert p.is_open
-        assert len(p.running_tools) == 1
-        del future
-        gc.collect()
-        assert not p.is_open
-        assert not p.running_tools
-
-    opened = []
-    asyncio.run(main())
-    assert ends(online) == ["cancelled"] * 2
-    with sojourn.program() as p:
-        slotted = sojourn.tool(Slotted)()
-        assert len(p.running_tools) == 1
-        slotted.called(slotted)
-        assert not p.running_tools
-
-
-def test_an_exception_of_a_future_that_nobody_reads_is_still_logged(online, caplog):
-    async def main():
-        with sojourn.program() as p:
-            future = asyncio.get_running_loop().create_future()
-            sojourn.tool(lambda: future)()
-            future.set_exception(ValueError("nobody reads it"))
-            while p.running_tools:
-                await asyncio.sleep(0)
-
-    asyncio.run(main())
-    gc.collect()
-    assert "exception was never retrieved" in caplog.text
-
-
-def test_an_object_that_only_looks_like_a_future_is_returned_at_once(online):
-    class Odd:
-        def add_done_callback(self, *args):
-            raise LookupError
-
-    odd, mock = Odd(), MagicMock()
-    with sojourn.program() as p:
-        assert sojourn.tool(lambda: odd)() is odd
-        assert sojourn.tool(lambda: mock)() is mock
-        assert not p.running_tools
-    assert not mock.mock_calls
-    assert ends(online) == ["ok"] * 3

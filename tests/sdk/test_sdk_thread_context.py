@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 import multiprocessing
 import multiprocessing.pool
 import queue
 import sys
 import threading
-import weakref
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import sojourn
 from sojourn.wire_events import ProgramEnd, ProgramStart
-from waiting import wait_until
 
 
 def in_thread(function):
@@ -52,101 +49,6 @@ def test_threads_and_pools_carry_the_place_when_asked_for(server):
     assert (threading.Thread.start, ThreadPoolExecutor.submit) == (start, submit)
 
 
-def test_subclasses_with_their_own_run_are_carried_too(server):
-    sojourn.init(server.url, threads=True)
-    seen = []
-
-    class Mine(threading.Thread):
-        def run(self):
-            seen.append(sojourn.current_program())
-
-    with sojourn.program() as p:
-        thread = Mine()
-        thread.start()
-    thread.join()
-    assert seen == [p]
-
-
-def test_threads_whose_run_cannot_be_set_start_all_the_same(server):
-    class Property(threading.Thread):
-        @property
-        def run(self):
-            return lambda: seen.append(("property", sojourn.current_program()))
-
-    class Guarded(threading.Thread):
-        def __setattr__(self, name, value):
-            if name == "run":
-                raise AttributeError("run is fixed")
-            super().__setattr__(name, value)
-
-        def run(self):
-            seen.append(("guarded", sojourn.current_program()))
-
-    class Raising(threading.Thread):
-        def __getattribute__(self, name):
-            if name == "__dict__":
-                raise RuntimeError("no attributes")
-            return super().__getattribute__(name)
-
-        def run(self):
-            seen.append(("raising", sojourn.current_program()))
-
-    sojourn.init(server.url, threads=True)
-    seen = []
-    with sojourn.program() as p:
-        for kind in (Property, Guarded, Raising):
-            thread = kind()
-            thread.start()
-            thread.join()
-    assert seen == [("property", None), ("guarded", p), ("raising", None)]
-    assert sojourn.stats()["internal_error"] == 1
-
-
-def test_a_thread_that_ran_in_a_program_is_no_cycle(server):
-    sojourn.init(server.url, threads=True)
-    seen = []
-
-    def work():
-        seen.append(("run" in vars(threading.current_thread()), sojourn.current_program()))
-
-    gc.disable()
-    try:
-        with sojourn.program() as p:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-            gone = weakref.ref(thread)
-            del thread
-            wait_until(lambda: gone() is None)
-    finally:
-        gc.enable()
-    assert seen == [(False, p)]
-
-
-def test_a_thread_that_cannot_start_stays_as_it_was(server, monkeypatch):
-    def refused(*arguments, **settings):
-        raise RuntimeError("can't start new thread")
-
-    names = [name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name)]
-    sojourn.init(server.url, threads=True)
-    thread, replaced = threading.Thread(target=int), threading.Thread()
-    replaced.run = mine = lambda: seen.append(sojourn.current_program())
-    seen = []
-    with sojourn.program() as p:
-        with monkeypatch.context() as patch:
-            for name in names:
-                patch.setattr(threading, name, refused)
-            for each in (thread, replaced):
-                with pytest.raises(RuntimeError, match="can't start"):
-                    each.start()
-        assert "run" not in vars(thread)
-        assert replaced.run is mine
-        replaced.start()
-        replaced.join()
-    assert seen == [p]
-    assert replaced.run is mine
-
-
 def test_threads_that_serve_a_pool_belong_to_no_program(server):
     """They outlive the program that happened to start them, and so would their share of it."""
     sojourn.init(server.url, threads=True)
@@ -166,21 +68,6 @@ def test_threads_that_serve_a_pool_belong_to_no_program(server):
         assert not any("run" in vars(t) for t in set(threading.enumerate()) - before)
         queue.close()
         queue.join_thread()
-
-
-def test_jobs_of_interpreter_pools_are_left_as_they_are(server):
-    """``InterpreterPoolExecutor`` of Python 3.14 inherits ``submit``, and pickles each job."""
-
-    class InterpreterPoolExecutor(ThreadPoolExecutor):
-        pass
-
-    class Mine(InterpreterPoolExecutor):
-        pass
-
-    sojourn.init(server.url, threads=True)
-    for kind in (InterpreterPoolExecutor, Mine):
-        with kind(1) as pool, sojourn.program():
-            assert pool.submit(sojourn.current_program).result() is None, "a function of ours around the job"
 
 
 def test_a_worker_that_takes_jobs_from_a_queue_is_where_each_job_says(online):
@@ -239,62 +126,6 @@ def test_threads_in_one_block_at_the_same_time_each_leave_it(online):
             thread.join()
     assert seen == {("in", True): p, ("in", False): p, ("after", True): None, ("after", False): None}
     assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_tasks_in_one_block_at_the_same_time_each_leave_it(online):
-    async def worker(block, n):
-        with block:
-            for _ in range(3 - n):
-                await asyncio.sleep(0)
-            with block:
-                await asyncio.sleep(0)
-            inside = sojourn.current_program()
-        return inside, sojourn.current_program()
-
-    async def main(block):
-        return await asyncio.gather(*(worker(block, n) for n in range(3)))
-
-    with sojourn.program() as p:
-        block = p.here()
-        with sojourn.program() as other, block:
-            assert asyncio.run(main(block)) == [(p, p)] * 3
-        assert sojourn.current_program() is p
-    assert asyncio.run(main(block)) == [(p, None)] * 3
-    assert other is not p
-    assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_a_chain_of_tasks_keeps_no_block_that_was_left(online):
-    """Each task begins inside its predecessor's block, and so inherits what its context holds."""
-    from sojourn.program import _entered
-
-    async def link(n):
-        with p.here():
-            held.append(len(_entered.get()))
-            return asyncio.create_task(link(n - 1)) if n else None
-
-    async def main():
-        following = link(20)
-        while following is not None:
-            following = await following
-
-    held = []
-    with sojourn.program() as p:
-        asyncio.run(main())
-    assert held == [1] * 21
-
-
-def test_a_block_that_another_context_leaves_is_counted_not_raised(online):
-    def running():
-        with p.here():
-            yield
-
-    with sojourn.program() as p:
-        generator = running()
-        contextvars.copy_context().run(next, generator)
-        generator.close()
-        assert sojourn.current_program() is p
-    assert sojourn.stats()["context_reset_failed"] == 1
 
 
 def test_generators_that_other_contexts_leave_keep_no_blocks(online):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import contextvars
 import dis
-import inspect
 import subprocess
 import time
 import types
@@ -16,8 +14,7 @@ import pytest
 import sojourn
 from sojourn.event_sender import EventSender
 from sojourn.program import current_context
-from sojourn.tools import ToolCall
-from sojourn.wire_events import ProgramStart, ToolStart, ToolStop
+from sojourn.wire_events import ToolStart, ToolStop
 
 
 def calls(server):
@@ -83,27 +80,6 @@ def test_a_call_may_run_again_and_inside_itself(online):
     assert len(calls(online)) == 6
 
 
-def test_a_call_that_runs_again_is_of_the_program_around_it_and_has_no_status_yet(online):
-    call = sojourn.tool_call("bash")
-    with sojourn.program(id="first"), call:
-        call.status = "nonzero"
-    assert call.status == "nonzero"
-    with sojourn.program(id="second") as second:
-        with call:
-            assert second.running_tools == {call.call_id}
-        assert call.program is second
-    stops = [(e.program_id, e.status) for e in calls(online) if isinstance(e, ToolStop)]
-    assert stops == [("first", "nonzero"), ("second", "ok")]
-
-
-def test_a_call_that_runs_again_stays_in_the_program_it_was_given(online):
-    with sojourn.program() as p:
-        call = ToolCall("bash", program=p)
-        for _ in range(2):
-            with sojourn.program(), call:
-                assert call.program is p
-
-
 def test_tasks_that_share_a_call_have_calls_of_their_own(online):
     async def main():
         shared, together = sojourn.tool_call("batch"), asyncio.Event()
@@ -131,22 +107,6 @@ def test_tasks_that_share_a_call_have_calls_of_their_own(online):
     stops = {e.call_id: e.status for e in calls(online) if isinstance(e, ToolStop)}
     assert stops == dict(zip(ids, ["ok", "error", "ok"], strict=True))
     assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_a_shared_call_that_another_context_leaves_ends_every_call(online):
-    def running():
-        with shared:
-            yield
-
-    shared = sojourn.tool_call("batch")
-    with sojourn.program() as p:
-        generators = [running() for _ in range(3)]
-        for each in generators:
-            contextvars.copy_context().run(next, each)
-        assert len(p.running_tools) == 3
-        for each in generators:
-            each.close()
-        assert not p.running_tools
 
 
 def test_a_status_set_by_hand_wins(online):
@@ -203,37 +163,6 @@ def test_functions_of_every_kind_can_be_tools(online):
         ("plain", None), ("search", "web"), ("generator", None), ("agenerator", None),
     ]  # fmt: skip
     assert len(calls(online)) == 8
-
-
-@pytest.mark.parametrize(
-    "decorate", [sojourn.tool, sojourn.tool(name="look"), sojourn.program, sojourn.program("look")]
-)
-def test_a_static_or_class_method_below_the_decorator_stays_one(online, decorate):
-    class Tools:
-        @decorate
-        @staticmethod
-        def double(n):
-            return 2 * n
-
-        @decorate
-        @classmethod
-        def made(cls, n):
-            return cls, n
-
-        @decorate
-        @staticmethod
-        async def later(n):
-            return n
-
-    with sojourn.program():
-        for owner in (Tools, Tools()):
-            assert owner.double(2) == 4
-            assert owner.made(2) == (Tools, 2)
-            assert asyncio.run(owner.later(2)) == 2
-    assert inspect.iscoroutinefunction(Tools.later)
-    assert sojourn.flush(60)
-    starts = [e for e in online.program_events() if isinstance(e, (ToolStart, ProgramStart))]
-    assert len(starts) == 7
 
 
 def test_a_wrapper_has_the_globals_of_its_function_and_reads_none():

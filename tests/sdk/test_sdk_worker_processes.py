@@ -16,7 +16,6 @@ from sojourn.user_hints import NO_HINTS
 from sojourn.wire_codec import decode_event
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
-program_module = sys.modules["sojourn.program"]
 WORKERS = """
 import multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor
@@ -156,15 +155,6 @@ def test_what_forked_children_are_told_is_bounded():
     assert ends.has(numbers[slots]), "its late end opens no other program again"
 
 
-def test_without_shared_memory_programs_run_as_before(online, monkeypatch):
-    monkeypatch.setattr(program_module, "mmap", None)
-    monkeypatch.setattr(program_module, "_shared_ends", [])
-    with sojourn.program() as p:
-        assert sojourn.current_program() is p
-    assert not p.is_open
-    assert sojourn.stats()["internal_error"] == 0
-
-
 @pytest.mark.parametrize("kind", ["fork", "spawn", "forkserver"])
 def test_a_worker_that_alone_knows_of_a_server_delivers_too(server, tmp_path, kind):
     """Where ``init`` runs for the first time in the worker, which never comes past ``atexit``."""
@@ -249,10 +239,3 @@ def test_a_deadline_goes_to_another_machine_as_the_seconds_left(
         there, hints, plain = pickle.loads(pickled)
         assert there.hints == hints == p.hints._replace(deadline_at_s=70.0 + left_s)
         assert plain.hints is NO_HINTS
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_in_the_same_process_has_the_same_hints(copied):
-    with sojourn.program(deadline_s=9, priority=3) as p:
-        assert copied(p.hints) == p.hints == copied(p).hints
-        assert copied(NO_HINTS) is NO_HINTS
