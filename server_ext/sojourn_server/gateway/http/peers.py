@@ -154,6 +154,8 @@ class Peers:
             await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             return passing.result() if passing.done() else True
         except asyncio.CancelledError:
+            passing.cancel()
+            await asyncio.gather(passing, return_exceptions=True)
             await relay.end("the gateway stops; send the request again", GATEWAY_STOPPING)
             raise
         finally:
@@ -169,7 +171,9 @@ class Peers:
         url = f"{owner}{relay.api.value}{'?' if query else ''}{query}"
         try:
             answer = await peer.client.send(url, _passed(scope["headers"]), body)
-        except (ReplicaRequestError, GatewayConnectError) as error:
+        except GatewayConnectError:
+            return False
+        except ReplicaRequestError as error:
             logger.warning("gateway %s did not answer a request: %s", owner, error)
             self._set_gone(peer)
             return False
