@@ -197,6 +197,7 @@ def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlet
         reads_prefixes=preset is not None and preset.routing.reads_prefixes,
         reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=config.silent_program_s,
+        max_body_bytes=config.max_body_mib << 20,
     )
     limits = RoutingLimits(
         most_waiting=config.max_waiting, wait_s=config.wait_s, silent_program_s=config.silent_program_s

@@ -162,6 +162,8 @@ class RayConfig(_Section, frozen=True, kw_only=True):
     """Maximum seconds that a request waits; then it is rejected."""
     silent_program_s: Positive = SILENT_PROGRAM_S
     """Seconds without an event after which a program without open requests is forgotten."""
+    max_body_mib: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Maximum size of a request's body, in MiB."""
     address: Annotated[str, Meta(pattern=r"\S")] = "local"
     """Address of a running Ray cluster. ``local``: start a cluster on this machine, and end it with the
     command."""
