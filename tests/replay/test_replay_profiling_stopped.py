@@ -71,7 +71,7 @@ def test_it_says_at_the_start_how_long_it_may_take_and_then_about_how_long(said:
     assert result.exception is None, result.output
     lines = said.getvalue().splitlines()
     assert "up to 4,000 tokens" in lines[0]
-    assert "at most 5 min" in lines[0]
+    assert "at most 300 s" in lines[0]
     assert "--budget-s" in lines[0]
     assert "--max-context" in lines[0]
     assert "prefill of 1,000 tokens" in lines[1]

@@ -236,22 +236,17 @@ async def _measure(
             )
 
 
-def _progress_lines() -> Callable[[str, float | None], None]:
-    """Return a function that prints what is measured and the expected seconds left, at most every
-    ``PROGRESS_INTERVAL_S`` seconds."""
+def _progress_lines() -> Callable[[str], None]:
+    """Return a function that prints what is measured, at most every ``PROGRESS_INTERVAL_S`` seconds."""
     last_s = -math.inf
 
-    def show(what: str, left_s: float | None) -> None:
+    def show(what: str) -> None:
         nonlocal last_s
         if time.monotonic() - last_s >= PROGRESS_INTERVAL_S:
             last_s = time.monotonic()
-            print_line(what if left_s is None else f"{what}, about {_duration(left_s)} left")
+            print_line(what)
 
     return show
-
-
-def _duration(seconds: float) -> str:
-    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{round(seconds / 60)} min"
 
 
 def _cancel_on_sigterm() -> None:
@@ -265,8 +260,8 @@ def _cancel_on_sigterm() -> None:
 def _announce(model: str, longest: int, budget_s: float, decode: bool) -> None:
     also = ", then decodes and extended prefixes" if decode else ""
     print_line(
-        f"measuring {model}: prompts of up to {longest:,} tokens{also}; takes at most "
-        f"{_duration(budget_s)} (--budget-s), and less with --max-context TOKENS or --no-decode"
+        f"measuring {model}: prompts of up to {longest:,} tokens{also}; takes at most {budget_s:.0f} s "
+        "(--budget-s), and less with --max-context TOKENS or --no-decode"
     )
 
 

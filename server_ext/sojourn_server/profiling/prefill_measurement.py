@@ -18,9 +18,6 @@ from sojourn_server.traces.token_ids import FIRST_ID
 
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64
-_MIN_CURVE_LENGTHS = 3
-"""Minimum number of measured lengths for an estimate of the remaining time. A fit to fewer lengths does not
-show the cost of attention, which dominates long prompts."""
 
 
 @dataclass(slots=True)
@@ -60,7 +57,7 @@ async def measure_prefill(
     budget_s: float,
     vocabulary: int,
     into: PrefillMeasurement | None = None,
-    on_sample: Callable[[str, float | None], None] = lambda what, left_s: None,
+    on_sample: Callable[[str], None] = lambda what: None,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> PrefillMeasurement:
@@ -68,8 +65,7 @@ async def measure_prefill(
 
     The lengths are ``lengths_up_to(max_tokens)``. The result for a length is the median of up to ``repeats``
     samples. If a length is predicted to exceed the budget, this length and all longer ones are left out, with
-    a note. ``vocabulary``: upper bound of the random token ids. ``on_sample`` is called before each sample
-    with its description and the estimated remaining seconds (``None`` before enough lengths are measured).
+    a note. ``vocabulary``: upper bound of the random token ids. ``on_sample`` is called before each sample.
     Each result is stored in ``into`` at once, so that an interrupted caller keeps the results so far. Raises
     ``RequestError`` if a request fails.
     """
@@ -91,15 +87,12 @@ async def measure_prefill(
     await sample(min(WARM_UP_TOKENS, lengths[0]))
     for position, tokens in enumerate(lengths):
         times: list[float] = []
-        later_s = sum(_predicted_prefill_s(measurement.points, longer) for longer in lengths[position + 1 :])
-        for left in range(repeats, 0, -1):
+        for _ in range(repeats):
             left_s = budget_s - (clock() - started)
             expected_s = times[-1] if times else _predicted_prefill_s(measurement.points, tokens)
             if expected_s > left_s:
                 break
-            known = len(measurement.points) >= max(1, min(_MIN_CURVE_LENGTHS, len(lengths) - 1))
-            whole_s = left * expected_s + repeats * later_s
-            on_sample(f"prefill of {tokens:,} tokens", min(left_s, whole_s) if known else None)
+            on_sample(f"prefill of {tokens:,} tokens")
             times.append(await sample(tokens))
             measurement.samples += 1
         if not times:

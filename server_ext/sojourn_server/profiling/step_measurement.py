@@ -121,7 +121,7 @@ async def measure_steps(
     budget_s: float,
     vocabulary: int,
     into: StepMeasurement | None = None,
-    on_sample: Callable[[str, float | None], None] = lambda what, left_s: None,
+    on_sample: Callable[[str], None] = lambda what: None,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> StepMeasurement:
@@ -130,7 +130,7 @@ async def measure_steps(
     The prefill samples are computed from ``points``, the measured (prompt tokens, seconds). The cheapest
     samples are measured first. Samples that are predicted to exceed the budget are skipped, with a note.
     ``max_tokens``: longest context. ``vocabulary``: upper bound of the random token ids. ``on_sample`` is
-    called before each sample with a description and the estimated remaining seconds. Each result is stored
+    called before each sample. Each result is stored
     in ``into`` at once, so that an interrupted caller keeps the results so far. Raises ``RequestError`` if a
     request fails.
     """
@@ -150,15 +150,14 @@ async def measure_steps(
     left_out: list[str] = []
     token_s = 0.0
     jobs = _measurement_jobs(max_tokens, limits, block_size, curve, repeats)
-    for position, job in enumerate(jobs):
+    for job in jobs:
         # Twice the slowest step so far: an upper bound for a batch twice as large.
         decode_s = 2 * token_s * job.decoded
         left_s = budget_s - (clock() - started)
         if job.prefill_s + decode_s > left_s:
             left_out.append(job.name)
             continue
-        whole_s = sum(later.prefill_s + token_s * later.decoded for later in jobs[position:])
-        on_sample(job.name, min(left_s, whole_s))
+        on_sample(job.name)
         if isinstance(job.point, DecodePlan):
             token_s = max(token_s, await run.decode(job.point, min(repeats, DECODE_REPEATS)))
         else:
