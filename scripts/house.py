@@ -79,7 +79,7 @@ BUDGETS = {
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as
 much and says why. The commit that reaches a lower number lowers the budget."""
-MAX_PROMISES = 88
+MAX_PROMISES = 40
 PROMISES = ROOT / "docs" / "promises.md"
 OWN_DEPENDENCIES = {"tomli": "the standard library's tomllib, on an older Python"}
 COMPAT = "sojourn_server.vllm.compat"
