@@ -178,7 +178,8 @@ def test_what_has_one_context_goes_on_two_legs(api: ClientApi, more: dict[str, A
 
 
 def answered(status: int, first: bytes = b"{}", is_stream: bool = False) -> EngineAnswer:
-    return EngineAnswer(SimpleNamespace(status=status), first, is_stream)  # type: ignore[arg-type]
+    response: Any = SimpleNamespace(status=status, content=SimpleNamespace(at_eof=lambda: True))
+    return EngineAnswer(response, first, is_stream=is_stream)
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504])

@@ -7,7 +7,6 @@ import errno
 import io
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -57,24 +56,19 @@ class GatewayConnectError(Exception):
     text is for the client."""
 
 
-@dataclass(slots=True)
 class EngineAnswer:
     """An engine's answer whose first part has arrived."""
 
-    response: aiohttp.ClientResponse
-    first: bytes
-    """The complete answer, or the first part of a stream or long answer. ``b""`` if the answer is empty."""
-    is_stream: bool
-    """Whether the answer is a stream of server-sent events."""
-
-    @property
-    def status(self) -> int:
-        return self.response.status
-
-    @property
-    def is_complete(self) -> bool:
+    def __init__(self, response: aiohttp.ClientResponse, first: bytes, *, is_stream: bool) -> None:
+        self.response = response
+        self.status = response.status
+        self.first = first
+        """The complete answer, or the first part of a stream or long answer. ``b""`` if the answer is
+        empty."""
+        self.is_stream = is_stream
+        """Whether the answer is a stream of server-sent events."""
+        self.is_complete = not is_stream and response.content.at_eof()
         """Whether ``first`` is the complete answer. Always False for a stream."""
-        return not self.is_stream and self.response.content.at_eof()
 
     async def next_part(self) -> bytes:
         """Wait for further bytes, and return all that have arrived. Return ``b""`` after the end. Raises
@@ -94,9 +88,8 @@ class EngineAnswer:
         """Whether the answer shows that the engine failed. True for a status of 500 or more, except 501 (not
         implemented). Also True for a stream that begins with an error, unless its code is from 400 to 499.
         Such an error is the request's own fault."""
-        status = self.response.status
-        if status != 200:
-            return status >= 500 and status != 501
+        if self.status != 200:
+            return self.status >= 500 and self.status != 501
         event = _error_event(self.first) if self.is_stream else None
         return event is not None and not _is_request_at_fault(_error_fields(event))
 
@@ -240,7 +233,7 @@ async def _begin_answer(response: aiohttp.ClientResponse) -> EngineAnswer:
         if fields.get("message") == ENGINE_DEAD_MESSAGE and not _is_request_at_fault(fields):
             response.close()
             raise ReplicaRequestError("its engine core is dead")
-    return EngineAnswer(response, first, is_stream)
+    return EngineAnswer(response, first, is_stream=is_stream)
 
 
 def _error_event(first: bytes) -> bytes | None:

@@ -168,6 +168,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Id of the request's program; ``None``: the request names no program."""
     context: AgenticContext | None
     """The client's hint; ``None``: there is no hint, or it cannot be read."""
+    agent_type: str | None
+    """Agent type of the request's program; ``None``: not stated."""
+    is_last: bool
+    """Whether the client declares this to be the program's last turn."""
     prefix: tuple[int, ...]
     """Hashes of the prompt's prefixes, one per piece of ``PREFIX_PIECE_BYTES``. Each covers its piece and all
     earlier pieces; a last piece that is shorter has none. Empty if the routing policy does not read them."""
@@ -190,18 +194,6 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     is_exact: bool
     """Whether ``prompt_tokens`` is the length of the prompt that the engine computes. False if the length is
     unknown or the sum of a batch, or if the engine may truncate the prompt."""
-
-    @property
-    def agent_type(self) -> str | None:
-        """Agent type of the request's program; ``None``: not stated."""
-        own = self.context.sojourn if self.context is not None else None
-        return clipped(own.agent_type) if own is not None else None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the client declares this to be the program's last turn."""
-        own = self.context.sojourn if self.context is not None else None
-        return own is not None and own.final
 
 
 def parse_generation_request(
@@ -233,12 +225,15 @@ def parse_generation_request(
     text_bytes = len(text) - sum(map(len, embedded))
     limit = read.max_completion_tokens or read.max_tokens or read.max_output_tokens
     expected = identity.context.expected_output_length if identity.context is not None else None
+    hint = identity.context.sojourn if identity.context is not None else None
     lengths = [count for count in (expected, limit) if count is not None and count > 0]
     return GenerationRequest(
         bool(read.stream),
         read.model,
         identity.program_id,
         identity.context,
+        clipped(hint.agent_type) if hint is not None else None,
+        hint is not None and hint.final,
         _prefix(text) if reads_prefixes else (),
         text_bytes,
         len(embedded),

@@ -129,6 +129,9 @@ class ProgramMigrator:
         ``moved_from``: id of the former home; ``None``: the program does not move. ``reason``,
         ``left_because``: fields of the ``SendRequest``. ``authorization``: header for engines.
         """
+        if key not in self._leaving and moved_from in (None, replica_id):
+            await self._events.replay_before_request(key, replica_id)
+            return
         self._cancel_release(key, replica_id)
         # After two moves without a request in between, the program's KV is still at the first home.
         leaving = self._leaving.get(key)

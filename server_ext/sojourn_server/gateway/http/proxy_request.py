@@ -133,7 +133,7 @@ class GenerationProxy:
             question = parse_generation_request(
                 api, body, headers.get(SESSION), reads_prefixes=self._reads_prefixes
             )
-            if question.program_id is not None and PASSED not in headers:
+            if self.peers and question.program_id is not None and PASSED not in headers:
                 owner = self.peers.owner(tenant, question.program_id)
                 if owner and await self.peers.pass_on(owner, api, scope, body, receive, send):
                     return

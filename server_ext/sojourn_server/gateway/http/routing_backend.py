@@ -225,7 +225,8 @@ class RoutingBackend:
                 logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True
             )
             actions = _after_failure(event)
-        self._log_policy_failures()
+        if self.core.counts.policy_failures > self._failures_logged:
+            self._log_policy_failures()
         for action in actions:
             # Metrics come after the waiting request, so that their errors keep no request waiting.
             try:
@@ -239,11 +240,9 @@ class RoutingBackend:
 
     def _log_policy_failures(self) -> None:
         """Log new failures of policies, since the core itself writes no log."""
-        counts = self.core.counts
-        if counts.policy_failures > self._failures_logged:
-            self._failures_logged = counts.policy_failures
-            message = "the routing policy failed: %s; please report this"
-            self._log.log(logging.ERROR, message, counts.newest_policy_failure or "no text")
+        self._failures_logged = self.core.counts.policy_failures
+        reason = self.core.counts.newest_policy_failure or "no text"
+        self._log.log(logging.ERROR, "the routing policy failed: %s; please report this", reason)
 
 
 def _after_failure(event: routing_events.AnyRoutingEvent) -> list[routing_events.AnyRoutingAction]:

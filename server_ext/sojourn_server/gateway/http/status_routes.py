@@ -182,9 +182,9 @@ class StatusRoutes:
                 engine = self._names.answer(place.tenant, engine, shows_all=shows_all)
             return json_response({**msgspec.to_builtins(place), "engine": engine})
         ended = await self._ended_program(request, program_id)
-        if ended is not None:
-            return json_response(ended)
-        raise ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
+        if ended is None:
+            raise _unknown_program()
+        return json_response(ended)
 
     async def _ended_program(self, request: Request, program_id: str) -> dict[str, Any] | None:
         """Return what the engines remember about an ended program; ``None``: nothing."""
@@ -207,14 +207,29 @@ class StatusRoutes:
         return own if own is not None else self._names.only_tenant
 
     async def _explanation(self, request: Request) -> Response:
-        """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""
+        """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions.
+
+        If only engines remember the program, the explanation with the highest turn number is returned."""
         program_id = request.path_params["program_id"]
         turn = f"?turn={_number(request, 'turn', 1, 1, 2**31)}" if "turn" in request.query_params else ""
-        place = await self._place(request, program_id)
+        shows_all, place = request.state.tenant is None, await self._place(request, program_id)
+        tenant = place.tenant if place is not None else self._tenant_of_ended(request)
+        if tenant is None:
+            raise _unknown_program()
+        path = f"{self._engine_path(tenant, program_id)}/explain{turn}"
         if place is None:
-            return await self._ended_explanation(request, program_id, turn)
+            replies = await self._queries.ask(path, engine_authorization(request))
+            explained: list[tuple[Explanation, str]] = []
+            for url, document in replies.documents.items():
+                with contextlib.suppress(msgspec.ValidationError):
+                    explained.append((msgspec.convert(document, Explanation), urlsplit(url).netloc))
+            if not explained:
+                if turn and await self._ended_program(request, program_id) is not None:
+                    raise ApiError(404, "the turn is no longer known", "leave turn out for the newest one")
+                raise _unknown_program()
+            found, replica = max(explained, key=lambda one: one[0].turn)
+            return json_response(self._names.explanation(tenant, found, replica, shows_all=shows_all))
         replica_id = self._replica_of(place)
-        path = f"{self._engine_path(place.tenant, program_id)}/explain{turn}"
         answer = await self._queries.one(replica_id, path, engine_authorization(request))
         if answer is None:
             raise unavailable_error("the program's engine does not answer")
@@ -223,39 +238,9 @@ class StatusRoutes:
         try:
             found = msgspec.convert(answer.document, Explanation)
         except msgspec.ValidationError as error:
-            raise ApiError(
-                502,
-                f"the program's engine sent no explanation: {error}",
-                "run one release of sojourn everywhere",
-            ) from None
-        shows_all = request.state.tenant is None
-        return json_response(self._names.explanation(place.tenant, found, replica_id, shows_all=shows_all))
-
-    async def _ended_explanation(self, request: Request, program_id: str, turn: str) -> Response:
-        """Explain a turn of a program that only the engines remember. If several engines remember it, return
-        the explanation with the highest turn number. ``turn``: query string that names the turn; empty: the
-        newest turn.
-
-        The path may instead name a program whose id ends in ``/explain``. If such a program is live, or no
-        engine explains ``program_id``, answer as ``_program`` does for this longer id.
-        """
-        longer_id = f"{program_id}/explain"  # an id may itself end in /explain
-        tenant = self._tenant_of_ended(request)
-        if tenant is not None and await self._place(request, longer_id) is None:
-            path = f"{self._engine_path(tenant, program_id)}/explain{turn}"
-            replies = await self._queries.ask(path, engine_authorization(request))
-            explained: list[tuple[Explanation, str]] = []
-            for url, document in replies.documents.items():
-                with contextlib.suppress(msgspec.ValidationError):  # the engine took it for the longer id
-                    explained.append((msgspec.convert(document, Explanation), url))
-            if explained:
-                found, url = max(explained, key=lambda one: one[0].turn)
-                replica_id, shows_all = urlsplit(url).netloc, request.state.tenant is None
-                return json_response(self._names.explanation(tenant, found, replica_id, shows_all=shows_all))
-            if turn and await self._ended_program(request, program_id) is not None:
-                raise ApiError(404, "the turn is no longer known", "leave turn out for the newest one")
-        request.path_params["program_id"] = longer_id
-        return await self._program(request)
+            what = f"the program's engine sent no explanation: {error}"
+            raise ApiError(502, what, "run one release of sojourn everywhere") from None
+        return json_response(self._names.explanation(tenant, found, replica_id, shows_all=shows_all))
 
     def _replica_of(self, place: ProgramRouteStatus) -> str | None:
         """Return the id of the replica that knows a program: its home, or the engine of its last answer.
@@ -414,6 +399,10 @@ def _number(request: Request, name: str, default: NumberT, least: int, most: int
         expected = "a whole number" if kind is int else "a number"
         raise ApiError(400, f"{name} is {text[:40]!r}", f"expected {expected} from {least} to {most}")
     return value
+
+
+def _unknown_program() -> ApiError:
+    return ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
 
 
 def _quoted(text: str) -> str:
