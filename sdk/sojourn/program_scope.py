@@ -174,8 +174,8 @@ def program(
     """Return a scope that runs code as one program: for ``with``, ``async with``, or as a decorator of sync
     and async functions and generators. ``@sojourn.program`` works with and without parentheses.
 
-    - ``name`` is a label. Programs with the same ``agent_type`` are taken to behave alike: estimates are
-      learned from all of them.
+    - ``name`` is a label. Programs with the same ``agent_type`` are taken to behave alike: the server
+      learns from all of them.
     - ``id`` resumes a known program; without it a fresh id is made.
     - ``parent`` is by default the program around the code; ``None`` means no parent.
     - ``priority`` to ``blocks_parent`` are hints for every request of the program; a ``step()`` may give

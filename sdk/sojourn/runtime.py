@@ -129,7 +129,7 @@ class Session:
             found, self.program = self.program, None
             self.left_program = found
         if found is not None:
-            found.end_after_requests("cancelled")  # so that no run length is learned from an incomplete run
+            found.end_after_requests("cancelled")  # so that the server learns no length of an incomplete run
         return True
 
     def emit(self, program: OpenProgram, kind: type[Event], **fields: Any) -> None:

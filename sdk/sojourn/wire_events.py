@@ -44,8 +44,7 @@ class ToolStart(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_
     tool_class: str | None = None
     """A finer class that the client knows, e.g. the command head ``pytest``."""
     expected_s: float | None = None
-    """The client's estimate of the duration, in seconds: given by the user, or the median of earlier
-    calls."""
+    """The caller's estimate of the duration, in seconds."""
     expected_p95_s: float | None = None
     """The client's estimate of the duration's 95th percentile, in seconds."""
 

@@ -25,7 +25,7 @@ from sojourn_integrations.langchain import (
     callback_handler,
     run_tree,
 )
-from sojourn_integrations.langchain.run_names import node_path
+from sojourn_integrations.langchain.run_tree import node_path
 from sojourn_integrations.langgraph import graph_runs
 
 

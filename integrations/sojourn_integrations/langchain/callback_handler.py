@@ -23,8 +23,7 @@ from sojourn.sdk_logger import logger
 from sojourn_integrations.safe_scope import count_error
 
 from . import run_tree
-from .run_outcomes import result_status, tool_status
-from .run_tree import RunNode, RunTree
+from .run_tree import RunNode, RunTree, result_status, tool_status
 
 tree = RunTree()
 _users: set[str] = set()

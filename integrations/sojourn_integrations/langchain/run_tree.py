@@ -28,7 +28,7 @@ from typing import Any
 from uuid import UUID
 
 from sojourn.aeg import START, Aeg
-from sojourn.errors import status_of
+from sojourn.errors import status_of, tool_status_of
 from sojourn.ids import ProgramId
 from sojourn.program import (
     CallInProgress,
@@ -42,13 +42,11 @@ from sojourn.program import (
     process_programs,
 )
 from sojourn.tools import ToolCall
-from sojourn.valid_ids_and_names import call_id_of, name_of, new_program_id
+from sojourn.valid_ids_and_names import SHORT, agent_type_of, call_id_of, name_of, new_program_id
 
 from sojourn_integrations.safe_scope import count_error
 
 from .interrupted_programs import InterruptedPrograms
-from .run_names import is_named, node_path, program_name
-from .run_outcomes import interrupts_of
 from .thread_program_ids import thread_program_id
 
 MAX_ROOTS = 10_000
@@ -488,3 +486,68 @@ def _with_process_program(here: ExecutionContext) -> ExecutionContext:
 def _belongs(run: RunNode, program: Program) -> bool:
     """Return whether the tool call ``run`` is one of ``program``."""
     return program is run.program or (run.call is not None and program is run.call.program)
+
+
+# ---- names and results of runs. Exception classes are recognised by their names, so that neither framework
+# is imported.
+
+_INTERNAL_PREFIX = "Runnable"
+"""Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
+_DEFAULT_GRAPH_NAME = "LangGraph"
+"""LangGraph's name for a graph compiled without ``name``. LangChain uses it for an agent without a name."""
+
+
+def node_path(ns: str, prefix: str = "") -> str | None:
+    """Return the name of a node from its checkpoint namespace ``ns``: ``sub:UUID|model:UUID`` gives
+    ``sub:model``. ``get_graph(xray=True)`` uses the same names. Leaves out the namespace ``prefix`` of an
+    outer graph, and the numbers that LangGraph gives to later sub-graphs of a step. Returns ``None`` if
+    ``ns`` names no node."""
+    if prefix and ns.startswith(prefix + "|"):
+        ns = ns[len(prefix) + 1 :]
+    if "|" not in ns:
+        name, colon, _ = ns.partition(":")
+        if not colon:
+            return None
+        return name if 0 < len(name) <= SHORT and name.isascii() else name_of(name)
+    names = [part.partition(":")[0] for part in ns.split("|") if ":" in part]
+    return name_of(":".join(names)) if names else None
+
+
+def program_name(name: str | None, parent: Program | None) -> str | None:
+    """Return ``name`` as a program's name or agent type; ``None`` if ``name`` is ``None``. For a program
+    without a parent, LangGraph's default name is replaced by the script's name."""
+    if name is None:
+        return None
+    return agent_type_of(name, _DEFAULT_GRAPH_NAME) if parent is None else name_of(name)
+
+
+def is_named(kind: str | None, name: str | None) -> bool:
+    return kind in (None, "chain") and bool(name) and not str(name).startswith(_INTERNAL_PREFIX)
+
+
+def tool_status(error: BaseException) -> str:
+    """Return the status of a tool call that raised ``error``: ``timeout``, ``cancelled``, ``error`` or
+    ``ok``. LangGraph's interrupts count as ``cancelled``. Its ``ParentCommand`` counts as ``ok``, since it is
+    a result, not a failure."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GraphInterrupt" in kinds:
+        return "cancelled"
+    if "ParentCommand" in kinds:
+        return "ok"
+    return tool_status_of(error)
+
+
+def result_status(output: Any) -> str:
+    """Return the status of a tool call that raised nothing: ``error`` if the result has the status ``error``,
+    else ``ok``. For example, ``handle_tool_error`` turns an exception into a message with the status
+    ``error``."""
+    return "error" if getattr(output, "status", None) == "error" else "ok"
+
+
+def interrupts_of(error: BaseException | None) -> tuple[Any, ...] | None:
+    """Return the interrupts at which a graph stopped, if ``error`` is LangGraph's ``GraphInterrupt``. The
+    result is empty for a breakpoint. It is ``None`` for any other error, and if ``error`` is ``None``."""
+    if error is None or all(kind.__name__ != "GraphInterrupt" for kind in type(error).__mro__):
+        return None
+    given = error.args[0] if error.args else ()
+    return tuple(given) if isinstance(given, (list, tuple)) else ()

@@ -9,7 +9,7 @@ import sojourn
 
 from sojourn_integrations.safe_scope import enter, leave
 
-from .run_outcomes import result_status, tool_status
+from .run_tree import result_status, tool_status
 
 
 @functools.cache
