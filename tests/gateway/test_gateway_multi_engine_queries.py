@@ -62,7 +62,6 @@ async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: py
 
 async def test_one_silent_engine_holds_up_no_list_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent engine that is asked first counts as long as the others, and no answer waits for its own."""
-    monkeypatch.setattr(multi_engine_queries, "NEXT_ENGINE_WAIT_S", 0.05, raising=False)
     monkeypatch.setattr(multi_engine_queries, "QUERY_TIMEOUT_S", 3600.0)
     async with beside_odd(2) as (odd, it):
         assert it.gateway.replicas.engines()[0].url == odd.url

@@ -20,6 +20,17 @@ from .client_apis import GATEWAY_ERROR_CODES
 MAX_LOGGED_MOVES = 100
 """Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_OF_REPLICAS = (
+    ("load", "Share of a replica's capacity that requests use, waiting ones included."),
+    ("in_flight", "Requests sent to a replica and not answered."),
+    ("queued", "Requests that wait at the gateway for a replica."),
+    ("programs", "Programs at home at a replica."),
+    (
+        "room_tokens",
+        "KV capacity of a replica, in device and host memory, that its programs leave free.",
+    ),
+)
+"""(field of ``ReplicaStatus``, description) of gauges with one value for each replica."""
 _HEALTH_LABELS = tuple(health.value for health in ReplicaHealth)
 
 
@@ -101,21 +112,9 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self._waiting.set_function(lambda: self.waiting)
-        self._load = gauge(
-            "replica_load",
-            "Share of a replica's capacity that requests use, waiting ones included.",
-            "replica",
-        )
-        self._in_flight = gauge(
-            "replica_in_flight", "Requests sent to a replica and not answered.", "replica"
-        )
-        self._queued = gauge("replica_queued", "Requests that wait at the gateway for a replica.", "replica")
-        self._homed = gauge("replica_programs", "Programs at home at a replica.", "replica")
-        self._room = gauge(
-            "replica_room_tokens",
-            "KV capacity of a replica, in device and host memory, that its programs leave free.",
-            "replica",
-        )
+        self._of_replicas = [
+            (field, gauge(f"replica_{field}", text, "replica")) for field, text in _OF_REPLICAS
+        ]
         self._health = gauge("replica_health", "1 for the assumed health of a replica.", "replica", "health")
         # A sum of ``replica_health`` has no value once there is no replica, so no alert could compare it.
         self._replicas = gauge(
@@ -217,15 +216,11 @@ class GatewayMetrics:
         not among ``replicas``. ``up_by_role``: number of engines that are up, by role; ``None``: the engines
         have no roles.
         """
-        replica_gauges = (self._load, self._in_flight, self._queued, self._homed, self._room, self._health)
-        for gauge in (*replica_gauges, self._role, self._link):
+        for gauge in (*(one for _, one in self._of_replicas), self._health, self._role, self._link):
             gauge.clear()  # some replicas may be gone
         for state in replicas:
-            self._load.labels(state.replica).set(state.load)
-            self._in_flight.labels(state.replica).set(state.in_flight)
-            self._queued.labels(state.replica).set(state.queued)
-            self._homed.labels(state.replica).set(state.programs)
-            self._room.labels(state.replica).set(state.room_tokens)
+            for field, gauge in self._of_replicas:
+                gauge.labels(state.replica).set(getattr(state, field))
             for health in _HEALTH_LABELS:
                 self._health.labels(state.replica, health).set(float(health == state.health))
             if isinstance(state, PairEngineStatus):

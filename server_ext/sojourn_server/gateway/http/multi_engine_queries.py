@@ -18,9 +18,6 @@ from .replica_addresses import ReplicaAddress, ReplicaAddresses
 
 QUERY_TIMEOUT_S = 15.0
 """Maximum seconds that a query waits for an engine's answer."""
-NEXT_ENGINE_WAIT_S = 1.0
-"""Seconds to wait for one engine before the next engine is queried too. For queries that any engine can
-answer."""
 STRAGGLER_WAIT_S = 0.5
 """Seconds to wait for the other engines after the first success. For routes where one answer is enough.
 The clients of these routes give up after one or two seconds."""
@@ -129,35 +126,22 @@ class EngineQueries:
         return program if program is not None and program.get("status") in OVER_STATUSES else None
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """Query one engine after another. Return the first answer with status 200; ``None``: there is no such
-        answer.
-
-        After ``NEXT_ENGINE_WAIT_S`` without an answer, the next engine is queried too. If no engine gives
-        such an answer and one refuses the key, raises ``ApiError`` 401.
-        """
-        engines, refuses_key = self._replicas.engines(), False
-        asked: set[asyncio.Future[EngineReply | None]] = set()
+        """Query all engines. Return the first answer with status 200; ``None``: there is none. Raises
+        ``ApiError`` 401 if there is none and an engine refuses the key."""
+        asked = [asyncio.ensure_future(self._get(e, path, authorization)) for e in self._replicas.engines()]
+        refuses_key = False
         try:
-            while engines or asked:
-                if engines:
-                    asked.add(asyncio.ensure_future(self._get(engines.pop(0), path, authorization)))
-                done, _ = await asyncio.wait(
-                    asked,
-                    timeout=NEXT_ENGINE_WAIT_S if engines else None,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                asked -= done
-                for task in done:
-                    if (found := task.result()) is not None and found.status == 200:
-                        return found
-                    refuses_key = refuses_key or _refuses_key(found)
-            if refuses_key:
-                raise _key_refused()
-            return None
+            for answering in asyncio.as_completed(asked):
+                found = await answering
+                if found is not None and found.status == 200:
+                    return found
+                refuses_key |= _refuses_key(found)
         finally:
             for task in asked:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+        if refuses_key:
+            raise _key_refused()
+        return None
 
     async def one(
         self,
@@ -206,16 +190,13 @@ def _key_refused() -> ApiError:
 async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:
     """Wait until all futures in ``asked`` are done. With ``others_s``, wait at most that many seconds after
     the first success, and cancel the rest."""
-
-    def is_success(answer: EngineReply | None) -> bool:
-        return answer is not None and answer.document is not None
-
+    left = asked
     try:
-        left = asked
         while left:
             done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            if others_s is not None and left and any(is_success(task.result()) for task in done):
-                await asyncio.wait(left, timeout=others_s)
+            answers = [task.result() for task in done]
+            if others_s is not None and any(one is not None and one.document is not None for one in answers):
+                await asyncio.wait(asked, timeout=others_s)
                 return
     finally:
         for task in asked:
