@@ -20,7 +20,8 @@ from prefill_decode_requests import PairResponse, text_of, through
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.read_side_policies import ReadSidePolicy
-from sojourn_server.routing.pair_core import PairCore
+from sojourn_server.routing.pair_strategy import PairStrategy
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     FirstByteSent,
     PairEngineRegistered,
@@ -48,7 +49,7 @@ class Router:
     """The gateway's routing core for one arm, with the parts of a gateway that the core needs."""
 
     def __init__(self, engines: Sequence[Engine], side: ReadSidePolicy, options: argparse.Namespace) -> None:
-        self._core = PairCore(PairScheduler(side=side))
+        self._core = RoutingCore(PairStrategy(PairScheduler(side=side)))
         self._engines = {engine.name: engine for engine in engines}
         self._waiting: dict[str, asyncio.Future[SendRequestToPair]] = {}
         self._sent: dict[str, SendRequestToPair] = {}
@@ -58,7 +59,7 @@ class Router:
                 instance=engine.name,
                 role=engine.role,
                 node=engine.name,
-                kv_tokens=options.pool_tokens,
+                capacity_tokens=options.pool_tokens,
                 block_s=FULL_BLOCK_TOKENS * TOKEN_BYTES / (options.megabytes_s * 1e6),
                 peer=engine.peer,
             )

@@ -23,7 +23,6 @@ PROMPT = 2600
 """One such prompt does not fit beside the long one's, and two fit on the other engine. The gateway
 compares the peak that it expects with the memory of device and host."""
 IMPATIENT = {
-    "gateway.http.dropped_kv_poller.DROPPED_KV_POLL_S": 0.3,
     "routing.affinity_strategy.MIN_ENGINE_WAIT_S": 0.3,
 }
 """Short intervals, so that the long answer can be short."""

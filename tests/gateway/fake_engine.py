@@ -210,7 +210,11 @@ class FakeEngine:
             {"program_id": name, "tokens": 100, "context_tokens": 105}
             for name in sorted(self.served.difference(self.lost))
         ]
-        return JSONResponse({"engines": [{"programs": there}]})
+        return JSONResponse({"engines": [{"programs": there, **self.pair_load()}]})
+
+    def pair_load(self) -> dict[str, Any]:
+        """Fields of its load that only an engine of a pair has."""
+        return {}
 
     async def _program(self, request: Request) -> Response:
         return JSONResponse({"program_id": request.path_params["name"], "status": "acting"})
@@ -230,7 +234,6 @@ class FakeEngine:
             return JSONResponse({"error": {"message": "no JSON that can be read", "code": 400}}, 400)
         self.requests.append(body)
         self.headers.append(dict(request.headers))
-        self.served.add(request.headers.get("x-session-id", ""))
         self.raw_headers.append(list(request.scope["headers"]))
         if self.dead_core:
             message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -246,9 +249,12 @@ class FakeEngine:
             gone = asyncio.ensure_future(_disconnected(request))
             await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
-            if gone.done():
-                self.gave_up += 1
             gone.cancel()
+            if gone.done() and not gone.cancelled():
+                self.gave_up += 1
+                return Response()
+        if name := request.headers.get("x-session-id"):
+            self.served.add(name)
         if not body.get("stream"):
             usage = {"prompt_tokens": 100, "completion_tokens": 5, "total_tokens": 105}
             return JSONResponse({"id": "resp_abc", "model": "tiny", "text": self.name, "usage": usage})

@@ -76,15 +76,16 @@ class PairEngine(FakeEngine):
         }
         return JSONResponse({**told, "tiers": None, "paths": paths if self.tells_paths else None})
 
-    async def _stats(self, request: Request) -> Response:
+    def pair_load(self) -> dict[str, Any]:
+        if not self.tells_paths:
+            return {}
         link = {"queued_bytes": 0, "queued_s": 0.0, "moved_bytes": 7}
         links = {
             "storage read": {**link, "queued_s": self.queued_s},
             "storage write": link,
             "compute network": link,
         }
-        paths = {"links": links, "slots": 8, "slots_used": 0, "counts": {"stale": 0}}
-        return JSONResponse({"programs": 0, "paths": paths if self.tells_paths else None})
+        return {"links": links, "epoch": self.epoch}
 
     async def _generate(self, request: Request) -> Response:
         answer = await super()._generate(request)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_engine import engines
 from gateway_harness import lines, until, world
-from sojourn_server.gateway.http import dropped_kv_poller, multi_engine_queries, proxy_request
+from sojourn_server.gateway.http import multi_engine_queries, proxy_request
 from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.gateway.http.generation_request import PromptSizeEstimator
 from sojourn_server.gateway.http.routing_backend import RoutingBackend
@@ -251,7 +251,6 @@ async def test_a_gateway_that_starts_anew_knows_where_programs_are_at_home() -> 
 
 
 async def test_a_program_whose_kv_is_gone_may_go_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropped_kv_poller, "DROPPED_KV_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes) as it:
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         engine = next(fake for fake in fakes if fake.name == home)

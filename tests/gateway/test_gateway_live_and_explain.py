@@ -11,11 +11,9 @@ import msgspec
 from fake_engine import FakeEngine, running
 from gateway_harness import World, until, world
 from sojourn.wire_events import ProgramEnd, ProgramStart
-from sojourn_server.gateway.http.engine_descriptions import EngineDescription
-from sojourn_server.gateway.http.engine_monitor import EngineMonitorProtocol
+from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.gateway.http.program_id_mapper import FOREIGN_PROGRAM_ID
 from sojourn_server.metrics.live_frame import LiveFrame
-from sojourn_server.routing.routing_events import ProbeReplica
 from virtual_engine import prompt
 from virtual_fake_engine import VirtualFakeEngine
 
@@ -30,17 +28,14 @@ async def gateway(*fakes: FakeEngine) -> AsyncIterator[World]:
         yield it
 
 
-class RefusingMonitor(EngineMonitorProtocol):
+class RefusingMonitor(EngineMonitor):
     """A monitor that has refused these engines, with the reasons."""
 
     def __init__(self, reasons: dict[str, str]) -> None:
         self._reasons = reasons
 
-    def probe(self, action: ProbeReplica) -> None:
-        return
-
-    def description_of(self, replica_id: str) -> EngineDescription | None:
-        return None
+    def missing(self) -> list[str]:
+        return []
 
     def refused(self) -> dict[str, str]:
         return self._reasons
@@ -208,7 +203,6 @@ async def test_how_a_program_ended_is_asked_of_the_engines_and_counted() -> None
             found = await it.get(f"/sojourn/v1/programs/{name}", "key-a")
             assert (found["program_id"], found["engine"]["program_id"]) == (name, name)
             assert found["engine"]["outcome"] == outcome
-        assert found["replica"] == fake.name, "the gateway does not know of it yet"
         assert "error" in await it.get("/sojourn/v1/programs/ended", "key-b")
         async with it.http.get(f"{it.url}/metrics") as answer:
             page = await answer.text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,22 +13,16 @@ from fake_engine import FakeEngine
 from fake_pair_engine import PairEngine, core_of, engines_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, until
 from sojourn_server.gateway.http.engine_descriptions import (
-    DEFAULT_BLOCK_S,
     EngineCompatibility,
-    InvalidPairEngine,
-    LinkStats,
     incompatibility,
     nic_queue_event,
-    parse_link_stats,
-    parse_pair_capabilities,
 )
+from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.gateway.http.gateway_app import GatewayOptions
-from sojourn_server.gateway.http.pair_monitor import PairMonitor
 from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.routing.routing_events import NicQueueReported, PairRole
-from sojourn_server.routing.routing_limits import RoutingLimits
-from sojourn_server.routing.routing_records import ReplicaHealth
+from sojourn_server.routing.routing_status import LinkStats
 
 PATHS: dict[str, Any] = {
     "role": "decode",
@@ -137,22 +130,13 @@ async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out(listed: int)
         odd.paths = {"block_bytes": 8192}
         async with gateway_of(prefill, decode, taken=1, poll_s=3600.0) as it:
             watch = it.gateway.monitor
-            assert isinstance(watch, PairMonitor)
+            assert isinstance(watch, EngineMonitor)
             assert known(it) == {odd.name}
             for engine in (good, prefill[0]):
                 await engine.restart()
             await watch.poll_all()
             assert known(it) == {prefill[0].name, good.name}
             assert [*watch.refused()] == [odd.url]
-            # From now on others are none, be they as many as they will.
-            await prefill[0].kill()
-            await watch.poll_all()
-            assert known(it) == {good.name}
-            prefill[0].paths = {"block_bytes": 8192}
-            await prefill[0].restart()
-            await watch.poll_all()
-            assert {*watch.refused()} == {prefill[0].url, odd.url}
-            assert known(it) == {good.name}
 
 
 async def test_when_all_of_a_kind_have_gone_another_one_is_served() -> None:
@@ -258,18 +242,6 @@ async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed(
         assert engines_of(it)[decode.name].seen.instance != before.instance
 
 
-async def test_an_engine_that_is_slow_but_alive_is_doubted_and_kept() -> None:
-    async with pair_engines(1, 2) as (prefill, decode):
-        slow, other = decode
-        async with gateway_of(prefill, decode, limits=RoutingLimits(lease_s=0.3)) as it:
-            slow.silent = True
-            await until(lambda: engines_of(it)[slow.name].health is ReplicaHealth.SUSPECT)
-            for _ in range(2):
-                assert (await it.chat()).status == 200
-            assert (len(slow.requests), len(other.requests)) == (0, 2)
-            assert slow.name in known(it)
-
-
 async def test_an_engine_that_reports_that_it_is_unhealthy_is_given_up() -> None:
     async with pairs(1, 2) as (it, _, decode):
         decode[0].healthy = False
@@ -332,45 +304,6 @@ async def test_the_side_with_the_shorter_reported_queue_reads(busy: str, share: 
 # -- what is told -------------------------------------------------------------------------
 
 
-def test_an_engines_report_is_parsed() -> None:
-    told = parse_pair_capabilities({"paths": PATHS, "name": "vllm"})
-    assert (told.role, told.peer, told.node, told.epoch) == (PairRole.DECODE, "tcp:10.0.0.2:7000", "n2", "e")
-    assert (told.block_s, told.block_bytes, told.block_tokens) == (0.01, 4096, 64)
-
-
-@pytest.mark.parametrize("block_s", [0.0, None, math.inf, math.nan, -1.0, "fast", True])
-def test_a_speed_that_is_not_known_is_the_same_for_all(block_s: object) -> None:
-    assert parse_pair_capabilities({"paths": {**PATHS, "block_s": block_s}}).block_s == DEFAULT_BLOCK_S
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"role": "both"},
-        {"role": None},
-        {"role": ["prefill"]},
-        {"peer": ""},
-        {"peer": 7},
-        {"node": " "},
-        {"epoch": None},
-        {"epoch": "x" * 5000},
-        {"block_bytes": 0},
-        {"block_bytes": True},
-        {"block_tokens": "64"},
-    ],
-)
-def test_invalid_pair_reports_are_named(wrong: dict[str, object]) -> None:
-    [name] = wrong
-    with pytest.raises(InvalidPairEngine, match=f"{name}.*expected"):
-        parse_pair_capabilities({"paths": {**PATHS, **wrong}})
-
-
-@pytest.mark.parametrize("capabilities", [{}, {"paths": None}, {"paths": []}, {"paths": "x"}])
-def test_an_engine_without_paths_is_in_no_pair(capabilities: dict[str, Any]) -> None:
-    with pytest.raises(InvalidPairEngine, match="--role"):
-        parse_pair_capabilities(capabilities)
-
-
 LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
 
 
@@ -385,7 +318,6 @@ def test_kv_is_compared_if_both_engines_report_it(kv: str, ours: str, alike: boo
     assert (why == "") is alike
     assert alike or "expected engines started with the same flags" in why
     assert alike or "--block-size" in why
-    assert parse_pair_capabilities({"paths": {**PATHS, "kv": kv}}).kv == kv
 
 
 def test_engines_whose_workers_split_the_model_otherwise_are_named_with_both_shapes() -> None:
@@ -395,17 +327,6 @@ def test_engines_whose_workers_split_the_model_otherwise_are_named_with_both_sha
     assert one in why
     assert "--tensor-parallel-size" in why
     assert incompatibility(kind("a", two), kind("a", two)) == ""
-    assert parse_pair_capabilities({"paths": {**PATHS, "shape": two}}).shape == two
-
-
-def test_links_are_read() -> None:
-    assert parse_link_stats({"paths": {"links": {"storage read": LINK}}}) == {
-        "storage read": LinkStats(4096, 0.5, 7)
-    }
-    odd = {"storage read": {**LINK, "queued_bytes": None, "moved_bytes": -1}}
-    assert parse_link_stats({"paths": {"links": odd}}) == {"storage read": LinkStats(0, 0.5, 0)}
-    unknown = {"storage read": {**LINK, "queued_s": None}}
-    assert parse_link_stats({"paths": {"links": unknown}}) == {"storage read": LinkStats(4096, None, 7)}
 
 
 def test_an_unknown_queue_is_not_reported_as_a_short_one() -> None:
@@ -413,23 +334,6 @@ def test_an_unknown_queue_is_not_reported_as_a_short_one() -> None:
     assert nic_queue_event("n", links[:1]) == NicQueueReported("n", 2.0)
     assert nic_queue_event("n", links) is None
     assert nic_queue_event("n", [{}]) is None
-
-
-@pytest.mark.parametrize(
-    "stats",
-    [
-        {},
-        {"paths": None},
-        {"paths": {"links": []}},
-        {"paths": {"links": {"storage read": 3}}},
-        {"paths": {"links": {"storage read": {**LINK, "queued_s": "soon"}}}},
-        {"paths": {"links": {"storage read": {**LINK, "queued_s": math.inf}}}},
-        {"paths": {"links": {"storage read": {**LINK, "queued_s": -0.1}}}},
-        {"paths": {"links": {f"link {number}": LINK for number in range(1000)}}},
-    ],
-)
-def test_links_that_cannot_be_read_are_not_believed(stats: dict[str, Any]) -> None:
-    assert parse_link_stats(stats) is None
 
 
 def test_a_gateway_is_not_built_without_engines_of_both_roles() -> None:

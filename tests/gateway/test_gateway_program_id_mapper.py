@@ -11,7 +11,6 @@ from gateway_harness import World, until, world
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.ids import MAX_ID_BYTES
-from sojourn_server.gateway.http import dropped_kv_poller
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 
 IN_TURN = 'routing = "round-robin"'
@@ -158,7 +157,6 @@ async def test_each_program_moves_with_its_kv_and_events() -> None:
 
 
 async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropped_kv_poller, "DROPPED_KV_POLL_S", 0.02)
     async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
         of = await homes(it, fakes)
         of["alice"].lost = of["bob"].lost = ["p", "bob/p", "stranger/p"]

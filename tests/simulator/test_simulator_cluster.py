@@ -21,8 +21,8 @@ from simulator_small_workload import (
     copied_workload,
     small_workload,
 )
-from sojourn_server.policies.cluster_preset import load_cluster_preset, parse_cluster_preset
-from sojourn_server.routing.request_dispatcher import RequestDispatcher
+from sojourn_server.policies.cluster_preset import load_cluster_preset
+from sojourn_server.routing.affinity_strategy import AffinityStrategy
 from sojourn_server.routing.routing_events import (
     FirstByteSent,
     RecallRequest,
@@ -488,45 +488,6 @@ def test_endless_arrivals_are_replaced_on_whatever_replica_is_theirs():
     assert len([p for p in log.programs if p.finished_s is None]) == 8
 
 
-def test_long_answers_of_a_calm_tenant_yield_to_an_urgent_one_on_two_replicas():
-    calm_turns = [PlannedTurn(160, 1200, 60.0, "t"), PlannedTurn(16, 8, 0.0, "t")]
-    loop = SmallLoop(
-        [SmallProgram(f"calm{n}", calm_turns, n / 100, n, "calm", "calm") for n in range(4)]
-        + [
-            SmallProgram(
-                f"urgent{n}", [PlannedTurn(160, 40, 0.0, "t")], 0.5 + n / 20, 10 + n, "urgent", "urgent"
-            )
-            for n in range(8)
-        ]
-    )
-    engine = find_cluster_policy("saga/saga").engine
-
-    def run(most_yields: int) -> SmallCluster:
-        class Policy(ClusterPolicy):
-            def front(self, replicas: int) -> SimulatedGateway:
-                own = f'{{ policy = "to-urgent", most_yields = {most_yields} }}'
-                text = f'extends = "saga"\ntenant_preemption = {own}'
-                return SimulatedGateway(parse_cluster_preset(text, source="test"))
-
-        policy = Policy(routing="saga", engine=engine)
-        return SmallCluster(policy, loop, replicas=2, max_num_seqs=2, blocks=400, seen=loop.programs)
-
-    def waits_s(of: SmallCluster) -> list[float]:
-        urgent = [program for program in of.log.programs if program.tenant == "urgent"]
-        return sorted(turn.first_token_s - turn.submitted_s for program in urgent for turn in program.turns)
-
-    without, with_yields = run(0), run(1)
-    assert without.core.counts.yields == 0
-    assert 0 < with_yields.core.counts.yields <= 4, "each answer once"
-    for each in (without, with_yields):
-        assert all(program.finished_s is not None for program in each.log.programs)
-    assert waits_s(with_yields)[3] < 1.0 < 5.0 < waits_s(without)[0], "each yield lets one in"
-    written = [
-        [(turn.request_id, turn.output_tokens) for turn in turns(it.log)] for it in (without, with_yields)
-    ]
-    assert sorted(written[0]) == sorted(written[1])
-
-
 def test_a_program_that_waits_in_its_engine_moves_to_the_replica_that_has_become_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -535,7 +496,7 @@ def test_a_program_that_waits_in_its_engine_moves_to_the_replica_that_has_become
     loop = SmallLoop([SmallProgram(f"p{n}", short if n % 2 else growing, n / 100, n) for n in range(16)])
     shape = {"replicas": 2, "blocks": 60, "host_blocks": 20}
     moving = SmallCluster("mori-paper", loop, **shape)
-    monkeypatch.setattr(RequestDispatcher, "relocate", lambda self, *arguments: None)
+    monkeypatch.setattr(AffinityStrategy, "_relocate", lambda self, *arguments: None)
     staying = SmallCluster("mori-paper", loop, **shape)
     assert moving.core.counts.relocations == sum(turn.recalls for turn in turns(moving.log)) > 0
     assert staying.core.counts.relocations == 0

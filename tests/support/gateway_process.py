@@ -35,7 +35,7 @@ class GatewayProcess:
         self, urls: list[str], log_path: Path, *flags: str, constants: Mapping[str, float] | None = None
     ) -> None:
         """``constants`` has values of module constants in the gateway, by their names below
-        ``sojourn_server``, for example ``{"gateway.http.dropped_kv_poller.DROPPED_KV_POLL_S": 0.5}``."""
+        ``sojourn_server``, for example ``{"routing.affinity_strategy.MIN_ENGINE_WAIT_S": 0.5}``."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]

@@ -6,16 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-
-class LinkStats(msgspec.Struct, frozen=True):
-    """Current state of one link of an engine, to storage or to other engines."""
-
-    queued_bytes: int
-    """Bytes that wait to be moved."""
-    queued_s: float | None
-    """Seconds until the link's queue is empty; ``None``: unknown."""
-    moved_bytes: int
-    """Bytes moved so far."""
+from ..core.engine_answers import LinkStats
 
 
 class ProgramRouteStatus(msgspec.Struct, frozen=True):

@@ -1,22 +1,42 @@
-"""Polls engines, registers living ones with the routing core, and reports dead or restarted ones as gone."""
+"""Polls engines. Registers living ones with the routing core, reports their load and the programs whose KV
+they have, and reports dead or restarted engines as gone.
+
+Each poll asks for ``/health``. An engine that runs sojourn is also asked for ``/sojourn/v1/load``: its
+requests, the queues of its links, and its programs with KV. At the first poll and then every
+``DESCRIBE_EVERY_POLLS`` polls, the engine describes itself (``engine_descriptions``). An engine is dead if it
+refuses connections, if it reports twice that it is unhealthy, or if it does not answer for ``SILENT_DEAD_S``.
+
+With configured roles, the engines are prefill and decode engines. Only engines of one kind are accepted:
+those with the same model and KV format. The served kind changes when it lacks a role and another kind has
+both.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import aiohttp
+import msgspec
+from sojourn.wire_codec import CAPABILITIES_PATH
 
-from ...routing import routing_events
-from ...routing.routing_events import PairRole
-from .engine_descriptions import EngineDescription, describe_engine, registration_event
-from .engine_probe import PROBE_TIMEOUT_S, EngineProbe
+from ...core.engine_answers import EngineLoad, LinkStats
+from ...routing.routing_events import KvReported, PairRole, ProbeReplica, ReplicaGone, ResidentKv
+from .engine_client import OWN_ERRORS, ask_engine, bearer, parse_json_object
+from .engine_descriptions import (
+    EngineCompatibility,
+    EngineDescription,
+    describe_engine,
+    dominant_kind,
+    incompatibility,
+    nic_queue_event,
+    registration_event,
+)
+from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses, rank_addresses
 from .routing_backend import RoutingBackend
 
@@ -24,321 +44,412 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
 """Default seconds between two polls of an engine."""
-MAX_LOST_PROBES = 3
-"""Number of consecutive lost probes after which an engine counts as dead. A lost probe is one without an
-answer. Two kinds do not count: probes that failed in the gateway itself, and probes that the core requested
-less than ``LOST_PROBE_INTERVAL_S`` after the previous lost probe."""
-LOST_PROBE_INTERVAL_S = 0.9 * PROBE_TIMEOUT_S
-"""Minimum seconds between two lost probes. The core requests a probe every 10 s, so the limit is a little
-shorter. Without the limit, connections that are reset at once could make an engine count as dead within a
-moment."""
+ANSWER_TIMEOUT_S = 5.0
+"""Maximum seconds that all queries except health checks wait for an answer."""
+HEALTH_TIMEOUT_S = 10.0
+"""Maximum seconds that a health check waits, long enough for a slow but living engine."""
+SILENT_DEAD_S = 30.0
+"""Seconds without an answer after which an engine counts as dead."""
+MAX_ERROR_POLLS = 2
+"""Number of consecutive health checks with status 500 or 503 after which an engine counts as dead."""
 DESCRIBE_EVERY_POLLS = 15
 """Number of polls between two requests for an engine's description."""
-_LOSS_TEXTS = {
-    "refused": "it refuses connections or reports that it is unhealthy",
-    "silent": "it does not answer",
-}
-"""Log texts for the loss of an engine, by reason."""
+MAX_PARTIAL_DESCRIPTIONS = 3
+"""Number of consecutive incomplete descriptions of a new engine after which the last of them is accepted."""
+LOAD_PATH = "/sojourn/v1/load"
+_DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 
 
-@dataclass(slots=True)
+class _Loads(msgspec.Struct):
+    """An engine's answer to ``LOAD_PATH``: one entry for each data-parallel rank."""
+
+    engines: list[EngineLoad]
+
+
+_decoder = msgspec.json.Decoder(_Loads)
+
+
+@dataclass(slots=True, eq=False)
 class MonitoredEngine:
     """A configured address, and the engine there, if any."""
 
-    probe: EngineProbe
+    url: str
+    role: PairRole | None
+    """Configured role; ``None``: the engine serves whole requests."""
+    answered_s: float
+    """Time of the engine's last answer, on the monitor's clock."""
+    description: EngineDescription | None = None
+    """The last accepted description; ``None``: no engine answers at the address."""
+    answered: frozenset[str] = frozenset()
+    """Paths that the engine answered for this description. Later ones need answers to all of these paths."""
+    partial: int = 0
+    """Number of consecutive incomplete descriptions."""
+    errors: int = 0
+    """Number of consecutive health checks with an error."""
     polls: int = 0
     """Number of successful polls since the engine was last lost."""
-    is_warned: bool = False
-    """Whether the log already warns that no engine answers at the address, or that the engine asks for a
-    key."""
-    probes_lost: int = 0
-    """Number of consecutive lost probes."""
-    probe_lost_s: float = -math.inf
-    """Time, on the monitor's clock, at which the core requested the last probe that was lost."""
-    probe_asked_s: float = -math.inf
-    """Time, on the monitor's clock, at which the core requested the last probe that was begun."""
-    next_asked_s: float | None = None
-    """Time, on the monitor's clock, of the core's last request for a further probe while one is in progress.
-    Requests within ``LOST_PROBE_INTERVAL_S`` of the running probe's request are ignored. ``None``: no further
-    probe is due."""
-    probing: asyncio.Task[None] | None = None
-    """The last probe; ``None``: there was none."""
+    lives: int = 0
+    """Number of engines lost at this address: the ``instance`` of an engine that reports no start time."""
     places: list[ReplicaAddress] = field(default_factory=list)
-    """Addresses of the engine's replicas, one per data-parallel rank. Empty if the engine is not
-    registered."""
-    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a poll or probe of the engine."""
+    """Addresses of the engine's registered replicas, one per data-parallel rank."""
+    instance: str = ""
+    """Instance under which these replicas are registered."""
+    refused: str = ""
+    """Why the engine gets no requests; empty: it gets some."""
+    loads: list[EngineLoad] = field(default_factory=list)
+    """The report of load and programs that is to be passed on, by rank."""
+    asked_s: float = 0.0
+    """Time at which this report was requested."""
+    links: dict[str, LinkStats] = field(default_factory=dict)
+    """Last report of the engine's links, by name."""
+    polling: asyncio.Task[None] | None = None
+    is_warned: bool = False
+    """Whether the log already warns that no engine answers here, or that the engine asks for a key."""
 
     @property
-    def url(self) -> str:
-        """URL of the engine."""
-        return self.probe.url
+    def node(self) -> str | None:
+        """Name of the engine's machine; ``None``: unknown."""
+        paths = self.description.paths if self.description is not None else None
+        return paths.node if paths is not None else None
 
     @property
-    def description(self) -> EngineDescription | None:
-        """The last accepted description of the engine; ``None``: no engine answers at the address."""
-        return self.probe.described
-
-    def count_unanswered_probe(self) -> None:
-        """Count the last probe as lost, because it got no answer. No effect within ``LOST_PROBE_INTERVAL_S``
-        of the previous lost probe."""
-        if self.probe_asked_s - self.probe_lost_s >= LOST_PROBE_INTERVAL_S:
-            self.probes_lost += 1
-            self.probe_lost_s = self.probe_asked_s
+    def kind(self) -> EngineCompatibility | None:
+        """What must be equal in all engines of pairs; ``None``: the engine can be in no pair, or has
+        another role than configured."""
+        described = self.description
+        return described.kind if described is not None and described.pair_role is self.role else None
 
 
-class EngineMonitorProtocol(Protocol):
-    """Interface between an engine monitor and its gateway. By default, the results of ``missing`` and
-    ``refused`` are empty."""
+class EngineMonitor:
+    """Registers the engines at given addresses with a routing backend.
 
-    def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Start to check whether a replica is alive, and report the result to the routing core."""
-        ...
-
-    def watch(self, engines: Mapping[str, PairRole | None], absent: Iterable[str] = ()) -> None:
-        """Monitor these engines from now on, by URL, and those that still answer. ``absent``: names of
-        engines that should run and do not, for ``missing``. A role is given for prefill and decode
-        engines."""
-        ...
-
-    def description_of(self, replica_id: str) -> EngineDescription | None:
-        """Return the last description of a replica's engine; ``None``: unknown."""
-        ...
-
-    def missing(self) -> list[str]:
-        """Return the addresses at which no engine answers. On Ray, return names of deployments, each once per
-        missing engine."""
-        return []
-
-    def refused(self) -> Mapping[str, str]:
-        """Return the addresses of engines that answer but get no requests, with the reasons."""
-        return {}
-
-
-class EngineMonitor(EngineMonitorProtocol):
-    """Registers the engines at given addresses with a routing backend."""
+    ``engines``: URL → configured role (``None``: the engine serves whole requests). ``names``: maps
+    engines' names of programs to tenants and program ids. ``engine_key``: key sent to engines; ``None``:
+    no key. ``poll_s``: seconds between two polls. ``clock``: time in seconds."""
 
     def __init__(
         self,
-        urls: Iterable[str],
+        engines: Mapping[str, PairRole | None],
         routing_backend: RoutingBackend,
         replicas: ReplicaAddresses,
+        names: ProgramIdMapper,
         session: Callable[[], aiohttp.ClientSession],
         *,
         engine_key: str | None = None,
         poll_s: float = POLL_S,
-        read: Callable[..., EngineDescription] = describe_engine,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine_key``: key sent to engines; ``None``: no key. ``poll_s``: seconds between two polls.
-        ``read``: function that builds an engine's description from its answers. ``clock``: time in
-        seconds."""
-        self._open_probe = functools.partial(EngineProbe, session=session, key=engine_key, read=read)
-        self._watched = {url: MonitoredEngine(self._open_probe(url)) for url in urls}
-        self._absent: tuple[str, ...] = ()
-        self._is_running = False
-        self._pollers: dict[str, asyncio.Task[None]] = {}
-        self._routing_backend = routing_backend
+        self._tell = routing_backend.tell
         self._replicas = replicas
+        self._names = names
+        self._session = session
+        self._authorization = bearer(engine_key)
         self._poll_s = poll_s
         self._clock = clock
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def run(self) -> None:
-        """Poll all engines regularly, until cancelled."""
-        self._is_running = True
-        self._start_pollers()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self._is_running = False
-            for task in self._pollers.values():
-                task.cancel()
-            await asyncio.gather(*self._pollers.values(), return_exceptions=True)
+        self._watched: dict[str, MonitoredEngine] = {}
+        self._kind: EngineCompatibility | None = None
+        """The served kind of prefill and decode engines; ``None``: not chosen yet."""
+        self._logged_pairs: tuple[int, int] | None = None
+        self._absent: tuple[str, ...] = ()
+        self.watch(engines)
 
     def watch(self, engines: Mapping[str, PairRole | None], absent: Iterable[str] = ()) -> None:
         """Monitor these engines from now on, by URL, and those that still answer. ``absent``: names of
-        engines that should run and do not, for ``missing``. A role is given for prefill and decode
-        engines."""
-        for url in [url for url, one in self._watched.items() if url not in engines and not one.description]:
-            del self._watched[url]
-            if url in self._pollers:
-                self._pollers.pop(url).cancel()
-        for url in engines:
-            if url not in self._watched:
-                self._watched[url] = MonitoredEngine(self._open_probe(url))
+        engines that should run and do not, for ``missing``."""
         self._absent = tuple(absent)
-        if self._is_running:
-            self._start_pollers()
+        for url in [
+            url for url, one in self._watched.items() if url not in engines and one.description is None
+        ]:
+            watched = self._watched.pop(url)
+            if watched.polling is not None:
+                watched.polling.cancel()
+        for url, role in engines.items():
+            if url not in self._watched:
+                self._watched[url] = MonitoredEngine(url, role, self._clock())
 
-    def _start_pollers(self) -> None:
-        for url, watched in self._watched.items():
-            if url not in self._pollers:
-                self._pollers[url] = asyncio.ensure_future(self._poll_regularly(watched))
+    async def run(self) -> None:
+        """Poll all engines regularly, until cancelled."""
+        try:
+            while True:
+                for watched in list(self._watched.values()):
+                    self._start_poll(watched)
+                await asyncio.sleep(self._poll_s)
+        finally:
+            polls = [one.polling for one in self._watched.values() if one.polling is not None]
+            for poll in polls:
+                poll.cancel()
+            await asyncio.gather(*polls, return_exceptions=True)
 
     async def poll_all(self) -> None:
-        """Poll all engines once."""
-        await asyncio.gather(*(self._check(watched) for watched in self._watched.values()))
+        """Poll all engines once, then register them."""
+        engines = list(self._watched.values())
+        await asyncio.gather(*(self._check(watched) for watched in engines))
+        for watched in engines:
+            self._register(watched)
+        self._log_pairs()
 
-    def probe(self, action: routing_events.ProbeReplica) -> None:
-        """Start a task that checks whether a replica's engine is alive. If the engine is dead, all its
+    def probe(self, action: ProbeReplica) -> None:
+        """Poll a replica's engine now, unless a poll is in progress. If the engine is dead, all its
         replicas are reported to the core as gone. A replica whose engine is not monitored is reported at
-        once.
-
-        If a probe of the engine is already in progress, no second one starts. A further probe may follow if
-        that one gets no answer.
-        """
-        address = self._replicas.get(action.replica_id)
-        watched = self._watched.get(address.url) if address is not None else None
+        once."""
+        watched = self._engine_of(action.replica_id)
         if watched is None:
-            self._routing_backend.tell(
-                routing_events.ReplicaGone(action.replica_id, action.instance, "not seen")
-            )
-        elif watched.probing is None or watched.probing.done():
-            watched.probe_asked_s, watched.next_asked_s = self._clock(), None
-            watched.probing = asyncio.ensure_future(self._probe(watched))
-            self._tasks.add(watched.probing)
-            watched.probing.add_done_callback(self._tasks.discard)
-        elif self._clock() - watched.probe_asked_s >= LOST_PROBE_INTERVAL_S:
-            # A probe first waits for a running poll, so it may last longer than the core's interval. Requests
-            # that come sooner are for other ranks of the engine, and the running probe covers all ranks.
-            watched.next_asked_s = self._clock()
+            self._tell(ReplicaGone(action.replica_id, action.instance, "not seen"))
+        else:
+            watched.polls = 0  # another engine may have been started at the same address
+            self._start_poll(watched)
+
+    # -- queries ----------------------------------------------------------------------
+
+    def _engine_of(self, replica_id: str) -> MonitoredEngine | None:
+        address = self._replicas.get(replica_id)
+        return self._watched.get(address.url) if address is not None else None
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
         """Return the last description of a replica's engine; ``None``: unknown."""
-        address = self._replicas.get(replica_id)
-        watched = self._watched.get(address.url) if address is not None else None
+        watched = self._engine_of(replica_id)
         return watched.description if watched is not None else None
 
-    def missing(self) -> list[str]:
-        """Return the addresses at which no engine answers."""
-        unknown = [watched.url for watched in self._watched.values() if watched.description is None]
-        return [*unknown, *self._absent]
+    def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
+        """Return an engine's last report of its links, by name. Empty if there is no report."""
+        watched = self._engine_of(replica_id)
+        return watched.links if watched is not None else {}
 
-    async def _poll_regularly(self, watched: MonitoredEngine) -> None:
-        """Poll one engine every ``poll_s`` seconds, until cancelled. Errors of a poll are logged."""
-        if watched.polls:  # ``poll_all`` has polled it already
-            await asyncio.sleep(self._poll_s)
-        while True:
-            try:
-                await self._check(watched)
-            except Exception:
-                logger.exception("polling %s failed; please report this", watched.url)
-            await asyncio.sleep(self._poll_s)
+    def missing(self) -> list[str]:
+        """Return the addresses at which no engine answers, and the names of absent engines."""
+        return [*(one.url for one in self._watched.values() if one.description is None), *self._absent]
+
+    def refused(self) -> Mapping[str, str]:
+        """Return the URLs of engines that answer but get no requests, with the reasons."""
+        return {watched.url: watched.refused for watched in self._watched.values() if watched.refused}
+
+    # -- polls --------------------------------------------------------------------------
+
+    def _start_poll(self, watched: MonitoredEngine) -> None:
+        if watched.polling is None or watched.polling.done():
+            watched.polling = asyncio.ensure_future(self._poll(watched))
+
+    async def _poll(self, watched: MonitoredEngine) -> None:
+        try:
+            await self._check(watched)
+            self._register(watched)
+            self._log_pairs()
+        except Exception:
+            logger.exception("polling %s failed; please report this", watched.url)
 
     async def _check(self, watched: MonitoredEngine) -> None:
-        """Poll an engine. Register it if it is alive, report it as gone if it is dead. Without an answer its
-        state stays."""
-        async with watched.checking:
-            alive = await watched.probe.check_health()
-            if alive is None:
-                return  # no answer yet; the core notices the silence and has the replica probed
-            if not alive:
-                self._gone(watched, "refused")
-                if not watched.is_warned:
-                    logger.warning("no engine answers at %s yet", watched.url)
-                    watched.is_warned = True
-                return
-            watched.probes_lost = 0
+        """Query an engine. Report it as gone if it is dead."""
+        alive = await self._check_health(watched)
+        if alive:
+            watched.answered_s, watched.errors = self._clock(), 0
             if watched.description is None or watched.polls % DESCRIBE_EVERY_POLLS == 0:
                 await self._describe(watched)
             watched.polls += 1
-            await self._ask_more(watched)
-            self._register_replicas(watched)
+            await self._ask_load(watched)
+        elif alive is False:
+            self._gone(watched, "it refuses connections or reports that it is unhealthy")
+            if not watched.is_warned:
+                logger.warning("no engine answers at %s yet", watched.url)
+                watched.is_warned = True
+        elif self._clock() - watched.answered_s >= SILENT_DEAD_S:
+            self._gone(watched, "it does not answer")
 
-    async def _probe(self, watched: MonitoredEngine) -> None:
-        """Probe an engine. Register it if it is alive, report it as gone if it is dead or ``MAX_LOST_PROBES``
-        probes were lost. Without an answer, the probe is repeated if the core has requested another one
-        meanwhile."""
-        async with watched.checking:
-            while True:
-                alive = await watched.probe.check_health(PROBE_TIMEOUT_S)
-                if alive:
-                    watched.probes_lost = 0
-                    # Another engine may have been started at the same address.
-                    await self._describe(watched)
-                    self._register_replicas(watched)
-                    return
-                if not watched.probe.failed_here:
-                    watched.count_unanswered_probe()
-                if alive is False or watched.probes_lost >= MAX_LOST_PROBES:
-                    self._gone(watched, "refused" if alive is False else "silent")
-                    return
-                if watched.next_asked_s is None:
-                    return
-                watched.probe_asked_s, watched.next_asked_s = watched.next_asked_s, None
+    async def _check_health(self, watched: MonitoredEngine) -> bool | None:
+        """Check an engine's health. True: it is alive. False: it is dead. ``None``: unknown."""
+        headers = {"Authorization": self._authorization} if self._authorization else {}
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        try:
+            async with self._session().get(
+                f"{watched.url}/health", headers=headers, timeout=timeout
+            ) as answer:
+                await answer.read()
+                if answer.status < 300:
+                    return True
+                if answer.status not in (500, 503):
+                    watched.errors = 0
+                    return None  # answered by a proxy in between
+                watched.errors += 1
+                return False if watched.errors >= MAX_ERROR_POLLS else None
+        except aiohttp.ClientConnectorError as error:
+            if error.os_error.errno in OWN_ERRORS:
+                watched.answered_s = (
+                    self._clock()
+                )  # the gateway has no connection left; the engine may well live
+            # Nothing listens there. A failed name resolution or route may be a local problem.
+            return False if isinstance(error.os_error, ConnectionRefusedError) else None
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
 
-    async def _ask_more(self, watched: MonitoredEngine) -> None:
-        """Hook for subclasses: send further queries to a living engine, at each poll."""
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        """Send a GET. Return (status, body). The body is empty unless the status is 200. Status 0 means no
+        answer or a server error (5xx)."""
+        answer = await ask_engine(
+            self._session(), url, authorization=self._authorization, timeout_s=ANSWER_TIMEOUT_S
+        )
+        if answer is None or answer.status >= 500:
+            return 0, b""
+        return answer.status, answer.body if answer.status == 200 else b""
 
     async def _describe(self, watched: MonitoredEngine) -> None:
-        """Update an engine's description. If the number of ranks has changed, the engine's former replicas
-        are reported as gone."""
-        probe, known = watched.probe, watched.description
-        described = await probe.describe()
-        if probe.asks_for_key and not watched.is_warned:
+        """Update an engine's description. An incomplete description of a known engine is not used: with
+        values missing, it would look like another engine."""
+        found = await asyncio.gather(*(self._get(watched.url + path) for path in _DESCRIPTION_PATHS))
+        statuses = {status for status, _ in found}
+        if 401 in statuses and not watched.is_warned:
             logger.warning("%s asks for a key: without --engine-key its sizes are unknown", watched.url)
             watched.is_warned = True
-        if described is None:
+        paths = zip(_DESCRIPTION_PATHS, found, strict=True)
+        answered = frozenset(path for path, (status, _) in paths if status == 200)
+        known = watched.description
+        if known is not None and (0 in statuses or not answered >= watched.answered):
             return
-        if known is not None and known.instance != described.instance:
-            logger.warning("%s was restarted: its KV is lost", watched.url)
-        if known is None:
-            self._log_engine_up(watched.url, described)
-        if known is None or known.ranks != described.ranks:
-            self._forget(watched, "described_anew")
-            watched.places = rank_addresses(watched.url, described.ranks)
-        probe.described = described
-        watched.is_warned = False
-
-    def _log_engine_up(self, url: str, described: EngineDescription) -> None:
-        logger.info(
-            "%s is up: KV for %d tokens on the device, %d in host memory",
-            url,
-            described.capacity_tokens,
-            described.host_tokens,
+        if known is None and 0 in statuses:
+            watched.partial += 1
+            if watched.partial < MAX_PARTIAL_DESCRIPTIONS:
+                return
+        capabilities, metrics, models = (body for _, body in found)
+        described = describe_engine(
+            parse_json_object(capabilities) or {},
+            metrics.decode(errors="replace"),
+            parse_json_object(models) or {},
+            watched.lives,
         )
-        if described.pair_role:
-            logger.warning(
-                "%s was started with --role %s, but this gateway sends it all requests; clients could then "
-                "read other clients' KV. Start the gateway with --prefill and --decode, or the engine "
-                "without --role",
-                url,
-                described.pair_role,
-            )
+        watched.partial, watched.answered, watched.description = 0, answered, described
+        if known is None:
+            watched.is_warned = 401 in statuses
+            logger.info(
+                "%s is up: KV for %d tokens on the device, %d in host memory",
+                watched.url, described.capacity_tokens, described.host_tokens,
+            )  # fmt: skip
+            if described.pair_role is not None and watched.role is None:
+                logger.warning(
+                    "%s was started with --role %s, but this gateway sends it all requests; clients could "
+                    "then read other clients' KV. Start the gateway with --prefill and --decode, or the "
+                    "engine without --role",
+                    watched.url, described.pair_role.value,
+                )  # fmt: skip
+        elif known.instance != described.instance:
+            logger.warning("%s was restarted: its KV is lost", watched.url)
 
-    def _register_replicas(self, watched: MonitoredEngine) -> None:
-        """Register a living engine's replicas with the core, or report that they are alive."""
+    async def _ask_load(self, watched: MonitoredEngine) -> None:
+        """Request the load and the programs of an engine that runs sojourn."""
+        described = watched.description
+        if described is None or not (described.speaks_sojourn or watched.role):
+            return
+        watched.asked_s = self._clock()
+        status, body = await self._get(watched.url + LOAD_PATH)
+        try:
+            watched.loads = _decoder.decode(body).engines if status == 200 else []
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            watched.loads = []
+        if watched.loads and (one := watched.loads[0]).links:
+            watched.links = one.links
+            paths = described.paths
+            if paths is None or paths.epoch != one.epoch:
+                await self._describe(watched)  # its KV transfer manager was restarted
+
+    # -- results ------------------------------------------------------------------------
+
+    def _register(self, watched: MonitoredEngine) -> None:
+        """Register a living engine's replicas with the core, or report that they are alive. Refuse an
+        engine that is not accepted."""
         described = watched.description
         if described is None:
             return
-        for address in watched.places:
+        why = self._why_refused(watched, described) if watched.role is not None else ""
+        if why:
+            self._forget(watched, "refused")
+            if watched.refused != why:
+                logger.warning("%s gets no requests: %s", watched.url, why)
+                watched.refused = why
+            return
+        watched.refused = ""
+        places = rank_addresses(watched.url, described.ranks)
+        if watched.places != places:
+            self._forget(watched, "described anew")
+            watched.places = places
+        watched.instance = described.instance
+        for address in places:
             self._replicas.add(address)
-            self._routing_backend.tell(registration_event(address.replica_id, described))
+            self._tell(registration_event(address.replica_id, described, in_pair=watched.role is not None))
+        self._report_loads(watched)
+        if described.paths is not None and watched.role is not None:
+            node = described.paths.node
+            there = [one for one in self._watched.values() if one.places and one.node == node]
+            event = nic_queue_event(node, [one.links for one in there])
+            if event is not None:
+                self._tell(event)
 
-    def _gone(self, watched: MonitoredEngine, reason: str) -> None:
-        """Report an engine as gone and log the loss. ``reason``: a key of ``_LOSS_TEXTS``. No effect if no
-        engine was there."""
+    def _report_loads(self, watched: MonitoredEngine) -> None:
+        key = self._names.key
+        loads, watched.loads = watched.loads, []
+        for address, load in zip(watched.places, loads, strict=False):
+            programs = tuple(
+                ResidentKv(*found, one.tokens, one.context_tokens, one.idle_s, one.steps_left)
+                for one in load.programs
+                if (found := key(one.program_id)) is not None
+            )
+            self._tell(
+                KvReported(
+                    replica_id=address.replica_id,
+                    instance=watched.instance,
+                    programs=programs,
+                    waiting=tuple(found for name in load.waiting if (found := key(name)) is not None),
+                    complete=load.complete,
+                    requests=load.requests,
+                    request_tokens=load.request_tokens,
+                    age_s=self._clock() - watched.asked_s,
+                )
+            )
+
+    def _why_refused(self, watched: MonitoredEngine, described: EngineDescription) -> str:
+        """Return why a prefill or decode engine is not accepted; empty if it is accepted. May change the
+        served kind."""
+        assert watched.role is not None
+        if described.unfit or described.kind is None:
+            return described.unfit or "it reports no KV paths; expected an engine started with --role"
+        if described.pair_role is not watched.role:
+            role = described.pair_role.value if described.pair_role is not None else "other"
+            return f"it is a {role} engine; expected a {watched.role.value} engine, as listed"
+        there = [(one.kind, one.role) for one in self._watched.values() if one.kind and one.role]
+        self._kind = dominant_kind(there, self._kind)
+        return incompatibility(described.kind, self._kind) if self._kind is not None else ""
+
+    def _log_pairs(self) -> None:
+        """Log the number of accepted prefill and decode engines if it has changed."""
+        named = Counter(one.role for one in self._watched.values())
+        if not named.keys() - {None}:
+            return
+        found = Counter(one.role for one in self._watched.values() if one.places)
+        counts = found[PairRole.PREFILL], found[PairRole.DECODE]
+        if counts != self._logged_pairs:
+            self._logged_pairs = counts
+            logger.info(
+                "pairs: %d of %d prefill and %d of %d decode engines are accepted",
+                counts[0], named[PairRole.PREFILL], counts[1], named[PairRole.DECODE],
+            )  # fmt: skip
+
+    def _gone(self, watched: MonitoredEngine, why: str) -> None:
+        """Report an engine as gone, and log the loss. No effect if no engine was there."""
         if watched.description is None:
             return
-        lost = self._describe_loss(watched)
-        logger.warning("%s is gone (%s); %s", watched.url, _LOSS_TEXTS[reason], lost)
-        self._forget(watched, reason)
-        watched.probe.mark_lost()
-        watched.polls = watched.probes_lost = 0
-
-    def _describe_loss(self, watched: MonitoredEngine) -> str:
-        """Return a log text that says what the loss of this engine means for requests and programs."""
-        unused = all(other is watched or other.description is None for other in self._watched.values())
-        return "no engine is left, requests wait for one" if unused else "its programs go on elsewhere"
+        others = [one for one in self._watched.values() if one is not watched and one.places]
+        if watched.role is not None and not any(one.role is watched.role for one in others):
+            lost = f"no {watched.role.value} engine is left, requests are refused until one comes"
+        elif not others:
+            lost = "no engine is left, requests wait for one"
+        else:
+            lost = f"other {watched.role.value} engines go on" if watched.role else "other engines go on"
+        logger.warning("%s is gone (%s); %s", watched.url, why, lost)
+        self._forget(watched, "lost")
+        watched.description, watched.refused = None, ""
+        watched.polls = watched.errors = 0
+        watched.links = {}
+        watched.lives += 1
 
     def _forget(self, watched: MonitoredEngine, reason: str) -> None:
         """Report an engine's replicas to the core as gone, and remove their addresses."""
-        described = watched.description
         for address in watched.places:
             self._replicas.remove(address.replica_id)
-            if described is not None:
-                self._routing_backend.tell(
-                    routing_events.ReplicaGone(address.replica_id, described.instance, reason)
-                )
+            self._tell(ReplicaGone(address.replica_id, watched.instance, reason))
         watched.places = []

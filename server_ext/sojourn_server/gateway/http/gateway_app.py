@@ -36,7 +36,7 @@ from .client_apis import (
 )
 from .engine_client import EngineClient
 from .engine_descriptions import EngineDescription
-from .engine_monitor import EngineMonitorProtocol
+from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import GATEWAY_OPERATIONS
 from .generation_request import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyReader
@@ -140,7 +140,7 @@ class Gateway:
         self.replicas = replicas
         self.metrics = metrics
         self.options = options
-        self.monitor: EngineMonitorProtocol | None = None
+        self.monitor: EngineMonitor | None = None
         self.peers = peers if peers is not None else Peers()
         self.starts: list[Callable[[], Awaitable[None]]] = [self.peers.check_all]
         """Functions that are awaited one after the other before the gateway takes requests."""

@@ -11,7 +11,7 @@ import msgspec
 
 from ...api.live_stream import SourceFrame
 from ...metrics.live_frame import EngineRow, LiveFrame, ProgramRow, merge_rows
-from .engine_monitor import EngineMonitorProtocol
+from .engine_monitor import EngineMonitor
 from .multi_engine_queries import EngineQueries
 from .program_id_mapper import FOREIGN_PROGRAM_ID, ProgramIdMapper
 from .replica_addresses import ReplicaAddresses
@@ -30,7 +30,7 @@ class GatewayLiveSource:
         queries: EngineQueries,
         replicas: ReplicaAddresses,
         names: ProgramIdMapper,
-        monitor: Callable[[], EngineMonitorProtocol | None],
+        monitor: Callable[[], EngineMonitor | None],
     ) -> None:
         """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet."""
         self._queries = queries

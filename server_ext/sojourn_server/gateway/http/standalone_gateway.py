@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_core import RoutingCore
@@ -16,11 +16,9 @@ from ...routing.routing_from_preset import (
     routing_reasons,
 )
 from ...routing.routing_limits import RoutingLimits
-from .dropped_kv_poller import DroppedKVPoller
 from .engine_monitor import POLL_S, EngineMonitor
 from .gateway_app import Gateway, GatewayApplication, GatewayOptions
 from .gateway_metrics import GatewayMetrics
-from .pair_monitor import PairMonitor
 from .peers import Peers
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
@@ -44,18 +42,7 @@ def build_gateway(
     """
     core = build_routing_core(preset, limits)
     gateway, backend = _build(core, tenants, options, routing_reasons(preset), peers)
-    monitor = EngineMonitor(
-        urls, backend, gateway.replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s
-    )
-    gateway.monitor = monitor
-
-    dropped_kv = DroppedKVPoller(
-        backend, gateway.replicas, gateway.events.names, gateway.queries, monitor.description_of
-    )
-    # The engines know the programs of a former gateway.
-    gateway.starts += [monitor.poll_all, dropped_kv.poll_all]
-    gateway.tasks += [monitor.run, backend.run, dropped_kv.run]
-    return gateway, gateway.app()
+    return _run(gateway, backend, dict.fromkeys(urls), options, poll_s)
 
 
 def build_prefill_decode_gateway(
@@ -85,8 +72,26 @@ def build_prefill_decode_gateway(
         raise ValueError("expected addresses of prefill engines and of decode engines, each address once")
     options = dataclasses.replace(options, in_pairs=True, read_side=rules.read_side)
     gateway, backend = _build(core, tenants, options, PAIR_REASONS, peers)
-    monitor = PairMonitor(
-        roles, backend, gateway.replicas, gateway.session, engine_key=options.engine_key, poll_s=poll_s
+    return _run(gateway, backend, roles, options, poll_s)
+
+
+def _run(
+    gateway: Gateway,
+    backend: RoutingBackend,
+    engines: Mapping[str, PairRole | None],
+    options: GatewayOptions,
+    poll_s: float,
+) -> tuple[Gateway, GatewayApplication]:
+    """Give a gateway the monitor of its engines: URL → role. The first poll also tells which programs of a
+    former gateway have their KV where."""
+    monitor = EngineMonitor(
+        engines,
+        backend,
+        gateway.replicas,
+        gateway.events.names,
+        gateway.session,
+        engine_key=options.engine_key,
+        poll_s=poll_s,
     )
     backend.links_of = monitor.links_of
     gateway.monitor = monitor

@@ -25,7 +25,7 @@ from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
-from .engine_monitor import EngineMonitorProtocol
+from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import (
     MAX_LISTED_PROGRAMS,
@@ -61,7 +61,7 @@ class StatusRoutes:
         live: LiveHub,
         metrics: GatewayMetrics,
         access: ClientAccess,
-        monitor: Callable[[], EngineMonitorProtocol | None],
+        monitor: Callable[[], EngineMonitor | None],
         *,
         policy: str,
         peers: Peers,

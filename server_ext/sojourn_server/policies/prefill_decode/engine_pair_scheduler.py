@@ -35,8 +35,7 @@ class PairScheduler:
     A request waits at the same time in the queue for prefill engines, first come first served, and in the
     queue of a decode group. When both engines are chosen, ``side`` decides which of their nodes reads the
     request's KV from storage. In the paper, engines fetch requests periodically. Here any event may free
-    capacity, so call ``dispatch`` after each event. ``dispatch`` returns the requests that can start. The
-    cost is a few microseconds per request, independent of the number of engines.
+    capacity, so call ``dispatch`` after each event. ``dispatch`` returns the requests that can start.
 
     A router and a simulator that report the same events get the same pairs. This holds while no request waits
     and the nodes report their read queues correctly.
@@ -56,6 +55,8 @@ class PairScheduler:
         """Measured speed of prefill engines; ``None`` if ``limits.most_tokens_s`` is ``inf``."""
         self.decode = DecodeEngineSelector(high_tokens_ratio)
         self._side = side or ShorterQueueRead()
+        self._given: set[tuple[str, int]] = set()
+        """(role, number) of all engines so far."""
         self._unplaced_queue: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
@@ -68,67 +69,67 @@ class PairScheduler:
     # -- the fleet ---------------------------------------------------------------------
 
     def add_node(self, node: int, block_s: float) -> None:
-        """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds.
-
-        Raises ``ValueError`` unless ``block_s`` is finite and above 0."""
+        """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds, or change its speed. Raises
+        ``ValueError`` unless ``block_s`` is finite and above 0."""
         self.queues.add(node, block_s)
 
     def remove_node(self, node: int) -> None:
-        """Remove a node without engines. Raises ``KeyError`` for an unknown node."""
+        """Remove a node without engines."""
         self.queues.remove(node)
 
     def add_prefill(self, number: int, node: int) -> None:
-        """Add a prefill engine. Raises ``ValueError`` for a number used before, even by a removed engine, and
-        ``KeyError`` for an unknown node."""
+        """Add a prefill engine. Raises ``ValueError`` for a number used before, even by a removed engine,
+        whose requests may be unfinished, and ``KeyError`` for an unknown node."""
+        self._check_new("prefill", number)
         self.prefill.add(number, node)
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        """Add a decode engine with KV memory for ``kv_tokens`` tokens.
-
-        Raises ``ValueError`` for a number used before, even by a removed engine, or for ``kv_tokens`` below
-        1, and ``KeyError`` for an unknown node."""
+        """Add a decode engine with KV memory for ``kv_tokens`` tokens. Raises ``ValueError`` for a number
+        used before, even by a removed engine, or for ``kv_tokens`` below 1, and ``KeyError`` for an
+        unknown node."""
         self.queues.block_s(node)
+        if kv_tokens < 1:
+            raise ValueError(f"decode engine {number}: kv_tokens is {kv_tokens}; expected at least 1")
+        self._check_new("decode", number)
         self.decode.add(number, node, group, kv_tokens)
 
-    def set_decode_request_limit(self, number: int, most_requests: float) -> None:
-        """Set a decode engine's request limit. ``inf``, the initial value, means unknown.
+    def _check_new(self, role: str, number: int) -> None:
+        if (role, number) in self._given:
+            raise ValueError(f"{role} engine {number} was used before; expected a new number")
+        self._given.add((role, number))
 
-        Raises ``ValueError`` for a limit below 1, and ``KeyError`` for an unknown engine."""
+    def set_decode_request_limit(self, number: int, most_requests: float) -> None:
+        """Set a decode engine's request limit. ``inf``, the initial value, means unknown. Raises
+        ``ValueError`` for a limit below 1."""
         self.decode.set_request_limit(number, most_requests)
 
-    def remove_prefill(self, number: int) -> None:
-        """Remove a prefill engine. Requests that have both engines go on; all others are queued again.
+    # A removed or suspended engine keeps the requests that have both engines; a suspended one still counts
+    # them as load. All others are queued again. Unknown numbers raise ``KeyError``.
 
-        Takes time proportional to the requests in flight. Raises ``KeyError`` for an unknown engine.
-        """
-        self.prefill.remove(number)
+    def remove_prefill(self, number: int) -> None:
+        """Remove a prefill engine."""
+        del self.prefill.engines[number]
         self._requeue_unpaired(())
 
     def remove_decode(self, number: int) -> None:
-        """Remove a decode engine. Requests that have both engines go on; all others are queued again.
-        Requests that are too large for all remaining engines wait for a larger engine. Raises ``KeyError``
-        for an unknown engine."""
+        """Remove a decode engine."""
         self._requeue_unpaired(self.decode.remove(number))
 
     def suspend_prefill(self, number: int) -> None:
-        """Make a prefill engine unavailable until ``resume_prefill``. Requests that have both engines go on
-        and still count as load of this engine; all others are queued again. Raises ``KeyError`` for an
-        unknown engine."""
-        self.prefill.suspend(number)
+        """Make a prefill engine unavailable until ``resume_prefill``."""
+        self.prefill.engines[number].is_suspended = True
         self._requeue_unpaired(())
 
     def suspend_decode(self, number: int) -> None:
-        """Make a decode engine unavailable until ``resume_decode``. Requests that have both engines go on and
-        still count as load of this engine; all others are queued again. Raises ``KeyError`` for an unknown
-        engine."""
+        """Make a decode engine unavailable until ``resume_decode``."""
         self._requeue_unpaired(self.decode.suspend(number))
 
     def resume_prefill(self, number: int) -> None:
-        """Make a suspended prefill engine available again. Raises ``KeyError`` for an unknown engine."""
-        self.prefill.resume(number)
+        """Make a suspended prefill engine available again."""
+        self.prefill.engines[number].is_suspended = False
 
     def resume_decode(self, number: int) -> None:
-        """Make a suspended decode engine available again. Raises ``KeyError`` for an unknown engine."""
+        """Make a suspended decode engine available again."""
         self.decode.resume(number)
 
     # -- events ------------------------------------------------------------------------
@@ -171,14 +172,13 @@ class PairScheduler:
         if flight.decode is not None:
             self.decode.finish(flight.decode, flight.request)
         else:
-            self.decode.withdraw(request_id)
+            self.decode.withdraw(flight.request)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
         """Record a node's report that ``queue_s`` seconds of reads are queued at its storage NIC.
 
         Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
         self.queues.report(node, queue_s, now)
-        self.prefill.refresh_node_queue(node)
 
     # -- decisions ---------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class PairScheduler:
             if flight.decode is not None:
                 self.decode.finish(flight.decode, flight.request)
             elif request_id not in unqueued_ids and request_id not in self._unplaced:
-                self.decode.withdraw(request_id)
+                self.decode.withdraw(flight.request)
             flight.prefill = flight.decode = None
         self._unplaced_queue.clear()
         self._unplaced = {one.request.request_id: one for one in unpaired}
@@ -274,7 +274,7 @@ class PairScheduler:
         if not blocks:
             return EnginePair(request, prefill, decode, _NO_READ)
         queues = self.queues
-        one, other = self.prefill.node_of(prefill), self.decode.node_of(decode)
+        one, other = self.prefill.engines[prefill].node, self.decode.engines[decode].node
         split = self._side.split(
             StorageReadView(
                 blocks,

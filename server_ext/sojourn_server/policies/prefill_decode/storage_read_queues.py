@@ -11,10 +11,11 @@ class StorageReadQueues:
     The scheduler adds each read that it assigns (``add_read``). The NIC does one read after the other, so the
     queue shrinks by one second per second. A node's report of its real queue replaces the estimate."""
 
-    __slots__ = ("_block_s", "_busy_until_s")
+    __slots__ = ("_block_s", "busy_until_s")
 
     def __init__(self) -> None:
-        self._busy_until_s: dict[int, float] = {}
+        self.busy_until_s: dict[int, float] = {}
+        """Time at which each node finishes its assigned reads; in the past: it is idle."""
         self._block_s: dict[int, float] = {}
 
     def add(self, node: int, block_s: float) -> None:
@@ -25,11 +26,11 @@ class StorageReadQueues:
         if not 0 < block_s < math.inf:
             raise ValueError(f"node {node}: block_s is {block_s}; expected seconds, finite and above 0")
         self._block_s[node] = block_s
-        self._busy_until_s.setdefault(node, -math.inf)
+        self.busy_until_s.setdefault(node, -math.inf)
 
     def remove(self, node: int) -> None:
         """Remove a node. Raises ``KeyError`` for an unknown node."""
-        del self._block_s[node], self._busy_until_s[node]
+        del self._block_s[node], self.busy_until_s[node]
 
     def block_s(self, node: int) -> float:
         """Return the seconds that the node's NIC takes per Full Block. Raises ``KeyError`` for an unknown
@@ -39,18 +40,13 @@ class StorageReadQueues:
     def queue_s(self, node: int, now: float) -> float:
         """Return the seconds until the node finishes all assigned reads; negative: seconds since its NIC
         became idle."""
-        return self._busy_until_s[node] - now
-
-    def short_queue_from_s(self, node: int, short_s: float) -> float:
-        """Return the time, on the clock of ``now``, from which the node's queue is at most ``short_s``
-        seconds long, if no read is added."""
-        return self._busy_until_s[node] - short_s
+        return self.busy_until_s[node] - now
 
     def add_read(self, node: int, blocks: int, now: float) -> float:
         """Add a read of ``blocks`` Full Blocks to a node's queue. Returns the time at which the read ends, on
         the clock of ``now``."""
-        done_s = max(self._busy_until_s[node], now) + blocks * self._block_s[node]
-        self._busy_until_s[node] = done_s
+        done_s = max(self.busy_until_s[node], now) + blocks * self._block_s[node]
+        self.busy_until_s[node] = done_s
         return done_s
 
     def report(self, node: int, queue_s: float, now: float) -> None:
@@ -60,6 +56,6 @@ class StorageReadQueues:
         ``KeyError`` for an unknown node."""
         if not 0 <= queue_s < math.inf:
             raise ValueError(f"node {node}: queue_s is {queue_s}; expected seconds, finite and ≥ 0")
-        busy_until_s = self._busy_until_s[node]
+        busy_until_s = self.busy_until_s[node]
         # An idle NIC keeps the time at which it became idle.
-        self._busy_until_s[node] = now + queue_s if queue_s else min(busy_until_s, now)
+        self.busy_until_s[node] = now + queue_s if queue_s else min(busy_until_s, now)
