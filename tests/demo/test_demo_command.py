@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from sojourn_server.demo.demo_run import BLOCK_TOKENS
 from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 from sojourn_server.launch.engine_server import EngineServer
 from typer.testing import CliRunner
-from waiting import wait_until
 
 TASKS = {task.name: task for task in load_tasks()}
 
@@ -77,7 +74,12 @@ def test_the_agents_libraries_get_the_demos_own_folder_and_a_way_past_the_proxy(
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     seen: list[dict[str, str]] = []
-    monkeypatch.setattr(demo, "_run_arms", lambda *_: seen.append(dict(os.environ)))
+
+    def run_arms(*_: object) -> None:
+        seen.append(dict(os.environ))
+        raise demo.typer.Exit
+
+    monkeypatch.setattr(demo, "_run_arms", run_arms)
     answer = run(*(["--arms", "stock", "--url", url] if url else []))
     assert answer.exit_code == 0, answer.output
     (environment,) = seen
@@ -112,44 +114,6 @@ def test_without_vllm_the_demo_names_how_to_install_it(places: Path, monkeypatch
     answer = run("--quick")
     assert isinstance(answer.exception, CliError), answer.output
     assert "vLLM is not installed" in str(answer.exception)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_reports_the_programs_that_ended(
-    number: signal.Signals, places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Two tasks whose tests do not sleep.
-    monkeypatch.setattr(
-        "sojourn_server.demo.demo_tasks.load_tasks", lambda count: [TASKS["ledger"], TASKS["waypoint"]]
-    )
-    reported = threading.Event()
-
-    def interrupt(_: int, command: str) -> str:
-        if "cat waypoint/route.py" in command and not reported.is_set():
-            wait_until(
-                lambda: not any(thread.name == "ledger" for thread in threading.enumerate()), within_s=120
-            )
-            os.kill(os.getpid(), number)
-            reported.wait(120)  # with an answer, the program could end before the main thread is interrupted
-        return command
-
-    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    target = places / "out.json"
-    with EchoEngine(interrupt) as engine:
-        answer = run(
-            "--programs", "2", "--arms", "sojourn", "--url", engine.url,
-            "--json", str(target), "--plot", str(places / "out.png"),
-        )  # fmt: skip
-        reported.set()
-    assert answer.exit_code == 128 + number, answer.output
-    assert "interrupted: programs that had ended of 2 coding agents" in " ".join(answer.output.split())
-    document = json.loads(target.read_text())
-    assert document["partial"] is True
-    figures = document["arms"]["sojourn"]
-    assert (figures["programs"], figures["programs_unfinished"]) == (1, 1)
-    assert [(one["task"], one["fixed"]) for one in figures["details"]] == [("ledger", True)]
-    assert set(document["ratio"].values()) == {None}
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 def test_a_slow_machine_gets_a_smaller_demo_on_a_new_server(

@@ -92,15 +92,6 @@ def test_ratios_are_stock_over_sojourn_with_fixed_keys() -> None:
     json.dumps(found, allow_nan=False)
 
 
-def test_a_partial_result_has_no_ratios() -> None:
-    found = document(
-        [arm("stock", program(turn(9, 0))), arm("sojourn", program(turn(9, 0)))], FACTS, partial=True
-    )
-    assert found["partial"] is True
-    assert set(found["ratio"].values()) == {None}
-    assert document([], FACTS, partial=True)["arms"] == {}
-
-
 def printed(result: dict[str, Any]) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
@@ -119,7 +110,6 @@ def test_an_arm_with_failed_programs_has_no_ratios() -> None:
     for first, second in ((stock, ours), (ours, stock)):
         result = document([first, second], FACTS)
         assert set(result["ratio"].values()) == {None}
-        assert result["partial"] is False
         assert "stock ÷ sojourn" not in printed(result)
     assert "no measurement: 1 of 2 programs of sojourn failed, and ended early" in printed(result)
     assert "│ programs failed │ 1 │ 0 │" in printed(document([ours, stock], FACTS))

@@ -12,11 +12,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -144,24 +142,18 @@ def demo(
     _check_installed(plot, starts_engine=url is None)
     from sojourn_server.demo import demo_report
     from sojourn_server.demo.demo_agent import prepare_environment
-    from sojourn_server.demo.demo_run import DemoInterrupted
 
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
     prepare_environment(directory, url)
-    records: list[ArmRecord] = []
-    facts: dict[str, Any] = {}
-    signal_number = 0
+    # As Ctrl-C does it, so that the server is stopped.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        try:
-            with _interrupts():
-                _run_arms(options, directory, records, facts)
-        except DemoInterrupted as stop:
-            signal_number = stop.signal_number
-        result = demo_report.document(records, facts, partial=bool(signal_number))
+        records, facts = _run_arms(options, directory)
+        result = demo_report.document(records, facts)
         keep |= _report(records, result)
         if json_file:
             write_json(result, json_file)
-        if plot and all(record.programs for record in records) and records:
+        if plot:
             demo_report.draw_plot(result, plot)
             print_line(f"plot: {plot}")
     except Exception:
@@ -172,51 +164,24 @@ def demo(
             print_line(f"repositories and logs: {directory}")
         else:
             shutil.rmtree(directory, ignore_errors=True)
-    if signal_number:
-        raise typer.Exit(128 + signal_number)
     if not demo_report.succeeded(records):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """Raise ``DemoInterrupted`` on Ctrl-C and SIGTERM, so that finished programs are reported before the
-    exit.
-
-    The signal does not reach the server, which has its own process group; ``_run_arms`` stops the server.
-    """
-    from sojourn_server.demo.demo_run import DemoInterrupted
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise DemoInterrupted(number)
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
     """Print the result table and each program's error. Return True if any program had an error."""
     from sojourn_server.demo import demo_report
 
-    if records:
-        console.print(demo_report.table(result))
-    else:
-        print_line("interrupted before the first arm began: there are no figures")
+    console.print(demo_report.table(result))
     failed = [(arm.name, program) for arm in records for program in arm.programs if program.error]
     for name, program in failed:
         print_line(f"{name}, {program.task}: {program.error}")
     return bool(failed)
 
 
-def _run_arms(
-    options: _DemoOptions, directory: Path, records: list[ArmRecord], facts: dict[str, Any]
-) -> None:
-    """Run each arm (``stock``, ``sojourn``) and append its record to ``records``. Also add to ``facts`` the
-    settings with which a reader can repeat the run."""
+def _run_arms(options: _DemoOptions, directory: Path) -> tuple[list[ArmRecord], dict[str, Any]]:
+    """Run each arm (``stock``, ``sojourn``). Return the arms' records, and the settings with which a reader
+    can repeat the run."""
     from sojourn_server.demo.demo_run import BLOCK_TOKENS, serve_args
     from sojourn_server.demo.demo_size import FULL_PROGRAMS, QUICK
     from sojourn_server.demo.demo_tasks import load_tasks
@@ -226,6 +191,8 @@ def _run_arms(
     from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, resolve_model
     from sojourn_server.profiling.machine_speed import processor_name
 
+    records: list[ArmRecord] = []
+    facts: dict[str, Any] = {}
     try:
         if options.model in LOCAL_MODELS and not is_cached(options.model):
             print_line(f"making the model {options.model}, once")
@@ -301,7 +268,6 @@ def _run_arms(
                         server.stop()
                         server = _server(name, options, place, flags)
                         _start(name, server)
-                # Append before the server's stop below, which an interruption can end with an exception.
                 records.append(
                     _run_one(
                         name, tasks, server.url, options, tokenizer, place, server.headers, facts["pool"]
@@ -311,7 +277,7 @@ def _run_arms(
                 if server.pid is not None:
                     print_line(f"arm {name}: stopping the engine")
                 server.stop()
-        records[-1].raise_if_interrupted()
+    return records, facts
 
 
 def _sized_tasks(size: DemoSize) -> list[DemoTask]:

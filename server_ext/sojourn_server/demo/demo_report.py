@@ -80,7 +80,6 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
         "hit_rate": _rounded(cached / prompt if prompt else None),
         "preemptions": round(arm.engine.preemptions),
         "programs": len(arm.programs),
-        "programs_unfinished": arm.unfinished,
         "programs_failed": sum(program.error is not None for program in arm.programs),
         "repositories_fixed": sum(program.fixed for program in arm.programs),
         "wall_s": _rounded(arm.wall_s),
@@ -107,14 +106,11 @@ def ratios(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     return found
 
 
-def document(arms: Sequence[ArmRecord], facts: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
-    """Return the demo's JSON report: ``arms``, ``ratio``, and the ``facts`` needed to repeat the run.
-
-    ``partial``: True for an interrupted run. Its ratios are ``None``, because the arms finished different
-    programs. If a program failed, the ratios are ``None`` too.
-    """
+def document(arms: Sequence[ArmRecord], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the demo's JSON report: ``arms``, ``ratio``, and the ``facts`` needed to repeat the run. If a
+    program failed, the ratios are ``None``."""
     figures = {arm.name: arm_figures(arm) for arm in arms}
-    return {"partial": partial, "arms": figures, "ratio": ratios({} if partial else figures), **facts}
+    return {"arms": figures, "ratio": ratios(figures), **facts}
 
 
 def succeeded(arms: Sequence[ArmRecord]) -> bool:
@@ -139,15 +135,13 @@ def table(result: Mapping[str, Any]) -> Table:
     """Return a table with one column per arm, and the ratios last. Needs at least one arm."""
     arms: Mapping[str, Mapping[str, Any]] = result["arms"]
     first = next(iter(arms.values()))
-    title = f"{first['programs'] + first['programs_unfinished']} coding agents, {result['pool']}"
-    if result["partial"]:
-        title = f"interrupted: programs that had ended of {title}"
+    title = f"{first['programs']} coding agents, {result['pool']}"
     made = Table(title=title, caption="\n".join(notes(result)) or None)
     made.add_column("")
     for name in arms:
         made.add_column(name, justify="right")
     # A tiny model computes a lost context in no time, so its ratios would say nothing.
-    with_ratio = len(arms) > 1 and not (result["partial"] or result.get("smoke") or _any_failed(arms))
+    with_ratio = len(arms) > 1 and not (result.get("smoke") or _any_failed(arms))
     if with_ratio:
         made.add_column("stock ÷ sojourn", justify="right")
     for label, key, ratio, form in _ROWS:
@@ -162,10 +156,6 @@ def table(result: Mapping[str, Any]) -> Table:
     made.add_row("repositories fixed", *fixed)
     if _any_failed(arms):
         made.add_row("programs failed", *(str(figures["programs_failed"]) for figures in arms.values()))
-    if result["partial"]:
-        made.add_row(
-            "programs unfinished", *(str(figures["programs_unfinished"]) for figures in arms.values())
-        )
     return made
 
 

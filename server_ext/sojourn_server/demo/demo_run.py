@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,6 @@ ProgressCallback = Callable[[int, str, int, str], None]
 """``demo_agent.TurnCallback`` of one program, with the program's index as first argument."""
 
 
-class DemoInterrupted(BaseException):
-    """Raised when a signal ends the demo. Programs that have ended by then are still reported."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"signal {signal_number}")
-        self.signal_number = signal_number
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmRecord:
     """All measurements of one arm."""
@@ -64,14 +56,6 @@ class ArmRecord:
     """Number of decisions by kind and reason, e.g. ``keep: cold_start``; empty for stock."""
     tiers: Mapping[str, Any] = field(default_factory=dict)
     """The server's statistics of the tiers below the device; empty without tiers."""
-    unfinished: int = 0
-    """Number of programs that had not ended when the arm was interrupted."""
-    interrupted: DemoInterrupted | None = None
-
-    def raise_if_interrupted(self) -> None:
-        """Raise the ``DemoInterrupted`` that ended this arm early, if any."""
-        if self.interrupted is not None:
-            raise self.interrupted
 
 
 def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tuple[str, ...]:
@@ -118,11 +102,8 @@ def run_arm(
     The repositories are copied below ``directory``. ``announce`` gets each phase as it begins. The SDK is
     attached unless the arm is ``stock``.
 
-    If a single program fails, its own record says so. If ``DemoInterrupted`` is raised while programs run,
-    the arm's record holds the exception and the programs that have ended.
-
-    Raises ``RuntimeError`` if a repository's tests pass at the start or the agents' client fails. Raises
-    ``httpx.HTTPError`` if the server does not answer the first request.
+    If a single program fails, its own record says so. Raises ``RuntimeError`` if a repository's tests pass at
+    the start or the agents' client fails. Raises ``httpx.HTTPError`` if the server does not answer.
     """
     places = [Path(tempfile.mkdtemp(prefix="p", dir=directory)) for _ in tasks]
     repositories = [task.copy_to(place) for task, place in zip(tasks, places, strict=True)]
@@ -133,7 +114,6 @@ def run_arm(
     warm_up(url, model, headers)
     before = read_counts(url, headers)
     records: list[DemoProgramRecord | None] = [None] * len(tasks)
-    interrupted: DemoInterrupted | None = None
     with _sdk(name, url) as prepare:
         origin_s = time.monotonic()
 
@@ -150,45 +130,30 @@ def run_arm(
                 watch=lambda state, turn, text: watch(index, state, turn, text),
             )
 
-        # The threads are daemons, because after an interruption the server stops and their requests get no
-        # answer.
+        # Daemons: after an interruption the server stops, and their requests get no answer.
         threads = [
             threading.Thread(target=one, args=(index, task, arrival_s), name=task.name, daemon=True)
             for index, (task, arrival_s) in enumerate(zip(tasks, arrivals(len(tasks), seed), strict=True))
         ]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except DemoInterrupted as stop:
-            interrupted = stop
-    ended = [(index, record) for index, record in enumerate(records) if record is not None]
-    unfinished = len(tasks) - len(ended)
-    if unfinished and interrupted is None:
-        raise RuntimeError(f"{unfinished} programs ended without a record")
-    engine = EngineCounters()
-    decisions: dict[str, int] = {}
-    tiers: dict[str, Any] = {}
-    # After an interruption the server may not answer. The programs' own records are reported anyway.
-    with suppress(httpx.HTTPError) if interrupted else nullcontext():
-        engine = read_counts(url, headers).since(before)
-        if name != STOCK:
-            tiers = _get_json(url, "stats", headers).get("tiers", {})
-            decisions = _decisions(url, headers)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    ended = [record for record in records if record is not None]
+    if len(ended) < len(tasks):
+        raise RuntimeError(f"{len(tasks) - len(ended)} programs ended without a record")
+    engine = read_counts(url, headers).since(before)
+    tiers = _get_json(url, "stats", headers).get("tiers", {}) if name != STOCK else {}
+    decisions = _decisions(url, headers) if name != STOCK else {}
     announce("testing the agents' work")
-    fixed = _run_tests([tasks[index] for index, _ in ended], [repositories[index] for index, _ in ended])
-    first_s = min((record.arrived_s for _, record in ended), default=0.0)
-    last_s = max((record.ended_s for _, record in ended), default=0.0)
+    fixed = _run_tests(tasks, repositories)
     return ArmRecord(
         name=name,
-        programs=tuple(replace(record, fixed=good) for (_, record), good in zip(ended, fixed, strict=True)),
+        programs=tuple(replace(record, fixed=good) for record, good in zip(ended, fixed, strict=True)),
         engine=engine,
-        wall_s=last_s - first_s,
+        wall_s=max(record.ended_s for record in ended) - min(record.arrived_s for record in ended),
         decisions=decisions,
         tiers=tiers,
-        unfinished=unfinished,
-        interrupted=interrupted,
     )
 
 
