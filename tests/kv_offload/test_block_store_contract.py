@@ -24,7 +24,7 @@ from faulty_file_system import (
 from sojourn_server.kv_offload.block_file import HEADER_BYTES, BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.block_store import BlockStore, blocks_per_full
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
-from sojourn_server.kv_offload.shared_store import EVICTION_RETRY_S, SharedStore
+from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
 
 KEYS = [key(number) for number in range(12)]
@@ -100,19 +100,6 @@ def test_the_leading_ones_end_at_the_first_gap(open_store: Callable[..., Any], t
 
 
 @every_store
-def test_wrong_buffers_are_the_callers_mistake(open_store: Callable[..., Any], tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    with pytest.raises(ValueError, match="95 bytes; expected 96"):
-        store.put(KEYS[0], [bytes(95)])
-    put(store, KEYS[0])
-    with pytest.raises(ValueError, match="97 bytes; expected 96"):
-        store.get_into(KEYS[0], [bytearray(97)])
-    with pytest.raises(ValueError, match="writable"):
-        store.get_into(KEYS[0], [bytes(96)])
-    store.close()
-
-
-@every_store
 def test_what_is_not_there_is_missing(open_store: Callable[..., Any], tmp_path: Path) -> None:
     store = open_store(tmp_path)
     with pytest.raises(BlockNotFound):
@@ -136,18 +123,6 @@ def test_a_file_of_the_wrong_size_is_never_returned_and_its_place_is_free(
     assert store.leading(KEYS[:1]) == 0
     assert put(store, KEYS[0]) is PutOutcome.STORED
     assert get(store, KEYS[0]) == payload(KEYS[0])
-    store.close()
-
-
-@every_store
-def test_a_folder_in_the_files_place_is_no_block(open_store: Callable[..., Any], tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    put(store, KEYS[0])
-    path = the_file(tmp_path, KEYS[0])
-    path.unlink()
-    path.mkdir()
-    with pytest.raises((StoreError, BlockCorrupt)):
-        get(store, KEYS[0])
     store.close()
 
 
@@ -234,17 +209,6 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, at: int) -> None:
     store.close()
 
 
-def test_a_damaged_file_of_ones_own_is_read_from_another_engine_that_has_it(tmp_path: Path) -> None:
-    one, two = shared(tmp_path, "one"), shared(tmp_path, "two")
-    put(one, KEYS[0])
-    put(two, KEYS[0])
-    path = one._own.path / KEYS[0].hex()[:2] / f"{KEYS[0].hex()}.kv"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert get(one, KEYS[0]) == payload(KEYS[0])
-    one.close()
-    two.close()
-
-
 def test_room_is_made_from_the_ends_of_the_longest_unused_contexts(tmp_path: Path) -> None:
     store = shared(tmp_path, blocks=4)
     put_context(store, 0, 1, 2)
@@ -283,49 +247,6 @@ def test_a_disk_that_is_full_below_the_budget_keeps_what_was_used_last(tmp_path:
     store.close()
 
 
-def test_a_disk_that_others_fill_at_once_costs_two_blocks_a_minute(tmp_path: Path) -> None:
-    now, files = [0.0], FaultyFiles()
-    store = SharedStore(
-        DiskStore.open(tmp_path, identity(), name="one", budget_bytes=100 * FILE_BYTES, files=files),
-        files=files, clock=lambda: now[0],
-    )  # fmt: skip
-    put_context(store, 0, 1, 2, 3, 4, 5)
-    files.before = broken("writev", code=errno.ENOSPC)
-    for left in (4, 2):
-        assert put_context(store, 6, 7, 8) == [PutOutcome.DISK_FULL] * 3
-        assert store.leading(KEYS[:6]) == left
-        now[0] += EVICTION_RETRY_S
-    files.before = lambda name, path: None
-    assert put_context(store, 6, 7, 8) == [PutOutcome.STORED] * 3
-    store.close()
-
-
-def test_files_that_cannot_be_removed_cost_one_block_a_minute(tmp_path: Path) -> None:
-    """As on a file system that has become read-only, where no attempt to make room can succeed."""
-    files = FaultyFiles()
-    store, now = shared(tmp_path, blocks=8, files=files), 100.0
-    store._clock = lambda: now
-    for number in range(8):
-        put(store, KEYS[number])
-    files.before = broken("unlink", "create", code=errno.EROFS)
-    for _ in range(5):
-        assert put(store, KEYS[9]) is PutOutcome.FULL
-    assert [store.leading([each]) for each in KEYS[:8]] == [0] + [1] * 7
-    now += 60.0
-    assert put(store, KEYS[9]) is PutOutcome.FULL
-    assert sum(store.leading([each]) for each in KEYS[:8]) == 6
-    files.before = lambda name, path: None
-    assert put(store, KEYS[9]) is PutOutcome.STORED, "what could not be removed makes room first"
-    assert sum(store.leading([each]) for each in KEYS[:8]) == 6
-    store.close()
-
-
-def test_a_store_with_no_room_for_one_block_is_full(tmp_path: Path) -> None:
-    store = shared(tmp_path, blocks=0)
-    assert put(store, KEYS[0]) is PutOutcome.FULL
-    store.close()
-
-
 def test_who_follows_whom_outlives_the_process(tmp_path: Path) -> None:
     store = shared(tmp_path, blocks=3)
     put_context(store, 0, 1, 2)
@@ -334,77 +255,6 @@ def test_who_follows_whom_outlives_the_process(tmp_path: Path) -> None:
     again = shared(tmp_path, blocks=3)
     assert put(again, KEYS[9]) is PutOutcome.STORED
     assert again.leading(KEYS) == 2
-    again.close()
-
-
-def test_who_reads_does_not_wait_until_a_full_store_knows_who_follows_whom(tmp_path: Path) -> None:
-    """After a restart the first block for which there is no room has all headers read."""
-    before = shared(tmp_path, blocks=4)
-    for number in range(4):
-        put(before, KEYS[number], KEYS[number - 1] if number else b"")
-    before.close()
-    reached, go_on = threading.Event(), threading.Event()
-
-    def stand(name: str, path: Path) -> None:
-        if name == "open" and path.stem == KEYS[3].hex() and threading.current_thread() is writer:
-            reached.set()
-            go_on.wait(10)
-
-    store = shared(tmp_path, blocks=4, files=FaultyFiles(stand))
-    outcomes: list[PutOutcome] = []
-    writer = threading.Thread(target=lambda: outcomes.append(put(store, KEYS[4])))
-    readers_done = threading.Event()
-
-    def read() -> None:
-        get(store, KEYS[0])
-        get(store, KEYS[1])
-        assert store.leading(KEYS[:4]) == 4
-        readers_done.set()
-
-    writer.start()
-    assert reached.wait(10)
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        assert readers_done.wait(5), "it waits for the writer"
-    finally:
-        go_on.set()
-        writer.join()
-        reader.join()
-    assert outcomes == [PutOutcome.STORED]
-    assert [store._has(key) for key in KEYS[:5]] == [True, True, True, False, True]
-
-
-def test_what_happens_while_a_full_store_learns_counts(tmp_path: Path) -> None:
-    before = shared(tmp_path, blocks=4)
-    for number in range(4):  # contexts of one block each, the first the longest unused
-        put(before, KEYS[number])
-    before.close()
-    went_by: list[str] = []
-
-    def meanwhile(name: str, path: Path) -> None:
-        if name == "open" and path.stem == KEYS[3].hex() and not went_by:
-            went_by.append("so")
-            assert get(store, KEYS[0]) == payload(KEYS[0])
-            the_file(tmp_path, KEYS[1]).unlink()
-            with pytest.raises(BlockNotFound):
-                get(store, KEYS[1])
-
-    store = shared(tmp_path, blocks=4, files=FaultyFiles(meanwhile))
-    assert [put(store, KEYS[number]) for number in (4, 5)] == [PutOutcome.STORED] * 2
-    assert went_by
-    assert [store._has(key) for key in KEYS[:6]] == [True, False, False, True, True, True]
-
-
-def test_a_header_that_cannot_be_read_makes_a_block_of_no_context(tmp_path: Path) -> None:
-    store = shared(tmp_path, blocks=3)
-    put_context(store, 0, 1, 2)
-    store.close()
-    path = the_file(tmp_path, KEYS[2])
-    path.write_bytes(b"#" * FILE_BYTES)
-    again = shared(tmp_path, blocks=3)
-    assert put_context(again, 8, 9) == [PutOutcome.STORED] * 2
-    assert again._own.used_bytes <= 3 * FILE_BYTES
     again.close()
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,10 +19,9 @@ from faulty_file_system import (
     payload,
     put,
 )
-from sojourn_server.kv_offload.block_file import FORMAT_VERSION, BlockCorrupt, BlockDefect
+from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
-from sojourn_server.kv_offload.file_system import LocalFileSystem
-from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore, StoreInUse
+from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore
 
 KEYS = [key(number) for number in range(10)]
 
@@ -53,52 +50,6 @@ def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
         assert block_file(store, KEYS[0]).stat().st_ino == written
         assert get(store, KEYS[0]) == payload(KEYS[0])
         assert len(store) == 1
-
-
-@pytest.mark.parametrize("size", [16, 20, 32, 64])
-@pytest.mark.parametrize("fill", [b"\0", b"\xff", b"/", b".", b"\n"])
-def test_any_bytes_make_a_key(tmp_path: Path, size: int, fill: bytes) -> None:
-    name = fill * size
-    with open_store(tmp_path) as store:
-        assert put(store, name) is PutOutcome.STORED
-    with open_store(tmp_path) as store:
-        assert get(store, name) == payload(name)
-        assert store.drop(name)
-        assert files_below(store.path) == []
-
-
-def test_mistakes_of_the_caller_change_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="budget of -1"):
-        DiskStore.open(tmp_path, identity(), budget_bytes=-1)
-    with open_store(tmp_path) as store:
-        put(store, KEYS[0])
-        for name in (b"x" * 15, b"x" * 65, b""):
-            with pytest.raises(ValueError, match="16 to 64 bytes"):
-                put(store, name)
-        with pytest.raises(ValueError, match="95 bytes; expected 96"):
-            store.put(KEYS[1], [bytes(95)])
-        with pytest.raises(ValueError, match="97 bytes; expected 96"):
-            store.get_into(KEYS[0], [bytearray(97)])
-        with pytest.raises(ValueError, match="writable"):
-            store.get_into(KEYS[0], [bytes(BLOCK_BYTES)])
-        assert get(store, KEYS[0]) == payload(KEYS[0])
-        assert (store.keys(), store.used_bytes) == ([KEYS[0]], FILE_BYTES)
-    store.close()
-    with pytest.raises(ValueError, match="is closed"):
-        put(store, KEYS[1])
-
-
-def test_what_was_never_put_or_was_dropped_is_missing(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        put(store, KEYS[0])
-        assert store.drop(KEYS[0])
-        assert not store.drop(KEYS[0])
-        assert not store.has(KEYS[0])
-        for name in KEYS[:2]:
-            with pytest.raises(BlockNotFound, match=name.hex()):
-                get(store, name)
-        assert store.used_bytes == 0
-        assert put(store, KEYS[0]) is PutOutcome.STORED
 
 
 def test_the_budget_is_kept_to_the_byte(tmp_path: Path) -> None:
@@ -132,20 +83,6 @@ def test_the_order_is_that_of_last_use_and_outlives_the_store(tmp_path: Path) ->
     with open_store(tmp_path) as store:
         assert store.keys() == order
         assert all(get(store, name) == payload(name) for name in order)
-
-
-def test_a_clock_that_jumps_back_or_stands_still_does_not_reorder(tmp_path: Path) -> None:
-    times = iter([5_000, 5_000, 100, 7_000, 0, 0])
-    with open_store(tmp_path, clock_ns=lambda: next(times)) as store:
-        for name in KEYS[:4]:
-            put(store, name)
-        assert store.keys() == KEYS[:4]
-    with open_store(tmp_path, clock_ns=lambda: next(times)) as store:
-        assert store.keys() == KEYS[:4]
-        put(store, KEYS[4])
-        get(store, KEYS[0])
-    with open_store(tmp_path) as store:
-        assert store.keys() == [*KEYS[1:5], KEYS[0]]
 
 
 def test_a_damaged_block_is_refused_once_and_gone(tmp_path: Path) -> None:
@@ -182,25 +119,6 @@ def test_a_block_from_another_models_store_is_refused(tmp_path: Path) -> None:
         with pytest.raises(BlockCorrupt) as caught:
             get(store, KEYS[0])
         assert caught.value.reason is BlockDefect.IDENTITY
-
-
-def test_files_that_somebody_removed_are_missing(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        put(store, KEYS[0])
-        block_file(store, KEYS[0]).unlink()
-        block_file(store, KEYS[0]).parent.rmdir()
-        with pytest.raises(BlockNotFound):
-            get(store, KEYS[0])
-        assert (len(store), store.used_bytes) == (0, 0)
-        assert put(store, KEYS[0]) is PutOutcome.STORED
-        put(store, KEYS[1])
-        block_file(store, KEYS[1]).unlink()
-        assert store.drop(KEYS[1])
-        shutil.rmtree(store.path)
-        # Nothing is written into a folder that has no manifest and that another process may make its own.
-        with pytest.raises(StoreError, match="No such file"):
-            put(store, KEYS[2])
-        assert not store.path.exists()
 
 
 def test_opening_takes_up_whole_blocks_only_and_leaves_what_is_not_ours(tmp_path: Path) -> None:
@@ -243,18 +161,6 @@ def test_opening_takes_up_whole_blocks_only_and_leaves_what_is_not_ours(tmp_path
         assert left == {
             store.path / MANIFEST, store.path / "lock", block_file(store, KEYS[2]), block_file(store, KEYS[3])
         }  # fmt: skip
-
-
-def test_a_name_that_goes_while_its_folder_is_looked_through_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "goes").mkdir()
-    (tmp_path / "stays").mkdir()
-    with os.scandir(tmp_path) as entries:
-        seen = nullcontext(list(entries))
-    (tmp_path / "goes").rmdir()
-    monkeypatch.setattr(os, "scandir", lambda path: seen)
-    assert [entry.name for entry in LocalFileSystem().scan(tmp_path)] == ["stays"]
 
 
 def test_opening_reads_no_payload(tmp_path: Path) -> None:
@@ -325,77 +231,6 @@ def test_a_restart_with_something_else_is_refused_and_explained(tmp_path: Path, 
         assert get(store, KEYS[0]) == payload(KEYS[0])
 
 
-def test_several_models_side_by_side_where_that_is_meant(tmp_path: Path) -> None:
-    other = identity(model="tiny@2")
-    with open_store(tmp_path) as store, open_store(tmp_path, model=other, alongside=True) as beside:
-        put(store, KEYS[0])
-        assert not beside.has(KEYS[0])
-        put(beside, KEYS[1])
-    # Both are known now.
-    with open_store(tmp_path) as store, open_store(tmp_path, model=other) as beside:
-        assert (store.keys(), beside.keys()) == ([KEYS[0]], [KEYS[1]])
-    with pytest.raises(IncompatibleStore) as caught:
-        open_store(tmp_path, model=identity(model="tiny@2", kv_dtype="fp8"))
-    assert [difference.field for difference in caught.value.differences] == ["kv_dtype"], "not the nearest"
-
-
-def test_the_ranks_of_one_server_need_not_be_told_of_each_other(tmp_path: Path) -> None:
-    with open_store(tmp_path, model=identity(tp_size=2)) as first:
-        put(first, KEYS[0])
-        with open_store(tmp_path, model=identity(tp_size=2, tp_rank=1)) as second:
-            assert not second.has(KEYS[0])
-    with pytest.raises(IncompatibleStore, match="tp_size"):
-        open_store(tmp_path)
-
-
-@pytest.mark.parametrize("alongside", [False, True])
-def test_the_manifest_decides_and_not_the_name(tmp_path: Path, alongside: bool) -> None:
-    with open_store(tmp_path) as store:
-        put(store, KEYS[0])
-    other = identity(block_tokens=32)
-    renamed = store.path.rename(tmp_path / other.digest().hex()[:16])
-    with pytest.raises(IncompatibleStore, match="block_tokens: found 64, expected 32") as caught:
-        open_store(tmp_path, model=other, alongside=alongside)
-    assert "side by side" not in str(caught.value), "that would not help here"
-    assert files_below(renamed) == [f"{KEYS[0].hex()}.kv"]
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "manifest.json: found ''"),
-        (b"{ this is not JSON", "manifest.json: found '{ this is not"),
-        (b"[" * 60_000, r"manifest.json: found '\[\["),
-        (b"\xff\xfe", "manifest.json: found"),
-        (b'["a list"]', "manifest.json: found"),
-        (b'{"name": "a web app"}', "manifest.json: found"),
-    ],
-)
-def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
-    with open_store(tmp_path) as store:
-        put(store, KEYS[0])
-    (store.path / MANIFEST).write_bytes(content)
-    for options in ({}, {"alongside": True}):
-        with pytest.raises(IncompatibleStore, match=says):
-            open_store(tmp_path, **options)
-    with pytest.raises(IncompatibleStore, match=says):
-        open_store(tmp_path, model=identity(layers=4))
-    assert files_below(store.path) == [f"{KEYS[0].hex()}.kv"]
-    assert (store.path / MANIFEST).read_bytes() == content
-
-
-def test_another_format_and_fields_we_do_not_know_are_named(tmp_path: Path) -> None:
-    open_store(tmp_path).close()
-    manifest = tmp_path / identity().digest().hex()[:16] / MANIFEST
-    content = json.loads(manifest.read_text())
-    content["format"] = FORMAT_VERSION + 1
-    content["sinks"] = 4
-    manifest.write_text(json.dumps(content))
-    with pytest.raises(IncompatibleStore) as caught:
-        open_store(tmp_path)
-    assert caught.value.differences == (("format", 2, 1), ("sinks", 4, None))
-
-
 def test_a_folder_of_the_right_name_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / identity().digest().hex()[:16]
     folder.mkdir()
@@ -410,35 +245,9 @@ def test_a_folder_of_the_right_name_with_something_else_in_it_is_left_alone(tmp_
         assert put(store, KEYS[0]) is PutOutcome.STORED
 
 
-def test_other_things_in_the_root_are_nobodys_business(tmp_path: Path) -> None:
-    (tmp_path / "0123456789abcdef").mkdir()
-    (tmp_path / "old-store").mkdir()
-    (tmp_path / "old-store" / MANIFEST).write_text("{}")
-    (tmp_path / "file").write_text("x")
-    open_store(tmp_path).close()
-
-
 def test_a_root_that_cannot_be_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="Not a directory"):
         open_store(tmp_path / "file")
     with open_store(tmp_path / "several" / "new" / "folders") as store:
         put(store, KEYS[0])
-
-
-def test_one_opener_at_a_time_in_one_process_too(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "root")
-    with open_store(tmp_path / "root"):
-        for root in (tmp_path / "root", tmp_path / "link"):
-            with pytest.raises(StoreInUse, match="in use by this process itself") as caught:
-                open_store(root)
-            assert f"another than {tmp_path / 'root'}, or stop the engine" in caught.value.advice
-            assert "one of its workers" not in caught.value.advice
-    store = open_store(tmp_path / "root")
-    store.close()
-    store.close()
-    with open_store(tmp_path / "link"):
-        store.close()  # again, and it must not let go of another's lock
-        with pytest.raises(StoreInUse):
-            open_store(tmp_path / "root")

@@ -70,73 +70,6 @@ def test_a_disk_that_is_full_at_any_write_leaves_nothing(tmp_path: Path) -> None
         assert store.keys() == KEYS[:2]
 
 
-@pytest.mark.parametrize("name", ["create", "writev", "close", "replace", "mkdir"])
-def test_another_error_while_writing_keeps_its_number_and_leaves_nothing(tmp_path: Path, name: str) -> None:
-    files = FaultyFiles()
-    with open_store(tmp_path, files=files) as store:
-        for code in (errno.EIO, errno.EROFS, errno.EMFILE):
-            with failing(files, broken(name, code=code)), pytest.raises(StoreError) as caught:
-                put(store, KEYS[0])
-            assert caught.value.errno == code
-            assert os.strerror(code) in str(caught.value)
-            assert files_below(store.path) == []
-            assert (len(store), store.used_bytes, files.paths) == (0, 0, {})
-        assert put(store, KEYS[0]) is PutOutcome.STORED
-
-
-def test_a_write_that_writes_nothing_ends(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    with open_store(tmp_path, files=files) as store:
-        files.max_bytes = 0
-        with pytest.raises(StoreError, match="nothing was written"):
-            put(store, KEYS[0])
-        assert (files_below(store.path), store.used_bytes) == ([], 0)
-
-
-def test_an_interrupted_put_leaves_nothing(tmp_path: Path) -> None:
-    files = FaultyFiles()
-
-    def interrupt(name: str, path: Path) -> None:
-        if name == "writev":
-            raise KeyboardInterrupt
-
-    with open_store(tmp_path, files=files) as store:
-        with failing(files, interrupt), pytest.raises(KeyboardInterrupt):
-            put(store, KEYS[0])
-        assert (files_below(store.path), store.used_bytes) == ([], 0)
-        assert put(store, KEYS[0]) is PutOutcome.STORED
-
-
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
-def test_what_the_kernel_says_of_a_full_disk_is_understood(tmp_path: Path) -> None:
-    class Full(FaultyFiles):
-        full = False
-
-        def open(self, path: Path, flags: int) -> int:
-            return super().open(Path("/dev/full") if self.full else path, flags & ~os.O_EXCL)
-
-    files = Full()
-    with open_store(tmp_path, files=files) as store:
-        files.full = True
-        assert put(store, KEYS[0]) is PutOutcome.DISK_FULL
-        assert files_below(store.path) == []
-        files.full = False
-        assert put(store, KEYS[0]) is PutOutcome.STORED
-
-
-def test_a_half_written_file_that_cannot_be_removed_is_counted_until_it_can(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    with open_store(tmp_path, blocks=1, files=files) as store:
-        with failing(files, broken("replace", "unlink")), pytest.raises(StoreError):
-            put(store, KEYS[0])
-        assert files_below(store.path) == [f"{KEYS[0].hex()}.partial"]
-        assert (len(store), store.used_bytes) == (0, FILE_BYTES)
-        with failing(files, broken("unlink")):
-            assert put(store, KEYS[1]) is PutOutcome.FULL
-        assert put(store, KEYS[1]) is PutOutcome.STORED
-        assert (files_below(store.path), store.used_bytes) == ([f"{KEYS[1].hex()}.kv"], FILE_BYTES)
-
-
 @pytest.mark.parametrize("name", ["open", "size", "readv", "close"])
 def test_a_block_that_cannot_be_read_is_put_aside_and_kept(tmp_path: Path, name: str) -> None:
     files = FaultyFiles()
@@ -168,68 +101,6 @@ def test_a_read_error_half_way_fills_half_and_says_so(tmp_path: Path) -> None:
     assert any(found), "the fault came too early to show anything"
 
 
-def test_a_block_put_aside_gives_way_when_its_room_is_needed(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    with open_store(tmp_path, blocks=2, files=files) as store:
-        put(store, KEYS[0])
-        put(store, KEYS[1])
-        with failing(files, broken("readv")), pytest.raises(StoreError):
-            get(store, KEYS[0])
-        assert put(store, KEYS[2]) is PutOutcome.STORED
-        assert (store.keys(), store.used_bytes) == (KEYS[1:3], 2 * FILE_BYTES)
-        assert files_below(store.path) == sorted(f"{name.hex()}.kv" for name in KEYS[1:3])
-        assert put(store, KEYS[3]) is PutOutcome.FULL
-
-
-def test_a_block_put_aside_can_be_put_anew_or_dropped(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    with open_store(tmp_path, blocks=2, files=files) as store:
-        for name in KEYS[:2]:
-            put(store, name)
-            with failing(files, broken("readv")), pytest.raises(StoreError):
-                get(store, name)
-        assert (len(store), store.used_bytes) == (0, 2 * FILE_BYTES)
-        assert store.drop(KEYS[0])
-        assert store.used_bytes == FILE_BYTES
-        assert not store.drop(KEYS[0])
-        with failing(files, broken("unlink")), pytest.raises(StoreError):
-            put(store, KEYS[1])
-        assert store.used_bytes == FILE_BYTES
-        assert put(store, KEYS[1]) is PutOutcome.STORED
-        assert get(store, KEYS[1]) == payload(KEYS[1])
-        assert (store.used_bytes, files_below(store.path)) == (FILE_BYTES, [f"{KEYS[1].hex()}.kv"])
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_read_that_fails_for_want_of_something_else_costs_no_block(tmp_path: Path, code: int) -> None:
-    files = FaultyFiles()
-    with open_store(tmp_path, files=files) as store:
-        put(store, KEYS[0])
-        with failing(files, broken("open", code=code)), pytest.raises(StoreError):
-            get(store, KEYS[0])
-        assert get(store, KEYS[0]) == payload(KEYS[0])
-
-
-def test_a_block_that_cannot_be_removed_is_gone_and_still_counted(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    with open_store(tmp_path, blocks=1, files=files) as store:
-        put(store, KEYS[0])
-        with failing(files, broken("unlink", code=errno.EROFS)), pytest.raises(StoreError) as caught:
-            store.drop(KEYS[0])
-        assert caught.value.errno == errno.EROFS
-        assert (store.has(KEYS[0]), store.used_bytes) == (False, FILE_BYTES)
-        assert store.drop(KEYS[0])
-        assert store.used_bytes == 0
-
-
-def test_times_that_cannot_be_set_cost_nothing_but_the_order(tmp_path: Path) -> None:
-    files = FaultyFiles(broken("set_mtime"))
-    with open_store(tmp_path, files=files) as store:
-        assert put(store, KEYS[0]) is PutOutcome.STORED
-        assert put(store, KEYS[0]) is PutOutcome.ALREADY
-        assert get(store, KEYS[0]) == payload(KEYS[0])
-
-
 def test_opening_on_a_broken_disk_says_so_and_lets_go_of_the_lock(tmp_path: Path) -> None:
     for name in ("mkdir", "create", "writev", "fsync", "close", "replace", "scan", "open"):
         root = tmp_path / name
@@ -241,29 +112,6 @@ def test_opening_on_a_broken_disk_says_so_and_lets_go_of_the_lock(tmp_path: Path
             put(store, KEYS[0])
         with open_store(root) as store:
             assert store.has(KEYS[0])
-
-
-def test_a_torn_file_that_cannot_be_removed_is_no_reason_not_to_open(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        put(store, KEYS[0])
-        put(store, KEYS[1])
-        os.truncate(store.path / KEYS[0].hex()[:2] / f"{KEYS[0].hex()}.kv", 5)
-    with open_store(tmp_path, files=FaultyFiles(broken("unlink"))) as store:
-        assert (store.keys(), store.used_bytes) == ([KEYS[1]], 2 * FILE_BYTES)
-
-
-def test_a_store_next_door_that_cannot_be_read_is_refused_by_its_own_name(tmp_path: Path) -> None:
-    other = DiskStore.open(tmp_path, identity(layers=4), budget_bytes=0)
-    other.close()
-
-    def deny(name: str, path: Path) -> None:
-        if name == "open" and path.parent == other.path:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    with pytest.raises(Exception, match="Permission denied") as caught:
-        open_store(tmp_path, files=FaultyFiles(deny))
-    assert str(other.path) in str(caught.value)
-    open_store(tmp_path, alongside=True).close()
 
 
 @pytest.mark.parametrize("slow", ["writev", "readv", "unlink", "replace", "close", "create", "set_mtime"])
@@ -330,32 +178,6 @@ def test_the_same_block_put_twice_at_a_time_is_written_once(tmp_path: Path) -> N
         for thread in threads:
             thread.join()
     assert outcomes == [PutOutcome.STORED, PutOutcome.ALREADY]
-
-
-def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
-    arrived, go_on = threading.Event(), threading.Event()
-
-    def stall(name: str, path: Path) -> None:
-        if name == "writev":
-            arrived.set()
-            assert go_on.wait(60.0)
-
-    files = FaultyFiles()
-    store = open_store(tmp_path, files=files)
-    with failing(files, stall):
-        writer = threading.Thread(target=put, args=(store, KEYS[0]))
-        writer.start()
-        assert arrived.wait(60.0)
-        closer = threading.Thread(target=store.close)
-        closer.start()
-        closer.join(0.1)
-        with pytest.raises(StoreInUse):
-            open_store(tmp_path)
-        go_on.set()
-        closer.join()
-        writer.join()
-    with open_store(tmp_path) as reopened:
-        assert reopened.keys() == [KEYS[0]]
 
 
 # Processes that die
@@ -469,19 +291,3 @@ def test_a_second_opener_is_refused_until_the_first_has_died(tmp_path: Path) -> 
             DiskStore.open(tmp_path, model, budget_bytes=0).close()
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-def test_a_refusal_within_a_process_keeps_the_lock_against_others(tmp_path: Path) -> None:
-    """POSIX locks go when a process closes any descriptor of the file: who is refused must not have one."""
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from faulty_file_system import identity\n"
-        "from sojourn_server.kv_offload.disk_store import DiskStore\n"
-        "DiskStore.open(sys.argv[1], identity(), budget_bytes=0)"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)]
-    with open_store(tmp_path):
-        with pytest.raises(StoreInUse):
-            open_store(tmp_path)
-        refused = subprocess.run(command, capture_output=True, text=True)
-        assert f"in use by process {os.getpid()}" in refused.stderr
-    assert subprocess.run(command).returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,23 +92,6 @@ def test_parts_that_lie_on_the_device_in_host_memory_and_on_disk_are_one_context
     assert told["context_tokens"] - told["stored_tokens"] < 2 * BLOCK_TOKENS
 
 
-def test_it_is_harmless_while_the_program_runs() -> None:
-    engine = make(disk_blocks=100)
-    engine.add("a1", prompt(1, 330), program_id="A", max_tokens=9)
-    step(engine)
-    assert persist(engine) == ("done", 0, 0, 0), "its first turn is not over"
-    turn(engine, "b1", prompt(2, 40), "B")
-    engine.add("a2", prompt(1, 500), program_id="A", max_tokens=9)
-    step(engine)
-    assert persist(engine)[1:3] == (0, 336), "what its last turn left"
-    while engine.scheduler.has_unfinished_requests():
-        step(engine)
-    idle(engine)
-    assert persist(engine)[:3] == ("writing", 320, 176), "it went on otherwise than its last turn had ended"
-    idle(engine)
-    assert persist(engine) == ("done", 496, 0, 0)
-
-
 def test_what_is_written_stays_when_the_program_is_told_to_have_left() -> None:
     """As its old engine hears it: by the end that exists."""
     engine = make(disk_blocks=100)
@@ -139,28 +121,6 @@ def test_where_there_is_no_disk_the_reason_is_told(options: dict[str, Any], reas
     assert reason in told["reason"]
     assert (told["context_tokens"], told["stored_tokens"], told["pending_tokens"]) == (332, 0, 0)
     assert engine.ask("persist", program_id="nobody") is None
-
-
-def test_after_a_reset_the_reason_is_told() -> None:
-    engine = make(disk_blocks=100)
-    turn(engine, "a1", prompt(1, 330), "A")
-    assert engine.scheduler.reset_prefix_cache()
-    turn(engine, "a2", prompt(1, 330), "A")
-    told = engine.ask("persist", program_id="A")
-    assert (told["state"], told["stored_tokens"]) == ("unsupported", 0)
-    assert "the cache was reset, after which this engine writes nothing to disk" in told["reason"]
-
-
-def test_tiers_that_are_off_say_so() -> None:
-    engine = make(strict=False, disk_blocks=100)
-    turn(engine, "a1", prompt(1, 330), "A")
-    engine.scheduler.connector.turn_off("a test")
-    assert "off: a test" in engine.ask("persist", program_id="A")["reason"]
-    engine = make(strict=False, disk_blocks=100)
-    turn(engine, "a1", prompt(1, 330), "A")
-    engine.scheduler.connector.planner.persist = None
-    assert "off: an internal error of sojourn (TypeError)" in engine.ask("persist", program_id="A")["reason"]
-    turn(engine, "a2", prompt(1, 400), "A")  # and the engine goes on
 
 
 # -- what an operator sets ---------------------------------------------------------------------
@@ -221,40 +181,3 @@ def test_ranks_add_their_number_to_the_name_that_all_are_given(
         settings = read_settings(engine, monkeypatch, rank_config(rank, dense=dense), **disk)
         found.append(settings.disk_name)
     assert found == names.split()
-
-
-@pytest.mark.parametrize(("dense", "names"), [(False, "rank.0 rank.1"), (True, "- rank.1")])
-def test_data_parallel_ranks_without_a_name_have_stores_of_their_own(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, dense: bool, names: str
-) -> None:
-    stores = []
-    for rank, name in enumerate(names.split()):
-        disk = {"disk": str(tmp_path), "disk_bytes": 1 << 30}
-        settings = read_settings(make(), monkeypatch, rank_config(rank, dense=dense), **disk)
-        assert settings.disk_name == (None if name == "-" else name)
-        stores.append(settings.open_disk(64, 1)[0])  # raises if another rank has the store
-    for store in stores:
-        store.close()
-
-
-def test_capabilities_tell_a_gateway_that_others_read_the_disk() -> None:
-    engine = make(disk_blocks=100)
-    assert "shared" not in engine.ask("capabilities")["tiers"]["disk"]
-    planner = engine.scheduler.connector.planner
-    planner.limits = replace(planner.limits, shared=True)
-    assert engine.ask("capabilities")["tiers"]["disk"]["shared"] is True
-
-
-@pytest.mark.parametrize("name", ["", "a/b", 7, True, "x" * 65])
-def test_a_name_that_cannot_be_one_is_refused(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sojourn_server.vllm.plugin_settings import SettingsError
-
-    with pytest.raises(SettingsError, match=r"disk_name \(--kv-disk-name\) is"):
-        read_settings(make(), monkeypatch, disk="/d", disk_bytes=1 << 30, disk_name=name)
-
-
-def test_a_name_without_a_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sojourn_server.vllm.plugin_settings import SettingsError
-
-    with pytest.raises(SettingsError, match="expected a disk, and letters"):
-        read_settings(make(), monkeypatch, disk_name="a")

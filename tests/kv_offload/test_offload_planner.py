@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
@@ -41,23 +40,6 @@ def test_a_step_is_asked_for_until_it_is_known_what_the_disk_holds() -> None:
     assert planner.lookup("r", [key(1)], 0.0) is None, "it is being read"
 
 
-def test_nobody_asks_for_ever() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=4))
-    for _ in range(100):
-        planner.take_jobs()
-    assert not planner.has_jobs
-
-
-def test_the_state_adds_up() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=10))
-    planner.take_results(OffloadResults(on_disk=[key(7), key(8)]))
-    planner.plan_save(key(1), 1)
-    state = planner.state()
-    assert state["host"] == {"used": 1, "free": 3}
-    assert state["disk"] == {"used": 2, "free": 8}
-    assert state["moves"] == {"saved": 1}
-
-
 def stored(planner: OffloadPlanner, keys: list[bytes], rank: int = RetentionRank.PLAIN) -> None:
     """Copied ahead of need, in a step."""
     planner.store([(each, 1) for each in keys], rank)
@@ -81,23 +63,6 @@ def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
     assert in_host(planner, context) == [True] * 50 + [False] * 30
 
 
-def test_of_what_was_read_or_stored_again_too() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100))
-    context = keys(0, 80)
-    stored(planner, context)
-    assert planner.lookup("r", context, 0.0) == 80
-    planner.load("r", context, range(80))
-    planner.take_jobs()
-    assert planner.take_loaded("r") == 80
-    for number in range(1000, 1030):
-        planner.plan_save(key(number), 2)
-    assert in_host(planner, context) == [True] * 70 + [False] * 10
-    stored(planner, context[:70])
-    for number in range(1030, 1080):
-        planner.plan_save(key(number), 2)
-    assert in_host(planner, context) == [True] * 50 + [False] * 30, "newer than what was evicted before"
-
-
 def test_what_a_request_waits_for_is_pinned_until_it_is_loaded_or_given_up() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=100))
     stored(planner, keys(0, 20))
@@ -115,16 +80,6 @@ def test_what_a_request_waits_for_is_pinned_until_it_is_loaded_or_given_up() -> 
     assert planner.pinned_host_blocks == 0
     planner.store([(key(50), 1)])
     assert planner.pinned_host_blocks == 1, "a copy fills it"
-
-
-def test_for_a_whole_context_there_are_jobs_that_need_not_be_waited_for_together() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100))
-    assert planner.store([(each, number) for number, each in enumerate(keys(0, 80))]) == 80
-    assert planner.under_way == 3
-    assert planner.plan_save(key(79), 79)
-    jobs = planner.take_jobs()
-    assert [len(copies) for copies in jobs.stores.values()] == [32, 32]
-    assert len(jobs.saves) == 16, "only the last job is done at once"
 
 
 def test_where_room_is_short_the_beginning_is_stored() -> None:
@@ -154,21 +109,6 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
 
 
-def test_only_what_belongs_on_disk_has_another_rank_until_it_is_there() -> None:
-    assert {rank: rank.until_written for rank in RetentionRank if rank.until_written != rank} == {
-        RetentionRank.COLD: RetentionRank.IDLE
-    }
-
-
-def test_an_order_to_write_is_void_when_its_program_is_wanted_elsewhere() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
-    planner.take_results(OffloadResults(on_disk=[]))
-    stored(planner, keys(0, 30), 3)
-    planner.write_to_disk(keys(0, 30), 1)
-    planner.set_rank(keys(0, 30), RetentionRank.WANTED)
-    assert not planner.take_jobs().spills
-
-
 def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
     planner.take_results(OffloadResults(on_disk=[]))
@@ -180,25 +120,6 @@ def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> Non
     for _ in range(200):
         assert not planner.take_jobs().spills
     assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
-
-
-def test_nothing_takes_the_place_of_what_is_about_to_be_read() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=40))
-    stored(planner, keys(0, 40), 3)
-    planner.set_rank(keys(0, 20), RetentionRank.WANTED)
-    planner.plan_save(key(5), 7, 0)
-    assert planner.store([(each, 1) for each in keys(100, 40)], 3) == 20
-    assert in_host(planner, keys(0, 40)) == [True] * 20 + [False] * 20
-    assert planner.host.get(key(5)).rank == RetentionRank.WANTED  # type: ignore[union-attr]
-
-
-def test_what_is_fetched_does_not_take_the_place_of_its_own_beginning() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=100))
-    planner.take_results(OffloadResults(on_disk=keys(10, 20)))
-    stored(planner, keys(0, 10))
-    stored(planner, keys(100, 10))
-    assert planner.fetch(keys(0, 30), RetentionRank.WANTED) == 10
-    assert in_host(planner, keys(0, 20)) == [True] * 20
 
 
 def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
@@ -215,91 +136,6 @@ def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
     assert all(in_host(planner, keys(0, 30)))
 
 
-def test_of_a_context_only_what_is_new_is_looked_at() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=400))
-    context = [(each, 1) for each in keys(0, 100)]
-    assert planner.store_if_room(context[79::-1]) == 80
-    looked_at = iter(context[::-1])
-    assert planner.store_if_room(looked_at) == 20
-    assert len([*looked_at]) == 79
-    assert planner.store_if_room(context[::-1]) == 0
-
-
-def test_spare_copies_are_not_written_to_disk() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=100))
-    planner.take_results(OffloadResults(on_disk=[]))
-    planner.store_if_room([(each, 1) for each in keys(0, 40)])
-    planner.take_results(OffloadResults(stored=dict.fromkeys(planner.take_jobs().stores, CopyResult.MOVED)))
-    assert not planner.take_jobs().spills
-    for number in range(35):
-        planner.plan_save(key(number), 1)
-    (files,) = planner.take_jobs().spills.values()
-    assert len(files) == 5, "what is lost now is"
-
-
-def test_spare_copies_do_not_take_each_others_place() -> None:
-    """Else each turn copies its whole context again, as soon as not all contexts fit."""
-    planner = OffloadPlanner(TierLimits(host_slots=60))
-    copied = []
-    for turn in range(6):
-        for program in range(5):
-            context = keys(1000 * program, 20 + turn)
-            copied.append(planner.store_if_room([(each, 1) for each in context[::-1]]))
-            jobs = planner.take_jobs()
-            planner.take_results(OffloadResults(stored=dict.fromkeys(jobs.stores, CopyResult.MOVED)))
-    assert sum(copied) == 60
-
-
-def test_with_another_rank_the_end_goes_first_all_the_same() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=40))
-    stored(planner, keys(0, 30))
-    planner.set_rank(keys(0, 30), 0)
-    for number in range(100, 120):
-        planner.plan_save(key(number), 1)
-    assert planner.lookup("r", keys(0, 30), 0.0) == 20
-
-
-def test_what_was_written_by_order_is_reused_and_deleted_end_first() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=30))
-    planner.take_results(OffloadResults(on_disk=[]))
-    stored(planner, keys(0, 30), 4)
-    planner.write_to_disk(keys(0, 30), 2)
-    answered(planner)
-    for number in range(100, 120):
-        planner.plan_save(key(number), 1)
-    assert in_host(planner, keys(0, 30)) == [True] * 20 + [False] * 10
-    planner.disk.make_room(10)
-    assert [each in planner.disk for each in keys(0, 30)] == [True] * 20 + [False] * 10
-
-
-@pytest.mark.parametrize("who", ["a request", "a prefetch"])
-def test_what_was_read_is_deleted_end_first_too(who: str) -> None:
-    """Its beginning used to be deleted first, and then the rest on disk is of no use."""
-    planner, context = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=60)), keys(0, 30)
-    planner.take_results(OffloadResults(on_disk=[*context[::-1], *keys(100, 30)]))
-    stored(planner, context[:5])
-    if who == "a request":
-        assert planner.lookup("r", context, 0.0) is None
-    else:
-        assert planner.fetch(context) == 25
-    stages = planner.take_jobs().stages
-    moved = {job: {file.key: CopyResult.MOVED for file in files} for job, files in stages.items()}
-    planner.take_results(OffloadResults(staged=moved))
-    planner.disk.make_room(40)
-    assert not any(each in planner.disk for each in keys(100, 30)), "those were used before"
-    assert [each in planner.disk for each in context] == [True] * 20 + [False] * 10
-
-
-def test_what_is_fetched_takes_nothing_that_another_is_about_to_read() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=100))
-    planner.take_results(OffloadResults(on_disk=keys(100, 20)))
-    stored(planner, keys(0, 20))
-    planner.set_rank(keys(0, 20), RetentionRank.WANTED)
-    planner.write_to_disk(keys(0, 5), 2)
-    assert planner.fetch(keys(100, 20), RetentionRank.WANTED) == 0
-    assert all(in_host(planner, keys(0, 20)))
-
-
 def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=100))
     planner.take_results(OffloadResults(on_disk=[]))
@@ -312,31 +148,6 @@ def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> No
     failed = {job: {file.key: CopyResult.FAILED for file in files} for job, files in jobs.spills.items()}
     planner.take_results(OffloadResults(spilled=failed))
     assert not planner.has_jobs, "and a disk that fails is left alone for a while"
-
-
-def test_a_disk_that_always_fails_leaves_no_orders_behind_for_what_is_here_no_more() -> None:
-    """Orders of what had long made way used to stay for as long as the disk was left alone: for ever."""
-    planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=100))
-    planner.take_results(OffloadResults(on_disk=[]))
-    for number in range(200):
-        context = keys(100 * number, 20)
-        stored(planner, context, RetentionRank.COLD.until_written)
-        planner.write_to_disk(context, RetentionRank.COLD)
-        failing(planner)
-        assert len(planner.disk._requested_writes) <= 2 * 40
-    here = keys(100 * 198, 20) + keys(100 * 199, 20)
-    ranks = {planner.host.get(each).rank for each in here}  # type: ignore[union-attr]
-    assert ranks == {RetentionRank.COLD}, "and takes no room from others for ever"
-    for _ in range(5000):
-        answered(planner)
-    assert all(each in planner.disk for each in here), "what is here is still to be written"
-
-
-def failing(planner: OffloadPlanner) -> None:
-    """One step whose spills fail."""
-    spills = planner.take_jobs().spills
-    failed = {job: {file.key: CopyResult.FAILED for file in files} for job, files in spills.items()}
-    planner.take_results(OffloadResults(spilled=failed))
 
 
 def waited_s(planner: OffloadPlanner, request: str, context: list[bytes], now: float) -> float:
@@ -371,18 +182,6 @@ def test_whoever_waits_for_a_disk_as_it_begins_to_hang_goes_on_with_the_first() 
     assert planner.lookup("second", second, 9.0) is None
     assert planner.lookup("first", first, 10.0) == 0
     assert planner.lookup("second", second, 10.0) == 0
-
-
-def test_a_read_that_ended_while_the_engine_was_idle_is_no_hang() -> None:
-    """An idle engine makes no steps, and a worker answers with a step."""
-    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=100))
-    planner.take_results(OffloadResults(on_disk=keys(0, 20)))
-    assert planner.fetch(keys(0, 20)) == 20
-    [read] = planner.take_jobs().stages
-    assert planner.lookup("r", keys(0, 20), 1000.0) is None
-    planner.take_jobs()
-    planner.take_results(OffloadResults(staged={read: dict.fromkeys(keys(0, 20), CopyResult.MOVED)}))
-    assert planner.lookup("r", keys(0, 20), 1000.1) == 20
 
 
 def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from sojourn_server.kv_offload.tier_limits import TierLimits
 
 pytest.importorskip("torch")
 
-from faulty_file_system import FaultyFiles
 from offload_harness import Engine, nothing_is_pinned, slots_add_up
 from sojourn_server.kv_offload.disk_store import block_path
 
@@ -65,22 +62,6 @@ def test_on_the_way_back_each_reads_what_the_other_has_added(pair: tuple[Engine,
     assert (a.planner.counts["staged"], a.planner.counts["shared"]) == (10, 2)
 
 
-@pytest.mark.parametrize("lost", [0, 4, 9])
-def test_a_block_that_its_owner_drops_before_it_is_read_is_computed(
-    pair: tuple[Engine, Engine], lost: int
-) -> None:
-    a, b = pair
-    assert a.disk is not None
-    assert b.ask(CHAIN) is None, "they are looked for"
-    b.step()
-    b.steps_until(lambda: bool(b.planner.disk._elsewhere))
-    a.disk.drop(CHAIN[lost])
-    assert b.wait_for(CHAIN) == lost
-    assert b.planner.counts["stage_missing"] == 1
-    assert key(lost) not in b.planner.disk._elsewhere
-    b.planner.abandon("r")
-
-
 def test_a_torn_file_is_computed_and_stays_its_owners(pair: tuple[Engine, Engine]) -> None:
     a, b = pair
     assert a.disk is not None
@@ -92,19 +73,6 @@ def test_a_torn_file_is_computed_and_stays_its_owners(pair: tuple[Engine, Engine
     b.planner.abandon("r")
     b.rest()
     assert path.read_bytes() == spoilt
-
-
-def test_a_store_that_vanishes_is_computed(pair: tuple[Engine, Engine]) -> None:
-    a, b = pair
-    assert a.disk is not None
-    assert b.ask(CHAIN) is None
-    b.step()
-    b.steps_until(lambda: bool(b.planner.disk._elsewhere))
-    shutil.rmtree(a.disk.path)
-    assert b.wait_for(CHAIN) == 0
-    assert b.wait_for(CHAIN, "s") == 0
-    for request_id in "rs":
-        b.planner.abandon(request_id)
 
 
 def test_a_store_of_other_weights_is_nobodys_sibling(tmp_path: Path) -> None:
@@ -126,25 +94,6 @@ def test_whoever_has_no_name_reads_no_others(pair: tuple[Engine, Engine], tmp_pa
     plain = Engine(tmp_path, blocks=12, slots=12, disk_blocks=12)
     assert plain.wait_for(CHAIN) == 0
     plain.close()
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
-def test_a_disk_that_cannot_be_read_ends_nothing(tmp_path: Path, code: int) -> None:
-    files = FaultyFiles()
-    a, b = Engine(tmp_path, name="a", **SHAPE), Engine(tmp_path, name="b", files=files, **SHAPE)
-    a.persist(CHAIN, a.compute(CHAIN))
-
-    def fail(name: str, path: Path) -> None:
-        if name in ("open", "scan") and "-a" in str(path):
-            raise OSError(code, os.strerror(code), str(path))
-
-    files.before = fail
-    assert b.wait_for(CHAIN) == 0
-    files.before = lambda name, path: None
-    b.now += 10  # whoever was found to be alone does not look again at once
-    b.load(CHAIN, "later")
-    a.close()
-    b.close()
 
 
 # -- the planner's rules ---------------------------------------------------------------------
@@ -187,57 +136,6 @@ def test_a_request_waits_for_others_for_so_long_and_no_longer() -> None:
     assert asked.lookup("s", CHAIN, 11.2) is None
     ((_, files),) = asked.take_jobs().stages.items()
     assert [(file.key, file.shared) for file in files] == [(each, True) for each in CHAIN]
-
-
-def test_whoever_is_alone_does_not_ask_for_a_while() -> None:
-    asked = planner()
-    assert asked.lookup("r", CHAIN, 0.0) is None
-    (job,) = asked.take_jobs().probes
-    asked.take_results(OffloadResults(probed={job: ProbeResult(0, 0)}))
-    assert asked.lookup("s", CHAIN, 4.9) == 0
-    assert asked.lookup("t", CHAIN, 5.0) is None
-
-
-def test_only_what_is_nowhere_here_is_looked_for() -> None:
-    asked = planner(min_probe_blocks=2)
-    asked.take_results(OffloadResults(on_disk=CHAIN[2:4]))
-    for number in range(2):
-        asked.plan_save(CHAIN[number], number)
-    assert asked.lookup("r", CHAIN, 0.0) is None
-    jobs = asked.take_jobs()
-    ((job, looked_for),) = jobs.probes.items()
-    assert list(looked_for) == CHAIN[4:]
-    assert not jobs.stages, "what is here is read together with it"
-    asked.take_results(OffloadResults(probed={job: ProbeResult(3, 2)}))
-    assert asked.lookup("r", CHAIN, 0.1) is None
-    ((_, files),) = asked.take_jobs().stages.items()
-    assert [(file.key, file.shared) for file in files] == [
-        (each, index >= 4) for index, each in enumerate(CHAIN[:7]) if index >= 2
-    ]
-
-
-def test_a_request_that_has_gone_is_not_remembered() -> None:
-    asked = planner()
-    for number in range(100):
-        assert asked.lookup(f"r{number}", CHAIN, 0.0) is None
-        asked.abandon(f"r{number}")
-    jobs = asked.take_jobs().probes
-    assert asked.under_way == len(jobs) == 100
-    asked.take_results(OffloadResults(probed=dict.fromkeys(jobs, ProbeResult(0, 1))))
-    assert not asked.under_way
-    assert not asked.disk._probed
-
-
-def test_what_is_remembered_of_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_server.kv_offload.disk_planner.MAX_FOUND_KEYS", 15)
-    asked = planner()
-    for number in range(5):
-        chain = [key(1000 * number + index) for index in range(10)]
-        assert asked.lookup(f"r{number}", chain, 0.0) is None
-        (job,) = asked.take_jobs().probes
-        asked.take_results(OffloadResults(probed={job: ProbeResult(10, 1)}))
-        asked.abandon(f"r{number}")
-        assert len(asked.disk._elsewhere) <= 15
 
 
 def test_after_a_reset_nothing_of_others_is_read_and_nothing_is_written_for_them() -> None:
@@ -332,10 +230,3 @@ def test_a_probe_that_is_not_answered_holds_nobody() -> None:
     (stage,) = asked.take_jobs().stages
     asked.take_results(OffloadResults(staged={stage: {CHAIN[0]: CopyResult.MOVED}}))
     assert asked.lookup("s", CHAIN, 6.8) == 1
-
-
-def test_so_many_searches_are_open_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_server.kv_offload.disk_planner.MAX_OPEN_PROBES", 3)
-    asked = planner()
-    assert [asked.lookup(f"r{number}", CHAIN, 0.0) for number in range(5)] == [None, None, None, 0, 0]
-    assert len(asked.take_jobs().probes) == asked.under_way == 3

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, broken, identity, key, payload
+from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, identity, key, payload
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
-from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, StoreError, block_path
+from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, block_path
 from sojourn_server.kv_offload.offload_jobs import ProbeResult
 from sojourn_server.kv_offload.shared_store import SEARCH_S, SiblingStores
 from sojourn_server.kv_offload.store_folder import (
     MANIFEST,
-    IncompatibleStore,
     StoreInUse,
     is_store_name,
     store_name,
@@ -80,18 +77,6 @@ def test_one_engine_at_a_time_has_a_name(tmp_path: Path) -> None:
         open_store(tmp_path, None)
 
 
-def test_a_named_store_of_something_else_is_refused_as_any(tmp_path: Path) -> None:
-    open_store(tmp_path, "a").close()
-    with pytest.raises(IncompatibleStore, match="layers: found 3, expected 4"):
-        DiskStore.open(tmp_path, identity(layers=4), budget_bytes=0, name="b")
-    # And one of the right name alone does not make a store another's.
-    shutil.move(str(tmp_path / identity().digest().hex()[:16]) + "-a", tmp_path / "moved")
-    folder = tmp_path / f"{identity(layers=4).digest().hex()[:16]}-a"
-    shutil.move(str(tmp_path / "moved"), folder)
-    with pytest.raises(IncompatibleStore, match="layers: found 3, expected 4"):
-        DiskStore.open(tmp_path, identity(layers=4), budget_bytes=0, name="a", alongside=True)
-
-
 # -- looking and reading ------------------------------------------------------------------
 
 
@@ -112,15 +97,6 @@ def test_what_others_have_written_is_found_and_read(tmp_path: Path) -> None:
         with pytest.raises(BlockNotFound):
             read(sibling_stores, KEYS[5])
         assert tree(tmp_path) == before, "a reader leaves no trace, nor a use"
-
-
-def test_whoever_is_alone_is_told_so(tmp_path: Path) -> None:
-    with open_store(tmp_path, "a", *KEYS[:3]) as own:
-        sibling_stores = of(own)
-        assert sibling_stores.leading(KEYS) == ProbeResult(0, 0)
-        with open_store(tmp_path, "b", KEYS[0]):
-            assert sibling_stores.leading(KEYS) == ProbeResult(1, 1), "it has come since"
-        assert sibling_stores.leading(KEYS) == ProbeResult(1, 1), "the engine has gone, its blocks are there"
 
 
 def test_a_search_of_a_slow_share_ends_in_time_with_what_it_has_found(tmp_path: Path) -> None:
@@ -161,44 +137,6 @@ def test_the_store_of_something_else_is_no_sibling(tmp_path: Path, changed: dict
         assert block_path(disguised, KEYS[0]).exists(), "it is not ours to remove"
 
 
-def test_a_block_that_its_owner_drops_in_between_is_missing(tmp_path: Path) -> None:
-    with open_store(tmp_path, "a", *KEYS[:3]) as owner, open_store(tmp_path, "b") as own:
-        sibling_stores = of(own)
-        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
-        owner.drop(KEYS[1])
-        assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
-        with pytest.raises(BlockNotFound):
-            read(sibling_stores, KEYS[1])
-        assert sibling_stores.leading(KEYS) == ProbeResult(1, 1)
-
-
-def test_a_block_that_its_owner_drops_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
-    with open_store(tmp_path, "a", KEYS[0]) as owner, open_store(tmp_path, "b") as own:
-
-        def drop(name: str, path: Path) -> None:
-            if name == "readv" and path.suffix == ".kv":
-                owner.drop(KEYS[0])
-
-        sibling_stores = of(own, FaultyFiles(drop, max_bytes=50))
-        assert sibling_stores.leading(KEYS[:1]) == ProbeResult(1, 1)
-        assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
-        assert not owner.has(KEYS[0])
-
-
-def test_a_store_that_vanishes_is_gone(tmp_path: Path) -> None:
-    with open_store(tmp_path, "b") as own:
-        store = open_store(tmp_path, "a", *KEYS[:3])
-        sibling_stores = of(own)
-        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
-        store.close()
-        shutil.rmtree(store.path)
-        with pytest.raises(BlockNotFound):
-            read(sibling_stores, KEYS[0])
-        assert sibling_stores.leading(KEYS) == ProbeResult(0, 0)
-        shutil.rmtree(tmp_path)
-        assert sibling_stores.leading(KEYS) == ProbeResult(0, 0)
-
-
 @pytest.mark.parametrize("how", ["cut off", "longer", "flipped"])
 def test_a_torn_file_is_never_taken_for_a_block_and_left_to_its_owner(tmp_path: Path, how: str) -> None:
     with open_store(tmp_path, "a", *KEYS[:2]) as owner, open_store(tmp_path, "b") as own:
@@ -216,28 +154,6 @@ def test_a_torn_file_is_never_taken_for_a_block_and_left_to_its_owner(tmp_path: 
         with open_store(tmp_path, "c", KEYS[0]):
             assert sibling_stores.leading(KEYS[:1]) == ProbeResult(1, 2)
             assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE])
-def test_what_cannot_be_read_is_an_error_and_what_cannot_be_looked_at_is_not_there(
-    tmp_path: Path, code: int
-) -> None:
-    with open_store(tmp_path, "a", *KEYS[:3]), open_store(tmp_path, "b") as own:
-        files = FaultyFiles()
-        sibling_stores = of(own, files)
-        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
-        files.before = broken("readv", code=code)
-        with pytest.raises(StoreError, match=os.strerror(code)) as caught:
-            read(sibling_stores, KEYS[0])
-        assert caught.value.errno == code
-        files.before = broken("size", code=code)
-        assert sibling_stores.leading(KEYS).found == 0
-        files.before = broken("scan", code=code)
-        assert sibling_stores.leading(KEYS) == ProbeResult(0, 0)
-        files.before = lambda name, path: None
-        assert sibling_stores.leading(KEYS) == ProbeResult(3, 1)
-        assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
-        assert not files.paths, "every file was closed"
 
 
 def test_mistakes_of_the_caller(tmp_path: Path) -> None:

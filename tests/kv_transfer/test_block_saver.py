@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_transfer_requests import FULL_TOKENS, Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
-from sojourn_server.kv_transfer.block_saver import LOOKUP_BATCH_KEYS
 from sojourn_server.kv_transfer.transfer_jobs import FetchJob, SaveJob, TransferJobs
 from sojourn_server.kv_transfer.transfer_worker import TransferWorker
-from toy_transfer_engine import MemoryStore, ToyEngine, expected, run, settle
 
 SOON_S = 60.0
 PATIENCE_S = 1.5
@@ -149,17 +144,6 @@ def test_what_is_left_of_a_request_is_stored_step_by_step_while_its_blocks_are_h
     assert not worker.take_results().stored
 
 
-def test_what_the_last_step_gave_is_not_given_again_but_what_it_could_not_give_is(make: Make) -> None:
-    books = Books(room=2)
-    worker = make(books, Gate())
-    step(worker, TransferJobs(saves=saves(4)))
-    assert worker.take_results().stored == {"r": 2}
-    books.room = 1000
-    step(worker, TransferJobs(saves=saves(6), holds=["r"]))
-    steps(worker, lambda: bool(worker.take_sent()))
-    assert [key for key, _, _ in books.stored] == [b"k%d" % at for at in range(6)]
-
-
 @pytest.mark.parametrize("which", ["hangs", "takes nothing"])
 def test_blocks_are_held_no_longer_than_patience_for_a_store_that(
     make: Make, now: list[float], which: str
@@ -210,77 +194,6 @@ def test_a_request_larger_than_what_may_be_held_is_stored_if_no_other_is_held(ma
     assert worker.take_sent() == {"r"}
 
 
-def test_while_a_look_hangs_requests_that_end_leave_nothing_behind(make: Make, now: list[float]) -> None:
-    books, gate = Books(room=0), Gate(shut=True)
-    worker = make(books, gate)
-    step(worker, TransferJobs(saves=saves(3, "first"), holds=["first"]))
-    assert gate.reached.wait(SOON_S)
-    for number in range(200):
-        now[0] += PATIENCE_S / 4
-        name = f"r{number}"
-        step(worker, TransferJobs(saves=saves(20, name), holds=[name]))
-        worker.take_sent()
-    now[0] += PATIENCE_S
-    step(worker)
-    worker.take_sent()
-    assert worker.open_operations == 0
-    lane = worker._saving._lane._work
-    assert lane.qsize() < 10, "looks do not pile up behind one that hangs"
-    gc.collect()
-    kept = [each for each in gc.get_objects() if type(each) is SaveJob and each.request != "r"]
-    assert not kept, "what was given up is not kept for the store to come back"
-
-
-def test_what_ends_while_a_look_hangs_is_given_to_be_stored_without_one(make: Make, now: list[float]) -> None:
-    books, gate = Books(), Gate(shut=True)
-    worker = make(books, gate)
-    worker.begin_step(TransferJobs(saves=saves(2, "running")))
-    assert gate.reached.wait(SOON_S)
-    worker.end_step()
-    given = len(books.stored)
-    now[0] += PATIENCE_S
-    step(worker, TransferJobs(saves=saves(3, "r"), holds=["r"]))
-    assert worker.take_sent() == {"r"}
-    assert [key for key, _, _ in books.stored[given:]] == [b"k0", b"k1", b"k2"]
-    gate.open.set()
-    steps(worker, lambda: not worker._saving._open_lookups)
-    gate.have.add(b"k0")
-    step(worker, TransferJobs(saves=saves(2, "later"), holds=["later"]))
-    steps(worker, lambda: worker.take_sent() == {"later"})
-    assert [key for key, _, _ in books.stored[given + 3 :]] == [b"k1"], "once it answers it is asked again"
-
-
-def test_what_a_step_under_way_refused_is_stored_at_the_end_and_nothing_twice(make: Make) -> None:
-    """The end of the request was planned before the results of two steps were known."""
-    books, gate = Books(), Gate()
-    worker = make(books, gate, concurrent_steps=2)
-    books.room = 1
-    step(worker, TransferJobs(saves=saves(2)))
-    books.room = 1000
-    step(worker, TransferJobs(saves=saves(3, first=2)))
-    assert worker.take_results().stored == {"r": 1}
-    step(worker, TransferJobs(saves=saves(4), holds=["r"]))
-    steps(worker, lambda: worker.take_sent() == {"r"})
-    assert [key for key, _, _ in books.stored] == [b"k0", b"k2", b"k1", b"k3"]
-
-
-def test_an_error_while_blocks_are_held_does_not_hold_them_for_ever(
-    make: Make, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    books = Books()
-
-    def fail(*arguments: Any) -> bool:
-        raise ValueError("ours")
-
-    monkeypatch.setattr(books, "store", fail)
-    worker = make(books, Gate(), strict=False)
-    step(worker, TransferJobs(saves=saves(3), holds=["r"]))
-    steps(worker, lambda: worker.counts["errors"] > 0)
-    now[0] += PATIENCE_S
-    step(worker)
-    assert worker.take_sent() == {"r"}
-
-
 def test_one_look_that_hangs_costs_patience_once(make: Make, now: list[float]) -> None:
     gate = Gate(shut=True)
     worker = make(Books(), gate)
@@ -299,46 +212,3 @@ def test_one_look_that_hangs_costs_patience_once(make: Make, now: list[float]) -
             break
         worker.take_results()
     assert [b"b"] not in gate.asked, "nobody waited for it any more"
-
-
-def test_a_store_that_answers_slowly_is_waited_for_as_long_as_it_answers(
-    make: Make, now: list[float]
-) -> None:
-    gate = Gate([b"k%d" % at for at in range(90)])
-    leading = gate.leading
-
-    def slow(keys: Sequence[bytes]) -> int:
-        now[0] += PATIENCE_S - 0.1
-        return leading(keys)
-
-    gate.leading = slow  # type: ignore[method-assign]
-    worker = make(Books(), gate)
-    step(worker, TransferJobs(fetches=[FetchJob(1, [b"k%d" % at for at in range(80)])]))
-    ready: dict[int, int] = {}
-    steps(worker, lambda: bool(ready.update(worker.take_results().ready) or ready))
-    assert worker.counts["looks_given_up"] == 0
-    assert [len(keys) for keys in gate.asked] == [LOOKUP_BATCH_KEYS] * 5
-
-
-def test_a_long_prompt_with_a_short_answer_is_stored_whole(tmp_path: Path) -> None:
-    store = MemoryStore()
-    made = [ToyEngine(name, store, f"unix:{tmp_path / name}", max_saves=2) for name in "pd"]
-    p, d = made
-    try:
-        tokens = prompt(1, 20 * FULL_TOKENS + 5)
-        first = p.add(Request("r", tokens, to_prefill("t", d.address)))
-        run(lambda: "r" in p.done, p, d)
-        d.add(Request("r", tokens, first.answer))
-        settle(p, d)
-        assert d.done["r"].request.output == expected(tokens, 1)
-        assert set(store.blocks) == set(full_keys(tokens))
-        longer = [*tokens, *prompt(2, 3 * FULL_TOKENS)]
-        second = p.add(Request("s", longer, to_prefill("u", d.address)), on_device=20 * FULL_TOKENS)
-        run(lambda: "s" in p.done, p, d)
-        assert second.answer is not None
-        d.add(Request("s", longer, {**second.answer, "stored": 0}))
-        settle(p, d)
-        assert set(store.blocks) == set(full_keys(longer)), "however much of it stood there before"
-    finally:
-        for engine in made:
-            engine.close()

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
+from fake_transfer_requests import FULL_TOKENS, Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_transfer.rank_transfers import (
-    RankAnswers,
     combined_status,
     jobs_of_rank,
     rank_address,
@@ -67,46 +66,6 @@ def test_each_worker_moves_its_part(
     for ours, theirs in zip(p.ranks, d.ranks, strict=True):
         read = [each.manager.core.ctx.counts["blocks_read"] for each in (ours, theirs)]
         assert read == [STORED - round(STORED * share), round(STORED * share)]
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_block_that_one_worker_cannot_read_is_read_by_none(
-    pair: tuple[ToyEngine, ToyEngine], stores: list[MemoryStore], share: float
-) -> None:
-    p, d = pair
-    start = prompt(1, STORED * FULL_TOKENS)
-    through(p, d, start, "before")
-    stores[1].broken = {full_keys(start)[2]}
-    first, second = through(p, d, [*start, *prompt(2, 50)], "after", decode_share=share)
-    assert first.prefilled == 50 + (STORED - 2) * FULL_TOKENS
-    assert second.prefilled == 1
-
-
-def test_a_prompt_that_one_worker_lacks_is_computed_by_all(
-    pair: tuple[ToyEngine, ToyEngine], tmp_path: Path
-) -> None:
-    p, d = pair
-    dead = f"{split_addresses(d.address)[0]},unix:{tmp_path / 'nobody'}"
-    first, second = through(p, d, prompt(1, 300), "r", peer=dead)
-    assert (first.prefilled, second.prefilled) == (300, 300)
-
-
-def test_blocks_that_one_worker_cannot_fill_in_are_computed(
-    pair: tuple[ToyEngine, ToyEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = pair
-    start = prompt(1, STORED * FULL_TOKENS)
-    through(p, d, start, "before")
-    for engine in pair:  # two of the leading blocks are filled, in one worker
-        scatter = engine.ranks[1].kv.scatter
-
-        def cut(*arguments: Any, scatter: Any = scatter, **options: Any) -> list[int]:
-            return list(scatter(*arguments, **options)[: 2 * PER_FULL])
-
-        monkeypatch.setattr(engine.ranks[1].kv, "scatter", cut)
-    first, second = through(p, d, [*start, *prompt(2, 50)], "after")
-    assert first.prefilled == 50 + (STORED - 2) * FULL_TOKENS
-    assert second.prefilled == 50 + (STORED - 2) * FULL_TOKENS
 
 
 def test_a_peer_with_another_number_of_workers_is_named(tmp_path: Path, stores: list[MemoryStore]) -> None:
@@ -178,15 +137,6 @@ def test_whatever_happens_to_one_worker_answers_are_right_and_nothing_stays(
 
 
 # -- the parts -------------------------------------------------------------------------------------
-
-
-def test_an_ask_is_answered_when_all_workers_have_answered_it() -> None:
-    answers = RankAnswers(3)
-    assert answers.add({1: 5, 2: 4}) == {}
-    assert answers.add({2: 6}) == {}
-    assert answers.add({2: 0, 1: 5}) == {2: 0}
-    answers.forget(1)
-    assert len(answers) == 0
 
 
 def test_each_worker_listens_at_an_address_of_its_own() -> None:

@@ -129,21 +129,6 @@ def test_what_a_peer_does_not_bring_is_read_in_the_places_kept_for_it() -> None:
     assert_clean(p)
 
 
-def test_a_block_that_nobody_can_read_ends_what_is_read_instead() -> None:
-    world, p, d = two_engines()
-    wanted = keys(*range(8))
-    world.put(*wanted)
-    world.broken[wanted[6]] = "damaged"
-    split_fetch = split(p, 1, wanted)
-    world.run(2.0)
-    assert split_fetch.ready() == 6
-    assert world.reads.count(("p", wanted[6])) == 1, "once is enough"
-    split_fetch.end()
-    d.do(d.core.end_prompt, "c1")
-    world.run(1.0)
-    assert_clean(p, d)
-
-
 def test_once_a_layer_has_come_nobody_is_made_to_wait_for_storage_instead() -> None:
     world, p, d = two_engines(rates={"compute": 400.0})
     wanted = keys(*range(8))
@@ -163,42 +148,3 @@ def test_once_a_layer_has_come_nobody_is_made_to_wait_for_storage_instead() -> N
     world.run(1.0)
     assert_clean(p)
     assert not d.alive
-
-
-def test_who_waits_for_room_is_kept_waiting_by_what_goes_on_before_it_alone() -> None:
-    """Others come and leave behind it, which brings it no nearer."""
-    world = World()
-    engine = world.engine("p", limits={"slots": 8})
-    world.put(*keys(*range(8)))
-    engine.load("held", keys(*range(8)))
-    world.run(0.1)
-    engine.core.loads.blocks("held")
-    engine.load("waits", keys(*range(10, 18)))
-    began = world.now
-    for number in range(30):
-        engine.load(f"other {number}", keys(20 + number))
-        world.run(2.0)
-        engine.do(engine.core.end_load, f"other {number}")
-    over = engine.over(LoadEnded, "waits")
-    assert over == LoadEnded("waits", 0, "the lease on its buffers has expired")
-    assert world.now - began >= engine.core.ctx.limits.lease_s
-    engine.do(engine.core.end_load, "held")
-    assert_clean(engine)
-
-
-def test_blocks_that_are_written_do_not_keep_waiting_who_waits_for_room() -> None:
-    world = World()
-    engine = world.engine("p", limits={"slots": 8}, rates={"storage_write": BLOCK_BYTES})
-    world.put(*keys(*range(8)))
-    engine.load("held", keys(*range(8)))
-    world.run(0.1)
-    engine.core.loads.blocks("held")
-    engine.load("waits", keys(*range(10, 18)))
-    for number in range(40):
-        (one,) = keys(1000 + number)
-        engine.do(engine.core.store, "r", one, b"", [memoryview(content(one))])
-        world.run(1.0)
-    assert engine.over(LoadEnded, "waits") is not None
-    engine.do(engine.core.end_load, "held")
-    world.run(5.0)
-    assert_clean(engine)

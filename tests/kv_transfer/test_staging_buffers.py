@@ -16,42 +16,6 @@ def buffers() -> BufferPool:
     return BufferPool(SLOTS, LEASE_S)
 
 
-def test_a_lease_is_granted_whole_or_waits_and_nobody_passes_by() -> None:
-    made = buffers()
-    made.request_lease("a", keys(0, 1, 2, 3), 0, 0.0)
-    made.request_lease("b", keys(4, 5, 6), 0, 0.0)
-    made.request_lease("c", keys(7), 0, 0.0)
-    assert made.take_granted(0.0) == ["a"]
-    assert (made.used, made.waiting) == (4, 2)
-    assert made.release("a") != []
-    assert made.take_granted(0.0) == ["b", "c"]
-
-
-def test_blocks_that_are_held_already_take_no_more_room() -> None:
-    made = buffers()
-    made.request_lease("a", keys(0, 1, 2, 3), 0, 0.0)
-    made.request_lease("b", keys(2, 3, 4, 5), 0, 0.0)
-    assert made.take_granted(0.0) == ["a", "b"]
-    assert made.slot("a", keys(2)[0]) is made.slot("b", keys(2)[0])
-    assert len(made.release("a")) == 2, "what the other holds stays"
-    assert made.used == 4
-
-
-def test_room_for_blocks_without_a_name_yet_is_kept_until_it_is_settled() -> None:
-    made = buffers()
-    made.request_lease("a", keys(0, 1), 3, 0.0)
-    made.request_lease("b", keys(5, 6), 0, 0.0)
-    assert made.take_granted(0.0) == ["a"]
-    assert made.used == 5
-    assert made.extend("a", keys(0, 1, 2))
-    assert made.used == 5
-    assert not made.extend("a", keys(7, 8, 9))
-    assert made.used == 5, "all or nothing"
-    made.release_extra("a")
-    assert made.take_granted(0.0) == ["b"]
-    assert made.used == 5
-
-
 def test_what_never_fits_is_refused_with_both_sizes() -> None:
     made = buffers()
     with pytest.raises(LeaseTooLarge, match="a context of 7 Full Blocks does not fit buffers of 6"):
@@ -60,40 +24,6 @@ def test_what_never_fits_is_refused_with_both_sizes() -> None:
     made.request_lease("a", keys(0), 0, 0.0)
     with pytest.raises(ValueError, match="a has a lease already"):
         made.request_lease("a", keys(0), 0, 0.0)
-
-
-def test_a_slot_is_not_given_away_while_somebody_is_inside() -> None:
-    made = buffers()
-    made.request_lease("a", keys(0), 0, 0.0)
-    made.take_granted(0.0)
-    slot = made.slot("a", keys(0)[0])
-    made.pin(slot)
-    made.release("a")
-    assert made.used == 1
-    made.request_lease("b", keys(0), 0, 0.0)
-    made.take_granted(0.0)
-    assert made.slot("b", keys(0)[0]) is not slot, "half a block may be there"
-    made.unpin(slot)
-    assert made.used == 1
-    made.release("b")
-    assert made.used == 0
-
-
-def test_time_ends_leases_that_wait_too_unless_they_are_renewed() -> None:
-    made = buffers()
-    made.request_lease("a", keys(*range(6)), 0, 0.0)
-    made.request_lease("b", keys(9), 0, 0.0)
-    made.take_granted(1.0)
-    assert made.expired(10.0) == ["b"]
-    assert made.expired(11.0) == ["a", "b"]
-    made.renew("b", 10.0)
-    made.renew("nobody", 10.0)
-    assert made.expired(11.0) == ["a"]
-    made.release("a")
-    made.release("b")
-    made.release("b")
-    assert (made.used, made.leases, made.waiting) == (0, 0, 0)
-    assert made.released == 1, "who only waited has given nothing back"
 
 
 class Machine(RuleBasedStateMachine):

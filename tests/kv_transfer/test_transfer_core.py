@@ -25,7 +25,6 @@ from sojourn_server.kv_transfer.transfer_wire import (
     DataMessage,
     NeedMessage,
     OfferMessage,
-    ProgressMessage,
     ReadMessage,
 )
 
@@ -101,16 +100,6 @@ def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
     assert_clean(here, there)
 
 
-def test_layers_may_be_given_before_the_peer_has_answered() -> None:
-    _world, here, there = two_engines()
-    here.push("t", "d", CONTEXT)
-    here.wait(PushEnded, "t")
-    there.do(there.core.expect, "t")  # after all of it has come
-    assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
-    assert there.prompt("t") == [content(one) for one in CONTEXT]
-    assert_clean(here, there)
-
-
 def test_pushes_that_share_a_prefix_send_it_once() -> None:
     world, here, there = two_engines()
     tails = {name: [*CONTEXT, f"tail of {name}".encode()] for name in "abc"}
@@ -140,23 +129,6 @@ def test_a_thousand_requests_for_one_prefix_read_it_once() -> None:
     assert_clean(engine)
 
 
-def test_a_thousand_transfers_of_one_prefix_are_read_once_by_the_peer_too() -> None:
-    world = World()
-    here, there = world.engine("p", limits={"slots": 8}), world.engine("d", limits={"slots": 8})
-    world.put(*CONTEXT)
-    for number in range(1000):
-        here.load(str(number), CONTEXT, address="d")
-    world.run(until=lambda: sum(isinstance(event, LoadEnded) for event in here.events) == 1000)
-    assert len(world.reads) == 8
-    assert (
-        sum(isinstance(message, DataMessage) for _, _, message in world.messages) == 4 * LAYERS
-    )  # two a chunk
-    for number in range(1000):
-        assert here.taken(str(number)) == [content(one) for one in CONTEXT]
-    there.do(there.core.end_prompt, "0")
-    assert_clean(here, there)
-
-
 def test_reads_are_first_come_first_served_by_request() -> None:
     world = World()
     engine = world.engine("p", rates={"storage_read": 9600.0})
@@ -173,25 +145,6 @@ def test_reads_are_first_come_first_served_by_request() -> None:
     assert_clean(engine)
 
 
-def test_who_does_not_fit_waits_and_is_not_passed_by() -> None:
-    world = World()
-    engine = world.engine("p", limits={"slots": 8})
-    world.put(*keys(*range(30)))
-    engine.load("large", keys(*range(6)))
-    engine.load("larger", keys(*range(10, 18)))
-    engine.load("small", keys(20))
-    world.run(1.0)
-    assert engine.over(LoadEnded, "large") is not None
-    assert (engine.over(LoadEnded, "larger"), engine.over(LoadEnded, "small")) == (None, None)
-    engine.taken("large")
-    world.run(1.0)
-    assert engine.over(LoadEnded, "larger") == LoadEnded("larger", 8)
-    engine.taken("larger")
-    world.run(1.0)
-    engine.taken("small")
-    assert_clean(engine)
-
-
 def test_blocks_are_stored_in_order_and_their_memory_is_free_when_it_is_said() -> None:
     world = World()
     engine = world.engine("d", rates={"storage_write": 960.0})
@@ -203,19 +156,6 @@ def test_blocks_are_stored_in_order_and_their_memory_is_free_when_it_is_said() -
         BlockStoreEnded("r", key(number), "stored") for number in range(1, 5)
     ]
     assert world.stored[key(4)] == content(key(4))
-    assert_clean(engine)
-
-
-def test_no_more_writes_wait_than_may() -> None:
-    world = World()
-    engine = world.engine("d", rates={"storage_write": 96.0}, limits={"max_waiting_writes": 2})
-    block = [memoryview(content(key(1)))]
-    taken = [engine.do(engine.core.store, "r", key(number), b"", block) for number in range(5)]
-    assert taken == [True, True, True, False, False]  # one is being written
-    assert engine.core.ctx.counts["writes_refused"] == 2
-    with pytest.raises(ValueError, match="a block of 5 bytes; expected 96"):
-        engine.do(engine.core.store, "r", key(9), b"", [memoryview(b"short")])
-    world.run()
     assert_clean(engine)
 
 
@@ -235,72 +175,6 @@ def test_every_transfer_says_of_which_class_it_is() -> None:
     here.taken("t")
     there.do(there.core.end_prompt, "t")
     assert_clean(here, there)
-
-
-def test_a_long_queue_is_no_stall_however_long_it_takes() -> None:
-    """Twenty seconds of reading in front of it, and a patience of one and a half."""
-    world = World()
-    here, there = (
-        world.engine("p", limits={"slots": 500}),
-        world.engine("d", rates={"storage_read": 4 * BLOCK_BYTES}, limits={"slots": 500}),
-    )
-    world.put(*keys(*range(300)))
-    there.load("before", keys(*range(100, 180)))
-    here.load("t", CONTEXT, address="d")
-    world.run(60.0, until=lambda: here.over(LoadEnded, "t") is not None)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 8)
-    assert here.core.ctx.counts["stalls"] == 0
-    assert sum(isinstance(message, ProgressMessage) for _, _, message in world.messages) > 30
-    here.taken("t")
-    there.do(there.core.end_prompt, "t")
-    there.taken("before")
-    assert_clean(here, there)
-
-
-def test_one_block_that_takes_longer_than_patience_by_its_rate_is_no_stall() -> None:
-    world, here, there = two_engines(rates={"storage_read": BLOCK_BYTES / 5.0})
-    world.put(*CONTEXT)
-    here.load("t", CONTEXT[:2], address="d")
-    world.run(60.0, until=lambda: here.over(LoadEnded, "t") is not None)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 2)
-    here.taken("t")
-    there.do(there.core.end_prompt, "t")
-    assert_clean(here, there)
-
-
-@pytest.mark.parametrize("wanted", [[], keys(1, 1)], ids=["none", "twice"])
-def test_a_load_of_no_blocks_or_of_one_twice_is_refused(wanted: list[bytes]) -> None:
-    world = World()
-    engine = world.engine("p")
-    with pytest.raises(ValueError, match="blocks"):
-        engine.load("a", wanted)
-    with pytest.raises(ValueError, match="blocks"):
-        engine.offer("t", "d", wanted)
-    assert_clean(engine)
-
-
-def test_names_in_use_are_refused_and_what_is_not_over_is_not_handed_out() -> None:
-    world = World()
-    engine = world.engine("p", rates={"storage_read": 96.0})
-    world.put(*CONTEXT)
-    engine.load("a", CONTEXT)
-    with pytest.raises(ValueError, match="in progress already"):
-        engine.load("a", CONTEXT)
-    with pytest.raises(ValueError, match="not over"):
-        engine.core.loads.blocks("a")
-    with pytest.raises(ValueError, match="has not arrived"):
-        engine.core.loads.layer("a", 0)
-    with pytest.raises(ValueError, match="unknown"):
-        engine.core.loads.blocks("b")
-    engine.do(engine.core.expect, "t")
-    with pytest.raises(ValueError, match="expected already"):
-        engine.do(engine.core.expect, "t")
-    with pytest.raises(ValueError, match="not complete"):
-        engine.core.prompts.blocks("t")
-    engine.do(engine.core.end_load, "a")
-    engine.do(engine.core.end_prompt, "t")
-    world.run()
-    assert_clean(engine)
 
 
 def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:

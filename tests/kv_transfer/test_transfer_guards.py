@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulated_transfers import LAYER_BYTES, World, assert_clean, content, keys, layers_of
-from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded, SendMessage
+from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_wire import AbortMessage, DataMessage, NeedMessage
 
 CONTEXT = keys(*range(4))
@@ -78,37 +78,3 @@ def test_a_sender_that_computes_for_long_has_its_patience_from_its_last_layer_on
     assert p.over(PushEnded, "t") is None
     world.run(2.0)
     assert p.over(PushEnded, "t").why == "the peer shows no progress"
-
-
-def test_hung_storage_is_told_as_a_queue_that_grows() -> None:
-    for rates in ({}, {"storage_read": 1e6}):
-        world = World()
-        it = world.engine("d", rates=rates)
-        wanted = keys(*range(8))
-        world.put(*wanted)
-        world.hung.update(wanted)
-        it.load("l", wanted)
-        world.run(0.1)
-        known = it.core.stats(world.now)["links"]["storage read"]["queued_s"]
-        assert known is None if not rates else known is not None and known < 0.1
-        world.run(1.0)
-        begun = it.core.stats(world.now)["links"]["storage read"]["queued_s"]
-        assert begun == it.core.ctx.limits.patience_s
-        world.run(14.0)
-        queued_s = it.core.stats(world.now)["links"]["storage read"]["queued_s"]
-        assert it.over(LoadEnded, "l").good == 0
-        assert queued_s is not None
-        assert queued_s > 14.0
-
-
-def test_one_hung_read_of_several_is_told_as_a_queue_of_some_length() -> None:
-    world = World()
-    it = world.engine("d", limits={"read_width": 2})
-    wanted = keys(*range(4))
-    world.put(*wanted)
-    world.hung.add(wanted[0])
-    it.load("l", wanted)
-    world.run(60.0)
-    queued_s = it.core.stats(world.now)["links"]["storage read"]["queued_s"]
-    assert queued_s == it.core.ctx.limits.patience_s
-    it.do(it.core.end_load, "l")

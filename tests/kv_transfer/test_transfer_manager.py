@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.kv_transfer.load_table import ReadingPeer
 from sojourn_server.kv_transfer.peer_transport import (
-    UnixTransport,
     UnknownTransport,
     builtin_transports,
     transport_for,
@@ -35,7 +32,6 @@ from sojourn_server.kv_transfer.transfer_actions import (
 )
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
-from sojourn_server.kv_transfer.transfer_wire import WIRE_VERSION
 from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, eventually, manager, threads_of
 
 CONTEXT = keys(*range(8))
@@ -103,31 +99,6 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert moved == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
 
 
-def test_a_thousand_threads_that_want_one_prefix_read_it_once(
-    pair: tuple[TransferManager, TransferManager], store: MemoryStore
-) -> None:
-    here, there = pair
-    gate = threading.Event()
-    store.before = lambda what, key: waits_for(gate)
-    (to,) = there.addresses
-    loads = [
-        here.load(
-            str(number),
-            CONTEXT,
-            peer=ReadingPeer(address=to, transfer=str(number), total=8) if number % 2 else None,
-        )
-        for number in range(1000)
-    ]
-    gate.set()
-    for load in loads:
-        assert load.wait(PATIENCE_S) == LoadEnded(load.name, 8)
-    assert sorted(store.reads) == sorted(CONTEXT)
-    assert take(loads[999].blocks()) == [content(one) for one in CONTEXT]
-    for load in loads:
-        load.end()
-    assert_clean(here, there)
-
-
 def test_a_large_transfer_over_small_chunks_and_both_ways_at_once(
     pair: tuple[TransferManager, TransferManager], store: MemoryStore
 ) -> None:
@@ -179,58 +150,6 @@ def test_blocks_are_stored_and_it_is_said_outside_the_lock(tmp_path: Path) -> No
         assert made.close()
 
 
-def failures_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [line for line in map(logging.LogRecord.getMessage, caplog.records) if ") failed, so" in line]
-
-
-def test_why_a_load_failed_is_logged_but_not_for_each_load(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(what: str, key: bytes) -> None:
-        raise OSError("the disk is gone")
-
-    store.before = fails
-    with manager(store, "p") as made:
-        for name in ("a", "b", "c"):
-            load = made.load(name, CONTEXT)
-            assert load.wait(PATIENCE_S) is not None
-            load.end()
-    reason = "a load of KV (a) failed, so missing blocks are computed: OSError: the disk is gone"
-    assert failures_logged(caplog) == [f"p: {reason}"]
-
-
-def test_a_prompt_for_an_earlier_run_of_the_engine_is_logged(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    with manager(store, "d") as made:
-        assert made.discard("s", epoch="another"), "no request waits for it"
-        assert failures_logged(caplog) == []
-        made.expect("t", epoch="another")
-    (line,) = failures_logged(caplog)
-    assert line.startswith("d: the arrival of a prompt's KV (t) failed")
-    assert "this engine has restarted" in line
-
-
-@pytest.mark.parametrize("by", ["prefill", "decode"])
-def test_a_push_that_an_engine_gives_up_is_no_failure_to_log(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture, by: str
-) -> None:
-    with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(store, "p") as here:
-        prompt = there.expect("t")
-        push = here.offer("t", there.addresses[0], CONTEXT)
-        eventually(lambda: there.stats()["leases"] == 1)
-        if by == "prefill":
-            push.abort()
-            outcome = prompt.wait(PATIENCE_S)
-        else:
-            prompt.end()
-            outcome = push.wait(PATIENCE_S)
-        assert outcome is not None
-        assert not outcome.complete
-        prompt.end()
-    assert failures_logged(caplog) == []
-
-
 def test_a_prompt_that_no_request_will_ask_for_is_discarded_unless_one_waits(store: MemoryStore) -> None:
     with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(store, "p") as here:
         push = here.offer("t", there.addresses[0], CONTEXT)
@@ -243,22 +162,6 @@ def test_a_prompt_that_no_request_will_ask_for_is_discarded_unless_one_waits(sto
         assert not there.discard("u")
         prompt.end()
         assert_clean(there)
-
-
-def test_a_store_that_raises_anything_at_all_is_answered(store: MemoryStore) -> None:
-    def fails(what: str, key: bytes) -> None:
-        raise RuntimeError("out of cheese")
-
-    store.before = fails
-    stored: list[BlockStoreEnded] = []
-    made = manager(store, "p", on_stored=stored.append)
-    load = made.load("a", CONTEXT)
-    assert load.wait(PATIENCE_S) == LoadEnded("a", 0, "RuntimeError: out of cheese")
-    load.end()
-    made.store("r", key(1), b"", [memoryview(content(key(1)))])
-    eventually(lambda: [event.outcome for event in stored] == ["failed"])
-    assert_clean(made)
-    assert made.close()
 
 
 def test_a_store_that_hangs_costs_patience_and_its_thread_ends_when_it_does(store: MemoryStore) -> None:
@@ -356,29 +259,6 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(tmp_path: Path) -> N
         manager(MemoryStore(), "e", [to])
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"SJ\x09\x00" + bytes(8),
-        b"SJ\x01\x00\x01\x00\x00\x00\x00\x00\x00\x00\xc1",
-        b"",
-    ],
-)
-def test_strangers_are_hung_up_on_and_leave_nothing(tmp_path: Path, said: bytes) -> None:
-    path = tmp_path / "d.sock"
-    made = manager(MemoryStore(), "d", [f"unix:{path}"], limits={"patience_s": 0.4, "report_interval_s": 0.1})
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.settimeout(PATIENCE_S)
-        stranger.connect(str(path))
-        stranger.sendall(said)
-        with suppress(ConnectionResetError):
-            while stranger.recv(1000):
-                pass
-    assert_clean(made)
-    assert made.close()
-
-
 def test_only_its_owner_may_use_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "d.sock"
     with manager(MemoryStore(), "d", [f"unix:{path}"]):
@@ -403,31 +283,6 @@ def test_addresses_that_are_none_are_said_to_be() -> None:
     assert made.close()
 
 
-def test_a_transport_of_ones_own_takes_the_place_of_one_that_is_not_built_in(tmp_path: Path) -> None:
-    """As one for NIXL would: the manager knows it by its scheme and nothing else."""
-    store = MemoryStore()
-    mine = {**builtin_transports(), "nixl": UnixTransport()}
-    path = tmp_path / "d.sock"
-    with manager(store, "d", [f"unix:{path}"]) as there, manager(store, "p", transports=mine) as here:
-        push = here.offer("t", f"nixl:{path}", CONTEXT)
-        for layer in range(LAYERS):
-            push.give(layer, layers_of(CONTEXT, layer))
-        assert push.wait(PATIENCE_S) == PushEnded("t", True)
-        prompt = there.expect("t")
-        assert take(prompt.blocks()) == [content(one) for one in CONTEXT]
-        prompt.end()
-        assert_clean(here, there)
-
-
-def test_nobody_is_his_own_peer(pair: tuple[TransferManager, TransferManager]) -> None:
-    """It would wait for a block that it has asked itself for."""
-    _, there = pair
-    (own,) = there.addresses
-    with pytest.raises(ValueError, match="this engine's own address"):
-        there.load("t", CONTEXT, peer=ReadingPeer(address=own, transfer="t", total=8))
-    assert_clean(there)
-
-
 def test_a_link_with_a_rate_takes_as_long_as_the_rate_says(store: MemoryStore) -> None:
     """No upper bound: the machine may be busy."""
     made = manager(store, "p", rates={"storage_read": 96.0 * 40})
@@ -450,59 +305,9 @@ def dialled(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
 
 
-def frame(message_bytes: int, payload_bytes: int) -> bytes:
-    return struct.pack("<2sBBII", b"SJ", WIRE_VERSION, 0, message_bytes, payload_bytes)
-
-
-@pytest.mark.parametrize(("message", "payload"), [(100, 1), (1 << 20, 0)])
-def test_who_has_not_said_who_he_is_cannot_have_much_kept_for_him(
-    store: MemoryStore, message: int, payload: int
-) -> None:
-    with manager(store, "d", ["tcp:127.0.0.1:0"]) as here, dialled(here.addresses[0]) as stranger:
-        stranger.sendall(frame(message, payload))
-        assert stranger.recv(1) == b"", "hung up before anything of it was awaited"
-        eventually(lambda: here.core.ctx.counts["not_understood"] == 1)
-
-
-def test_strangers_are_turned_away_beyond_a_number(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sojourn_server.kv_transfer.transfer_manager.MAX_UNIDENTIFIED_PEERS", 2)
-    with manager(store, "d", ["tcp:127.0.0.1:0"], limits={"patience_s": 20.0}) as here, ExitStack() as open_:
-        first = [open_.enter_context(dialled(here.addresses[0])) for _ in range(2)]
-        eventually(lambda: len(here._conns) == 2)
-        third = open_.enter_context(dialled(here.addresses[0]))
-        assert third.recv(1) == b""
-        eventually(lambda: here.core.ctx.counts["turned_away"] == 1)
-        first[0].close()
-        eventually(lambda: len(here._conns) == 1)
-        with manager(store, "p") as there:
-            push = there.offer("t", here.addresses[0], CONTEXT)
-            prompt = here.expect("t")
-            for layer in range(LAYERS):
-                push.give(layer, layers_of(CONTEXT, layer))
-            assert prompt.wait(PATIENCE_S) is not None
-            prompt.end()
-
-
 def test_a_peer_whose_machine_vanished_is_noticed(store: MemoryStore) -> None:
     with manager(store, "d", ["tcp:127.0.0.1:0"]) as here, dialled(here.addresses[0]):
         eventually(lambda: len(here._conns) == 1)
         [conn] = here._conns.values()
         sock = conn.stream._writer.get_extra_info("socket")  # type: ignore[attr-defined]
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-
-
-def test_that_a_peer_refuses_is_logged_once(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
-    other = MemoryStore(identity(model="/weights/of/p"))
-    with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(other, "p") as here:
-        for number in range(3):
-            push = here.offer(f"t{number}", there.addresses[0], CONTEXT)
-            assert push.wait(PATIENCE_S) is not None
-        eventually(lambda: there.core.ctx.counts["refused"] == 3)
-    lines = [
-        record.getMessage() for record in caplog.records if "no KV goes to or from" in record.getMessage()
-    ]
-    assert sorted(line.split(":")[0] for line in lines) == ["d", "p"]
-    assert failures_logged(caplog) == [], "the refusal is the reason"
-    assert "/weights/of/p" in next(line for line in lines if line.startswith("d:"))

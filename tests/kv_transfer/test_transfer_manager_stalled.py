@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,15 +15,11 @@ from sojourn_server.kv_transfer import peer_transport
 from sojourn_server.kv_transfer.peer_transport import PIECE_BYTES, PeerConnection
 from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_link import TrafficClass
-from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
     DataMessage,
-    HelloMessage,
     NeedMessage,
     OfferMessage,
-    ProgressMessage,
-    ReadMessage,
     WelcomeMessage,
     WireMessage,
     decode,
@@ -142,20 +136,6 @@ def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: 
     assert threads_of("p") + threads_of("d") == []
 
 
-def test_who_is_hung_up_on_for_what_he_said_is_cut_off_though_he_reads_nothing(stuck: Stuck) -> None:
-    """What was said before is let out first; here it never is."""
-    with manager(MemoryStore(LARGE), "p", limits=SOON) as here:
-        push = here.offer("t", stuck.address, CONTEXT)
-        give_all(push)
-        assert stuck.has_stopped.wait(PATIENCE_S)
-        stuck.send(WelcomeMessage(name="again", epoch="e"))
-        outcome = push.wait(PATIENCE_S)
-        assert outcome is not None
-        assert not outcome.complete
-        eventually(lambda: not here._conns)
-        assert_clean(here)
-
-
 def test_what_waits_for_a_peer_that_reads_nothing_is_bounded_in_bytes(
     stuck: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,105 +161,10 @@ def test_what_waits_for_a_peer_that_reads_nothing_is_bounded_in_bytes(
     assert all(each.outcome is not None for each in offers)
 
 
-def test_a_peer_that_takes_no_offers_is_cut_off_too(stuck: Stuck) -> None:
-    """No KV is under way, and so no place on any link: messages alone fill a socket."""
-    with manager(MemoryStore(LARGE), "p", limits=SOON) as here:
-        push = here.offer("t", stuck.address, CONTEXT)
-        assert stuck.has_stopped.wait(PATIENCE_S)
-        eventually(lambda: bool(here._conns))
-        [conn] = here._conns.values()
-        many = keys(*range(100_000))
-        larger = here.offer("larger", stuck.address, many)
-        assert larger.wait(PATIENCE_S) is not None
-        assert push.wait(PATIENCE_S) is not None
-        eventually(lambda: not any(conn is each for each in here._conns.values()))
-        assert_clean(here)
-
-
-def test_a_peer_that_has_blocks_read_here_and_takes_none_is_cut_off(tmp_path: Path) -> None:
-    store = MemoryStore(LARGE)
-    store.blocks.update(dict.fromkeys(CONTEXT, bytes(LARGE.block_bytes)))
-    limits = {**SOON, "lease_s": 3.0, "slots": 8}
-    with manager(store, "d", [f"unix:{tmp_path}/d.sock"], limits=limits) as here:
-        peer = Greeted(here)
-        with peer.socket:
-            read = ReadMessage(transfer="t", keys=CONTEXT, total=8, traffic_class=TrafficClass.KV)
-            peer.socket.sendall(encode(read))
-            eventually(lambda: here.stats()["counts"].get("prompts") == 1)
-            eventually(lambda: not here._conns)
-            assert here.stats()["counts"]["stalls"] == 1
-            assert_clean(here)
-
-
 # -- what is read of a peer -------------------------------------------------------
 
 
-class Greeted:
-    """A peer that has been let in, and says whatever it likes."""
-
-    def __init__(self, here: TransferManager) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(PATIENCE_S)
-        self.socket.connect(here.addresses[0].removeprefix("unix:"))
-        self.socket.sendall(encode(HelloMessage(name="x", epoch="y", kv=asdict(here.core.ctx.identity))))
-        head = decode_head(self.socket.recv(HEAD_BYTES))
-        assert isinstance(decode(self.socket.recv(head.message_bytes)), WelcomeMessage)
-
-    def is_hung_up_on(self) -> bool:
-        try:
-            while self.socket.recv(1 << 16):
-                pass
-        except TimeoutError:
-            return False
-        except ConnectionResetError:
-            pass
-        return True
-
-
 DATA = DataMessage(transfer="t", layer=0, indices=[0], traffic_class=TrafficClass.KV)
-
-
-@pytest.mark.parametrize(
-    ("message", "payload_bytes"),
-    [(DATA, (1 << 20) + 1), (DATA, 60 << 20), (ProgressMessage(transfers=["t"], done=1), 1)],
-    ids=["more than a chunk", "much more", "behind what has no payload"],
-)
-def test_no_more_is_read_of_a_peer_than_a_chunk_can_be(
-    tmp_path: Path, message: WireMessage, payload_bytes: int
-) -> None:
-    with manager(MemoryStore(), "d", [f"unix:{tmp_path}/d.sock"]) as here:
-        peer = Greeted(here)
-        with peer.socket:
-            # Only the announcement: nothing of it is waited for.
-            peer.socket.sendall(encode(message, payload_bytes))
-            assert peer.is_hung_up_on()
-        assert here.stats()["counts"]["not_understood"] == 1
-
-
-@pytest.mark.parametrize("layer_bytes", [32, 3 << 20], ids=["small layers", "layers larger than a chunk"])
-def test_a_chunk_of_the_largest_size_is_read(tmp_path: Path, layer_bytes: int) -> None:
-    of = identity(block_bytes=layer_bytes, layers=1)
-    with manager(MemoryStore(of), "d", [f"unix:{tmp_path}/d.sock"], limits={"slots": 2}) as here:
-        peer = Greeted(here)
-        largest = max(1 << 20, layer_bytes)
-        with peer.socket:
-            peer.socket.sendall(encode(DATA, largest) + bytes(largest))
-            # It is of no transfer that there is, and the peer is still listened to.
-            eventually(lambda: here.core.ctx.counts["stray"] == 1)
-            assert here.core.ctx.counts["not_understood"] == 0
-
-
-def test_no_more_connections_are_kept_than_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_server.kv_transfer.transfer_manager.MAX_CONNECTIONS", 2)
-    with manager(MemoryStore(), "d", [f"unix:{tmp_path}/d.sock"]) as here:
-        peers = [Greeted(here) for _ in range(2)]
-        with socket.socket(socket.AF_UNIX) as third:
-            third.settimeout(PATIENCE_S)
-            third.connect(f"{tmp_path}/d.sock")
-            assert third.recv(1) == b""
-        assert here.stats()["counts"]["turned_away"] == 1
-        for peer in peers:
-            peer.socket.close()
 
 
 # -- one connection ---------------------------------------------------------------
@@ -322,50 +207,5 @@ def test_a_message_goes_in_pieces_so_that_patience_is_for_each() -> None:
         assert stream.sizes[:-1] == [PIECE_BYTES] * 3
         assert stream.sizes[-1] <= PIECE_BYTES
         assert (sent, stalls, conn.waiting_bytes) == ([7], [], 0)
-
-    asyncio.run(run_sender())
-
-
-def test_what_is_under_way_is_sent_for_its_owner_only_once_the_stream_is_closed() -> None:
-    async def run_sender() -> None:
-        stream = Slow(takes=1)
-        closed_when_sent: list[bool] = []
-
-        def sent(item: int) -> None:
-            closed_when_sent.append(stream.is_closed.is_set())
-
-        conn = PeerConnection(stream, 0.05, sent, stream.close)
-        conn.send(SendMessage(1, DATA, [memoryview(bytes(2 * PIECE_BYTES))], 7))
-        conn.send(SendMessage(1, DATA, [memoryview(bytes(2))], 8))
-        with pytest.raises(OSError, match="closed"):
-            await conn.run_sender()
-        assert closed_when_sent == [True]
-        assert conn.drain() == [8]
-        assert conn.waiting_bytes == 0
-
-    asyncio.run(run_sender())
-
-
-def test_a_process_that_stood_still_does_not_blame_its_peers() -> None:
-    """Time went by in which nobody looked whether they took anything."""
-
-    async def run_sender() -> None:
-        loop, taken = asyncio.get_running_loop(), asyncio.Event()
-        stalls: list[int] = []
-
-        class Blocked(Slow):
-            async def write(self, parts: Sequence[bytes | memoryview]) -> None:
-                loop.call_soon(stand_still)
-                await taken.wait()
-
-        def stand_still() -> None:
-            time.sleep(0.3)
-            loop.call_soon(taken.set)
-
-        conn = PeerConnection(Blocked(1), 0.1, lambda item: None, lambda: stalls.append(1))
-        conn.send(SendMessage(1, ProgressMessage(transfers=["t"], done=1)))
-        conn.finish()
-        await conn.run_sender()
-        assert stalls == []
 
     asyncio.run(run_sender())

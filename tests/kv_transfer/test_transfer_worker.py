@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_transfer.split_fetch import SplitFetch
-from toy_transfer_engine import LAYERS, MemoryStore, Status, ToyEngine, expected, kv_of, run, settle
+from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle
 
 Make = Callable[..., ToyEngine]
 
@@ -140,47 +139,6 @@ def test_a_block_that_cannot_be_read_is_computed(
     assert first.prefilled == 50 + (6 - broken) * FULL_TOKENS
 
 
-def test_a_peer_that_is_not_there_costs_only_time(make: Make, store: MemoryStore, tmp_path: Path) -> None:
-    p, d = make("p", limits={"patience_s": 0.5, "report_interval_s": 0.1}), make("d")
-    tokens = prompt(1, 400)
-    through(p, d, tokens, "before")
-    first, second = through(p, d, tokens, peer=f"unix:{tmp_path / 'nobody'}", decode_share=0.5)
-    assert first.prefilled == 16, "what the peer was to read was read here"
-    assert second.prefilled == 16
-
-
-def test_device_blocks_stand_before_what_is_fetched(make: Make, store: MemoryStore) -> None:
-    engine = make("e")
-    tokens = prompt(1, 400)
-    engine.add(Request("before", tokens))
-    settle(engine)
-    job = engine.add(Request("r", tokens), on_device=112)
-    settle(engine)
-    assert job.request.output == expected(tokens, 1)
-    assert job.prefilled == 400 - 384
-
-
-def test_two_requests_of_one_transfer(make: Make) -> None:
-    p, d = make("p"), make("d")
-    tokens = prompt(1, 400)
-    first = p.add(Request("a", tokens, to_prefill("t", d.address)))
-    run(lambda: "a" in p.done, p)
-    twins = [d.add(Request(name, tokens, first.answer)) for name in "bc"]
-    run(lambda: len(d.done) == 2, p, d)
-    assert [job.request.output for job in twins] == [expected(tokens, 1)] * 2
-    settle(p, d)
-
-
-def test_two_prompts_under_one_transfer_at_the_prefill_side(make: Make) -> None:
-    p, d = make("p"), make("d")
-    tokens = prompt(1, 400)
-    jobs = [p.add(Request(name, tokens, to_prefill("t", d.address))) for name in "ab"]
-    run(lambda: len(p.done) == 2, p, d)
-    second = d.add(Request("r", tokens, jobs[1].answer))
-    settle(p, d)
-    assert second.request.output == expected(tokens, 1)
-
-
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 5, 10])
 def test_an_abort_at_any_time_leaves_nothing(make: Make, store: MemoryStore, after: int) -> None:
     options = {"limits": {"lease_s": 2.0}, "rates": {"compute": 200_000.0, "storage_read": 100_000.0}}
@@ -204,15 +162,6 @@ def test_an_abort_at_any_time_leaves_nothing(make: Make, store: MemoryStore, aft
 
 QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "report_interval_s": 0.1}
 """Limits under which a lease ends within seconds."""
-
-
-def test_a_context_that_nobody_comes_for_is_let_go_of(make: Make) -> None:
-    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE)
-    job = p.add(Request("r", prompt(1, 400), to_prefill("t", d.address)))
-    run(lambda: "r" in p.done, p, d)
-    d.add(Request("r", [0], job.answer))
-    d.abort("r")
-    settle(p, d)
 
 
 def queue(p: ToyEngine, d: ToyEngine) -> tuple[Any, list[int]]:
@@ -239,17 +188,6 @@ def test_a_request_that_waits_in_the_queue_longer_than_a_lease_has_its_context_a
     assert job.request.output == expected(tokens, 3)
     assert job.prefilled == 1
     assert d.planner.counts["prompts_whole"] == 1
-
-
-def test_a_request_that_leaves_the_queue_lets_go_of_its_context_at_once(make: Make) -> None:
-    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
-    queue(p, d)
-    assert d.manager.core.ctx.buffers.used == 7
-    d.abort("r")
-    d.step()
-    assert d.manager.core.ctx.buffers.used == 0
-    d.abort("long")
-    settle(p, d)
 
 
 @pytest.mark.parametrize("lost_at", [0, 1, LAYERS - 1])
@@ -288,20 +226,6 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
         assert store.blocks[key] == b"".join(each.tobytes() for each in rows)
 
 
-def test_an_abort_while_blocks_are_filled_for_what_was_pushed_before(make: Make) -> None:
-    """It was preempted between. Its blocks are free when they are filled, and nothing is told of it later."""
-    p, d = make("p", concurrent_steps=2), make("d", concurrent_steps=2)
-    start = prompt(1, 6 * FULL_TOKENS)
-    through(p, d, start, "before")
-    job = p.add(Request("r", [*start, *prompt(2, 50)], to_prefill("t", d.address)), max_tokens=20)
-    run(lambda: "r" in p.worker._pushes, p)
-    p.preempt("r")
-    run(lambda: job.status is Status.REMOTE, p)
-    p.abort("r")
-    settle(p)
-    assert not p.worker._unreported
-
-
 def test_a_peer_that_dies_while_its_layers_are_streamed(make: Make, store: MemoryStore) -> None:
     p, d = make("p"), make("d", rates={"compute": 20_000.0})
     start = prompt(1, 6 * FULL_TOKENS)
@@ -313,25 +237,6 @@ def test_a_peer_that_dies_while_its_layers_are_streamed(make: Make, store: Memor
     settle(p)
     assert p.done["r"].request.output == expected(whole, 1)
     assert p.done["r"].prefilled > 50, "it died too late"
-
-
-def test_prompts_larger_than_the_buffers_are_computed(make: Make) -> None:
-    p, d = make("p", limits={"slots": 4}), make("d", limits={"slots": 4})
-    tokens = prompt(1, 400)
-    _, second = through(p, d, tokens, "before")
-    assert second.prefilled == 400
-    first, _ = through(p, d, tokens, decode_share=0.5)
-    assert first.prefilled == 400 - 4 * FULL_TOKENS
-
-
-def test_kv_of_blocks_that_are_not_mine_is_never_touched(make: Make) -> None:
-    p, d = make("p"), make("d")
-    tokens = prompt(1, 100)
-    watched = d.free[0]  # the last that is given out
-    for layer in d.layers:
-        layer[watched] = 7
-    through(p, d, tokens)
-    assert all(np.all(layer[watched] == 7) for layer in d.layers)
 
 
 def test_open_pushes_hold_at_most_what_the_buffers_do(make: Make, tmp_path: Path) -> None:

@@ -25,18 +25,3 @@ def test_percentiles_are_those_of_the_standard_library(values: list[float]) -> N
 @given(st.lists(FINITE, min_size=1, max_size=30), st.floats(min_value=0, max_value=100))
 def test_a_percentile_never_leaves_the_range_of_the_values(values: list[float], percent: float) -> None:
     assert min(values) <= percentile(sorted(values), percent) <= max(values)
-
-
-def test_one_value_is_all_its_percentiles() -> None:
-    assert summarise([4.0]) == {"mean": 4.0, "p50": 4.0, "p90": 4.0, "p95": 4.0, "p99": 4.0, "count": 1}
-
-
-def test_nothing_measured_is_not_zero() -> None:
-    assert summarise([]) == {"mean": None, "p50": None, "p90": None, "p95": None, "p99": None, "count": 0}
-
-
-def test_bad_questions_are_refused() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
-    with pytest.raises(ValueError, match="expected 0 to 100"):
-        percentile([1.0], 101)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.ids import ProgramId
 from sojourn.wire_events import Heartbeat, ProgramEnd
-from sojourn_server.core.events_and_actions import CacheResetStarted, TurnFinishReason
+from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.metrics import metric_catalog
 from sojourn_server.metrics.decision_log import DecisionLog
@@ -175,31 +175,6 @@ def test_evicted_without_a_lease() -> None:
     assert lost_by(engine) == ({LossCause.EVICTED: 28}, "thief")
 
 
-def test_expired() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", TOKENS)
-    engine.wait(60.0)
-    engine.evict(TOKENS, by="thief")
-    assert lost_by(engine) == ({LossCause.EXPIRED: 40}, "thief")
-    engine.evict(LONGER, by="other")
-    assert LossCause.EXPIRED not in lost_by(engine, [*LONGER, 7, 7, 1, 2])[0], "each loss has its own cause"
-
-
-def test_expired_but_still_there_is_not_lost() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", TOKENS)
-    engine.wait(60.0)
-    assert lost_by(engine) == ({}, None)
-
-
-def test_silent() -> None:
-    engine = VirtualEngine("continuum")
-    engine.turn("p", TOKENS, kv_retention_ttl_seconds=300, sojourn={"v": 1, "heartbeat": True})
-    engine.wait(25.0)
-    engine.evict(TOKENS)
-    assert lost_by(engine) == ({LossCause.SILENT: 40}, None)
-
-
 def test_pressure() -> None:
     engine = VirtualEngine()
     engine.turn("p", TOKENS)
@@ -220,38 +195,6 @@ def test_changed() -> None:
 def test_dropped_by_a_reset() -> None:
     engine = VirtualEngine()
     engine.turn("p", TOKENS)
-    engine.program_scheduler.cache_reset(engine.now)
-    engine.carry_out()
-    engine.cached.clear()
-    assert lost_by(engine) == ({LossCause.DROPPED: 42}, None)
-
-
-def test_dropped_by_a_reset_without_a_lease() -> None:
-    engine = VirtualEngine("observe")
-    engine.turn("p", TOKENS)
-    engine.program_scheduler.cache_reset(engine.now)
-    engine.cached.clear()
-    assert lost_by(engine) == ({LossCause.DROPPED: 42}, None)
-
-
-def test_a_reset_that_the_engine_refuses_drops_nothing() -> None:
-    """Its leases end, but what they held stays cached, and is lost only if it is evicted later."""
-    engine = VirtualEngine()
-    engine.turn("p", TOKENS)
-    engine.program_scheduler.handle(CacheResetStarted(), engine.now)
-    engine.carry_out()
-    assert engine.held == {}
-    engine.evict(TOKENS, by="thief")
-    assert lost_by(engine) == ({LossCause.EVICTED: 40}, "thief")
-
-
-def test_dropped_by_a_reset_after_the_hashes_were_dropped() -> None:
-    """The lease that the reset ended shows that there was KV to lose."""
-    engine = VirtualEngine()
-    engine.program_scheduler.state.contexts.max_hashes = 3
-    engine.turn("p", TOKENS)
-    assert engine.program_scheduler.context(ProgramId("p")) is None
-    engine.program_scheduler.handle(CacheResetStarted(), engine.now)
     engine.program_scheduler.cache_reset(engine.now)
     engine.carry_out()
     engine.cached.clear()
@@ -468,15 +411,6 @@ def test_the_decision_log_is_read_page_by_page_without_gap_or_repeat(
     assert following == n
     log.add(0.0, "drop", None, "end")
     assert [d.seq for d in log.since(following, page)[0]] == [n]
-
-
-def test_a_reader_from_before_a_restart_is_led_back() -> None:
-    log = DecisionLog(100)
-    log.add(0.0, "keep", None, "ttl")
-    assert log.since(500, 10) == ([], 1)
-    log.add(0.0, "drop", None, "end")
-    assert [d.seq for d in log.since(1, 10)[0]] == [1]
-    assert DecisionLog(100).since(0, 10) == ([], 0)
 
 
 def test_a_client_finds_its_turn_by_its_own_name_for_the_request() -> None:

@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch")
 from hidden_state_workload import HIDDEN, POINTS, outputs  # noqa: E402
 from sojourn_server.predictors import background_trainer as background_module  # noqa: E402
 from sojourn_server.predictors.background_trainer import (  # noqa: E402
-    CREDIT_S,
     MAX_QUEUED_MESSAGES,
     BackgroundTrainer,
     LengthPrediction,
@@ -126,16 +125,6 @@ def test_an_output_that_was_broken_off_teaches_nothing(make: Callable[..., Backg
     assert not background._trainer._running
 
 
-def test_the_newest_guess_of_a_request_is_the_one_that_counts(
-    make: Callable[..., BackgroundTrainer], file: Path
-) -> None:
-    background = make(file=file)
-    for written in (10, 20, 30):
-        background.queue_hidden_states([("a", written)], state())
-    wait_until(lambda: background._predictions.get("a", LengthPrediction(0, ())).at_tokens == 30)
-    assert background.take_predictions().keys() == {"a"}
-
-
 # -- no waiting ------------------------------------------------------------------------------
 
 
@@ -175,17 +164,6 @@ def test_stopping_waits_a_moment_at_most(
     assert not background._thread.is_alive()
 
 
-def test_uncollected_predictions_do_not_pile_up(make: Callable[..., BackgroundTrainer], file: Path) -> None:
-    background = make(file=file)
-    for part in range(3):
-        names = [(f"r{2000 * part + number}", 0) for number in range(2000)]
-        background.queue_hidden_states(names, state().expand(2000, HIDDEN))
-    wait_until(lambda: "r5999" in background._predictions)
-    guesses = background.take_predictions()
-    assert len(guesses) == 4096
-    assert list(guesses)[-1] == "r5999"
-
-
 # -- its share ---------------------------------------------------------------------------------
 
 
@@ -194,75 +172,6 @@ def burn(seconds: float) -> None:
     end_s = time.thread_time() + seconds
     while time.thread_time() < end_s:
         pass
-
-
-def test_without_a_cpu_share_work_stops_once_the_credit_is_used(
-    make: Callable[..., BackgroundTrainer], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = LengthTrainer.observe_and_predict
-
-    def see(trainer: LengthTrainer, *args: Any) -> Any:
-        burn(2 * CREDIT_S)
-        return seen(trainer, *args)
-
-    monkeypatch.setattr(LengthTrainer, "observe_and_predict", see)
-    background = make(file=file, share=0.0)
-    background.queue_hidden_states([("a", 0)], state())
-    assert taken(background), "the first is on credit"
-    for number in range(5):
-        background.queue_hidden_states([(f"b{number}", 0)], state())
-    wait_until(lambda: background.missed == 5)
-    assert not background.take_predictions()
-    assert background.state()["batches"] == 0
-
-
-def test_it_trains_though_notes_never_cease(
-    make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained: list[float] = []
-
-    def train(trainer: LengthTrainer) -> float:
-        trained.append(1.0)
-        return 1.0
-
-    monkeypatch.setattr(LengthTrainer, "due", True)
-    monkeypatch.setattr(LengthTrainer, "train", train)
-    background = make(share=0.9)
-    deadline_s = time.monotonic() + 120
-    while len(trained) < 50 and time.monotonic() < deadline_s:
-        background.queue_hidden_states([("a", 0)], state())
-        background.ended("a", 10)
-        time.sleep(0.0005)
-    assert len(trained) >= 50
-
-
-def test_guessing_counts_against_its_share_and_takes_turns_with_training(
-    make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-
-    def slow(what: str, answer: Any) -> Callable[..., Any]:
-        def act(*args: Any) -> Any:
-            done.append(what)
-            burn(0.01)
-            return answer
-
-        return act
-
-    monkeypatch.setattr(LengthTrainer, "observe_and_predict", slow("predict", {}))
-    monkeypatch.setattr(LengthTrainer, "train", slow("train", 1.0))
-    monkeypatch.setattr(LengthTrainer, "due", True)
-    background = make(share=0.05)
-    begun_s = time.monotonic()
-    while time.monotonic() - begun_s < 2.5 or (background.missed <= 100 and time.monotonic() - begun_s < 120):
-        background.queue_hidden_states([("a", 0)], state())
-        time.sleep(0.005)
-    spent_s, passed_s = background.spent_s, time.monotonic() - begun_s
-    assert spent_s <= 0.05 * passed_s + 0.04
-    assert background.missed > 100
-    assert min(done.count("predict"), done.count("train")) >= 0.3 * len(done), (
-        "neither keeps the other from its turn"
-    )
 
 
 def test_it_takes_no_more_of_the_processor_than_its_share(
@@ -340,17 +249,6 @@ def test_what_it_learned_is_there_at_the_next_start(
     later = make(file=path)
     later.queue_hidden_states([("a", 0)], state())
     assert taken(later).keys() == {"a"}, "from the first"
-
-
-def test_what_has_learned_nothing_new_is_not_saved(
-    make: Callable[..., BackgroundTrainer], file: Path
-) -> None:
-    before = file.stat().st_mtime_ns
-    background = make(file=file)
-    background.queue_hidden_states([("a", 0)], state())
-    assert taken(background)
-    background.stop()
-    assert file.stat().st_mtime_ns == before
 
 
 def test_it_saves_now_and_then_and_a_place_where_it_cannot_costs_a_warning(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice
 
 import pytest
 from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView, SurvivalPrediction
@@ -13,11 +12,8 @@ torch = pytest.importorskip("torch")
 
 from hidden_state_workload import HIDDEN, LENGTHS, POINTS, Output, off, outputs, teach  # noqa: E402
 from sojourn_server.predictors import length_trainer as student_module  # noqa: E402
-from sojourn_server.predictors.length_network import bin_of  # noqa: E402
 from sojourn_server.predictors.length_trainer import (  # noqa: E402
     BATCH_SIZE,
-    MAX_STATES_PER_REQUEST,
-    MEAN_EXAMPLE_USES,
     MIN_EXAMPLES,
     LengthTrainer,
 )
@@ -99,33 +95,6 @@ def test_it_says_nothing_before_it_has_learned_anything() -> None:
     assert fresh.batches * BATCH_SIZE >= MIN_EXAMPLES
 
 
-def test_an_example_is_used_so_often_and_no_more(ready: LengthTrainer) -> None:
-    assert ready.batches * BATCH_SIZE == pytest.approx(ready.examples * MEAN_EXAMPLE_USES, rel=0.01)
-    assert not ready.due
-    assert ready.train() is None
-
-
-def test_what_it_takes_in_is_what_was_left() -> None:
-    made = LengthTrainer(HIDDEN)
-    made.observe_and_predict([("a", 3), ("b", 0)], state(rows=2), POINTS)
-    made.observe_and_predict([("a", 40)], state(1), POINTS)
-    made.ended("a", 50)
-    assert made.examples == 2
-    assert made._written[:2].tolist() == [3, 40]
-    assert made._bins[:2].tolist() == bin_of(torch.tensor([47, 10])).tolist()
-    assert torch.equal(made._states[:2], torch.cat([state(rows=2)[:1], state(1)]))
-
-
-def test_a_state_from_beyond_the_end_is_no_example() -> None:
-    """A step that was under way when the output ended may have looked at what was thrown away."""
-    made = LengthTrainer(HIDDEN)
-    made.observe_and_predict([("a", 5), ("b", 7)], state(rows=2), POINTS)
-    made.ended("a", 5)
-    assert made.examples == 0
-    made.ended("b", 8)
-    assert made.examples == 1
-
-
 def test_outputs_that_were_broken_off_or_are_unknown_teach_nothing() -> None:
     made = LengthTrainer(HIDDEN)
     made.observe_and_predict([("a", 1), ("b", 1)], state(rows=2), POINTS)
@@ -172,31 +141,6 @@ def test_states_that_are_not_finite_are_skipped_and_counted_and_change_no_other_
         ready.output_aborted(name)
 
 
-@pytest.mark.parametrize("shape", [(1, HIDDEN), (3, HIDDEN), (2, HIDDEN + 1), (2,), (2, HIDDEN, 1)])
-def test_states_of_another_shape_are_refused_by_name(ready: LengthTrainer, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"hidden states of shape \(.*\); expected \(2, 48\)"):
-        ready.observe_and_predict([("a", 0), ("b", 3)], torch.zeros(shape), POINTS)
-    assert not ready._running
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_models_own_precision_is_taken(ready: LengthTrainer, dtype: torch.dtype) -> None:
-    exact = ready.observe_and_predict([("a", 0)], state(), POINTS)["a"]
-    assert ready.observe_and_predict([("a", 0)], state().to(dtype), POINTS)["a"] == pytest.approx(
-        exact, rel=0.1
-    )
-    ready.output_aborted("a")
-
-
-def test_what_was_seen_may_be_overwritten_by_its_owner() -> None:
-    made = LengthTrainer(HIDDEN)
-    states = state()
-    made.observe_and_predict([("a", 0)], states, POINTS)
-    states.zero_()
-    made.ended("a", 9)
-    assert torch.equal(made._states[:1], state())
-
-
 def test_weights_that_are_no_numbers_any_more_begin_anew_and_learn_again() -> None:
     made = taught()
     before = off(made, HELD_BACK)
@@ -212,63 +156,7 @@ def test_weights_that_are_no_numbers_any_more_begin_anew_and_learn_again() -> No
     assert off(made, HELD_BACK) < 1.3 * before
 
 
-def test_a_training_step_with_nan_weights_reports_no_loss() -> None:
-    made = taught(40)
-    for output in islice(outputs(40, seed=6), 10):
-        made.observe_and_predict([(output.request_id, 0)], output.states[:1], POINTS)
-        made.ended(output.request_id, output.tokens)
-    with torch.no_grad():
-        made.network.last.bias[0] = math.nan
-    assert made.due
-    assert made.train() is None
-    assert made.batches == 0
-    loss = made.train()
-    assert loss is not None
-    assert math.isfinite(loss)
-
-
 # -- what it holds ----------------------------------------------------------------------------------
-
-
-def test_of_more_outputs_than_it_remembers_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(student_module, "MAX_REQUESTS", 10)
-    made = LengthTrainer(HIDDEN)
-    for number in range(25):
-        made.observe_and_predict([(f"r{number}", 0)], state(number), POINTS)
-    assert list(made._running) == [f"r{number}" for number in range(15, 25)]
-    for number in range(25):
-        made.ended(f"r{number}", 9)
-    assert made.examples == 10
-    assert not made._running
-
-
-def test_of_a_long_output_a_sample_is_kept_of_all_of_it() -> None:
-    made = LengthTrainer(HIDDEN)
-    kept: list[int] = []
-    for number in range(40):
-        for written in range(200):
-            made.observe_and_predict(
-                [(f"r{number}", written)], torch.full((1, HIDDEN), float(written)), POINTS
-            )
-        output = made._running[f"r{number}"]
-        assert len(output.states) == MAX_STATES_PER_REQUEST
-        assert [int(each[0]) for each in output.states] == output.written
-        kept += output.written
-    assert sum(kept) / len(kept) == pytest.approx(99.5, abs=10)
-    thirds = [sum(low <= written < low + 67 for written in kept) for low in (0, 67, 134)]
-    assert min(thirds) > 0.7 * len(kept) / 3
-
-
-def test_the_newest_examples_take_the_place_of_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(student_module, "MAX_EXAMPLES_BYTES", 4 * HIDDEN * 100)
-    made = LengthTrainer(HIDDEN)
-    for number in range(130):
-        made.observe_and_predict([(f"r{number}", number)], state(number), POINTS)
-        made.ended(f"r{number}", 1000)
-    assert (made.kept, made.examples) == (100, 130)
-    assert sorted(made._written.tolist()) == list(range(30, 130))
-    place = made._written.tolist().index(129)
-    assert torch.equal(made._states[place], state(129)[0])
 
 
 @pytest.mark.parametrize("hidden", [48, 8192, 100_000])

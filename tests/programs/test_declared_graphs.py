@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.aeg import END, START, Aeg
 from sojourn.wire_codec import MAX_GRAPH_BYTES, encode
 from sojourn.wire_events import AegEdge, AegGraph, AegNode
-from sojourn_server.programs import declared_graphs
 from sojourn_server.programs.declared_graphs import TYPES_PER_GRAPH, GraphError, GraphStore
 
 LOOP = Aeg({"plan": (), "act": ("bash", "edit")}, [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9)])
@@ -69,14 +65,6 @@ def test_declared_in_another_order_it_is_the_same_graph() -> None:
     assert store.follow(LOOP.hash, turned)
 
 
-def test_cycles_and_any_script_are_fine() -> None:
-    store = GraphStore()
-    names = ["plän", "计划", "\u202egnp", "x" * 256, "🤖" * 64]
-    edges = [*pairwise(names), (names[-1], names[0]), ("plän", "plän", 0.5)]
-    ring = Aeg({n: ("täglich",) for n in names}, edges)
-    assert store.follow(ring.hash, msgspec.json.decode(encode(ring.wire()), type=AegGraph))
-
-
 BAD: dict[str, tuple[AegGraph, str]] = {
     "a dangling edge": (graph(edges=[("a", "c")]), "'c' is not a node"),
     "an edge to the start": (graph(edges=[("a", START)]), "is not a node"),
@@ -122,83 +110,6 @@ def test_no_other_graph_takes_the_place_of_a_known_one() -> None:
     assert store.follow(LOOP.hash, forged.wire(), "fixer"), "the hash names what is held, and it alone counts"
     assert store.types() == {LOOP.hash: ["fixer"]}
     assert [known.aeg for known in store] == [LOOP]
-
-
-def test_a_known_graph_spelt_out_again_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = GraphStore()
-    store.follow(LOOP.hash, LOOP.wire())
-    monkeypatch.delattr(declared_graphs, "Aeg")
-    assert store.follow(LOOP.hash, LOOP.wire(), "fixer"), "every process spells it out once"
-
-
-def test_forgetting_does_not_look_at_every_type() -> None:
-    """Each report is a part of an engine's step: a thousand in one batch must not cost a thousand scans."""
-
-    def seconds(types: int) -> float:
-        store = GraphStore(max_graphs=10_000)
-        for number in range(10_000):
-            store.follow(known[number].hash, known[number].wire())
-        for number in range(types):
-            store.follow(known[9_999].hash, None, f"type {number}")
-        began_s = time.thread_time()  # of this thread alone, whatever else the machine does
-        for number in range(10_000, 10_300):
-            store.follow(known[number].hash, known[number].wire())
-        assert store.forgotten == 300
-        return time.thread_time() - began_s
-
-    known = [numbered(number) for number in range(10_300)]
-    assert seconds(types=40_000) < 10 * seconds(types=0)
-
-
-def test_ten_thousand_graphs_leave_the_latest_and_those_in_use() -> None:
-    store = GraphStore(max_graphs=256)
-    store.follow(LOOP.hash, LOOP.wire(), "fixer")
-    for number in range(10_000):
-        other = numbered(number)
-        store.follow(other.hash, other.wire(), f"type {number}")
-        if not number % 100:
-            assert store.follow(LOOP.hash, None, "fixer"), "in use, so never the oldest"
-    assert len(store) == 256
-    assert store.forgotten == 10_001 - 256
-    assert store.bytes == sum(known.size_bytes for known in store)
-    assert store.get(numbered(9_999).hash) is not None
-    assert not store.follow(numbered(0).hash, None), "forgotten: it must be told again"
-    assert len(store.types()) == 256
-    assert ["type 0"] not in store.types().values()
-
-
-def test_looking_is_no_use() -> None:
-    store = GraphStore(max_graphs=2)
-    first, second, third = (numbered(n) for n in range(3))
-    for each in (first, second):
-        store.follow(each.hash, each.wire(), "t")
-    assert store.get(first.hash) is not None
-    store.follow(third.hash, third.wire())
-    assert store.get(first.hash) is None
-
-
-def test_one_graph_followed_by_ten_thousand_types_is_bounded() -> None:
-    store = GraphStore(max_graphs=2)
-    store.follow(LOOP.hash, LOOP.wire(), "0")
-    for number in range(10_000):
-        store.follow(LOOP.hash, None, f"type {number}")
-    assert store.types() == {LOOP.hash: sorted(f"type {n}" for n in range(9_992, 10_000))}
-
-
-def test_a_few_huge_graphs_fill_it_as_well() -> None:
-    store = GraphStore(max_graphs=256, max_bytes=MAX_GRAPH_BYTES)
-    for number in range(20):
-        huge = numbered(number, nodes=1000)
-        assert store.follow(huge.hash, huge.wire())
-        assert store.get(huge.hash) is not None, "the newest always has a place"
-        assert 0 < store.bytes <= MAX_GRAPH_BYTES
-    assert len(store) < 20
-
-
-@pytest.mark.parametrize("bounds", [(0, MAX_GRAPH_BYTES), (1, MAX_GRAPH_BYTES - 1)])
-def test_bounds_that_fit_no_graph_are_refused(bounds: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="expected at least 1"):
-        GraphStore(*bounds)
 
 
 NAMES = st.text(max_size=6) | st.sampled_from([START, END, "a", "b", "x" * 257])

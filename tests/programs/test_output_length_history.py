@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from statistics import median
 from typing import Any
 
@@ -104,50 +103,6 @@ def test_habits_that_change_are_believed_within_a_window() -> None:
     )
 
 
-@pytest.mark.parametrize("tokens", [0, -1, 1.0, True, None, "5", math.nan, 2**53 + 1, 10**400])
-def test_what_is_no_length_is_refused_and_forgotten(tokens: Any) -> None:
-    lengths = OutputLengthHistory()
-    with pytest.raises(ValueError, match="expected a whole number from 1 to"):
-        lengths.observe("coder", "bash", tokens)
-    assert lengths.count() == 0
-    assert lengths.snapshot() == OutputLengthHistory().snapshot()
-
-
-# -- bounded memory --------------------------------------------------------------------------
-
-
-def test_invented_names_cost_bounded_memory_and_spoil_nothing_that_is_still_used() -> None:
-    lengths = OutputLengthHistory(max_samples=20, max_keys=50)
-    for number in range(10_000):
-        lengths.observe(f"invented{number}", f"tool{number}", 7)
-        if number % 10 == 0:
-            lengths.observe("coder", "bash", 1000)
-        assert len(lengths._windows) <= 50
-    kept = lengths.snapshot()
-    assert len(kept["keys"]) == 50
-    assert len(json.dumps(kept)) < 5000
-    assert lengths.sorted_lengths("coder", "bash", 20) == [1000] * 20
-    assert lengths.sorted_lengths("invented0", "tool0", 1) == lengths.sorted_lengths(None, None, 1), (
-        "those are forgotten"
-    )
-
-
-def test_a_type_outlives_the_tools_that_are_invented_for_it() -> None:
-    lengths = OutputLengthHistory(max_keys=4)
-    for number in range(100):
-        lengths.observe("coder", f"tool{number}", 30)
-        lengths.observe(None, f"other{number}", 90)
-    assert set(lengths.sorted_lengths("coder", "never", 100)) == {30}
-
-
-def test_which_of_two_keys_is_older_depends_on_no_hash() -> None:
-    """Strings hash differently in every process: an engine and its replay would forget different keys."""
-    for number in range(50):
-        kind, tool = f"type{number}", f"tool{number}"
-        keys = [key[:2] for key in filled([(kind, tool, 5)]).snapshot()["keys"]]
-        assert keys == [[kind, tool], [kind, None]]
-
-
 # -- documents ---------------------------------------------------------------------------------
 
 
@@ -167,18 +122,6 @@ def test_it_comes_back_from_its_document_and_goes_on_as_if_it_had_stayed(
         back.observe(*output)
     assert answers(back) == answers(lengths)
     assert back.snapshot() == lengths.snapshot()
-
-
-@given(seen=outputs, max_samples=st.integers(1, 6), max_keys=st.integers(1, 8))
-def test_a_document_is_cut_to_smaller_limits_oldest_out(
-    seen: list[tuple[str | None, str | None, int]], max_samples: int, max_keys: int
-) -> None:
-    document = filled(seen).snapshot()
-    cut = OutputLengthHistory.restore(document, max_samples, max_keys).snapshot()
-    assert cut["newest"] == document["newest"][-max_samples:]
-    assert cut["keys"] == [
-        [kind, tool, samples[-max_samples:]] for kind, tool, samples in document["keys"][-max_keys:]
-    ]
 
 
 @pytest.mark.parametrize(
@@ -229,25 +172,6 @@ def test_hints_are_judged_by_the_newest_of_their_type_and_not_by_few() -> None:
     assert errors.mean("stranger", 0) is None
 
 
-@pytest.mark.parametrize("off", [math.inf, math.nan, -0.1])
-def test_an_impossible_error_of_a_hint_leaves_no_trace(off: float) -> None:
-    errors = HintErrors(max_types=1)
-    errors.observe("coder", 0.5)
-    with pytest.raises(ValueError, match="expected a finite number ≥ 0"):
-        errors.observe("critic", off)
-    assert errors.snapshot() == {"coder": [0.5]}
-
-
-def test_invented_types_push_out_those_that_were_not_heard_of_longest() -> None:
-    errors = HintErrors(max_types=10)
-    for number in range(1000):
-        errors.observe("coder", 0.5)
-        errors.observe(f"invented{number}", 1.0)
-    assert len(errors.snapshot()) == 10
-    assert errors.mean("coder", 64) == 0.5
-    assert errors.mean("invented0", 1) is None
-
-
 @given(
     seen=st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0, 50)), max_size=40),
     window=st.integers(1, 5),
@@ -264,18 +188,3 @@ def test_hint_errors_come_back_from_their_document(
     for agent_type in "abcd":
         assert back.mean(agent_type, 1) == errors.mean(agent_type, 1)
     assert list(back.snapshot().items()) == list(errors.snapshot().items())
-
-
-@pytest.mark.parametrize("off", [math.nan, math.inf, -0.1, -math.inf])
-def test_an_error_is_finite_and_not_negative(off: float) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        HintErrors().observe("coder", off)
-
-
-@pytest.mark.parametrize(
-    "document", [None, [], "abc", 5, {"a": 5}, {"a": "123"}, {"a": [None]}, {"a": ["1"]}, {"a": [True]},
-                 {"a": [-1.0]}, {"a": [math.nan]}, {5: [1.0]}]
-)  # fmt: skip
-def test_nonsense_about_hints_is_refused(document: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected|is not a list of errors"):
-        HintErrors.restore(document)

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.programs.idleness import (
-    INITIAL_IDLENESS,
     MAX_INTERVAL_S,
     WINDOW_CYCLES,
-    Idleness,
     IdlenessPhase,
     IdlenessTracker,
 )
@@ -38,14 +36,6 @@ class Agent:
 
     def idleness(self) -> float:
         return self.clock.idleness(self.now)
-
-
-def test_it_is_acting_over_acting_and_reasoning() -> None:
-    """§4.2, eq. 1: T_acting / (T_reasoning + T_acting)."""
-    agent = Agent()
-    agent.turn(3.0, 1.0)
-    agent.turn(5.0, 11.0)
-    assert agent.idleness() == pytest.approx(12.0 / 20.0)
 
 
 def test_the_papers_window_is_five_cycles() -> None:
@@ -74,16 +64,6 @@ def test_the_running_tool_call_counts_and_soon_dominates() -> None:
     assert seen == pytest.approx([2 / 12, 2.5 / 12.5, 10 / 20, 62 / 72, 602 / 612])
 
 
-def test_one_slow_call_is_diluted() -> None:
-    """§4.2: "the window of recent short tool calls dilutes this outlier"."""
-    busy, idle = Agent(), Agent()
-    for i in range(5):
-        busy.turn(2.0, 6.0 if i == 4 else 0.5)
-        idle.turn(2.0, 6.0)
-    assert busy.idleness() == pytest.approx(8 / 18)
-    assert idle.idleness() == pytest.approx(30 / 40)
-
-
 def test_waiting_for_the_scheduler_counts_in_neither() -> None:
     """§4.1: "the waiting time is excluded from both Reasoning and Acting measurements"."""
     gated, free = Agent(), Agent()
@@ -97,111 +77,9 @@ def test_waiting_for_the_scheduler_counts_in_neither() -> None:
     assert shown.at(gated.now + 1e6) == shown.at(gated.now) == pytest.approx(0.25), "nor does the wait itself"
 
 
-def test_so_does_the_wait_after_a_preemption_and_it_is_still_the_same_cycle() -> None:
-    agent = Agent(IdlenessTracker(1))
-    agent.clock.admitted("r", 0.0)
-    agent.clock.preempted("r", 4.0)
-    assert agent.clock.reading().counting is IdlenessPhase.NOTHING
-    agent.clock.admitted("r", 50.0)
-    agent.clock.finished("r", 52.0)
-    assert agent.clock.reading() == Idleness(6.0, 0.0, IdlenessPhase.ACTING, 52.0)
-
-
-def test_parallel_tools_are_one_gap_the_longest() -> None:
-    """§3.1: "a single gap whose duration is the maximum"; the next request comes after the longest."""
-    clock = IdlenessTracker()
-    clock.admitted("r1", 0.0)
-    clock.finished("r1", 1.0)
-    clock.arrived("r2", 1.0 + max(2.0, 7.0, 3.0))
-    assert clock.reading() == Idleness(1.0, 7.0, IdlenessPhase.NOTHING, 8.0)
-
-
-def test_parallel_requests_are_one_inference_and_acting_begins_with_the_last() -> None:
-    clock = IdlenessTracker()
-    clock.admitted("a", 0.0)
-    clock.arrived("b", 1.0)
-    clock.admitted("b", 2.0)
-    clock.finished("a", 5.0)
-    assert clock.reading().counting is IdlenessPhase.REASONING
-    clock.arrived("c", 5.5)
-    clock.finished("b", 6.0)
-    assert clock.reading().counting is IdlenessPhase.NOTHING, "one of them waits: it does not act"
-    clock.admitted("c", 8.0)
-    clock.finished("c", 9.0)
-    assert clock.reading() == Idleness(7.0, 0.0, IdlenessPhase.ACTING, 9.0)
-    assert clock.idleness(16.0) == pytest.approx(0.5)
-
-
-def test_who_never_ran_is_not_idle() -> None:
-    clock = IdlenessTracker()
-    assert clock.reading() == INITIAL_IDLENESS
-    assert clock.idleness(1e9) == 0.0
-    clock.arrived("r", 5.0)
-    assert clock.idleness(500.0) == 0.0
-    clock.finished("r", 600.0)
-    assert clock.idleness(10_000.0) == 0.0, (
-        "given up before it ran: there was no inference, so this is no gap"
-    )
-    clock.admitted("s", 10_000.0)
-    assert clock.idleness(10_050.0) == 0.0
-    clock.finished("s", 10_050.0)
-    assert clock.idleness(10_100.0) == pytest.approx(0.5)
-
-
-def test_a_request_that_was_given_up_at_the_gate_only_interrupts_the_gap() -> None:
-    clock = IdlenessTracker(2)
-    clock.admitted("r1", 0.0)
-    clock.finished("r1", 10.0)
-    clock.arrived("r2", 15.0)
-    clock.finished("r2", 40.0)
-    assert clock.idleness(50.0) == pytest.approx((5 + 10) / 25)
-    assert clock.reading().reasoning_s == 10.0, "and opens no cycle"
-
-
-def test_facts_may_come_twice_or_without_the_first() -> None:
-    clock = IdlenessTracker()
-    clock.finished("never seen", 0.0)
-    clock.preempted("never seen", 0.0)
-    for _ in range(2):
-        clock.admitted("r", 1.0)
-        clock.arrived("r", 1.0)
-    assert clock.reading().counting is IdlenessPhase.REASONING, "late news of its arrival does not stop it"
-    for _ in range(2):
-        clock.finished("r", 4.0)
-    assert clock.reading() == Idleness(3.0, 0.0, IdlenessPhase.ACTING, 4.0)
-
-
-def test_a_clock_that_jumps_back_loses_that_interval_and_goes_on() -> None:
-    clock = IdlenessTracker()
-    clock.admitted("r", 1000.0)
-    clock.finished("r", 1010.0)
-    assert clock.idleness(5.0) == 0.0, "not a negative gap"
-    clock.arrived("s", 5.0)
-    clock.admitted("s", 6.0)
-    clock.finished("s", 8.0)
-    assert clock.reading() == Idleness(12.0, 0.0, IdlenessPhase.ACTING, 8.0)
-    assert clock.idleness(20.0) == pytest.approx(0.5)
-
-
-def test_an_hour_that_the_clock_jumped_ahead_leaves_with_its_cycle() -> None:
-    agent = Agent(IdlenessTracker(3))
-    agent.turn(1.0, 3600.0)
-    for _ in range(3):
-        agent.turn(1.0, 1.0)
-    assert agent.idleness() == pytest.approx(0.5)
-
-
 def test_a_clock_of_k_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"k is 0; expected ≥ 1"):
         IdlenessTracker(0)
-
-
-def test_rounding_errors_do_not_pile_up() -> None:
-    agent = Agent(IdlenessTracker(2), now=0.0)
-    agent.turn(1e8, 1e8)
-    for _ in range(5000):
-        agent.turn(0.25, 0.75)
-    assert agent.idleness() == 0.75
 
 
 FACTS = st.tuples(

@@ -99,31 +99,6 @@ def test_a_prompt_alone_makes_a_type_when_it_is_seen_again():
     assert workflows.finished_programs(again) == 2
 
 
-def test_no_tool_is_taken_for_an_end():
-    workflows = WorkflowHistory()
-    for _ in range(40):
-        live(workflows, END, "__start__", REPLY_STEP, "edit")
-    assert dict(workflows.successors(at("__start__"))).get(END, 0.0) < 0.1
-    assert dict(workflows.successors(at("edit")))[END] > 0.9
-
-
-def test_who_comes_back_after_it_was_given_up_goes_on_from_there():
-    workflows = WorkflowHistory()
-    run = live(workflows, "ls", "edit")
-    run.turns, run.pending_tool = 3, "pytest"
-    workflows.learn_ended_program(run, ended=True, turn_open=True)
-    assert workflows.finished_programs(run) == 2
-    assert workflows.transitions.predict("coder", [])[0] == ("ls", 1.0), "no second beginning"
-
-
-def test_one_that_was_broken_off_does_not_say_where_it_would_have_ended():
-    workflows = WorkflowHistory()
-    for _ in range(10):
-        live(workflows, "ls", "edit", ended=False)
-    assert workflows.finished_programs(program()) == 0
-    assert dict(workflows.successors(at("edit"))).get(END) is None
-
-
 def test_a_program_without_end_takes_bounded_memory_and_is_learned_in_pieces():
     workflows = WorkflowHistory()
     run = program()
@@ -135,27 +110,6 @@ def test_a_program_without_end_takes_bounded_memory_and_is_learned_in_pieces():
     run.pending_tool = "a"
     assert workflows.successors(run)[0][0] == "b"
     assert workflows.finished_programs(run) == 0
-
-
-def test_a_long_program_does_not_confirm_the_type_of_its_own_prompt():
-    workflows = WorkflowHistory()
-
-    def long(name: str) -> ProgramState:
-        run = program(None, name)
-        run.prompt_type = "prompt:1"
-        for _ in range(3 * MAX_STEPS):
-            workflows.came_back(run, "a", 1.0, 0)
-            run.turns += 1
-        workflows.learn_ended_program(run, ended=True, turn_open=False)
-        return run
-
-    first = long("first")
-    assert workflows.transitions.runs("prompt:1") == 0, "its second piece is not a second program"
-    workflows.learn_ended_program(first, ended=True, turn_open=True)
-    assert workflows.transitions.runs("prompt:1") == 0, "nor is the program itself, when it returns"
-    long("second")
-    assert workflows.transitions.runs("prompt:1") == 1
-    assert workflows.finished_programs(first) == 1
 
 
 def test_tools_add_what_they_added_of_late():
@@ -171,14 +125,6 @@ def test_tools_add_what_they_added_of_late():
     assert workflows.overlap(run) == pytest.approx(0.5 * 1500 / 2000), "a branch keeps what it shares"
     run.context_tokens = 0
     assert workflows.overlap(run) == 0.0
-
-
-def test_a_prompt_that_shrank_says_nothing_of_the_tool():
-    workflows = WorkflowHistory()
-    run = program()
-    run.turns, run.context_tokens = 1, 1000
-    workflows.came_back(run, "cat", 1.0, 300)
-    assert workflows.observations.expected("cat") == 0.0
 
 
 # -- credit -----------------------------------------------------------------------------
@@ -219,23 +165,6 @@ def test_a_program_that_takes_another_type_each_turn_is_judged_by_its_own_record
     assert not workflows.hints_reliable(run)
 
 
-def test_a_declaration_is_charged_to_the_type_it_was_made_for():
-    workflows = WorkflowHistory()
-    victim, liar = program("victim"), program("liar")
-    for _ in range(10):
-        liar.agent_type = "victim"
-        liar.pending_declaration = ("liar", 0.0)
-        workflows.came_back(liar, "ls", 1.0, 0)
-    assert workflows.hints_reliable(victim)
-    assert not workflows.hints_reliable(program("liar"))
-
-
-def test_who_lied_and_lies_no_more_is_believed_again():
-    credit = credited(lambda left: 0.0)
-    assert not credit.hints_reliable
-    assert credited(lambda left: 11 / 12, credit=credit).hints_reliable
-
-
 # -- types by prompt -----------------------------------------------------------------------
 
 
@@ -273,12 +202,6 @@ def test_a_document_that_makes_no_sense_is_refused(document: object):
         WorkflowHistory.restore(document)
 
 
-@pytest.mark.parametrize("tools", [{"a": -1}, {"a": "b"}, {"a": True}, []])
-def test_tokens_that_make_no_sense_are_refused(tools: object):
-    with pytest.raises(ValueError, match="tokens"):
-        ToolOutputTokens.restore({"version": 1, "tools": tools, "all": None})
-
-
 def test_a_flood_of_tools_is_bounded():
     known = ToolOutputTokens(max_tools=10)
     for number in range(1000):
@@ -297,16 +220,3 @@ def test_it_stays_within_its_factor_of_the_true_one(values: list[float], window:
         sliding.observe(value)
         true = max(values[max(0, number - window) : number])
         assert true <= sliding.value <= true * 1.5 * (1 + 1e-9)
-
-
-def test_it_moves_seldom():
-    sliding = SlidingMax()
-    for number in range(1, 10_000):
-        sliding.observe(float(number))
-    assert sliding.changes < 60
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_nonsense_is_refused(value: float):
-    with pytest.raises(ValueError, match="finite"):
-        SlidingMax().observe(value)
