@@ -14,7 +14,7 @@ from simulator_run_logs import synthetic_run_log
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 
-SCRIPTS = ("result_pages", "continuum_figures", "policy_comparison", "simulator_speed")
+SCRIPTS = ("result_pages", "continuum_figures", "policy_comparison")
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +77,3 @@ def test_the_matrix_marks_the_best_policy_and_no_limit(scripts: dict[str, Module
     page = policy_comparison.page(rows, {trace: ["a note"]}, "made so")
     assert "{by hand}" in page
     assert f"- {trace}: a note" in page
-
-
-@pytest.mark.parametrize(
-    ("costs", "speed", "growth"), [((10, 50, 150), True, True), ((10, 70, 200), False, False)]
-)
-def test_speed_and_growth_are_judged(
-    scripts: dict[str, ModuleType], costs: tuple[int, int, int], speed: bool, growth: bool
-) -> None:
-    simulator_speed = scripts["simulator_speed"]
-    points = [
-        simulator_speed.point([row("stock", programs=n, virtual_s=3600.0, wall_s=float(cost))])
-        for n, cost in zip((20, 80, 320), costs, strict=True)
-    ]
-    verdicts = simulator_speed.judge(points)
-    assert (verdicts["speed"][0], verdicts["growth"][0]) == (speed, growth)
-    assert simulator_speed.exponent(points) == pytest.approx(1.0, abs=0.1)
