@@ -108,21 +108,6 @@ async def test_an_error_that_quotes_its_request_is_no_dead_engine(
         assert sum(len(fake.requests) for fake in fakes) == 1
 
 
-async def test_a_client_that_leaves_before_its_first_answer_leaves_no_program_at_home() -> None:
-    async with engines(1) as [fake], world([fake]) as it:
-        fake.hold = asyncio.Event()
-        asking = asyncio.ensure_future(it.chat("p"))
-        await until(lambda: fake.requests)
-        assert await it.home("p") == fake.name
-        asking.cancel()
-        await until(lambda: fake.gave_up)
-
-        async def is_gone() -> bool:
-            return await it.home("p") is None
-
-        await until(is_gone)
-
-
 async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
     hint: dict[str, Any] = {"program_id": "p", "sojourn": {"v": 1, "final": True}}
     last: dict[str, Any] = {"vllm_xargs": {"agentic_context": json.dumps(hint)}}

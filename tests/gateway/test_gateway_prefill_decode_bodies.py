@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_client import EngineAnswer
@@ -96,19 +96,6 @@ def test_a_clients_transfer_parameters_are_removed() -> None:
     assert b"another's" not in prefill_body(ClientApi.CHAT, body, "t1", "tcp:d:1", 0.25)
 
 
-def test_the_known_epoch_of_the_decode_engine_is_sent() -> None:
-    sent = json.loads(prefill_body(ClientApi.CHAT, asked(), "t1", "tcp:d:1", 0.25, "e1"))
-    assert sent["kv_transfer_params"]["epoch"] == "e1"
-
-
-def test_a_prefill_engine_answers_at_once_and_keeps_no_answer() -> None:
-    body = json.dumps({"model": "tiny", "input": "hi", "background": True, "store": True}).encode()
-    sent = json.loads(prefill_body(ClientApi.RESPONSES, body, "t1", "tcp:d:1", 0.25))
-    assert "background" not in sent
-    assert sent["store"] is False
-
-
-@settings(max_examples=30)
 @given(
     st.dictionaries(
         st.text(max_size=8),
