@@ -75,7 +75,7 @@ def test_ranks_of_a_dense_model_write_files_of_their_own(
             return config
 
         monkeypatch.setattr(simulated_engine, "_engine_vllm_config", make_rank)
-        make_engine(settings=settings).scheduler.sojourn.calls.shutdown()
+        make_engine(settings=settings).scheduler.sojourn.shutdown()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
         "h.json",

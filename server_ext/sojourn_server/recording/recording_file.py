@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 from sojourn.errors import InputError
@@ -23,6 +23,8 @@ from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.preset import parse_preset
 from .recording_scheduler import RecordingScheduler, RecordSink, encode_record
+
+T = TypeVar("T")
 
 RECORDING_VERSION = 13
 """Version of the format. To replay an older recording, use the version of sojourn that wrote it."""
@@ -206,7 +208,8 @@ class RecordingReader:
             if ended:
                 raise RecordingError(f"{self.path}, line {number}: goes on after its end record")
             ended = line.startswith(b"{")
-            yield number, line, self._decode(number, line, EndRecord if ended else Record)
+            kind: type[Record | EndRecord] = EndRecord if ended else Record
+            yield number, line, self._decode(number, line, kind)
         if not ended and not self._allow_unfinished:
             raise RecordingError(f"{self.path}, line {number}: no end record: {_CUT}")
 
@@ -235,7 +238,7 @@ class RecordingReader:
             "run sojourn parity of the version that wrote it"
         )
 
-    def _decode(self, number: int, line: bytes, kind: type[Any]) -> Any:
+    def _decode(self, number: int, line: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(line, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

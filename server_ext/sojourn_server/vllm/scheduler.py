@@ -130,12 +130,12 @@ class SojournMixin:
         return done
 
     def shutdown(self) -> None:
-        self.sojourn.guarded(self.sojourn.calls.shutdown)
+        self.sojourn.guarded(self.sojourn.shutdown)
         super().shutdown()  # type: ignore[misc]
 
     def sojourn_call(self, operation: str, payload: str) -> str:
         """Answer a call of the API server, in JSON. Errors are raised and go back to the API server."""
-        return self.sojourn.calls.call(operation, payload)
+        return self.sojourn.call(operation, payload)
 
 
 class SojournScheduler(SojournMixin, Scheduler):

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
+from ..core.engine_service import EngineService
+from ..core.event_time_budget import EventTimeBudget
 from ..core.events_and_actions import (
     Action,
     BlocksEvicted,
+    CachedBlocksFound,
     CacheReset,
     CacheResetStarted,
     EngineAction,
+    EngineActionKind,
     Event,
     FirstToken,
+    PrefetchStarted,
     RecoveryChosen,
     RequestAdmitted,
     RequestArrived,
@@ -28,11 +33,11 @@ from ..core.events_and_actions import (
     TurnFinished,
     UntrackedRequestArrived,
     UntrackedRequestLeft,
+    chosen_load,
     granted_lease,
 )
-from ..core.request_hints import read_identity
+from ..core.request_hints import RequestIdentity, read_identity
 from ..policies.preemption.preemption_recovery import RecoveryMethod
-from .action_executor import ActionExecutor
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, without_common_prefix
@@ -44,8 +49,13 @@ from .compat import (
     SchedulerOutput,
     get_block_hash,
 )
-from .engine_call_handler import EngineCallHandler
-from .engine_description import connector_name, pool_config
+from .engine_description import (
+    connector_name,
+    offload_description,
+    pair_status_reporter,
+    pool_config,
+    profile_description,
+)
 from .eviction_heap import Score
 from .hidden_state_capture import HiddenStateRows
 from .history_file import HistoryFile
@@ -153,19 +163,8 @@ class SchedulerAdapter:
         self._prefetcher = KVPrefetcher(
             self._pool, self._queue, groups, connector if isinstance(connector, SojournConnector) else None
         )
-        self._executor = ActionExecutor(
-            self.program_scheduler,
-            groups,
-            self._queue,
-            handle=self.handle,
-            guarded=self.guarded,
-            requeue=self._requeue,
-            pinned=self._pinned,
-            prefetcher=self._prefetcher,
-            offload=self._offload,
-            cache_policy=self._cache_policy,
-            before_load=self._forget_allocating,
-        )
+        self._pending: list[EngineAction] = []
+        """Actions that are not carried out yet, oldest first."""
         check_scheduling(preset, scheduler.policy.value)
         self._waiting = WaitingQueueAdapter(
             scheduler,
@@ -184,7 +183,7 @@ class SchedulerAdapter:
             groups,
             clock=clock,
             handle=self.handle,
-            carry_out=self._executor.execute,
+            carry_out=self._execute,
             guarded=self.guarded,
             pinned=self._pinned,
             demand_monitor=self._demand_monitor,
@@ -195,21 +194,26 @@ class SchedulerAdapter:
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
         if preset.output_length.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
-        self.calls = EngineCallHandler(
-            scheduler,
+        self._history = history
+        offload, predictor = self._offload, self._length_predictor
+        self.service = EngineService(
             self.program_scheduler,
-            groups,
-            self._executor,
-            clock=clock,
+            engine=profile_description(scheduler, groups.tokens_per_block),
+            pool_state=self._pinned.count_by_state,
             handle=self.handle,
-            pinned=self._pinned,
-            offload=self._offload,
-            length_predictor=self._length_predictor,
-            history=history,
+            tier_state=lambda: offload.state() if offload is not None else {},
+            below_device=lambda: offload_description(scheduler),
             missing=missing,
+            network_state=lambda: predictor.state() if predictor is not None else None,
+            persist=self._persist,
+            paths=pair_status_reporter(scheduler),
+            owned_blocks=lambda program_id: len(self._queue.owners.blocks.get(program_id, ())),
+            cpu_clock=time.thread_time,
+            below_blocks=lambda program_id: (
+                offload.held_blocks(program_id) if offload is not None else (0, 0)
+            ),
         )
-        """Answers the calls of the API server."""
-        self.service = self.calls.service
+        self._event_budget = EventTimeBudget(clock())
         self._step_timer = StepTimer()
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
@@ -221,12 +225,12 @@ class SchedulerAdapter:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Pass an event to the ``ProgramScheduler`` and return the resulting actions. If the event needs an
-        answer, the last action is the answer. Actions on KV wait until the ``ActionExecutor`` carries them
+        answer, the last action is the answer. Actions on KV wait until ``_execute`` carries them
         out; other actions are carried out here. ``now``: seconds on the engine's clock."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction:
-                self._executor.pending.append(action)
+                self._pending.append(action)
             elif type(action) is RequestRefused:
                 self._refused.append(action.request_id)
         return actions
@@ -235,9 +239,6 @@ class SchedulerAdapter:
         request = self._scheduler.requests.get(request_id)
         if request is not None:
             self._waiting.rekey(request)
-
-    def _forget_allocating(self) -> None:
-        self._allocation_fallback.allocating = None  # no request causes the next evictions
 
     def arrived(self, request: Request) -> None:
         """Handle a new request, before vLLM queues it."""
@@ -253,14 +254,14 @@ class SchedulerAdapter:
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
-        self.calls.apply_attached_events(identity, now)
+        self._apply_attached_events(identity, now)
         arrived = RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority)
         self.handle(arrived, now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
             if known is not None and known.program_id is not None:
                 self._cache_policy.arrived(request.request_id, known.program_id)
-        self._executor.execute(now)
+        self._execute(now)
 
     def before_step(self) -> None:
         """Prepare a step before vLLM plans it: expire leases, carry out actions, update queues and scores."""
@@ -277,8 +278,8 @@ class SchedulerAdapter:
         now = self._clock()
         self.handle(_TICK, now)
         self._prefetcher.expire(now)
-        if self._executor.pending:
-            self._executor.execute(now)
+        if self._pending:
+            self._execute(now)
         self._waiting.promote(now)
         self._eviction.before_step()
         if self._length_predictor is not None:
@@ -300,8 +301,8 @@ class SchedulerAdapter:
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if request_id in cached.resumed_req_ids:
                     self._admitted(request_id, computed, now)
-        if self._executor.pending:
-            self._executor.execute(now)
+        if self._pending:
+            self._execute(now)
         self._eviction.after_step()
 
     def _next_requests(self, most: int) -> Sequence[Request]:
@@ -403,7 +404,7 @@ class SchedulerAdapter:
             ),
             now,
         )
-        self._executor.execute(now)
+        self._execute(now)
         lease = granted_lease(actions)
         if lease is not None:
             self._pinned.hold(lease.program_id, cached, lease.rank)
@@ -461,7 +462,7 @@ class SchedulerAdapter:
         nothing holds blocks."""
         now = self._clock()
         self.handle(CacheResetStarted(), now)
-        self._executor.execute(now)
+        self._execute(now)
         self._prefetcher.cancel_all()
 
     def requeue_loading(self) -> None:
@@ -501,10 +502,43 @@ class SchedulerAdapter:
         now = self._clock()
         try:
             self.handle(CacheReset(device), now)
-            self._executor.execute(now)
+            self._execute(now)
         finally:
             if self._offload is not None:  # vLLM clears only the device by default
                 self._offload.reset()
+
+    # -- calls of the API server ------------------------------------------------
+
+    def call(self, operation: str, payload: str) -> str:
+        """Answer one operation of the HTTP API, between two steps. ``payload`` and the answer are JSON."""
+        now = self._clock()
+        # No tick while the engine is paused, because this time does not count as waiting. The API server
+        # still asks for metrics.
+        if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
+            self.handle(_TICK, now)
+        self._execute(now)
+        started_s = self._clock()
+        answer = self.service.call(operation, payload, now)
+        ended_s = self._clock()
+        self._execute(now)
+        if operation in ("events", "event_batches"):
+            seconds = self._clock() - now
+            self.program_scheduler.recorder.observe("sojourn_policy_seconds", seconds, hook="event")
+        self._history.save_if_due(self.program_scheduler.histories, now)
+        if operation == "event_batches":
+            wait_s = self._event_budget.spend(ended_s - started_s, ended_s)
+            return f'{{"wait_s": {wait_s:.6f}, "batches": {answer}}}'
+        return answer
+
+    def shutdown(self) -> None:
+        """Save the learned histories, end the recording, and stop the length predictor, which saves its
+        network. Called when the engine stops."""
+        try:
+            self._history.save(self.program_scheduler.histories)
+        finally:
+            self.program_scheduler.close_recording("the engine stopped")
+            if self._length_predictor is not None:
+                self._length_predictor.stop()
 
     # -- state ------------------------------------------------------------------
 
@@ -529,7 +563,80 @@ class SchedulerAdapter:
         if self.failures <= 10 or self.failures % 1000 == 0:
             logger.error("sojourn: %s (%d so far); the engine goes on", what, self.failures, exc_info=error)
 
+    # -- actions on KV ----------------------------------------------------------
+
+    def _execute(self, now: float) -> None:
+        """Carry out the pending actions, and the actions that follow from them. ``now``: seconds on the
+        engine's clock."""
+        while self._pending:
+            actions, self._pending = self._pending, []
+            for action in actions:
+                # Guarded separately: if one action fails, the others must still be carried out, because their
+                # leases have ended already.
+                self.guarded(self._execute_one, action, now)
+
+    def _execute_one(self, action: EngineAction, now: float) -> None:
+        program_id = action.program_id
+        if action.kind is EngineActionKind.DROP:
+            if self._offload is not None:
+                self._offload.program_ended(program_id, self._queue.owners)
+            self._prefetcher.program_ended(program_id)
+            self._pinned.drop(program_id)
+            if self._cache_policy is not None:
+                self._cache_policy.program_ended(program_id)
+        elif action.kind is EngineActionKind.RELEASE:
+            self._pinned.release(program_id)
+        elif action.kind is EngineActionKind.PIN_CACHED:
+            blocks = self._groups.cached_prefix(self.program_scheduler.context(program_id) or ()).blocks
+            found = CachedBlocksFound(
+                program_id,
+                len(blocks),
+                held_blocks=self._pinned.blocks(),
+                unheld_blocks=self._pinned.count_unpinned(blocks),
+                used_blocks=self._pinned.used_blocks(),
+            )
+            lease = granted_lease(self.handle(found, now))
+            if lease is not None:
+                self._pinned.hold(program_id, blocks, lease.rank)
+        elif action.kind is EngineActionKind.PREFETCH:
+            self._prefetch(program_id, now)
+            return
+        elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
+            self._offload.place(program_id, action.tier)
+        for request_id in self.program_scheduler.live_requests(program_id):
+            self._requeue(request_id)
+
+    def _prefetch(self, program_id: ProgramId, now: float) -> None:
+        """Prefetch a program's expected prefix. Blocks on disk are read into host memory. Blocks in host
+        memory are loaded into spare blocks of the device, as many as the policy chooses."""
+        hashes = self.program_scheduler.prefetch_keys(program_id)
+        prefix = self._groups.cached_prefix(hashes)
+        missing = len(hashes) - prefix.hashes
+        being_read, lost, loadable = 0, missing, 0
+        if self._offload is not None:
+            being_read, lost, loadable = self._offload.fetch(hashes, prefix.hashes)
+            loadable = min(loadable, self._prefetcher.budget(program_id))
+        most = loadable + self.program_scheduler.prefetch_reserve_blocks if loadable else 0
+        spare = self._prefetcher.spare(prefix.blocks, most)
+        event = PrefetchStarted(program_id, missing, being_read, lost, loadable, spare)
+        chosen = chosen_load(self.handle(event, now))
+        if chosen is not None:
+            self._allocation_fallback.allocating = None  # no request causes these evictions
+            end = prefix.hashes + chosen.blocks
+            self._prefetcher.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
+
     # -- inside -----------------------------------------------------------------
+
+    def _apply_attached_events(self, identity: RequestIdentity, now: float) -> None:
+        """Handle the client events that a new request carries."""
+        self.service.client_event_decoder.apply_attached_events(identity, now)
+        ended_s = self._clock()
+        self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
+
+    def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
+        if self._offload is None:
+            return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
+        return self._offload.persist(hashes)
 
     def _observe_duration(self, hook: str, since: float) -> None:
         self.program_scheduler.recorder.observe("sojourn_policy_seconds", self._clock() - since, hook=hook)
