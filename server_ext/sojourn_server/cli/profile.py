@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import datetime
 import math
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +31,7 @@ PROGRESS_INTERVAL_S = 10.0
 
 @dataclass(slots=True)
 class _ProfileMeasurements:
-    """Results so far. ``_measure`` fills them in step by step and may be interrupted at any time."""
+    """What ``_measure`` found."""
 
     served: ServedModel
     limits: EngineLimits
@@ -87,10 +85,7 @@ def profile(
     json: str | None = json_option("the profile"),
 ) -> None:
     """Measure the server and print or write the profile. Without ``-o`` and ``--json`` the TOML goes to
-    stdout.
-
-    On Ctrl-C or SIGTERM, a command with ``-o`` writes the results so far, marked as incomplete.
-    """
+    stdout."""
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.machine_speed import CopyBandwidth, measure_bandwidth
     from sojourn_server.profiling.offload_break_even import offload_break_even
@@ -104,24 +99,16 @@ def profile(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_bytes_per_token=kv_bytes_per_token,
     )
-    so_far: list[_ProfileMeasurements] = []
-    stopped: CliError | None = None
     try:
-        asyncio.run(
-            _measure(so_far, url, model, key, given, block_size, repeats, budget_s, vocabulary, decode)
+        measured = asyncio.run(
+            _measure(url, model, key, given, block_size, repeats, budget_s, vocabulary, decode)
         )
     except ServerError as error:
         raise CliError(error.message, error.next_step) from None
     except RequestError as error:
-        stopped = CliError(f"a measurement failed: {error}", _resume_hint(error))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        shorter = "shorten it with --max-context TOKENS, --no-decode, --repeats 1 or --budget-s SECONDS"
-        stopped = CliError("interrupted", shorter, exit_code=130)
-    if not so_far or not so_far[0].prefill.points:
-        raise stopped or CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
-    measured = so_far[0]
-    if stopped is not None:
-        raise _save_partial(measured, stopped, url, hardware, output) from None
+        raise CliError(f"a measurement failed: {error}", _resume_hint(error)) from None
+    if not measured.prefill.points:
+        raise CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
     limits = measured.limits
     local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
     if local:
@@ -162,7 +149,6 @@ def profile(
 
 
 async def _measure(
-    so_far: list[_ProfileMeasurements],
     url: str,
     model: str | None,
     api_key: str | None,
@@ -172,17 +158,14 @@ async def _measure(
     budget_s: float,
     vocabulary: int,
     decode: bool,
-) -> None:
-    """Measure the server. When the server has answered, append an empty ``_ProfileMeasurements`` to
-    ``so_far``. Then fill this object in step by step."""
+) -> _ProfileMeasurements:
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.live_engine_limits import read_limits
-    from sojourn_server.profiling.prefill_measurement import PrefillMeasurement, measure_prefill
+    from sojourn_server.profiling.prefill_measurement import measure_prefill
     from sojourn_server.profiling.step_measurement import StepMeasurement, measure_steps
     from sojourn_server.replay.completions_client import CompletionsClient
     from sojourn_server.replay.replay_driver import DEFAULT_BLOCK_SIZE
 
-    _cancel_on_sigterm()
     async with CompletionsClient(url, api_key=api_key, timeout_s=budget_s) as client:
         served = await client.discover(model)
         reported = await read_limits(client, served)
@@ -200,40 +183,37 @@ async def _measure(
         if limit is None and max_context is None:
             raise CliError(f"{client.url} does not report its longest context", "add --max-context TOKENS")
         longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated
-        measured = _ProfileMeasurements(served, limits, block_tokens, PrefillMeasurement(), StepMeasurement())
-        so_far.append(measured)
         _announce(served.name, longest, budget_s, decode)
         started = time.monotonic()
         # The policies of a live engine need the prefill curve, so it comes first; decodes get the rest of the
         # budget, at least half.
         prefill_budget_s = budget_s / 2 if decode else budget_s
         show = _progress_lines()
-        await measure_prefill(
+        prefill = await measure_prefill(
             client,
             served,
             max_tokens=longest,
             repeats=repeats,
             budget_s=prefill_budget_s,
             vocabulary=vocabulary,
-            into=measured.prefill,
             on_sample=show,
         )
-        points = measured.prefill.points
-        if decode and points:
-            await measure_steps(
+        steps = StepMeasurement()
+        if decode and prefill.points:
+            steps = await measure_steps(
                 client,
                 served,
-                points,
+                prefill.points,
                 # At most the longest prompt that the budget allowed.
-                max_tokens=min(longest, points[-1][0]),
+                max_tokens=min(longest, prefill.points[-1][0]),
                 limits=limits,
                 block_size=block_tokens,
                 repeats=repeats,
                 budget_s=budget_s - (time.monotonic() - started),
                 vocabulary=vocabulary,
-                into=measured.steps,
                 on_sample=show,
             )
+    return _ProfileMeasurements(served, limits, block_tokens, prefill, steps)
 
 
 def _progress_lines() -> Callable[[str], None]:
@@ -247,14 +227,6 @@ def _progress_lines() -> Callable[[str], None]:
             print_line(what)
 
     return show
-
-
-def _cancel_on_sigterm() -> None:
-    """Make SIGTERM end the measurement as Ctrl-C does. ``timeout`` and supervisors send SIGTERM."""
-    task = asyncio.current_task()
-    assert task is not None, "called by a coroutine"
-    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread, Windows
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _announce(model: str, longest: int, budget_s: float, decode: bool) -> None:
@@ -291,42 +263,6 @@ def _profile_of(
         step_samples=tuple(steps.samples),
         measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         versions={"engine": served.engine, **installed_versions(*distributions)},
-    )
-
-
-def _save_partial(
-    measured: _ProfileMeasurements, stopped: CliError, url: str, hardware: str | None, output: Path | None
-) -> CliError:
-    """Write ``measured``, the results up to the error ``stopped``, and return an error that names the written
-    file. If ``output`` is ``None``, write nothing and return an error that says that the results are lost. If
-    the file cannot be written, print the profile on stdout and return an error with both reasons."""
-    from sojourn_server.profiling.machine_speed import CopyBandwidth
-
-    lengths = ", ".join(f"{tokens:,}" for tokens, _ in measured.prefill.points)
-    if output is None:
-        what = f"no -o was given: what was measured, prefill of {lengths} tokens, is lost"
-        return CliError(stopped.message, f"{what}; {stopped.next_step}", exit_code=stopped.exit_code)
-    if not measured.steps.decode_points:
-        # Step costs fitted to prompts alone are wrong for decodes.
-        measured.steps.samples.clear()
-    local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
-    result = _profile_of(measured, CopyBandwidth(None, None), hardware, local)
-    has = f"prefill of {lengths} tokens, {len(result.step_samples)} samples of steps"
-    # Keep an existing profile, since it may be complete.
-    path = output.with_name(f"{output.stem}.incomplete{output.suffix}") if output.is_file() else output
-    exit_code = 130 if stopped.exit_code == 130 else 1
-    try:
-        _write_profile(path, f"# incomplete: {has}, no copies\n{result.to_toml()}")
-    except CliError as unwritten:
-        return CliError(
-            f"{stopped.message}; {unwritten.message}",
-            f"{unwritten.next_step}; {stopped.next_step}",
-            exit_code=exit_code,
-        )
-    return CliError(
-        stopped.message,
-        f"{path} has what was measured: {has}; {stopped.next_step}",
-        exit_code=exit_code,
     )
 
 

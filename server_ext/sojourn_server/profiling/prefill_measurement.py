@@ -56,7 +56,6 @@ async def measure_prefill(
     repeats: int,
     budget_s: float,
     vocabulary: int,
-    into: PrefillMeasurement | None = None,
     on_sample: Callable[[str], None] = lambda what: None,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
@@ -66,14 +65,13 @@ async def measure_prefill(
     The lengths are ``lengths_up_to(max_tokens)``. The result for a length is the median of up to ``repeats``
     samples. If a length is predicted to exceed the budget, this length and all longer ones are left out, with
     a note. ``vocabulary``: upper bound of the random token ids. ``on_sample`` is called before each sample.
-    Each result is stored in ``into`` at once, so that an interrupted caller keeps the results so far. Raises
-    ``RequestError`` if a request fails.
+    Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
     ids = range(FIRST_ID, vocabulary)
     started = clock()
-    measurement = PrefillMeasurement() if into is None else into
+    measurement = PrefillMeasurement()
     lengths = lengths_up_to(max_tokens)
     cached = 0
 

@@ -120,7 +120,6 @@ async def measure_steps(
     repeats: int,
     budget_s: float,
     vocabulary: int,
-    into: StepMeasurement | None = None,
     on_sample: Callable[[str], None] = lambda what: None,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
@@ -130,14 +129,12 @@ async def measure_steps(
     The prefill samples are computed from ``points``, the measured (prompt tokens, seconds). The cheapest
     samples are measured first. Samples that are predicted to exceed the budget are skipped, with a note.
     ``max_tokens``: longest context. ``vocabulary``: upper bound of the random token ids. ``on_sample`` is
-    called before each sample. Each result is stored
-    in ``into`` at once, so that an interrupted caller keeps the results so far. Raises ``RequestError`` if a
-    request fails.
+    called before each sample. Raises ``RequestError`` if a request fails.
     """
     # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
     rng = rng or random.Random()
     batched = limits.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
-    measurement = StepMeasurement() if into is None else into
+    measurement = StepMeasurement()
     if limits.max_num_batched_tokens is None:
         measurement.notes.append(
             f"the server does not report the maximum tokens of a step; {batched} were assumed "
