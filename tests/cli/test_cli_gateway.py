@@ -115,10 +115,10 @@ def test_the_limits_of_pairs_reach_the_rules(monkeypatch: pytest.MonkeyPatch) ->
     class BuiltError(Exception):
         pass
 
-    def build(*_: object, rules: PrefillDecodeRules, **__: object) -> None:
+    def build(_: object, rules: PrefillDecodeRules, *__: object, **___: object) -> None:
         raise BuiltError(rules)
 
-    monkeypatch.setattr(standalone_gateway, "build_prefill_decode_gateway", build)
+    monkeypatch.setattr(standalone_gateway, "build_gateway", build)
 
     def rules_of(*flags: str) -> PrefillDecodeRules:
         error = CliRunner().invoke(build_app(), ["gateway", *PAIR, *flags]).exception

@@ -10,10 +10,10 @@ from typing import Any
 from fake_engine import FakeEngine, running
 from gateway_harness import World, served, until
 from sojourn_server.gateway.http.gateway_app import GatewayOptions
-from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
+from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.routing.routing_events import PairRole
-from sojourn_server.routing.routing_from_preset import PAIR_POLICY, PrefillDecodeRules
+from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
 from sojourn_server.routing.routing_records import Replica
 from starlette.requests import Request
@@ -128,12 +128,12 @@ async def gateway_of(
     **options: Any,
 ) -> AsyncIterator[World]:
     """Run a gateway in front of the engines. Yields it when it knows ``taken`` of them, or all."""
-    gateway, app = build_prefill_decode_gateway(
-        [engine.url for engine in prefill],
-        [engine.url for engine in decode],
+    roles = {engine.url: PairRole.PREFILL for engine in prefill}
+    gateway, app = build_gateway(
+        roles | {engine.url: PairRole.DECODE for engine in decode},
+        PrefillDecodeRules(read_side=read_side),
         TenantKeys(tenants),
-        GatewayOptions(policy=PAIR_POLICY, **options),
-        rules=PrefillDecodeRules(read_side=read_side),
+        GatewayOptions(**options),
         limits=limits,
         poll_s=poll_s,
     )

@@ -18,9 +18,6 @@ from sojourn_server.gateway.http.engine_descriptions import (
     nic_queue_event,
 )
 from sojourn_server.gateway.http.engine_monitor import EngineMonitor
-from sojourn_server.gateway.http.gateway_app import GatewayOptions
-from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
-from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.routing.routing_events import NicQueueReported, PairRole
 from sojourn_server.routing.routing_status import LinkStats
 
@@ -334,8 +331,3 @@ def test_an_unknown_queue_is_not_reported_as_a_short_one() -> None:
     assert nic_queue_event("n", links[:1]) == NicQueueReported("n", 2.0)
     assert nic_queue_event("n", links) is None
     assert nic_queue_event("n", [{}]) is None
-
-
-def test_a_gateway_is_not_built_without_engines_of_both_roles() -> None:
-    with pytest.raises(ValueError, match="expected addresses of prefill engines and of decode engines"):
-        build_prefill_decode_gateway(["http://p:1"], [], TenantKeys(), GatewayOptions(policy="x"))

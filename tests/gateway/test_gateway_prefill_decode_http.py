@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from fake_pair_engine import core_of, engines_of, pairs
 from gateway_harness import World, lines, until
-from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
-from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES, PrefillDecodeRules
+from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 ADMIN = "admin"
@@ -360,23 +359,3 @@ async def test_a_conversation_of_which_an_engine_has_the_beginning_is_refused() 
         async with it.http.post(f"{it.url}/v1/responses", json={"model": "tiny", "input": "hi"}) as answer:
             assert answer.status == 200
         assert prefill.requests[0]["store"] is False
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "read_side"),
-    [([], ["http://d:1"], "shorter"), (["http://d:1"], ["http://d:1"], "split"), (["a"], ["b"], "left")],
-)
-def test_what_makes_no_gateway_of_pairs_is_refused(
-    prefill: list[str], decode: list[str], read_side: str
-) -> None:
-    from sojourn_server.gateway.http.gateway_app import GatewayOptions
-    from sojourn_server.gateway.http.tenant_keys import TenantKeys
-
-    with pytest.raises(ValueError, match="expected"):
-        build_prefill_decode_gateway(
-            prefill,
-            decode,
-            TenantKeys(),
-            GatewayOptions(policy="x"),
-            rules=PrefillDecodeRules(read_side=read_side),
-        )

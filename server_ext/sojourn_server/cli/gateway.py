@@ -178,32 +178,21 @@ def gateway(
 
     limits = RoutingLimits(most_waiting=max_waiting, wait_s=wait_s, silent_program_s=silent_program_s)
     options = GatewayOptions(
-        policy=preset.name if preset is not None else "dualpath",
         engine_key=engine_key,
         admin_key=admin_key,
-        reads_prefixes=preset is not None and preset.routing.reads_prefixes,
-        reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=silent_program_s,
         max_body_bytes=max_body_mib << 20,
     )
-    if preset is None:
-        from sojourn_server.gateway.http.standalone_gateway import build_prefill_decode_gateway
-        from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
+    from sojourn_server.gateway.http.standalone_gateway import build_gateway
+    from sojourn_server.routing.routing_events import PairRole
+    from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
-        rules = PrefillDecodeRules(
-            read_side=read_side,
-            short_queue_s=short_queue_s,
-            most_tokens_s=most_prefill_s,
-            high_tokens_ratio=high_tokens_ratio,
-        )
-        made, app = build_prefill_decode_gateway(
-            urls["prefill"], urls["decode"], known, options, rules=rules, limits=limits, peers=others
-        )
+    roles = {url: PairRole(role) if in_pairs else None for role, found in urls.items() for url in found}
+    rules = preset or PrefillDecodeRules(read_side, short_queue_s, most_prefill_s, high_tokens_ratio)
+    made, app = build_gateway(roles, rules, known, options, limits=limits, peers=others)
+    if preset is None:
         served = f"pairs: {len(urls['prefill'])} prefill, {len(urls['decode'])} decode"
     else:
-        from sojourn_server.gateway.http.standalone_gateway import build_gateway
-
-        made, app = build_gateway(every, preset, known, options, limits=limits, peers=others)
         served = f"policy {preset.name}: {len(every)} {'engine' if len(every) == 1 else 'engines'}"
     check_free_port(host, port, "choose another --port")
     url = local_url(host, port)

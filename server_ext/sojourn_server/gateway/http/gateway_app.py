@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 class GatewayOptions:
     """Options of a gateway that an operator sets."""
 
-    policy: str
+    policy: str = ""
     """Name of the cluster preset, or of the policy for pairs. ``/capabilities`` and ``/replicas`` show it."""
     engine_key: str | None = None
     """Key sent to engines instead of a client's own; ``None``: the client's key is sent."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from ...policies.cluster_preset import ClusterPreset
-from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import PairRole
 from ...routing.routing_from_preset import (
-    PAIR_REASONS,
+    PAIR_POLICY,
     PrefillDecodeRules,
-    build_pair_core,
-    build_routing_core,
+    RoutingRules,
+    build_core,
     routing_reasons,
 )
 from ...routing.routing_limits import RoutingLimits
@@ -26,66 +24,39 @@ from .tenant_keys import TenantKeys
 
 
 def build_gateway(
-    urls: Sequence[str],
-    preset: ClusterPreset,
+    engines: Iterable[str] | Mapping[str, PairRole | None],
+    rules: RoutingRules,
     tenants: TenantKeys,
     options: GatewayOptions,
     *,
-    limits: RoutingLimits | None = None,
-    poll_s: float = POLL_S,
-    peers: Peers | None = None,
-) -> tuple[Gateway, GatewayApplication]:
-    """Build a gateway in front of the engines at ``urls``. Return it with its ASGI application.
-
-    ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
-    an engine. ``peers``: the other gateways; ``None``: there are none.
-    """
-    core = build_routing_core(preset, limits)
-    gateway, backend = _build(core, tenants, options, routing_reasons(preset), peers)
-    return _run(gateway, backend, dict.fromkeys(urls), options, poll_s)
-
-
-def build_prefill_decode_gateway(
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    tenants: TenantKeys,
-    options: GatewayOptions,
-    *,
-    rules: PrefillDecodeRules | None = None,
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
     expects_engines: bool = False,
     peers: Peers | None = None,
 ) -> tuple[Gateway, GatewayApplication]:
-    """Build a gateway in front of prefill and decode engines. Return it with its ASGI application.
+    """Build a gateway. Return it with its ASGI application.
 
-    ``prefill``, ``decode``: URLs of the engines. ``rules``: how pairs are chosen; ``None``: the defaults of
-    ``PrefillDecodeRules``. ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``:
-    seconds between two polls of an engine. ``expects_engines``: whether further engines may be named later,
-    so that requests wait for them. ``peers``: the other gateways; ``None``: there are none. Raises
-    ``ValueError`` if URLs are missing or repeated, or for wrong rules."""
-    rules = rules or PrefillDecodeRules()
-    core = build_pair_core(rules, limits, expects_engines=expects_engines)
-    roles = {**dict.fromkeys(prefill, PairRole.PREFILL), **dict.fromkeys(decode, PairRole.DECODE)}
-    is_incomplete = not (prefill and decode) and not expects_engines
-    if is_incomplete or len(roles) < len(prefill) + len(decode):
-        raise ValueError("expected addresses of prefill engines and of decode engines, each address once")
-    options = dataclasses.replace(options, in_pairs=True, read_side=rules.read_side)
-    gateway, backend = _build(core, tenants, options, PAIR_REASONS, peers)
-    return _run(gateway, backend, roles, options, poll_s)
-
-
-def _run(
-    gateway: Gateway,
-    backend: RoutingBackend,
-    engines: Mapping[str, PairRole | None],
-    options: GatewayOptions,
-    poll_s: float,
-) -> tuple[Gateway, GatewayApplication]:
-    """Give a gateway the monitor of its engines: URL → role. The first poll also tells which programs of a
-    former gateway have their KV where."""
+    ``engines``: their URLs; with the roles of prefill and decode engines. ``rules``: how requests are routed,
+    a cluster preset or rules for pairs. ``options``: those that follow from ``rules`` are set here.
+    ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
+    an engine. ``expects_engines``: whether further engines of pairs may be named later, so that requests wait
+    for them. ``peers``: the other gateways; ``None``: there are none. Raises ``ValueError`` for wrong rules.
+    """
+    if isinstance(rules, PrefillDecodeRules):
+        options = dataclasses.replace(options, policy=PAIR_POLICY, in_pairs=True, read_side=rules.read_side)
+    else:
+        options = dataclasses.replace(
+            options,
+            policy=rules.name,
+            reads_prefixes=rules.routing.reads_prefixes,
+            reads_deadlines=rules.sharing.divides_capacity,
+        )
+    metrics = GatewayMetrics(routing_reasons(rules))
+    backend = RoutingBackend(build_core(rules, limits, expects_engines=expects_engines))
+    backend.on_action = metrics.decided
+    gateway = Gateway(backend, ReplicaAddresses(), tenants, options, metrics, peers)
     monitor = EngineMonitor(
-        engines,
+        engines if isinstance(engines, Mapping) else dict.fromkeys(engines),
         backend,
         gateway.replicas,
         gateway.events.names,
@@ -95,19 +66,7 @@ def _run(
     )
     backend.links_of = monitor.links_of
     gateway.monitor = monitor
+    # The first poll also tells which programs of a former gateway have their KV where.
     gateway.starts.append(monitor.poll_all)
     gateway.tasks += [monitor.run, backend.run]
     return gateway, gateway.app()
-
-
-def _build(
-    core: RoutingCore,
-    tenants: TenantKeys,
-    options: GatewayOptions,
-    reasons: Iterable[str],
-    peers: Peers | None,
-) -> tuple[Gateway, RoutingBackend]:
-    metrics = GatewayMetrics(reasons)
-    backend = RoutingBackend(core)
-    backend.on_action = metrics.decided
-    return Gateway(backend, ReplicaAddresses(), tenants, options, metrics, peers), backend

@@ -24,12 +24,12 @@ from starlette.applications import Starlette
 from ...metrics.rate_limited_log import RateLimitedLog
 from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_cluster_preset
 from ...routing.routing_events import PairRole, ReplicaDrainStarted
-from ...routing.routing_from_preset import PAIR_POLICY, PrefillDecodeRules
+from ...routing.routing_from_preset import PrefillDecodeRules, RoutingRules
 from ...routing.routing_limits import RoutingLimits
 from ..http.client_connection import raise_open_file_limit, uvicorn_settings
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.peers import Peers
-from ..http.standalone_gateway import build_gateway, build_prefill_decode_gateway
+from ..http.standalone_gateway import build_gateway
 from ..http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
 from .engine_process import STOP_GRACE_S, EngineProcess
 from .fleet_directory import (
@@ -189,35 +189,33 @@ def load_policy_preset(config: RayConfig) -> ClusterPreset:
 def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlette]:
     """Build a gateway without engines; ``follow_directory`` names them. ``own_url``: the address at which
     other gateways reach it. Return (gateway, its ASGI application)."""
-    preset = None if config.in_pairs else load_policy_preset(config)
     options = GatewayOptions(
-        policy=preset.name if preset is not None else PAIR_POLICY,
         engine_key=read_key(config.keys.engine, "keys.engine"),
         admin_key=read_key(config.keys.admin, "keys.admin"),
-        reads_prefixes=preset is not None and preset.routing.reads_prefixes,
-        reads_deadlines=preset is not None and preset.sharing.divides_capacity,
         silent_program_s=config.silent_program_s,
         max_body_bytes=config.max_body_mib << 20,
     )
     limits = RoutingLimits(
         most_waiting=config.max_waiting, wait_s=config.wait_s, silent_program_s=config.silent_program_s
     )
-    tenants = load_tenants(config)
-    if preset is not None:
-        return build_gateway([], preset, tenants, options, limits=limits, peers=Peers(own_url))
-    pairs = config.pairs
-    rules = PrefillDecodeRules(
-        pairs.read_side, pairs.short_queue_s, pairs.most_prefill_s, pairs.high_tokens_ratio
-    )
-    return build_prefill_decode_gateway(
-        [],
-        [],
-        tenants,
+    return build_gateway(
+        (),
+        routing_rules(config),
+        load_tenants(config),
         options,
-        rules=rules,
         limits=limits,
         expects_engines=True,
         peers=Peers(own_url),
+    )
+
+
+def routing_rules(config: RayConfig) -> RoutingRules:
+    """Return the rules by which gateways route requests. Raises ``PresetError``."""
+    if not config.in_pairs:
+        return load_policy_preset(config)
+    pairs = config.pairs
+    return PrefillDecodeRules(
+        pairs.read_side, pairs.short_queue_s, pairs.most_prefill_s, pairs.high_tokens_ratio
     )
 
 
