@@ -24,8 +24,6 @@ POLL_S = 0.5
 """Seconds between two looks at an engine."""
 ANSWER_TIMEOUT_S = 5.0
 """Maximum seconds to wait for an engine's answer."""
-PROGRESS_LOG_INTERVAL_S = 15.0
-"""Seconds between two log lines about an engine that starts."""
 STOP_GRACE_S = 10.0
 """Seconds for an engine to end after SIGTERM before it is killed."""
 MAX_FAILED_HEALTH_CHECKS = 3
@@ -201,34 +199,29 @@ class EngineProcess:
         process.wait()
         self._is_ended = True
 
-    def log_tail(self, lines: int = 20) -> str:
-        """Return the last ``lines`` lines of the engine's log; empty if the log cannot be read."""
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
-                return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-lines:])
-        except OSError:
-            return ""
+    def _log_tail(self) -> str:
+        """Return the last 20 lines of the engine's log."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 16_384))
+            return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-20:])
 
     async def _ready(self) -> None:
         """Wait until the started engine is healthy. Raises ``EngineFailed``."""
-        began_s = last_log_s = time.monotonic()
+        began_s = time.monotonic()
         async with aiohttp.ClientSession(trust_env=False) as session:
             while True:
                 waited_s = time.monotonic() - began_s
                 if self.code is not None:
                     raise EngineFailed(
-                        f"the engine ended with code {self.code} while starting:\n{self.log_tail()}"
+                        f"the engine ended with code {self.code} while starting:\n{self._log_tail()}"
                     )
                 if await self._is_healthy(session):
                     logger.info("engine %s answers at %s after %.1f s", self.engine_id, self.url, waited_s)
                     return
                 if waited_s > self._start_timeout_s:
-                    raise EngineFailed(f"the engine was not ready after {waited_s:.0f} s:\n{self.log_tail()}")
-                if time.monotonic() - last_log_s >= PROGRESS_LOG_INTERVAL_S:
-                    last_log_s = time.monotonic()
-                    last = self.log_tail(1)[:160]
-                    logger.info("engine %s starts, %.0f s so far: %s", self.engine_id, waited_s, last)
+                    raise EngineFailed(
+                        f"the engine was not ready after {waited_s:.0f} s:\n{self._log_tail()}"
+                    )
                 await asyncio.sleep(POLL_S)
 
     async def _is_healthy(self, session: aiohttp.ClientSession) -> bool | None:

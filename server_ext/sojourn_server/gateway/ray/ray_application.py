@@ -34,35 +34,18 @@ REMOVAL_MARGIN_S = 20.0
 
 
 def connect(config: RayConfig, **options: Any) -> None:
-    """Start a Ray cluster, or connect to a running one. ``options`` are passed to ``ray.init``. Raises
-    ``RuntimeError`` if a running cluster has too few CPUs, since Ray would wait silently."""
-    if config.is_local:
-        options = {
-            # Ray only counts reserved CPUs, so the number may exceed the machine's cores.
-            "num_cpus": max(os.cpu_count() or 1, math.ceil(needed_cpus(config, most=True)) + 1),
-            "include_dashboard": config.dashboard,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            **options,
-        }
-        ray.init(**options)
-    else:
+    """Start a Ray cluster, or connect to a running one. ``options`` are passed to ``ray.init``."""
+    if not config.is_local:
         ray.init(address=config.address, **options)
-        there = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
-        if there < needed_cpus(config):
-            raise RuntimeError(
-                f"the cluster has {there:g} CPUs; {_describe_engines(config, num_cpus=True)} and "
-                f"{config.gateways} gateways reserve {needed_cpus(config):g}"
-            )
-
-
-def needed_cpus(config: RayConfig, *, most: bool = False) -> float:
-    """Return the number of CPUs that all engines and gateways together reserve, for the minimum number of
-    engines. ``most``: compute for the maximum number of engines instead."""
-    engines = sum(
-        (one.max if most and one.max is not None else one.min) * one.num_cpus
-        for one in (group.engines for group in config.groups)
+        return
+    engines = sum((one.max or one.min) * one.num_cpus for _, _, one in config.groups)
+    ray.init(
+        # Ray only counts reserved CPUs, so the number may exceed the machine's cores.
+        num_cpus=max(os.cpu_count() or 1, math.ceil(engines + config.gateways * GATEWAY_CPUS) + 1),
+        include_dashboard=config.dashboard,
+        object_store_memory=OBJECT_STORE_BYTES,
+        **options,
     )
-    return engines + config.gateways * GATEWAY_CPUS
 
 
 def deploy_application(config: RayConfig, stopped: threading.Event, say: Callable[[str], None]) -> None:
@@ -183,15 +166,12 @@ def listen_addresses(config: RayConfig) -> str:
     return f"{here}:{config.port} answers{direct}"
 
 
-def _describe_engines(config: RayConfig, *, num_cpus: bool = False) -> str:
-    """Return a text with the minimum number of engines of each role. ``num_cpus``: whether the text also
-    states the number of CPUs that each engine reserves."""
-    texts = []
-    for _, role, engines in config.groups:
-        kind = "engine" if role is None else f"{role} engine"
-        cpus = f" of {role or 'engines'}.num_cpus {engines.num_cpus:g}" if num_cpus else ""
-        texts.append(f"{engines.min} {kind}{'' if engines.min == 1 else 's'}{cpus}")
-    return " and ".join(texts)
+def _describe_engines(config: RayConfig) -> str:
+    """Return a text with the minimum number of engines of each role."""
+    return " and ".join(
+        f"{engines.min} {f'{role} ' if role else ''}engine{'' if engines.min == 1 else 's'}"
+        for _, role, engines in config.groups
+    )
 
 
 def log_directories(config: RayConfig) -> str:
