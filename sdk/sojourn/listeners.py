@@ -53,14 +53,6 @@ EVENTS: Final = tuple(name for name in vars(ProgramListener) if name[0] != "_" a
 """Names of the methods of ``ProgramListener``."""
 _OF_TURNS: Final = EVENTS[2:7]
 _listeners: tuple[ProgramListener, ...] = ()
-_methods: dict[str, tuple[Callable[..., object], ...]] = dict.fromkeys(EVENTS, ())
-"""Methods to call at each event. A change replaces the whole dict, so that ``notify_listeners`` needs no
-lock."""
-hears_turns = False
-"""True while at least one listener has a method for tool calls or requests. While it is False, the code of
-tool calls and requests calls no function of this module, since each call costs the agent microseconds."""
-usage_wanted = False
-"""True while at least one registered listener wants token counts (``wants_usage``)."""
 
 
 def add_listener(listener: ProgramListener) -> None:
@@ -75,11 +67,11 @@ def remove_listener(listener: ProgramListener) -> None:
 
 
 def _set(listeners: tuple[ProgramListener, ...]) -> None:
-    global _listeners, _methods, hears_turns, usage_wanted
+    global _listeners
     _listeners = listeners
-    _methods = {event: tuple(_overridden(listeners, event)) for event in EVENTS}
-    hears_turns = any(_methods[event] for event in _OF_TURNS)
-    usage_wanted = any(each.wants_usage for each in listeners)
+    runtime.listener_methods = {event: tuple(_overridden(listeners, event)) for event in EVENTS}
+    runtime.hears_turns = any(runtime.listener_methods[event] for event in _OF_TURNS)
+    runtime.usage_wanted = any(each.wants_usage for each in listeners)
 
 
 def _overridden(listeners: tuple[ProgramListener, ...], event: str) -> Iterator[Callable[..., object]]:
@@ -87,13 +79,3 @@ def _overridden(listeners: tuple[ProgramListener, ...], event: str) -> Iterator[
         method: Callable[..., object] = getattr(listener, event)
         if getattr(method, "__func__", None) is not vars(ProgramListener)[event]:  # the base's does nothing
             yield method
-
-
-def notify_listeners(event: str, *args: object) -> None:
-    """Call the method named ``event`` of every listener with ``args``. Exceptions of listeners are counted
-    (``listener_error``), not raised."""
-    for method in _methods[event]:
-        try:
-            method(*args)
-        except Exception:
-            runtime.session().counters.add("listener_error")

@@ -25,7 +25,6 @@ from .aeg import Aeg
 from .config import claim
 from .errors import status_of
 from .ids import ProgramId
-from .listeners import notify_listeners
 from .process_hooks import register_at_fork
 from .request_warnings import warn_empty_program
 from .sdk_logger import logger
@@ -151,7 +150,7 @@ class Program:
                 if self._shared is not None:
                     self._number = self._shared.new_number()
                 self.join(session)
-                notify_listeners("program_started", self)
+                runtime.notify_listeners("program_started", self)
             except Exception:
                 session.counters.add("internal_error")
         return self
@@ -190,7 +189,7 @@ class Program:
     def enter_node(self, node: str) -> None:
         """Set the current node of the graph. For adapters. Never raises."""
         self.node = node
-        notify_listeners("node_entered", self, node)
+        runtime.notify_listeners("node_entered", self, node)
 
     def report_graph(self) -> None:
         """Report the graph of an open program: in full, or only its hash if the graph was sent
@@ -260,7 +259,7 @@ class Program:
                 # Garbage collection may cancel a program, perhaps inside a log handler that holds a lock.
                 if outside > 0 and not self.is_used and status != "cancelled":
                     warn_empty_program(session, self.name or self.id, outside)
-                notify_listeners("program_ended", self, status)
+                runtime.notify_listeners("program_ended", self, status)
                 if self._resume is not None:
                     self._resume.remove() if status == "ok" else self._resume.close()
         except Exception:

@@ -30,6 +30,14 @@ clock = time.monotonic
 pid = os.getpid()
 """Id of this process, also after a fork. Code that runs in each turn reads this variable, because
 ``os.getpid()`` is a system call."""
+listener_methods: dict[str, tuple[Callable[..., object], ...]] = {}
+"""Methods of listeners to call at each event, set by ``listeners``. A change replaces the whole dict, so
+that ``notify_listeners`` needs no lock."""
+hears_turns = False
+"""True while at least one listener has a method for tool calls or requests. While it is False, the code of
+tool calls and requests calls no ``notify_listeners``, since each call costs the agent microseconds."""
+usage_wanted = False
+"""True while at least one registered listener wants token counts (``wants_usage``)."""
 
 
 class Session:
@@ -228,3 +236,13 @@ def session() -> Session:
     """Return the session of this process. The first call creates one if ``init()`` was not called: online if
     ``SOJOURN_URL`` names a server, else offline."""
     return live if live is not None else first_use()
+
+
+def notify_listeners(event: str, *args: object) -> None:
+    """Call the method named ``event`` of every listener with ``args``. Exceptions of listeners are counted
+    (``listener_error``), not raised."""
+    for method in listener_methods.get(event, ()):
+        try:
+            method(*args)
+        except Exception:
+            session().counters.add("listener_error")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 
 from . import runtime
-from .listeners import notify_listeners
 from .program import enter_block, leave_block, live_context
 from .stats import Counters
 from .user_hints import NO_HINTS, StepContext, UserHints, checked_hints
@@ -27,7 +26,7 @@ class Step:
         inner = StepContext(self.node, self.step_id, self.hints).within(here.step)
         enter_block(self, here._replace(step=inner))
         if self.node is not None and here.program is not None:
-            notify_listeners("node_entered", here.program, self.node)
+            runtime.notify_listeners("node_entered", here.program, self.node)
         return self
 
     def __exit__(

@@ -8,10 +8,9 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
-from . import listeners, runtime
+from . import runtime
 from .errors import tool_status_of
 from .ids import CallId
-from .listeners import notify_listeners
 from .program import (
     ExecutionContext,
     Program,
@@ -110,8 +109,8 @@ class ToolCall:
                         tool_class=self.tool_class,
                         expected_s=expected_s,
                     )
-                if listeners.hears_turns:
-                    notify_listeners("tool_started", self)
+                if runtime.hears_turns:
+                    runtime.notify_listeners("tool_started", self)
         except Exception:
             session.counters.add("internal_error")
         return self
@@ -144,8 +143,8 @@ class ToolCall:
                     session.event_sender.put(
                         program, ToolStop, call_id=self.call_id, duration_s=duration_s, status=status
                     )
-                if listeners.hears_turns:
-                    notify_listeners("tool_stopped", self, duration_s, status)
+                if runtime.hears_turns:
+                    runtime.notify_listeners("tool_stopped", self, duration_s, status)
         except Exception:
             session.counters.add("internal_error")
 

@@ -16,7 +16,7 @@ import sojourn
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from sojourn import listeners
+from sojourn import runtime
 from sojourn.errors import ConfigError
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.token_usage import TokenUsage
@@ -58,7 +58,7 @@ def export(provider: TracerProvider, monkeypatch: pytest.MonkeyPatch) -> Iterato
     made = export_spans(provider)
     yield made
     made.close()
-    assert not listeners.usage_wanted
+    assert not runtime.usage_wanted
 
 
 def ask(server: FakeServer, *, stream: bool = False, responses: bool = False, **more) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import sojourn
-from sojourn import listeners, response_watcher
+from sojourn import listeners, outgoing_request
 from sojourn.listeners import ProgramListener
 from sojourn.testing import FakeServer
 from sojourn.token_usage import TokenUsage, of_answer, of_tail
@@ -73,9 +73,9 @@ class UsageRecorder(ProgramListener):
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_is_read_only_for_a_listener(monkeypatch, stream):
     looked = []
-    monkeypatch.setattr(response_watcher, "of_tail", lambda tail: looked.append(tail) or of_tail(tail))
+    monkeypatch.setattr(outgoing_request, "of_tail", lambda tail: looked.append(tail) or of_tail(tail))
     monkeypatch.setattr(
-        response_watcher, "of_answer", lambda result: looked.append(result) or of_answer(result)
+        outgoing_request, "of_answer", lambda result: looked.append(result) or of_answer(result)
     )
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
 
