@@ -120,16 +120,6 @@ def test_no_decode_engine_is_sent_more_than_it_runs_at_once() -> None:
     assert only(it.take(routing_events.RequestFinished("a", 5, done.replica_id), 3.0)).request_id == "d"
 
 
-def test_a_request_that_only_a_full_engine_could_hold_blocks_no_other() -> None:
-    it = core("p1")
-    it.take(seen("d1", max_running=1), 0.0)
-    it.take(seen("d2", kv_tokens=500, max_running=1), 0.0)
-    assert only(it.take(asked("a", 9000), 1.0)).replica_id == "d1"
-    assert it.take(asked("b", 9000), 1.0) == []
-    assert only(it.take(asked("c", 100), 1.0)).replica_id == "d2"
-    assert only(it.take(routing_events.RequestFinished("a", 5, "d1"), 2.0)).request_id == "b"
-
-
 @pytest.mark.parametrize(("there", "absent"), [("p1", "decode"), ("d1", "prefill"), ("", "prefill")])
 def test_without_both_roles_new_requests_are_rejected_with_a_retry_time(there: str, absent: str) -> None:
     it = core(*([there] if there else []))
@@ -139,15 +129,6 @@ def test_without_both_roles_new_requests_are_rejected_with_a_retry_time(there: s
     assert f"no {absent} engine" in refused.message
     assert not it.requests
     assert not it.programs
-
-
-def test_an_engine_in_doubt_is_waited_for() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    it.take(routing_events.RequestFailed("a", "d1"), 2.0)
-    assert it.take(asked("b"), 3.0) == []
-    sent: list[Any] = it.take(seen("d1"), 4.0)
-    assert [one.request_id for one in sent] == ["a", "b"]
 
 
 @pytest.mark.parametrize("how", ["failed", "drained"])
@@ -174,19 +155,6 @@ def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None
     assert only(it.take(routing_events.RequestFinished("b", 1, "d1"), 4.0)).request_id == "c"
 
 
-def test_the_wait_of_a_request_starts_again_when_its_pair_is_lost() -> None:
-    it = core("p1", "d1", wait_s=30.0)
-    assert isinstance(only(it.take(asked("a"), 0.0)), SendRequestToPair)
-    it.take(routing_events.ReplicaGone("d1", "1"), 40.0)
-    assert not [one for one in it.take(routing_events.Tick(), 40.5) if isinstance(one, RejectRequest)]
-    assert (
-        "30 s"
-        in only(
-            [one for one in it.take(routing_events.Tick(), 70.0) if isinstance(one, RejectRequest)]
-        ).message
-    )
-
-
 def test_a_supervised_missing_role_is_waited_for() -> None:
     it = core(expects=True)
     for name in ("p1", "d1"):
@@ -209,29 +177,6 @@ def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> Non
     it.take(asked("c", 700, "p"), 5.0)
     it.take(routing_events.RequestFinished("c", 20, "d1"), 6.0)  # nobody counted: the guess is all there is
     assert stored(it) == 720
-
-
-def test_which_engine_answered_last_is_known() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a", 700, "p"), 1.0)
-    assert it.programs.get(("t", "p")).answered_by is None
-    it.take(routing_events.RequestFinished("a", 20, "d1"), 2.0)
-    assert it.programs.get(("t", "p")).answered_by == "d1"
-
-
-def test_a_prompt_is_computed_anew_where_its_engines_changed() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
-    it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
-    sent = only(it.take(seen("d1", "2"), 4.0))
-    assert sent.prefill_id == "p1"
-    assert not it.requests["a"].prefilled
-    # So it counts on its prefill engine again: what happens there concerns it.
-    it.take(routing_events.ReplicaGone("p1", "1"), 5.0)
-    assert only(it.take(seen("p1", "2"), 6.0)).request_id == "a"
-    it.take(routing_events.PrefillFinished("a", "p1"), 7.0)
-    assert it.strategy.pairs.prefill.available()[0].tokens == 0
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
@@ -353,14 +298,6 @@ def test_an_expected_output_reserves_no_more_than_the_longest_context() -> None:
     [view] = it.strategy.pairs.decode.available()
     assert view.free_kv_tokens == KV_TOKENS - 5 * 2_000
     assert view.tokens == 500
-
-
-def test_another_life_of_an_engine_has_nothing_of_the_one_before() -> None:
-    it = core("p1", "d1", "d2")
-    sent = only(it.take(asked("a"), 1.0))
-    again = only(it.take(seen(sent.replica_id, "2"), 2.0))
-    assert again.request_id == "a"
-    assert it.take(routing_events.ReplicaGone(sent.replica_id, "1"), 3.0) == []
 
 
 def test_a_drained_engine_gets_no_new_requests_after_a_short_absence() -> None:

@@ -16,7 +16,6 @@ from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
 from sojourn_server.policies.routing.waiting_order import IdlenessOrder, LargestFirstOrder
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.affinity_strategy import MAX_FAILED_ROUTES
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_records import RoutedRequest
 from sojourn_server.routing.waiting_queues import TenantQueue
@@ -111,20 +110,6 @@ def test_a_request_with_the_same_need_is_not_routed_after_one_that_has_to_wait()
     assert routing.asked == 1
 
 
-def test_needs_of_requests_before_any_replica_are_found_in_steps() -> None:
-    routing = Counted(CapacityRouting())
-    it = core(routing)
-    for number in range(2 * MAX_FAILED_ROUTES):
-        it.take(asked(f"r{number}", 10_000 - number), 0.0)
-    routing.asked = 0
-    assert sends(it.take(seen("a"), 1.0)) == ["r0"], "an empty replica takes anybody"
-    assert routing.asked == 1 + MAX_FAILED_ROUTES
-    it.take(routing_events.FirstByteSent("nobody", "a"), 1.0)
-    assert routing.asked == 2 * MAX_FAILED_ROUTES
-    it.take(routing_events.FirstByteSent("nobody", "a"), 1.0)
-    assert routing.asked == 2 * MAX_FAILED_ROUTES
-
-
 # -- nobody for ever ----------------------------------------------------------------------
 
 
@@ -156,10 +141,6 @@ def test_a_large_request_is_passed_by_a_limited_number_and_then_gets_a_reserved_
     assert small_ones_pass(core(queue_patience_requests=32), 500, wait=False) <= 32 + 10
     assert small_ones_pass(core(queue_patience_requests=0), 500) <= 10
     assert small_ones_pass(core(queue_patience_requests=10**9, queue_patience_s=5.0), 500) <= 50 + 10
-
-
-def test_without_patience_running_out_it_waits_for_ever() -> None:
-    assert small_ones_pass(core(queue_patience_requests=10**9, queue_patience_s=1e9), 500) == 500
 
 
 def test_an_older_request_that_lost_its_replica_takes_no_reserved_replica_from_a_late_one() -> None:
@@ -211,18 +192,6 @@ def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
     assert ends(it, "x", 32.0) == ["large", "s1"], "what it leaves is anybody's"
 
 
-def test_a_timed_out_request_frees_its_reserved_replica() -> None:
-    it = core(queue_patience_s=30.0, wait_s=60.0)
-    it.take(seen("a"), 0.0)
-    it.take(asked("x", 500), 0.0)
-    it.take(asked("large", 600), 0.0)
-    it.take(routing_events.Tick(), 31.0)
-    assert it.take(asked("s0", 300), 59.0) == []
-    actions = it.take(routing_events.Tick(), 60.0)
-    assert [action.request_id for action in actions] == ["large", "s0"]
-    assert sends(actions) == ["s0"]
-
-
 def test_no_replica_is_kept_from_those_whose_turn_comes_first() -> None:
     it = core(sharing=AgentFairShare(), queue_patience_requests=0)
     it.take(seen("a"), 0.0)
@@ -233,17 +202,6 @@ def test_no_replica_is_kept_from_those_whose_turn_comes_first() -> None:
     it.take(routing_events.Tick(), 0.3)
     assert it.take(asked("h2", 100, "hoarder"), 0.4) == [], "room is kept for the one before it"
     assert sends(it.take(asked("l1", 100, "light"), 0.4)) == ["l1"]
-
-
-def test_another_request_of_a_program_that_has_its_kv_somewhere_needs_no_room() -> None:
-    it = core()
-    it.take(seen("a"), 0.0)
-    it.take(asked("full", 950), 0.0)
-    it.take(routing_events.RequestReceived("p/1", "t", 100, "p"), 0.0)
-    it.take(routing_events.RequestReceived("p/2", "t", 120, "p"), 0.0)
-    assert len(it.waiting) == 2
-    assert sends(it.take(seen("b", 130), 1.0)) == ["p/1"], "an empty replica takes anybody"
-    assert sends(it.take(routing_events.RequestFinished("p/1", 0, "b"), 2.0)) == ["p/2"]
 
 
 def test_a_request_that_failed_at_its_home_waits_for_room_elsewhere() -> None:

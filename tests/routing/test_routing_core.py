@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from routing_builders import CAPACITY, only, seen, sends, with_replicas
 from routing_builders import build_core as core
-from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
+from sojourn_server.policies.fairness.fair_share import AgentFairShare
 from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
 from sojourn_server.policies.routing.replica_views import RoutingDecision
@@ -76,17 +76,6 @@ def test_a_sub_agent_begins_near_its_parent() -> None:
     assert (child.replica_id, child.reason) == (home, "near_parent")
 
 
-def test_programs_of_the_same_name_of_two_tenants_are_two() -> None:
-    it = with_replicas(core(), "a", "b")
-    it.take(asked("r0", "p", 300), 0.0)
-    theirs = only(it.take(asked("r1", "p", 300, tenant="mallory"), 1.0))
-    assert theirs.reason == "least_loaded", "not where the other's KV is"
-    it.take(routing_events.RequestFinished("r1"), 2.0)
-    it.take(routing_events.ProgramEnded("p", "mallory"), 2.0)
-    assert it.programs.get(("t", "p")) is not None
-    assert it.programs.get(("mallory", "p")) is None
-
-
 def test_without_a_replica_a_request_waits_and_goes_to_the_first() -> None:
     it = core()
     assert it.take(asked("r0", "p"), 0.0) == []
@@ -104,14 +93,6 @@ def test_a_program_waits_until_there_is_room_for_all_of_it() -> None:
     assert only(it.take(routing_events.ProgramEnded("p", "t"), 3.0)) == SendRequest("r1", "a", "fits")
 
 
-def test_a_prompt_that_the_engine_counts_longer_is_as_long_as_it_says() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    it.take(asked("r0", "p", 10), 0.0)
-    it.take(routing_events.RequestFinished("r0", 5, "a", prompt_tokens=600), 1.0)
-    assert it.programs.get(("t", "p")).context_tokens == 605
-    assert it.fleet.get("a").homed_tokens >= 605
-
-
 def test_an_ended_program_occupies_its_room_until_its_last_request_ends() -> None:
     it = with_replicas(core(CapacityRouting()), "a")
     assert sends(it.take(asked("r0", "p", 700), 0.0)) == ["r0"]
@@ -127,23 +108,6 @@ def test_an_ended_program_occupies_its_room_until_its_last_request_ends() -> Non
     assert it.programs.get(("t", "p")) is None
     assert it.fleet.get("a").homed_tokens == 700, "that of an ended program which waited is counted too"
     assert len(it.waiting) == 4
-
-
-def test_an_ended_program_whose_requests_fail_or_wait_too_long_is_forgotten() -> None:
-    it = with_replicas(core(CapacityRouting(), wait_s=60.0, lease_s=1e6), "a")
-    it.take(asked("before", "p", 700), 0.0)
-    it.take(routing_events.RequestFinished("before", 1, "a", True), 0.0)
-    it.take(asked("r0", "p", 700), 0.0)
-    it.take(asked("r1", "q", 700), 0.0)
-    it.take(routing_events.FirstByteSent("r0", "a"), 1.0)
-    for name in "pq":
-        it.take(routing_events.ProgramEnded(name, "t"), 1.0)
-    it.take(routing_events.Tick(), 61.0)
-    assert [program.key[1] for program in it.programs] == ["p"]
-    it.take(routing_events.RequestFailed("r0", "a"), 62.0)
-    assert it.take(routing_events.Tick(), 62.1) == []
-    assert len(it.programs) == 0
-    assert it.fleet.get("a").homed_tokens == 0
 
 
 def test_a_program_that_goes_on_after_its_end_keeps_its_home() -> None:
@@ -215,20 +179,6 @@ def test_a_request_that_waits_too_long_is_refused_with_a_time_to_come_back() -> 
     assert len(it.waiting) == 0
 
 
-def test_the_time_at_a_replica_that_is_lost_is_no_time_of_waiting() -> None:
-    it = with_replicas(core(CapacityRouting(), wait_s=60.0, lease_s=1e6), "a")
-    it.take(asked("r0", "p", 900), 0.0)
-    it.take(asked("r1", "q", 900), 50.0)
-    actions = it.take(routing_events.ReplicaGone("a", "1"), 100.0)
-    actions += it.take(routing_events.RequestFailed("r0", "a", computing=True), 100.0)
-    actions += it.take(routing_events.Tick(), 101.0)
-    assert actions == [], "it ran for 100 s and waits since then"
-    refused = only(it.take(routing_events.Tick(), 110.0))
-    assert refused.request_id == "r1", "an older request that waits for less time hides none"
-    assert it.take(routing_events.Tick(), 159.0) == []
-    assert only(it.take(routing_events.Tick(), 160.0)).request_id == "r0"
-
-
 def test_a_full_queue_rejects_new_requests_and_leaves_running_ones_alone() -> None:
     it = with_replicas(core(CapacityRouting(), most_waiting=2), "a")
     it.take(asked("r0", "p", 900), 0.0)
@@ -257,20 +207,6 @@ def test_a_flood_of_one_tenant_shuts_out_no_other_where_they_take_turns() -> Non
     it.take(routing_events.RequestFinished("l0"), 1.0)
     assert it.take(asked("l4", "l4", 900, tenant="light"), 1.0) == []
     assert only(it.take(asked("again", "again", 900, tenant="flood"), 1.0)).status == 429
-
-
-def test_however_many_tenants_there_are_no_more_than_twice_as_many_wait() -> None:
-    it = flooded(AgentFairShare(), 6)
-    for number in range(40):
-        for tenant in range(10):
-            name = f"{tenant}/{number}"
-            it.take(asked(name, name, 900, tenant=f"t{tenant}"), 0.0)
-    assert len(it.waiting) == 12
-
-
-def test_without_shares_a_full_queue_is_full_for_all_tenants() -> None:
-    it = flooded(FcfsSharing(), 6)
-    assert only(it.take(asked("l", "l", 900, tenant="light"), 0.0)).status == 429
 
 
 class Broken:
@@ -336,22 +272,6 @@ def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
     assert only(it.take(routing_events.RequestFinished("r0"), 22.0)).request_id == "r10"
 
 
-def test_an_id_that_is_in_use_is_refused_and_the_first_goes_on() -> None:
-    it = with_replicas(core(), "a")
-    it.take(asked("r0", "p"), 0.0)
-    assert only(it.take(asked("r0", "p"), 1.0)).status == 409
-    assert "r0" in it.fleet.get("a").in_flight
-
-
-def test_a_request_given_up_while_it_waits_is_gone() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    it.take(asked("r0", "p", 900), 0.0)
-    it.take(asked("r1", "q", 900), 0.0)
-    it.take(routing_events.RequestFinished("r1"), 1.0)
-    assert len(it.waiting) == 0
-    assert it.take(routing_events.ProgramEnded("p", "t"), 2.0) == []
-
-
 def test_the_gateway_keeps_what_an_engine_would_only_queue() -> None:
     it = with_replicas(core(send_below_load=1.0), "a")
     for number in range(10):
@@ -409,20 +329,6 @@ def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third(
     assert "accepted by a replica 2 times" in refused.message
 
 
-def test_a_replica_that_is_known_to_be_gone_first_failed_it_just_as_well() -> None:
-    it = with_replicas(core(), "a", "b", "c")
-    at = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    for _ in range(2):
-        gone = at
-        sent = [
-            one for one in it.take(routing_events.ReplicaGone(gone, "1"), 1.0) if isinstance(one, SendRequest)
-        ]
-        at = sent[0].replica_id
-        assert it.take(routing_events.RequestFailed("r0", gone, computing=True), 1.1) == []
-        it.take(routing_events.RequestFailed("r0", gone, computing=True), 1.2)
-    assert it.requests["r0"].failures_computing == 2, "each counts once"
-
-
 def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
     it = with_replicas(core(most_failures=9), "a", "b")
     first = only(it.take(asked("r0", "p"), 0.0)).replica_id
@@ -436,13 +342,6 @@ def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> Non
     refused = only(it.take(seen(second), 3.0))
     assert (refused.status, refused.code) == (502, "replicas_failed")
     assert len(it.waiting) == 0
-
-
-def test_what_comes_in_place_of_a_replica_that_failed_it_may_answer() -> None:
-    it = with_replicas(core(), "a")
-    it.take(asked("r0", "p"), 0.0)
-    assert [type(one) for one in it.take(routing_events.RequestFailed("r0", "a"), 1.0)] == [ProbeReplica]
-    assert only(it.take(seen("a", "2"), 2.0)) == SendRequest("r0", "a", "least_loaded")
 
 
 def test_a_request_that_waits_for_another_replica_blocks_no_other() -> None:
@@ -485,22 +384,6 @@ def _sent_to(it: RoutingCore, home: str) -> set[str]:
             sent.add(action.request_id)
         number += 1
     return sent
-
-
-def test_a_late_loss_of_an_earlier_instance_is_ignored() -> None:
-    it = with_replicas(core(), "a")
-    it.take(seen("a", "2"), 1.0)
-    it.take(routing_events.ReplicaGone("a", "1"), 2.0)
-    assert it.fleet.get("a") is not None
-
-
-def test_a_replica_that_came_back_has_nothing_of_what_it_had() -> None:
-    it = with_replicas(core(), "a", "b")
-    home = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    it.take(routing_events.RequestFinished("r0"), 1.0)
-    it.take(seen(home, "2"), 2.0)
-    assert it.home("t", "p") is None
-    assert it.fleet.get(home).programs == {}
 
 
 def test_a_slow_replica_is_probed_and_loses_no_request() -> None:
@@ -557,38 +440,6 @@ def test_a_replica_that_is_drained_is_drained_after_a_blip_and_not_after_a_resta
     assert it.fleet.get("a").health is ReplicaHealth.UP, "another life of it was drained, and that is over"
 
 
-def test_a_replica_that_stays_after_all_takes_programs_again() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    it.take(routing_events.ReplicaDrainStarted("a"), 0.0)
-    assert it.take(asked("r0", "p"), 1.0) == []
-    assert only(it.take(routing_events.ReplicaDrainCancelled("a"), 2.0)) == SendRequest("r0", "a", "fits")
-    it.take(routing_events.ReplicaDrainStarted("a"), 3.0)
-    it.take(routing_events.ReplicaGone("a", "1"), 4.0)
-    it.take(routing_events.ReplicaDrainCancelled("a"), 5.0)
-    it.take(seen("a"), 6.0)
-    assert it.fleet.get("a").health is ReplicaHealth.UP, "said while it was gone"
-    assert it.take(routing_events.ReplicaDrainCancelled("absent"), 7.0) == []
-
-
-def test_a_silent_replica_stays_suspect_when_its_drain_is_cancelled() -> None:
-    it = with_replicas(core(lease_s=10.0), "a")
-    it.take(routing_events.ReplicaDrainStarted("a"), 0.0)
-    assert only(it.take(routing_events.Tick(), 11.0)) == ProbeReplica("a", "1")
-    it.take(routing_events.ReplicaDrainCancelled("a"), 12.0)
-    assert it.fleet.get("a").health is ReplicaHealth.SUSPECT
-    it.take(seen("a"), 13.0)
-    assert it.fleet.get("a").health is ReplicaHealth.UP
-
-
-def test_a_clock_that_steps_back_does_no_harm() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    it.take(asked("r0", "p", 900), 1000.0)
-    it.take(asked("r1", "q", 900), 1000.0)
-    it.take(routing_events.Tick(), -1e6)
-    it.take(routing_events.RequestFinished("r0"), -1e6)
-    assert only(it.take(routing_events.ProgramEnded("p", "t"), -1e6)).request_id == "r1"
-
-
 # -- load and shares ------------------------------------------------------------------------
 
 
@@ -633,13 +484,3 @@ def test_a_program_with_a_request_at_home_is_not_split() -> None:
     it.take(asked("r10", "p"), 0.0)
     it.take(seen("b"), 1.0)
     assert it.take(routing_events.Tick(), 2.0) == []
-
-
-def test_a_tenant_that_floods_waits_for_itself() -> None:
-    it = core(CapacityRouting(), sharing=AgentFairShare(), send_below_load=1.0)
-    it.take(seen("a", host_tokens=10**6), 0.0)
-    for number in range(50):
-        it.take(asked(f"f{number}", f"f{number}", tenant="flood"), 0.0)
-    assert it.take(asked("mine", "mine", tenant="light"), 1.0) == []
-    it.take(routing_events.Tick(), 1.1)
-    assert only(it.take(routing_events.RequestFinished("f0"), 2.0)).request_id == "mine"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from routing_builders import build_core, kv_lost, sends, with_replicas
-from sojourn_server.policies.cluster_preset import load_cluster_preset, parse_cluster_preset
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.policies.fairness.fair_share import AgentFairShare
 from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
 from sojourn_server.policies.routing.replica_views import (
@@ -125,19 +125,6 @@ def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
     assert sends(it.take(asked("b"), 2.0)) == []
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s - 0.1)) == []
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s)) == ["b"]
-
-
-def test_the_shipped_preset_expects_no_return_after_five_minutes() -> None:
-    assert load_cluster_preset("sojourn").routing == LeastDelayRouting(resident_for_s=300.0)
-
-
-def test_a_policy_without_a_time_limit_sees_all_residents() -> None:
-    routing = Noted()
-    it = core(routing, estimator=expectations())
-    it.take(asked("a"), 0.0)
-    it.take(routing_events.RequestFinished("a", 5, "e0"), 1.0)
-    it.take(asked("b"), 1e6)
-    assert len(routing.views[-1].residents["e0"]) == 1
 
 
 def test_of_many_replicas_those_with_the_most_room_are_shown() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from routing_builders import build_core, seen
-from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
+from sojourn_server.policies.fairness.fair_share import AgentFairShare
 from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
 from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
@@ -76,11 +76,6 @@ def test_a_flood_delays_others_by_no_more_than_its_share(routing: Any) -> None:
     # Of two tenants the least share is 1/20: it has two of 40 places, each for 40 sends of others. Who needs
     # a little more room than they all may be passed by 32, and by those who get what others leave meanwhile.
     assert max(map(len, gaps)) <= (40 if isinstance(routing, RoundRobinRouting) else 40 + 32 + 40)
-
-
-def test_first_come_first_served_lets_a_flood_go_first() -> None:
-    it = core(RoundRobinRouting(), FcfsSharing(), send_below_load=1.0)
-    assert "light" not in sent_in_turn(it, light=1, most=300)
 
 
 def test_requests_of_no_program_have_the_least_share_and_not_none() -> None:
@@ -222,15 +217,6 @@ def test_an_answer_that_overtook_the_recall_is_an_answer() -> None:
     assert it.programs.get(("calm", "c1")).turns == 1
 
 
-def test_reports_after_a_recall_are_ignored_once_another_replica_answers() -> None:
-    it = blocked("b")
-    it.take(routing_events.Tick(), 2.6)
-    assert it.take(routing_events.RequestFailed("c1", "a"), 2.61) == []
-    it.take(routing_events.FirstByteSent("c1", "b"), 2.7)
-    it.take(routing_events.RequestFinished("c1", 5, "a"), 2.8)
-    assert "c1" in it.fleet.get("b").in_flight
-
-
 def test_programs_make_way_for_one_that_needs_room() -> None:
     it = core(CapacityRouting())
     it.take(seen("a"), 0.0)
@@ -297,8 +283,3 @@ def both_running(**limits: Any) -> RoutingCore:
     it = blocked(**limits)
     it.take(routing_events.FirstByteSent("c1", "a"), 2.0)
     return it
-
-
-def test_without_yields_only_requests_without_an_answer_make_way() -> None:
-    it = both_running()
-    assert it.take(routing_events.Tick(), 9.0) == []

@@ -32,8 +32,7 @@ from ..policies.routing.replica_views import ReplicaView, ResidentProgramGroup, 
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy, WaitingProgramView
 from ..policies.routing.work_stealing import StealingPolicy, StealingReplicaView
-from . import routing_events
-from .routing_core import Placement, RoutingCore, Wait
+from .routing_core import Placement, RoutingCore, RoutingStrategy, Wait
 from .routing_events import KvReported, ResidentKv
 from .routing_limits import PolicyCallError
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
@@ -64,7 +63,7 @@ RELOCATED_REASON = "relocated"
 """Reason of a ``SendRequest`` for a request that had waited in another engine."""
 
 
-class AffinityStrategy:
+class AffinityStrategy(RoutingStrategy):
     """Sends all turns of a program to its home (see the module's docstring).
 
     ``routing`` chooses replicas, ``stealing`` moves waiting requests to idle replicas, and ``sharing``
@@ -123,9 +122,6 @@ class AffinityStrategy:
 
     # -- queries ------------------------------------------------------------------
 
-    def missing_role(self) -> str:
-        return ""
-
     def longest_tokens(self) -> int:
         return self._fleet.longest_tokens
 
@@ -174,10 +170,6 @@ class AffinityStrategy:
     def answered(self, program: RoutedProgram) -> None:
         self._estimate_turns(program)
         self._regroup(program)
-
-    def prefilled(self, request: RoutedRequest) -> None: ...
-
-    def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None: ...
 
     def homed(self, program: RoutedProgram, tokens: int) -> None:
         self.tenants.add_homed(program.tenant, tokens)
@@ -636,9 +628,9 @@ class AffinityStrategy:
             if 2 * one.tokens >= one.context_tokens:
                 self._found(one, replica, now)
         for key in event.waiting:
-            program = self._core.programs.get(key)
-            if program is not None and program.home == replica.replica_id:
-                self._relocate(program, replica, now)
+            waits = self._core.programs.get(key)
+            if waits is not None and waits.home == replica.replica_id:
+                self._relocate(waits, replica, now)
 
     def _found(self, one: ResidentKv, replica: Replica, now: float) -> None:
         """Process a report that a replica has the KV of a program. The program gets its home there if it

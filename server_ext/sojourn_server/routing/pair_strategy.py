@@ -13,10 +13,10 @@ from itertools import count
 from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
 from . import routing_events
-from .routing_core import Placement, RoutingCore, Wait
-from .routing_events import KvReported, PairEngineRegistered, PairRole
+from .routing_core import Placement, RoutingCore, RoutingStrategy, Wait
+from .routing_events import PairEngineRegistered, PairRole
 from .routing_limits import ROLE_MISSING_RETRY_S
-from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
+from .routing_records import Replica, ReplicaHealth, RoutedRequest
 
 ROLE_MISSING_TIMEOUT_S = 5.0
 """Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts
@@ -26,7 +26,7 @@ MAX_NODES = 4096
 """If this many nodes are known, a new node displaces all nodes without engines."""
 
 
-class PairStrategy:
+class PairStrategy(RoutingStrategy):
     """Lets a pair scheduler (``pairs``; ``None``: the default one) choose the engines.
 
     ``expects_engines``: whether a supervisor starts missing engines. If True, requests wait for a missing
@@ -90,24 +90,7 @@ class PairStrategy:
     def is_queue_full(self, tenant: str) -> bool:
         return len(self._core.waiting) >= self._core.limits.most_waiting
 
-    def queues_at(self, replica: Replica) -> bool:
-        return False
-
     # -- requests -------------------------------------------------------------------
-
-    def opened(self, request: RoutedRequest, now: float) -> None: ...
-
-    def closed(self, request: RoutedRequest, now: float) -> None: ...
-
-    def sent(self, request: RoutedRequest, now: float) -> None: ...
-
-    def answered(self, program: RoutedProgram) -> None: ...
-
-    def homed(self, program: RoutedProgram, tokens: int) -> None: ...
-
-    def kv_reported(self, event: KvReported, replica: Replica, now: float) -> None: ...
-
-    def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None: ...
 
     def choose(self, request: RoutedRequest, now: float) -> Placement | Wait:
         return Wait()

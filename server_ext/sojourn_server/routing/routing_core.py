@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from . import routing_events
 from .program_estimates import ProgramEstimator
@@ -67,102 +67,96 @@ class Wait(NamedTuple):
     """Free KV tokens that the request waits for; 0: unknown."""
 
 
-class RoutingStrategy(Protocol):
-    """Chooses replicas for the requests of one core, and keeps the requests that wait. ``attach`` gives it
-    the core."""
+class RoutingStrategy:
+    """Base class of strategies: what chooses replicas for the requests of one core, and keeps those that
+    wait. The methods without a result note what the core has done; by default they do nothing."""
 
     unit: str
     """What serves a request, in words."""
 
-    def attach(self, core: RoutingCore) -> None: ...
-
-    def missing_role(self) -> str:
-        """Return what is missing so that no request can be served; empty: nothing."""
-        ...
-
-    def longest_tokens(self) -> int:
-        """Return the longest context, in tokens, that can be served; 0: unknown."""
-        ...
-
-    def is_queue_full(self, tenant: str) -> bool:
-        """Whether a new request of ``tenant`` must be rejected because too many requests wait."""
-        ...
-
-    def opened(self, request: RoutedRequest, now: float) -> None:
-        """Note a new request, before its first ``choose``."""
-        ...
-
-    def closed(self, request: RoutedRequest, now: float) -> None:
-        """Note that a request has ended."""
-        ...
+    def attach(self, core: RoutingCore) -> None:
+        """Use this core from now on."""
+        raise NotImplementedError
 
     def choose(self, request: RoutedRequest, now: float) -> Placement | Wait:
         """Choose where a new request goes. Raises ``PolicyCallError`` if a policy fails."""
-        ...
+        raise NotImplementedError
 
     def enqueue(self, request: RoutedRequest, wait: Wait) -> None:
         """Add a request to the queue for any replica. ``dispatch`` places it later."""
-        ...
+        raise NotImplementedError
 
     def dequeue(self, request: RoutedRequest) -> None:
         """Remove a waiting request from its queue. No effect if it is in no queue."""
-        ...
+        raise NotImplementedError
+
+    def dispatch(self, now: float, *, epoch: bool) -> None:
+        """Place the waiting requests that can be served now. ``epoch``: whether the event is a ``Tick``."""
+        raise NotImplementedError
+
+    def longest_tokens(self) -> int:
+        """Return the longest context, in tokens, that can be served; 0: unknown."""
+        raise NotImplementedError
+
+    def is_queue_full(self, tenant: str) -> bool:
+        """Whether a new request of ``tenant`` must be rejected because too many requests wait."""
+        raise NotImplementedError
+
+    def missing_role(self) -> str:
+        """Return what is missing so that no request can be served; empty: nothing."""
+        return ""
+
+    def shares_used(self) -> dict[str, float]:
+        """Return the used part of each tenant's share of capacity; empty: tenants do not share capacity."""
+        return {}
 
     def queues_at(self, replica: Replica) -> bool:
         """Whether a new request for this replica has to wait, because the replica is full or others wait
         for it."""
-        ...
+        return False
 
     def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
         """Add a request, which is in no queue, to the queue for one replica."""
-        ...
+
+    def opened(self, request: RoutedRequest, now: float) -> None:
+        """A request arrived; ``choose`` follows."""
+
+    def closed(self, request: RoutedRequest, now: float) -> None:
+        """A request has ended."""
 
     def sent(self, request: RoutedRequest, now: float) -> None:
-        """Note that a request was sent."""
-        ...
+        """A request was sent."""
 
     def unsent(self, request: RoutedRequest, now: float) -> None:
-        """Note that a request is no longer at its replica."""
-        ...
+        """A request is no longer at its replica."""
 
     def prefilled(self, request: RoutedRequest) -> None:
-        """Note that a request's prompt is computed. Only pairs have this event."""
-        ...
+        """A request's prompt is computed. Only pairs have this event."""
 
     def answered(self, program: RoutedProgram) -> None:
-        """Note that a turn of a program was answered at its home."""
-        ...
-
-    def registered(self, replica: Replica, now: float, *, was: ReplicaHealth | None) -> None:
-        """Note that a replica is new or has other sizes, or that it reports again. ``was``: its health
-        before; ``None``: it was unknown."""
-        ...
-
-    def health_changed(self, replica: Replica, now: float) -> None:
-        """Note that a replica drains or is suspect, or no longer drains."""
-        ...
-
-    def lost(self, replica: Replica, now: float) -> None:
-        """Note that a replica is removed from the fleet."""
-        ...
+        """A turn of a program was answered at its home."""
 
     def homed(self, program: RoutedProgram, tokens: int) -> None:
-        """Note that a program got ``tokens`` more at its home; negative: fewer."""
-        ...
+        """A program got ``tokens`` more at its home; negative: fewer."""
+
+    def registered(self, replica: Replica, now: float, *, was: ReplicaHealth | None) -> None:
+        """A replica is new or has other sizes, or reports again. ``was``: its health before; ``None``:
+        unknown."""
+
+    def health_changed(self, replica: Replica, now: float) -> None:
+        """A replica drains or is suspect, or no longer drains."""
+
+    def lost(self, replica: Replica, now: float) -> None:
+        """A replica was removed from the fleet."""
 
     def kv_reported(self, event: KvReported, replica: Replica, now: float) -> None:
-        """Process a replica's report of its programs with KV."""
-        ...
+        """A replica reports its programs with KV."""
 
-    def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None: ...
-
-    def dispatch(self, now: float, *, epoch: bool) -> None:
-        """Place the waiting requests that can be served now. ``epoch``: whether the event is a ``Tick``."""
-        ...
+    def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:
+        """A node reports the queue of its storage NIC."""
 
     def expire(self, now: float) -> None:
-        """Do what is due at a ``Tick``."""
-        ...
+        """A ``Tick`` came."""
 
 
 class RoutingCore:
@@ -247,20 +241,10 @@ class RoutingCore:
         """Return the statuses of all known replicas, in the order of registration."""
         return [replica.status() for replica in self.fleet]
 
-    def demand_tokens(self) -> tuple[int, int]:
-        """Return (KV tokens that all programs need, KV capacity of all replicas in device and host
-        memory)."""
-        homed = sum(replica.homed_tokens for replica in self.fleet)
-        anywhere = (one for one in self.waiting.values() if one.replica_id is None)
-        return homed + sum(
-            max(one.needs_tokens, one.size_tokens) for one in anywhere
-        ), self.fleet.memory_tokens
-
     def shares_used(self) -> dict[str, float]:
         """Return the used share of each tenant: fraction of the capacity that the tenant's requests in flight
         use ÷ the tenant's share of the capacity. Empty if tenants do not share capacity."""
-        used: Callable[[], dict[str, float]] = getattr(self.strategy, "shares_used", dict)
-        return used()
+        return self.strategy.shares_used()
 
     # -- requests: new --------------------------------------------------------------
 

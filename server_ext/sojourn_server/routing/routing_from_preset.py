@@ -50,20 +50,6 @@ class PrefillDecodeRules:
     multiple of its group's mean tokens per engine."""
 
 
-RoutingRules = ClusterPreset | PrefillDecodeRules
-"""Rules from which a routing core is built."""
-
-
-def build_core(
-    rules: RoutingRules, limits: RoutingLimits | None = None, *, expects_engines: bool = False
-) -> RoutingCore:
-    """Build a routing core for these rules. ``limits``: ``None`` for the defaults. ``expects_engines``: a
-    supervisor starts missing engines (used only for pairs)."""
-    if isinstance(rules, PrefillDecodeRules):
-        return build_pair_core(rules, limits, expects_engines=expects_engines)
-    return build_routing_core(rules, limits)
-
-
 def build_routing_core(preset: ClusterPreset, limits: RoutingLimits | None = None) -> RoutingCore:
     """Build a core from a cluster preset. The preset's ``send_below_load`` replaces that of ``limits``
     (``None``: the defaults)."""
@@ -94,7 +80,7 @@ def build_pair_core(
     return RoutingCore(PairStrategy(pairs, expects_engines=expects_engines), limits)
 
 
-def routing_reasons(preset: RoutingRules) -> tuple[str, ...]:
+def routing_reasons(preset: ClusterPreset | PrefillDecodeRules) -> tuple[str, ...]:
     """Return all known values of ``SendRequest.reason`` for a core with these rules. The reasons of a
     custom policy class are known only if the class lists them in an attribute ``reasons``."""
     if isinstance(preset, PrefillDecodeRules):

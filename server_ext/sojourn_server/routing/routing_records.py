@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 
 from ..policies.fairness.fair_share import RunningTaskView
 from ..policies.routing.replica_views import ReplicaView, ResidentProgramGroup
@@ -147,22 +146,6 @@ class ProgramTable:
     def has(self, program: RoutedProgram) -> bool:
         """Whether this record is in the table. A removed program may still have open requests."""
         return self._programs.get(program.key) is program
-
-    def find(self, tenant: str | None, program_id: str) -> RoutedProgram | None:
-        """Return the program with this id; ``None``: unknown. If ``tenant`` is ``None``, return the most
-        recently active program with this id, of any tenant."""
-        if tenant is not None:
-            return self._programs.get((tenant, program_id))
-        return next((one for one in reversed(self._programs.values()) if one.key[1] == program_id), None)
-
-    def newest(self, tenant: str | None, most: int) -> tuple[list[RoutedProgram], int]:
-        """Return (at most ``most`` programs of a tenant, most recently active first; number of all its
-        programs). If ``tenant`` is ``None``, both parts are about all tenants."""
-        programs = self._programs.values()
-        if tenant is None:
-            return list(islice(reversed(programs), most)), len(programs)
-        of_tenant = [program for program in programs if program.key[0] == tenant]
-        return of_tenant[::-1][:most], len(of_tenant)
 
     def add(self, program: RoutedProgram) -> RoutedProgram | None:
         """Add a program as the most recently active one. Return the program that was forgotten to make room;

@@ -10,20 +10,21 @@ program's KV is cached at the replica, another replica must also have capacity f
 from __future__ import annotations
 
 from heapq import nlargest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..policies.fairness.tenant_preemption import (
     BlockedRequestView,
+    NoTenantPreemption,
     PreemptibleRequestView,
     TenantPreemptionPolicy,
     TenantStanding,
 )
+from ..policies.routing.replica_views import RoutingDecision
 from .routing_core import Placement, RoutingCore
 from .routing_limits import PolicyCallError
 from .routing_records import Replica, RoutedRequest
-
-if TYPE_CHECKING:
-    from .affinity_strategy import AffinityStrategy
+from .tenant_shares import TenantShares
+from .waiting_queues import WaitingQueue
 
 MAX_BLOCKED_REQUESTS = 16
 """Maximum number of waiting requests per ``Tick`` for which other requests may be preempted."""
@@ -33,6 +34,20 @@ MAX_VICTIM_REPLICAS = 4
 """Maximum number of replicas examined to free KV capacity: those with the most free capacity."""
 PREEMPTED_REASON = "made_way"
 """Reason of a ``SendRequest`` for a preempted request."""
+
+
+class QueueingStrategy(Protocol):
+    """The strategy whose queued and sent requests make way."""
+
+    tenants: TenantShares
+    queues: dict[str, WaitingQueue]
+
+    def all_queues(self) -> list[WaitingQueue]: ...
+    def route_away(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None: ...
+    def place(self, request: RoutedRequest, but: str | None, now: float) -> RoutingDecision: ...
+    def enqueue_again(self, request: RoutedRequest) -> None: ...
+    def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None: ...
+    def dequeue(self, request: RoutedRequest) -> None: ...
 
 
 class RecallPlan(NamedTuple):
@@ -49,7 +64,12 @@ class TenantRecalls:
     """Asks the preemption policy about the oldest request of each tenant in each queue, and carries out
     the policy's decisions. The most urgent tenants come first."""
 
-    def __init__(self, policy: TenantPreemptionPolicy, core: RoutingCore, strategy: AffinityStrategy) -> None:
+    def __init__(
+        self,
+        policy: TenantPreemptionPolicy | NoTenantPreemption,
+        core: RoutingCore,
+        strategy: QueueingStrategy,
+    ) -> None:
         self._policy = policy
         self._core = core
         self._fleet = core.fleet

@@ -14,9 +14,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from ...core.engine_answers import LinkStats
 from ...metrics.vllm_metrics_page import CachePool, cache_pools, process_start_time, whole
 from ...routing.routing_events import NicQueueReported, PairEngineRegistered, PairRole, ReplicaRegistered
-from ...routing.routing_status import LinkStats
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
 """Assumed KV capacity, in tokens, of an engine that reports none. All such engines count as equally large.

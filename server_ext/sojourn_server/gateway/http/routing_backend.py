@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ...core.engine_answers import LinkStats
 from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import AbortStream, RecallRequest, RejectRequest, SendRequest
-from ...routing.routing_status import LinkStats, PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .generation_request import ClientDisconnected
 
 logger = logging.getLogger(__name__)
