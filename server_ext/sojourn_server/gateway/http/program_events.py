@@ -95,8 +95,8 @@ MAX_UNSENT_OF_PROGRAM = 2 * MAX_BATCH_EVENTS
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum total bytes of all graphs as JSON."""
 
-ReplicaInstance = tuple[str, str]
-"""(replica id, ``EngineDescription.instance`` of the replica's engine)."""
+EngineInstance = tuple[str, str]
+"""(URL, ``EngineDescription.instance``) of an engine, whose ranks all get the same events."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +121,8 @@ class _Program:
     """The newest start and graph, and the starts of the running tools, by ``_state_name``."""
     unsent: dict[_Entry, None] = field(default_factory=dict)
     """Events that no engine has answered, in order of arrival."""
-    place: ReplicaInstance | None = None
-    """The replica that has all events but ``unsent``; ``None``: no replica has."""
+    place: EngineInstance | None = None
+    """The engine that has all events but ``unsent``; ``None``: no engine has."""
     heard_s: float = 0.0
     """Time of the last event."""
     again_s: float = 0.0
@@ -134,8 +134,8 @@ class _Program:
         every = (*self.state.values(), *self.unsent)
         return max(every, key=lambda one: one.at_s).authorization if every else None
 
-    def lacking(self, place: ReplicaInstance) -> list[_Entry]:
-        """Return the events that a replica lacks, in order."""
+    def lacking(self, place: EngineInstance) -> list[_Entry]:
+        """Return the events that an engine lacks, in order."""
         if self.place == place:
             return list(self.unsent)
         return [*(one for one in self.state.values() if one not in self.unsent), *self.unsent]
@@ -327,8 +327,9 @@ class ProgramEvents:
                     # A start that came after its stop would never end.
                     if one is entry or (call_id and getattr(one.event, "call_id", None) == call_id):
                         self._answered(record, one)
-                if is_new:
-                    record.place = self._instance(replica_id)
+                address = self._replicas.get(replica_id)
+                if is_new and address is not None:
+                    record.place = self._instance(address)
             elif event.program_id != attached.program_id:
                 self._end(key, event.status)
             elif self._drop(key):  # the request itself has yet to run
@@ -342,7 +343,7 @@ class ProgramEvents:
         record, address = self._programs.get(key), self._replicas.get(replica_id)
         if record is None or address is None or self._clock() < record.again_s:
             return
-        place, described = self._instance(replica_id), self.description_of(replica_id)
+        place, described = self._instance(address), self.description_of(replica_id)
         if record.lacking(place) and (described is None or described.speaks_sojourn):
             await self._wait_for(self._deliver(key[0], address, [key]))
             if record.lacking(place):
@@ -355,12 +356,14 @@ class ProgramEvents:
         event.
         """
         key = (left.tenant, left.program_id)
-        record = self._programs.get(key)
-        if record is not None and record.place is not None and record.place[0] == left.replica_id:
+        record, address = self._programs.get(key), self._replicas.get(left.replica_id)
+        if address is None:
+            return
+        if record is not None and record.place == self._instance(address):
             record.place = None
         if record is not None and authorization is None:
             authorization = record.authorization
-        self._send_end(self._replicas.get(left.replica_id), key, "cancelled", authorization)
+        self._send_end(address, key, "cancelled", authorization)
 
     def forget(self, key: Key) -> None:
         """Drop a program whose final request was answered. Report the end to ``on_end``."""
@@ -439,10 +442,10 @@ class ProgramEvents:
                 self._graph_bytes -= self._graphs.popitem(last=False)[1][1]
         return msgspec.structs.replace(event, graph=None)
 
-    def _instance(self, replica_id: str) -> ReplicaInstance:
-        """Return (replica id, instance). The instance is empty if unknown."""
-        described = self.description_of(replica_id)
-        return (replica_id, described.instance if described is not None else "")
+    def _instance(self, address: ReplicaAddress) -> EngineInstance:
+        """Return (URL, instance) of an engine. The instance is empty if unknown."""
+        described = self.description_of(address.replica_id)
+        return (address.url, described.instance if described is not None else "")
 
     # -- to engines ----------------------------------------------------------------------
 
@@ -453,7 +456,7 @@ class ProgramEvents:
         async with turn.lock:
             if turn.failures > failures:
                 return  # the engine has not answered the POST before this one
-            place = self._instance(address.replica_id)
+            place = self._instance(address)
             records = [record for key in keys if (record := self._programs.get(key)) is not None]
             lacking = [
                 (one.emitter if one in record.unsent else self._emitter, one.authorization, record, one)
