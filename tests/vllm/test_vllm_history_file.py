@@ -26,10 +26,6 @@ def histories_of(count: int) -> Any:
     return histories
 
 
-def fail_to_read(*_: Any, **__: Any) -> Any:
-    raise OSError(5, "Input/output error")
-
-
 @pytest.fixture
 def warnings_logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from sojourn_server.vllm import history_file
@@ -124,39 +120,6 @@ def test_a_bad_file_that_cannot_be_renamed_does_not_keep_the_engine_from_startin
     assert "starting cold" in warnings_logged[0]
     monkeypatch.undo()
     assert path.read_text() == "{half"
-
-
-def test_a_passing_failure_to_read_leaves_a_good_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
-) -> None:
-    path = tmp_path / "h.json"
-    history_file(path).save(histories_of(3))
-    before = path.read_text()
-    with monkeypatch.context() as broken:
-        broken.setattr(Path, "read_text", fail_to_read)
-        broken.setattr(Path, "read_bytes", fail_to_read)
-        assert history_file(path).load().tools.snapshot() == histories_of(0).tools.snapshot()
-    assert len(warnings_logged) == 1
-    assert os.listdir(tmp_path) == ["h.json"]
-    assert path.read_text() == before
-    assert history_file(path).load().tools.snapshot() == histories_of(3).tools.snapshot()
-
-
-def test_an_unread_file_is_not_overwritten_by_what_was_learned_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
-) -> None:
-    """It was good and could not be read just then: what it held is worth more than a few new gaps."""
-    path = tmp_path / "h.json"
-    history_file(path).save(histories_of(3))
-    before = path.read_text()
-    file = history_file(path)
-    with monkeypatch.context() as broken:
-        broken.setattr(Path, "read_text", fail_to_read)
-        broken.setattr(Path, "read_bytes", fail_to_read)
-        file.load()
-    file.save(histories_of(1))
-    assert path.read_text() != before
-    assert (tmp_path / "h.json.unread").read_text() == before
 
 
 def test_a_missing_file_is_a_cold_start_without_a_word(tmp_path: Path, warnings_logged: list[str]) -> None:

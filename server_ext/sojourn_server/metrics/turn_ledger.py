@@ -63,12 +63,11 @@ class EvictionLog:
 
     def add(self, block_hashes: Iterable[Any], evicted_block: EvictedBlock) -> None:
         """Record the eviction of the blocks with these hashes."""
-        evicted_blocks = self._evicted_blocks
         for block_hash in block_hashes:
-            evicted_blocks[block_hash] = evicted_block
-            evicted_blocks.move_to_end(block_hash)
-        while len(evicted_blocks) > self.capacity:
-            evicted_blocks.popitem(last=False)
+            self._evicted_blocks[block_hash] = evicted_block
+            self._evicted_blocks.move_to_end(block_hash)
+        while len(self._evicted_blocks) > self.capacity:
+            self._evicted_blocks.popitem(last=False)
 
     def find(self, block_hash: Any) -> EvictedBlock | None:
         """Return the entry of this block; ``None`` if the log does not have it."""

@@ -12,20 +12,15 @@ import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..core.scheduler_state import Histories
-from ..programs.output_length_history import HintErrors, OutputLengthHistory
-from ..programs.tool_and_turn_history import ToolHistory, TurnHistory
-from ..programs.workflow_history import WorkflowHistory
 from .plugin_settings import rank_file
 
 SAVE_EVERY_S = 300.0
 
 _NOT_KEPT = ("evicted_waits", "growth_tokens")
 """Histories of this engine's load alone, which an engine learns anew."""
-
-Part = TypeVar("Part", WorkflowHistory, OutputLengthHistory, HintErrors, ToolHistory)
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -44,60 +39,25 @@ class HistoryFile:
     def __init__(self, path: str | None, now: float, rank: int | None = None) -> None:
         self._path = Path(rank_file(path, rank)) if path is not None else None
         self._saved_at = now
-        self._unread = False
-        """Whether the file exists but could not be read. The first save then renames it, to keep it."""
         self._lock = threading.Lock()
         self._snapshots = 0
         self._written = 0
 
     def load(self) -> Histories:
-        """Return the saved histories; empty histories if there is no usable file.
-
-        A file with invalid content is renamed at once, so that saving does not destroy it. A file that cannot
-        be read stays until the first save, which renames it.
-        """
+        """Return the saved histories; empty histories if there is no usable file. A file that cannot be used
+        is renamed, so that saving does not destroy it."""
         if self._path is None:
             return Histories()
         try:
-            content = self._path.read_bytes()
+            return Histories.restore({**Histories().snapshot(), **json.loads(self._path.read_bytes())})
         except FileNotFoundError:
             return Histories()
-        except OSError as error:
-            self._unread = True
-            logger.warning("sojourn: history %s cannot be read (%s); starting cold", self._path, error)
-            return Histories()
-        try:
-            document = json.loads(content)
-            return Histories(
-                tools=ToolHistory.restore(document["tools"]),
-                turns=TurnHistory.restore(document["turns"]),
-                workflows=self._part(document, "workflows", WorkflowHistory),
-                output_lengths=self._part(document, "output_lengths", OutputLengthHistory),
-                hints_off=self._part(document, "hints_off", HintErrors),
-                service=self._part(document, "service", ToolHistory),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            kept = self._set_aside("unreadable")
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            kept = self._set_aside()
             logger.warning(
                 "sojourn: history %s cannot be used (%s); %s, starting cold", self._path, error, kept
             )
             return Histories()
-
-    def _part(self, document: dict[str, Any], name: str, kind: type[Part]) -> Part:
-        """Return one part of the file. Return an empty history if the part is invalid (with a warning), or
-        missing, as in files of earlier releases."""
-        if name not in document:
-            return kind()
-        try:
-            return kind.restore(document[name])
-        except (ValueError, OverflowError) as error:
-            logger.warning(
-                "sojourn: the %s in history %s cannot be used (%s); starting without",
-                name.replace("_", " "),
-                self._path,
-                error,
-            )
-            return kind()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
         """Save in the background if the last such save is ``SAVE_EVERY_S`` or longer ago. ``now``: seconds on
@@ -130,11 +90,6 @@ class HistoryFile:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 kept = {name: part for name, part in document.items() if name not in _NOT_KEPT}
                 partial.write_text(json.dumps(kept), encoding="utf-8")
-                if self._unread:
-                    logger.warning(
-                        "sojourn: history %s was never read; %s", self._path, self._set_aside("unread")
-                    )
-                    self._unread = False
                 os.replace(partial, self._path)
                 self._written = number
             except OSError as error:
@@ -142,10 +97,10 @@ class HistoryFile:
                 with contextlib.suppress(OSError):  # the failed write has been logged
                     partial.unlink(missing_ok=True)
 
-    def _set_aside(self, suffix: str) -> str:
-        """Rename the file by appending ``.suffix``. Return a text for the log that says how this went."""
+    def _set_aside(self) -> str:
+        """Rename the file by appending ``.unreadable``. Return a text for the log that says how this went."""
         assert self._path is not None
-        kept = self._path.with_name(f"{self._path.name}.{suffix}")
+        kept = self._path.with_name(f"{self._path.name}.unreadable")
         try:
             os.replace(self._path, kept)
         except OSError as error:

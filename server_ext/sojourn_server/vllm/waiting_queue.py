@@ -164,7 +164,7 @@ class PolicyRequestQueue(RequestQueue):
             self._peeked = peeked
 
     def __bool__(self) -> bool:
-        if self._step_closed:
+        if self._step_closed or not self._entries:
             return False
         if self._peeked is None:
             self._peeked = self._first()
