@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -78,170 +77,6 @@ def ids(blocks: Iterable[Any]) -> list[int]:
 # --- each defect once --------------------------------------------------------
 
 
-def test_a_program_that_ends_after_a_reset_leaves_no_block_behind() -> None:
-    """Free, bucketed blocks lose hash and owner; the next allocation got the list's fake end for a block."""
-    blocks = make_blocks(4)
-    queue = make_queue(blocks, score=lambda program_id, left: (0.0,))
-    queue.append_n(cached(queue, 4, "P"))
-    for block in blocks:
-        block.reset_hash()
-    assert sorted(queue.remove_owner("P")) == [0, 1, 2, 3]
-    assert ids(queue.popleft_n(1)) != [-1]
-    assert {queue.popleft().block_id, *ids(queue.popleft_n(2))} < {0, 1, 2, 3}
-    assert queue.num_free_blocks == 0
-    with pytest.raises(ValueError, match="No free blocks"):
-        queue.popleft()
-
-
-@pytest.mark.parametrize("by_program", [False, True])
-def test_what_an_ended_program_alone_used_goes_next(by_program: bool) -> None:
-    queue = make_queue(make_blocks(8), score=(lambda program_id, left: (0.0,)) if by_program else None)
-    ended, other = cached(queue, 3, "P"), cached(queue, 2, "Q")
-    stranger = queue.popleft()
-    give_hash(stranger)
-    queue.append_n([stranger, *other, *reversed(ended)])
-    assert queue.remove_owner("P") == [2, 1, 0]
-    order = [6, 7, 2, 1, 0, 5, 3, 4]
-    assert ids(queue.get_all_free_blocks()) == order
-    assert ids(queue.popleft_n(8)) == order
-
-
-@pytest.mark.parametrize("by_program", [False, True])
-def test_what_several_programs_have_used_outlives_them(by_program: bool) -> None:
-    """The last one's end threw it away, and the next program that began alike computed it again."""
-    queue = make_queue(make_blocks(6), score=(lambda program_id, left: (0.0,)) if by_program else None)
-    beginning = cached(queue, 2, "P")
-    queue.own(beginning, "Q")
-    own = cached(queue, 1, "P")
-    queue.append_n([*own, *reversed(beginning)])
-    assert queue.remove_owner("P") == ids(own)
-    assert queue.remove_owner("Q") == [1, 0]
-    assert ids(queue.get_all_free_blocks()) == [3, 4, 5, 2, 1, 0]
-    queue.remove(own[0])  # a later program begins like this one, too
-    queue.own(own, "R")
-    queue.append_n(own)
-    assert queue.remove_owner("R") == [2]
-    assert ids(queue.popleft_n(6)) == [3, 4, 5, 1, 0, 2]
-
-
-@pytest.mark.parametrize("by_program", [False, True])
-def test_what_still_runs_when_its_program_ends_goes_next_once_it_is_freed(by_program: bool) -> None:
-    queue = make_queue(make_blocks(4), score=(lambda program_id, left: (0.0,)) if by_program else None)
-    stranger = queue.popleft()
-    give_hash(stranger)
-    queue.append(stranger)
-    running = cached(queue, 2, "P")
-    assert queue.remove_owner("P") == [2, 1]
-    queue.append_n(list(reversed(running)))
-    assert ids(queue.popleft_n(4)) == [3, 2, 1, 0]
-
-
-def test_an_end_in_mid_turn_makes_nothing_common() -> None:
-    """Its turn over, the program owns its blocks anew: they were taken for another program's, and kept."""
-    queue = make_queue(make_blocks(4))
-    running = cached(queue, 2, "P")
-    assert queue.remove_owner("P") == [1, 0]
-    queue.own(running, "P")
-    assert queue.remove_owner("P") == [1, 0]
-    stranger = queue.popleft()
-    give_hash(stranger)
-    queue.append_n([stranger, *reversed(running)])
-    assert ids(queue.popleft_n(4)) == [3, 1, 0, 2]
-
-
-def test_a_block_reused_without_a_program_is_shared() -> None:
-    queue = make_queue(make_blocks(3))
-    blocks = cached(queue, 2, "P")
-    queue.append_n(list(reversed(blocks)))
-    queue.remove_owner("P")
-    queue.remove(blocks[0])
-    queue.append(blocks[0])
-    assert ids(queue.get_all_free_blocks()) == [2, 1, 0]
-    stranger = queue.popleft()
-    give_hash(stranger)
-    queue.append(stranger)
-    assert ids(queue.popleft_n(3)) == [1, 0, 2]
-
-
-def test_a_prefix_that_others_used_before_a_program_did_outlives_it() -> None:
-    queue = make_queue(make_blocks(4))
-    other = cached(queue, 1, "Q")
-    prefix = queue.popleft()
-    give_hash(prefix)
-    queue.append(prefix)
-    queue.remove(prefix)  # the program finds it
-    queue.own([prefix], "P")
-    queue.append_n([prefix, *other])
-    queue.remove_owner("P")
-    queue.remove_owner("Q")
-    assert ids(queue.popleft_n(4)) == [2, 3, 0, 1]
-
-
-def test_forget_all_after_a_reset_keeps_the_order_of_reuse() -> None:
-    scores = {"P": (2.0,), "Q": (1.0,)}
-    queue = make_queue(make_blocks(5), score=lambda program_id, left: scores[program_id])
-    both = [*cached(queue, 2, "P"), *cached(queue, 2, "Q")]
-    queue.append_n(both)
-    before = ids(queue.get_all_free_blocks())
-    assert before == [4, 2, 3, 0, 1]
-    for block in both:
-        block.reset_hash()
-    queue.clear_owners()
-    assert len(queue.owners.of) == 0
-    assert queue.remove_owner("P") == []
-    assert sorted(ids(queue.get_all_free_blocks())) == sorted(before)
-    assert ids(queue.popleft_n(5)) == [2, 3, 0, 1, 4]
-
-
-def test_many_changes_of_score_lose_no_bucket() -> None:
-    """Tidying the heap while a bucket is being filled dropped that bucket."""
-    queue = make_queue(make_blocks(3), score=lambda program_id, left: (0.0,))
-    first, second = cached(queue, 2, "P")
-    for _ in range(500):
-        queue.append(first)
-        queue.rescore("P")
-        queue.append(second)
-        queue.remove(first)
-        queue.remove(second)
-    queue.append_n([first, second])
-    assert len(queue._order.heap) < 200
-    assert ids(queue.popleft_n(3)) == [2, 0, 1]
-
-
-def test_what_a_turn_did_without_goes_before_what_any_turn_used() -> None:
-    """A program's abandoned branch was kept for as long as the program was worth keeping."""
-    queue = make_queue(make_blocks(7), score=lambda program_id, left: (-1.0 if left else ord(program_id),))
-    old = cached(queue, 2, "Q")
-    queue.append_n(old)
-    queue.mark_abandoned("Q", 5.0)  # its next turn began anew
-    assert abandoned_branches(queue, "Q") == {5.0: 2}
-    queue.append_n([*cached(queue, 2, "Q"), *cached(queue, 2, "P")])
-    assert ids(queue.get_all_free_blocks()) == [6, *ids(old), 4, 5, 2, 3]
-    queue.remove(old[0])  # another turn goes back to that branch
-    assert (queue.abandoned_reused, queue.abandoned_evicted) == (1, 0)
-    queue.append(old[0])
-    assert ids(queue.popleft_n(7)) == [6, 1, 4, 5, 2, 3, 0]
-    assert (queue.abandoned_reused, queue.abandoned_evicted) == (1, 1)
-
-
-def test_owning_again_costs_the_same_however_many_programs_share() -> None:
-    def least_s(programs: int) -> float:
-        queue = make_queue(make_blocks(100))
-        blocks = queue.popleft_n(100)
-        for block in blocks:
-            give_hash(block)
-        for number in range(programs):
-            queue.own(blocks, f"P{number}")
-        spent_s = []
-        for number in range(50):
-            started = time.thread_time()
-            queue.own(blocks, f"P{number % programs}")
-            spent_s.append(time.thread_time() - started)
-        return min(spent_s)
-
-    assert least_s(400) < 20 * least_s(2)  # it was a hundred times as long
-
-
 def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> None:
     evictions: list[tuple[int, bool]] = []
     queue = make_queue(
@@ -268,21 +103,6 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
     assert ids(queue.popleft_n(4)) == [3, 2, 0, 1]  # still shared, so still last
     assert evictions == [(2, True), (0, False), (1, False)]
     assert len(queue.owners.of) == 0
-
-
-def test_the_walk_after_a_cursor_is_lazy() -> None:
-    scores = {"P": (2.0,), "Q": (1.0,)}
-    queue = make_queue(make_blocks(8), score=lambda program_id, left: scores[program_id])
-    queue.append_n([*cached(queue, 2, "P"), *cached(queue, 2, "Q")])
-    order = queue.get_all_free_blocks()
-    assert ids(order) == [4, 5, 6, 7, 2, 3, 0, 1]
-    assert ids(queue.iter_blocks_after(None)) == ids(order)
-    for position, block in enumerate(order):
-        assert ids(queue.iter_blocks_after(block)) == ids(order[position + 1 :])
-    walk = queue.iter_blocks_after(None)
-    assert next(walk) is order[0]
-    queue.remove(order[7])  # not visited yet, so not copied yet
-    assert ids(walk) == ids(order[1:7])
 
 
 # --- against a model ---------------------------------------------------------

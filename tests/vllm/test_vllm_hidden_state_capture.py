@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from sojourn_server.vllm.hidden_state_capture import (
     HiddenStateRows,
     HiddenStateWorkerMixin,
 )
-from sojourn_server.vllm.length_predictor import captures_hidden_states, model_name
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 
 HIDDEN, VOCABULARY = 8, 20
@@ -177,13 +175,6 @@ def test_every_few_steps_the_rows_travel_with_the_results_and_no_logit_is_anothe
         assert torch.equal(rows.states, states_of(ids, number))
 
 
-def test_what_else_the_model_is_given_reaches_it() -> None:
-    runner = FirstRunner()
-    HiddenStateCapture(runner)
-    runner.model.compute_logits(states_of(["a"]), "x", y=3)
-    assert runner.model.given == [(("x",), {"y": 3})]
-
-
 @RUNNERS
 def test_warm_up_and_steps_without_work_are_not_looked_at(runner_class: type) -> None:
     worker = tapping(runner_class=runner_class)
@@ -201,37 +192,12 @@ def test_warm_up_and_steps_without_work_are_not_looked_at(runner_class: type) ->
 
 
 @RUNNERS
-def test_the_copy_is_not_the_runners_memory(runner_class: type) -> None:
-    runner = runner_class()
-    tap = HiddenStateCapture(runner)
-    tap.step()
-    states = states_of(["a"])
-    runner.logits(states, ["a"])
-    states.zero_()
-    rows = tap.take()
-    assert rows is not None
-    assert torch.equal(rows.states, states_of(["a"]))
-    assert tap.take() is None, "each only once"
-
-
-@RUNNERS
 def test_several_rows_a_request_are_left_alone(runner_class: type, said: list[str]) -> None:
     """As speculative decoding has them, and as the prompt's logprobs do, that are asked for after."""
     worker = tapping(runner_class=runner_class)
     for number in range(2 * CAPTURE_EVERY_STEPS):
         assert carried(step(worker, ["a", "b"], number, rows=3)) is None
     assert said == []
-
-
-def test_the_prompts_logprobs_of_the_same_step_are_not_taken_for_its_states() -> None:
-    runner = FirstRunner()
-    tap = HiddenStateCapture(runner)
-    tap.step()
-    runner.logits(states_of(["a", "b"], 1), ["a", "b"])
-    runner.model.compute_logits(states_of(["p", "q"], 2))
-    rows = tap.take()
-    assert rows is not None
-    assert torch.equal(rows.states, states_of(["a", "b"], 1))
 
 
 @RUNNERS
@@ -252,51 +218,12 @@ def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, 
     assert line == "sojourn: no hidden states from this model (no batch here)"
 
 
-def test_a_runner_without_capture_runs_normally(said: list[str]) -> None:
-    class Bare(FirstRunner):
-        def get_model(self) -> Any:
-            raise NotImplementedError("there is none")
-
-    worker = tapping(runner_class=Bare)
-    assert carried(step(worker, ["a"])) is None
-    assert len(worker.logits) == 1
-    assert said == ["sojourn: no hidden states from this runner (there is none)"]
-
-
 def test_only_the_last_pipeline_stage_captures(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_state_capture, "computes_logits", lambda: False)
     worker = tapping()
     for number in range(WARN_AFTER_STEPS + 1):
         assert carried(step(worker, ["a"], number)) is None
     assert said == []
-
-
-def test_which_rank_computes_logits_is_asked_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    for last in (True, False):
-        monkeypatch.setattr(
-            hidden_state_capture, "get_pp_group", lambda last=last: SimpleNamespace(is_last_rank=last)
-        )
-        assert hidden_state_capture.computes_logits() is last
-
-
-def test_what_failed_is_not_said_to_be_something_else_later(said: list[str]) -> None:
-    worker = tapping()
-    worker._sojourn_capture._request_ids = lambda: 1 // 0
-    for number in range(WARN_AFTER_STEPS + 1):
-        step(worker, ["a"], number)
-    assert said == ["sojourn: no hidden states from this model (integer division or modulo by zero)"]
-
-
-def test_vllms_constant_for_all_empty_results_stays_as_it_is() -> None:
-    worker = tapping()
-    tap = worker._sojourn_capture
-    tap.step()
-    worker.model_runner.logits(states_of(["a"]), ["a"])  # something to carry
-    output = step(worker, [])
-    assert output is EMPTY_MODEL_RUNNER_OUTPUT
-    assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, OUTPUT_ATTRIBUTE)
-    assert carried(step(worker, ["b"])) is not None, "with the next that has any"
 
 
 def test_what_a_device_has_not_copied_yet_is_handed_out_after_a_later_step() -> None:
@@ -314,22 +241,6 @@ def test_what_a_device_has_not_copied_yet_is_handed_out_after_a_later_step() -> 
     event.done = True
     assert tap.take() is rows
     assert tap.take() is None
-
-
-def test_rows_survive_the_way_to_another_process() -> None:
-    output = step(tapping(), ["a", "b"], 1)
-    rows = carried(pickle.loads(pickle.dumps(output)))
-    assert rows is not None
-    assert rows.request_ids == ("a", "b")
-    assert torch.equal(rows.states, states_of(["a", "b"], 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_models_own_precision_travels(dtype: torch.dtype) -> None:
-    rows = HiddenStateRows(("a",), states_of(["a"]).to(dtype))
-    back = pickle.loads(pickle.dumps(rows))
-    assert back.states.dtype == dtype
-    assert torch.equal(back.states, rows.states)
 
 
 def test_the_workers_are_vllms_own_with_ours_before_them() -> None:
@@ -431,20 +342,6 @@ def test_a_prompt_that_is_computed_in_parts_says_nothing_before_the_last(
     assert first.requests == [("short", 0)], "beside the first part of the other's prompt"
 
 
-def test_a_part_of_a_prompt_says_nothing_though_the_last_is_planned_already(listening: Any) -> None:
-    """As an asynchronous scheduler does: a step's results come when the next has been planned."""
-    engine, listener = listening(max_num_batched_tokens=64, max_num_seqs=8, asynchronous=True)
-    engine.add("long", range(150), max_tokens=4, program_id="B")
-    first, second, last = (engine.plan() for _ in range(3))
-    assert [p.total_num_scheduled_tokens for p in (first, second, last)] == [64, 64, 22]
-    rows = HiddenStateRows(("long",), states_of(["long"]))
-    for planned in (first, second, last):
-        assert listener.seen == []
-        engine.scheduler.sojourn.observe_hidden_states(rows, planned)
-    (note,) = listener.seen
-    assert note.requests == [("long", 0)]
-
-
 def test_how_an_output_ended_says_whether_it_teaches(listening: Any) -> None:
     engine, listener = listening()
     engine.tokens = lambda request: STOP_TOKEN if request.request_id == "stops" else DUMMY_TOKEN
@@ -463,32 +360,6 @@ def test_how_an_output_ended_says_whether_it_teaches(listening: Any) -> None:
     ]  # fmt: skip
 
 
-def test_rows_of_requests_that_are_gone_are_left_out(listening: Any) -> None:
-    engine, listener = listening()
-    engine.add("here", range(20), max_tokens=9, program_id="A")
-    engine.step()
-    listener.seen.clear()
-    planned = engine.plan()
-    engine.scheduler.sojourn.observe_hidden_states(
-        HiddenStateRows(("gone", "here"), states_of(["gone", "here"])), planned
-    )
-    engine.scheduler.sojourn.observe_hidden_states(HiddenStateRows(("gone",), states_of(["gone"])), planned)
-    (note,) = listener.seen
-    assert note.requests == [("here", 1)]
-    assert torch.equal(note.states, states_of(["here"]))
-
-
-def test_a_preempted_request_is_left_out_until_it_runs_again(listening: Any) -> None:
-    engine, listener = listening(blocks=9, block_size=16, max_model_len=128)
-    for name in "ab":
-        engine.add(name, range(ord(name) * 100, ord(name) * 100 + 40), max_tokens=60, program_id=name)
-    engine.run()
-    assert engine.scheduler.sojourn.failures == 0
-    for name in "ab":
-        written = [w for note in listener.seen for other, w in note.requests if other == name]
-        assert written == list(range(60)), "each place once, though one of them was computed twice"
-
-
 def test_predictions_reach_the_program_scheduler_and_shutdown_stops_the_network(listening: Any) -> None:
     engine, listener = listening()
     engine.add("r", range(20), max_tokens=9, program_id="A")
@@ -500,19 +371,6 @@ def test_predictions_reach_the_program_scheduler_and_shutdown_stops_the_network(
     assert engine.ask("stats")["output_lengths"]["network"] == {"examples": 3.0}
     engine.scheduler.shutdown()
     assert listener.over == [("stopped", None)]
-
-
-def test_rows_that_make_no_sense_are_our_failure_and_not_the_engines(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter_module, "captures_hidden_states", lambda config: True)
-    engine = make_engine("tetris-learned", settings={"strict": False})
-    with_rows(engine, lambda ids: torch.zeros(0))
-    request = engine.add("r", range(20), max_tokens=9, program_id="A")
-    engine.add("s", range(20), max_tokens=9, program_id="B")
-    engine.run()
-    assert request.num_output_tokens == 9
-    engine.scheduler.shutdown()
 
 
 def test_rows_are_for_a_preset_that_reads_them(make_engine: Any) -> None:
@@ -549,33 +407,6 @@ def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
     ) == pytest.approx((30.0,) * 8)
     stats = engine.ask("stats")["output_lengths"]
     assert stats == {"outputs": 16, "network_off": None, "without_off": None, "network": None}
-
-
-def test_no_other_policy_asks(make_engine: Any, said: list[str]) -> None:
-    make_engine("tetris")
-    assert said == []
-
-
-@pytest.mark.parametrize("worker", WORKER_CLASSES.values())
-def test_ours_let_them_out(worker: str, said: list[str]) -> None:
-    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
-    assert captures_hidden_states(config)
-    assert said == []
-
-
-def test_a_folder_goes_by_its_own_name_and_its_weights_wherever_it_lies(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for place, weights in (("a", b"1" * 9), ("b", b"1" * 9), ("c", b"1" * 8 + b"2")):
-        (tmp_path / place / "step-10").mkdir(parents=True)
-        (tmp_path / place / "step-10" / "model.safetensors").write_bytes(weights)
-        (tmp_path / place / "step-10" / "config.json").write_text(place)
-    a, b, c = (model_name(f"{tmp_path}/{place}/step-10/") for place in "abc")
-    assert a == b != c
-    assert a.startswith("step-10 ")
-    monkeypatch.chdir(tmp_path / "a" / "step-10")
-    assert model_name(".") == a
-    assert model_name("org/model") == "org/model"
 
 
 # -- from one end to the other ---------------------------------------------------------------------

@@ -117,20 +117,6 @@ def test_what_an_ended_program_left_is_the_first_that_host_memory_reuses(make_en
     assert len(loads["a2"]) == 15, "C's took the place of B's, which is nobody's"
 
 
-def test_a_request_that_does_not_fit_leaves_no_pins_behind(engine: Any) -> None:
-    turn(engine, "a1", prompt(1, 480), "A")
-    turn(engine, "b1", prompt(2, 480), "B")
-    engine.add("c1", prompt(3, 560), max_tokens=30, program_id="C")
-    engine.step()
-    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
-    engine.step()
-    assert planner(engine)._looked_up.keys() <= {"a2"}
-    engine.abort("a2")
-    engine.run()
-    engine.step()
-    assert not any(entry.pins for entry in planner(engine).host)
-
-
 @pytest.mark.parametrize("said", [{}, {"reset_connector": True}])
 def test_a_reset_forgets_what_is_below_the_device(engine: Any, said: dict[str, bool]) -> None:
     """Also where vLLM would clear the device alone: new weights are the reason for either."""
@@ -139,24 +125,6 @@ def test_a_reset_forgets_what_is_below_the_device(engine: Any, said: dict[str, b
     assert engine.scheduler.reset_prefix_cache(**said)
     assert len(planner(engine).host) == 0
     assert not turn(engine, "a2", prompt(1, 480), "A")[0].loads
-
-
-def test_where_the_queue_fails_nothing_below_is_trusted(make_engine: Any) -> None:
-    engine = make_engine(
-        "continuum", settings={"strict": False}, blocks=41, host_blocks=60, own_tiers=True, max_model_len=640
-    )
-    turn(engine, "a1", prompt(1, 480), "A")
-    turn(engine, "b1", prompt(2, 480), "B")
-    queue = engine.scheduler.sojourn._queue
-    queue.owners.remove_reused = (
-        None  # the next block that is taken fails: in the midst of an admission with hits
-    )
-    loads = turn(engine, "a2", [*prompt(1, 480), *prompt(4, 40)], "A")[0].loads
-    assert queue.broken
-    assert len(loads["a2"]) > 10, "what was found before that was true"
-    assert engine.scheduler.connector.off
-    turn(engine, "c1", prompt(3, 480), "C")
-    assert not turn(engine, "b2", prompt(2, 480), "B")[0].loads
 
 
 def test_capabilities_tell_what_is_below_the_device(
@@ -183,14 +151,6 @@ def test_capabilities_tell_what_is_below_the_device(
     assert engine.ask("capabilities")["tiers"] == {**told, **off}
     engine.scheduler.connector.turn_off("something else")
     assert engine.ask("capabilities")["tiers"] == {**told, **off}, "the first reason is the reason"
-
-
-def test_capabilities_tell_of_a_connector_that_is_not_ours_and_of_none(make_engine: Any) -> None:
-    assert make_engine("continuum", blocks=41, max_model_len=640).ask("capabilities")["tiers"] is None
-    told = make_engine("infercept", blocks=41, max_model_len=640, host_blocks=60).ask("capabilities")["tiers"]
-    assert (told["connector"], told["on"], told["disk"]) == ("OffloadingConnector", True, None)
-    assert told["host"]["blocks"] is None
-    assert told["host"]["bytes"] > 0
 
 
 OFF = {"saga": ["prefetch"], "tetris": ["early copies"], "mori": ["placement"], "continuum": []}
@@ -294,49 +254,6 @@ def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended(
     turn(engine, "a3", prompt(1, 480), "A")
 
 
-def test_requests_of_one_prefix_load_it_once(engine: Any, loading: Any) -> None:
-    """As sub-agents with one context do."""
-    copies = loading.kv_connector_metadata.jobs.loads["a2"]
-    free = engine.pool.get_num_free_blocks()
-    engine.add("d1", [*prompt(1, 480), *prompt(5, 20)], max_tokens=2, program_id="D")
-    arrive(engine, loading)
-    for _ in range(3):
-        planned = engine.plan()
-        assert not planned.kv_connector_metadata.jobs.loads
-        assert not planned.num_scheduled_tokens
-        assert engine.pool.get_num_free_blocks() == free, "it holds nothing"
-        arrive(engine, planned)
-    arrive(engine, engine.plan(), "a2")
-    engine.run()
-    assert planner(engine).counts["loaded"] == len(copies)
-    assert engine.ask("program", program_id="D")["ledger"][-1]["tokens"]["device"] == 480
-    assert nothing_is_left(engine)
-
-
-def test_a_request_does_not_wait_for_the_load_of_one_that_has_gone(engine: Any, loading: Any) -> None:
-    engine.add("d1", [*prompt(1, 480), *prompt(5, 20)], max_tokens=2, program_id="D")
-    engine.abort("a2")
-    arrive(engine, loading)
-    planned = engine.plan()
-    assert not planned.kv_connector_metadata.jobs.loads
-    arrive(engine, planned, "a2")
-    planned = engine.plan()
-    assert len(planned.kv_connector_metadata.jobs.loads["d1"]) > 10, "nobody has it on the device"
-    arrive(engine, planned, "d1")
-    engine.run()
-    assert nothing_is_left(engine)
-
-
-def test_a_reset_of_what_is_not_in_use_fails_while_a_request_loads(engine: Any, loading: Any) -> None:
-    """As while one computes: vLLM says so and resets nothing."""
-    assert not engine.scheduler.reset_prefix_cache()
-    arrive(engine, loading, "a2")
-    engine.run()
-    assert nothing_is_left(engine)
-    assert engine.scheduler.reset_prefix_cache()
-    assert len(planner(engine).host) == 0
-
-
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("policy", ["saga-paper", "continuum"])  # vLLM's victim, and the latest program's
 def test_a_running_request_takes_the_blocks_of_one_that_loads(
@@ -396,87 +313,6 @@ def test_admission_knows_of_requests_that_load(make_engine: Any, monkeypatch: py
     assert asked == {"A2": False, "B2": True}
 
 
-@pytest.mark.parametrize("connector_too", [False, True])
-@pytest.mark.parametrize("state", ["loading", "loaded", "aborted"])
-def test_a_reset_of_all_gives_up_what_is_being_loaded(
-    engine: Any, loading: Any, state: str, connector_too: bool
-) -> None:
-    """As for new weights: what arrives later is not used, and its end is nobody else's."""
-    copies = loading.kv_connector_metadata.jobs.loads["a2"]
-    arrive(engine, loading, *(["a2"] if state == "loaded" else []))
-    if state == "aborted":
-        engine.abort("a2")
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=connector_too)
-    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    planned = engine.plan()
-    assert planned.kv_connector_metadata.jobs.settles == (state != "loaded"), "they may be written until then"
-    assert not planned.num_scheduled_tokens or state == "loaded", "else one answer would do for two loads"
-    if state != "loaded":
-        arrive(engine, planned, "a2", without={copy.block_id for copy in copies})
-        planned = engine.plan()
-    assert not planned.kv_connector_metadata.jobs.loads
-    assert not planned.kv_connector_metadata.jobs.settles
-    assert sum(planned.num_scheduled_tokens.values()) == (0 if state == "aborted" else 520)
-    arrive(engine, planned)
-    engine.run()
-    if state != "aborted":
-        assert engine.ask("program", program_id="A")["ledger"][-1]["tokens"]["host"] == 0
-    assert not engine.scheduler.requests
-    assert nothing_is_left(engine)
-
-
-def test_vllms_number_of_running_loads_does_not_count_a_load_that_was_given_up(engine: Any) -> None:
-    scheduler = engine.scheduler
-    if not hasattr(scheduler, "_kv_fetch_stages"):
-        pytest.skip("this vLLM does not count loads")
-    scheduler._kv_fetch_stages = {}  # as in an engine with statistics
-    turn(engine, "a1", prompt(1, 480), "A")
-    turn(engine, "b1", prompt(2, 480), "B")
-    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
-    arrive(engine, engine.plan())
-    assert scheduler._kv_fetch_counts["in_progress"] == 1
-    assert scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert set(scheduler._kv_fetch_counts.values()) == {0}
-
-
-def test_the_end_of_a_load_that_was_given_up_is_not_that_of_the_next_in_its_blocks(
-    engine: Any, loading: Any
-) -> None:
-    copies = loading.kv_connector_metadata.jobs.loads["a2"]
-    connector = engine.scheduler.connector
-    arrive(engine, loading)
-    connector.cancel_load("a2")
-    from vllm.v1.outputs import KVConnectorOutput
-
-    reused, other = copies[0].block_id, copies[1].block_id
-    loads = planner(engine).loads.by_request
-    loads["x"] = loads["a2"]._replace(entries=[], block_ids=[reused])
-    output = KVConnectorOutput(finished_recving={"a2", "b"}, invalid_block_ids={reused, other})
-    connector.drop_cancelled(output)
-    assert output.finished_recving == {"b"}
-    assert output.invalid_block_ids == {reused}, "it may be the other load that failed"
-    assert not connector._cancelled
-
-
-def test_one_workers_failed_copy_for_a_cancelled_load_is_not_its_blocks_next_owners(
-    engine: Any, loading: Any
-) -> None:
-    from vllm.v1.outputs import KVConnectorOutput
-
-    copies = loading.kv_connector_metadata.jobs.loads["a2"]
-    connector = engine.scheduler.connector
-    arrive(engine, loading)
-    connector.cancel_load("a2")
-    first = KVConnectorOutput(invalid_block_ids={copies[0].block_id, 39})
-    connector.drop_cancelled(first)
-    assert first.invalid_block_ids == {39}
-    assert connector._cancelled == {"a2"}, "the other worker has not answered yet"
-    last = KVConnectorOutput(finished_recving={"a2"})
-    connector.drop_cancelled(last)
-    assert not last.finished_recving
-    assert not connector._cancelled
-
-
 def test_equal_tokens_with_another_image_or_salt_are_other_blocks() -> None:
     """KV is stored and found under vLLM's hashes; the simulated engine's own know tokens only."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -502,24 +338,6 @@ def test_equal_tokens_with_another_image_or_salt_are_other_blocks() -> None:
     assert keys("one")[:6] == keys()[:6], "before the image"
     assert not set(keys("one")[6:]) & {*keys(), *keys("two")}
     assert not set(keys(salt="another user")) & set(keys())
-
-
-def test_a_program_that_is_preempted_loads_as_any_other(engine: Any) -> None:
-    turn(engine, "a1", prompt(1, 480), "A")
-    turn(engine, "b1", prompt(2, 480), "B")
-    engine.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=40, program_id="A")
-    engine.step()
-    engine.step()
-    engine.step()
-    request = engine.scheduler.requests["a2"]
-    assert request.status.name == "RUNNING"
-    engine.scheduler.running.remove(request)
-    engine.scheduler._preempt_request(request, 0.0)
-    turn(engine, "c1", prompt(3, 480), "C")
-    engine.run()
-    assert request.num_preemptions == 1
-    assert request.num_output_tokens == 40
-    assert nothing_is_left(engine)
 
 
 def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_filled_is_found(
@@ -677,36 +495,6 @@ def test_a_pause_completes_if_a_copy_does_not_end(engine: Any, clock: Any, warni
         clock.now += 100.0
 
 
-def test_a_reset_of_a_paused_engine_ends_the_copies_of_a_worker_in_its_process(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-) -> None:
-    """Such an engine makes no steps between a pause and the unmapping of KV for sleep."""
-    from sojourn_server.vllm import compat
-    from sojourn_server.vllm.kv_offload_connector import PAUSE_WAIT_S, SojournConnector
-    from vllm.v1.core.sched.interface import PauseState
-
-    waits: list[float] = []
-
-    def wait_for_copies(timeout_s: float) -> bool:
-        waits.append(timeout_s)
-        return len(waits) == 1
-
-    worker_side = object.__new__(SojournConnector)
-    worker_side._worker = SimpleNamespace(wait_for_copies=wait_for_copies)  # type: ignore[assignment]
-    monkeypatch.setattr(compat, "has_kv_transfer_group", lambda: True, raising=False)
-    monkeypatch.setattr(compat, "get_kv_transfer_group", lambda: worker_side, raising=False)
-    connector = engine.scheduler.connector
-    assert connector.reset_cache()
-    assert not waits, "an engine that goes on keeps its memory"
-    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    assert connector.reset_cache()
-    assert waits == [PAUSE_WAIT_S]
-    assert not warnings
-    assert connector.reset_cache()
-    (line,) = warnings
-    assert "have not ended" in line
-
-
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -756,61 +544,6 @@ def test_vllm_is_asked_for_the_layout_of_the_settings_where_layers_are_alike(
         speculative_config=draft,
     )
     assert get_kv_connector_cache_layout(config) == asked
-
-
-def test_on_rocm_vllm_is_asked_for_no_layout(engine: Any, monkeypatch: Any) -> None:
-    from sojourn_server.vllm.kv_offload_connector import SojournConnector
-    from vllm.platforms import current_platform
-
-    config = engine.scheduler.vllm_config
-    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", {"kv_layout": "BLHNC"})
-    assert SojournConnector.get_required_kvcache_layout(config) == "BLHNC"
-    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
-    assert SojournConnector.get_required_kvcache_layout(config) is None
-
-
-def test_a_wrong_layout_is_named_before_the_connector_is_made(engine: Any, monkeypatch: Any) -> None:
-    from sojourn_server.vllm.plugin_settings import SettingsError
-    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
-
-    config = engine.scheduler.vllm_config
-    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", {"kv_layout": 3})
-    with pytest.raises(SettingsError, match="kv_layout is 3; expected the name of a KV cache layout"):
-        get_kv_connector_cache_layout(config)
-
-
-def test_with_blocks_outermost_layers_of_two_sizes_would_be_refused() -> None:
-    """Why no such model is asked for this layout: the groups that vLLM makes then are not ours to copy."""
-    from unittest.mock import MagicMock
-
-    import torch
-    from sojourn_server.vllm.kv_connector_checks import check_groups
-    from sojourn_server.vllm.plugin_settings import SettingsError
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    try:  # since 0.33
-        from vllm.v1.core import kv_cache_planning as planning
-    except ImportError:
-        from vllm.v1.core import kv_cache_utils as planning
-
-    def check(layout: KVCacheLayout) -> None:
-        config = MagicMock()
-        config.scheduler_config.disable_hybrid_kv_cache_manager = False
-        config.attention_config.hisparse_config = config.speculative_config = None
-        cache = config.cache_config
-        cache.get_resolved_kv_cache_layout.return_value = layout
-        cache.num_gpu_blocks_override = cache.prefix_cache_retention_interval = None
-        common: dict[str, Any] = {"block_size": 16, "dtype": torch.bfloat16}
-        full = FullAttentionSpec(num_kv_heads=4, head_size=512, **common)
-        window = SlidingWindowSpec(num_kv_heads=16, head_size=256, sliding_window=1024, **common)
-        specs = {f"layer {n}": full if n % 6 == 5 else window for n in range(12)}
-        groups = planning.get_kv_cache_groups(config, specs)
-        check_groups(planning.get_kv_cache_config_from_groups(config, groups, 2**30), windows=True)
-
-    check(KVCacheLayout.LBNHC)
-    with pytest.raises(SettingsError):
-        check(KVCacheLayout.BLHNC)
 
 
 def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:
@@ -911,24 +644,6 @@ def found_in_host(engine: Any, program: str) -> int:
     return tokens
 
 
-def test_a_next_prompt_without_the_last_output_continues_from_the_last_prompt(windows: Any) -> None:
-    """As with a chat template that drops a turn's reasoning. The output is longer than the window."""
-    run(windows, "a1", prompt(1, 330), "A", max_tokens=2 * WINDOW)
-    run(windows, "b1", prompt(2, 480), "B")
-    run(windows, "a2", [*prompt(1, 325), *prompt(3, 40)], "A")
-    assert found_in_host(windows, "A") == 320
-    assert nothing_is_left(windows)
-
-
-def test_a_common_beginning_of_prompts_is_found_from_the_third_program_on(windows: Any) -> None:
-    """The second one computes it again, since only the ends of contexts have been saved."""
-    for name, host in (("A", 0), ("B", 0), ("C", 320)):
-        run(windows, f"{name}1", [*prompt(1, 320), *prompt(ord(name), 160)], name)
-        assert found_in_host(windows, name) == host
-        run(windows, f"x{name}", prompt(ord(name) + 100, 560), f"X{name}")
-    assert nothing_is_left(windows)
-
-
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_load_that_fails_in_one_group_is_computed(windows: Any, group: int) -> None:
     turn(windows, "a1", prompt(1, 480), "A")
@@ -949,38 +664,6 @@ def test_a_load_that_fails_in_one_group_is_computed(windows: Any, group: int) ->
     assert found_in_host(windows, "A") == 464
     assert nothing_is_left(windows)
     assert windows.scheduler.sojourn.failures == 0
-
-
-def test_of_two_requests_with_one_context_one_loads_it(windows: Any) -> None:
-    turn(windows, "a1", prompt(1, 480), "A")
-    turn(windows, "b1", prompt(2, 480), "B")
-    context = [*prompt(1, 480), *prompt(4, 8)]
-    requests = [windows.add(name, context, max_tokens=2, program_id="A") for name in ("a2", "a3")]
-    loads, steps = [], 0
-    while windows.scheduler.has_unfinished_requests() and (steps := steps + 1) < 50:
-        planned = windows.plan()
-        loads += planned.kv_connector_metadata.jobs.loads
-        arrive(windows, planned, *planned.kv_connector_metadata.jobs.loads)
-    assert loads == ["a2"]
-    assert [request.num_output_tokens for request in requests] == [2, 2]
-    assert nothing_is_left(windows)
-
-
-def test_windows_of_a_preempted_request_are_saved_while_another_of_its_program_ends(windows: Any) -> None:
-    """Of a program, the end of one turn is remembered; what a preempted request will load is wanted too."""
-    windows.add("a1", prompt(1, 320), program_id="A", max_tokens=40)
-    windows.update_from_output(windows.plan())
-    manager = windows.scheduler.sojourn._offload
-    groups, request = manager._groups, windows.scheduler.requests["a1"]
-    context = groups.context_keys(request.block_hashes, 0, 320)
-    key = context.window_keys(320)[0]
-    manager._ends.forget("A")
-    assert manager._is_behind_window(key)
-    blocks = [block for of_group in groups.used_by(request) for block in of_group if block.block_hash]
-    manager.keep_preempted("A", blocks, request.block_hashes)
-    assert not manager._is_behind_window(key)
-    manager.release_preempted("A", ())
-    assert manager._is_behind_window(key)
 
 
 def test_a_window_block_whose_copy_runs_is_not_overwritten_before_its_end(windows: Any) -> None:
@@ -1011,56 +694,6 @@ def test_programs_that_never_end_leave_a_bounded_memory_of_windows(make_engine: 
         engine.tell({"type": "program_end", "program_id": f"p{number}", "seq": 1})
     ends = engine.scheduler.sojourn._offload._ends
     assert 0 < len(ends._users) <= 75 + 40
-
-
-def test_with_tiers_off_no_window_is_remembered(windows: Any) -> None:
-    windows.scheduler.sojourn._offload.turn_off("a test")
-    for number in range(5):
-        turn(windows, f"r{number}", prompt(number, 160), f"p{number}")
-    assert not windows.scheduler.sojourn._offload._ends._users
-
-
-def test_missed_windows_are_looked_for_once_while_a_request_waits(windows: Any) -> None:
-    turn(windows, "a1", prompt(1, 480), "A")
-    turn(windows, "b1", prompt(2, 480), "B")
-    request = windows.add("a2", [*prompt(1, 400), *prompt(4, 40)], max_tokens=2, program_id="A")
-    connector, asked = windows.scheduler.connector, []
-    find = connector._report_missed_windows
-    connector._report_missed_windows = lambda *given: asked.append(given) or find(*given)
-    first = connector.get_num_new_matched_tokens(request, 0)
-    assert connector.get_num_new_matched_tokens(request, 0) == first
-    assert len(asked) == 1
-
-
-def test_a_prefetch_of_windows_tells_what_host_memory_has(windows: Any) -> None:
-    turn(windows, "a1", prompt(1, 480), "A")
-    turn(windows, "b1", prompt(2, 480), "B")
-    hashes = windows.scheduler.sojourn.program_scheduler.context("A")
-    manager = windows.scheduler.sojourn._offload
-    on_device = manager._groups.cached_prefix(hashes).hashes
-    assert on_device < len(hashes)
-    assert manager.fetch(hashes, on_device) == (0, 0, 0)
-    unknown = [bytes(32)] * len(hashes)
-    assert manager.fetch(unknown, 0) == (0, len(hashes), 0)
-
-
-def test_an_error_while_blocks_of_several_groups_are_ordered_ends_no_step(
-    windows: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turn(windows, "a1", prompt(1, 480), "A")
-    turn(windows, "b1", prompt(2, 480), "B")
-    request = windows.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
-    connector = windows.scheduler.connector
-    monkeypatch.setattr(connector, "strict", False)
-    monkeypatch.setattr(type(connector), "_blocks_to_fill", lambda *_: 1 / 0)
-    steps = 0
-    while windows.scheduler.has_unfinished_requests() and (steps := steps + 1) < 50:
-        planned = windows.plan()
-        meta = planned.kv_connector_metadata
-        failed = {block_id for ids in meta.rejected.values() for block_id in ids}
-        arrive(windows, planned, *meta.jobs.loads, *meta.rejected, without=failed)
-    assert request.num_output_tokens == 2
-    assert connector.off
 
 
 @pytest.mark.parametrize("failing", [False, True])

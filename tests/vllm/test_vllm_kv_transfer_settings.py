@@ -101,14 +101,6 @@ def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
 TWO = {"tensor_parallel_size": 2, "world_size": 2}
 
 
-def test_kv_without_hashes_is_refused_in_host_memory_and_in_a_pair(tmp_path: Path) -> None:
-    """As vLLM's own choice for latent attention on a CPU without AMX."""
-    with pytest.raises(SettingsError, match=r"prefix caching is off.*latent attention"):
-        read(good(tmp_path), prefix_caching=False)
-    with pytest.raises(SettingsError, match=r"prefix caching is off.*--kv-host-gib"):
-        read({"host_bytes": 1 << 24}, prefix_caching=False, settings=KVOffloadSettings)
-
-
 @pytest.mark.parametrize("settings", [KVOffloadSettings, KVTransferSettings])
 def test_a_failed_load_must_not_fail_its_request(tmp_path: Path, settings: Any) -> None:
     """As with the connector by hand: the default of vLLM's --kv-transfer-config is "fail"."""
@@ -154,19 +146,6 @@ def test_what_several_workers_cannot_do(
         read(good(tmp_path, **extra), parallel={**TWO, **parallel})
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2, "world_size": 4}],
-    ids=["decode", "prefill"],
-)
-def test_host_memory_is_refused_if_workers_split_the_tokens_of_a_context(parallel: dict[str, int]) -> None:
-    """A block of vLLM's scheduler then covers more tokens than the connector's, which would promise blocks
-    that no load fills."""
-    kind = {"settings": KVOffloadSettings, "kv_connector": "SojournConnector"}
-    with pytest.raises(SettingsError, match=r"context parallel.*host memory and disk \(--kv-host-gib"):
-        read({"host_bytes": 1 << 24}, parallel={**TWO, **parallel}, **kind)
-
-
 def test_a_role_is_taken_and_a_node_has_the_hosts_name(tmp_path: Path) -> None:
     settings = read(good(tmp_path))
     assert (settings.role, settings.node) == (None, socket.gethostname())
@@ -191,16 +170,6 @@ def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / node))
         found.append(read(good(tmp_path), model="org/name").identity.model)
     assert [words.split()[0] for words in found] == [f"org/name@{'1' * 40}", f"org/name@{'2' * 40}"]
-
-
-def test_a_model_that_may_be_another_one_elsewhere_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(SettingsError, match=r"no snapshot of org/name.*--revision and a full commit"):
-        read(good(tmp_path), model="org/name")
 
 
 def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
@@ -314,35 +283,10 @@ def test_groups_share_the_bytes_of_a_block() -> None:
     assert (settings.block_bytes, settings.host_slots) == (block_bytes, 10)
 
 
-def test_pipeline_stages_have_one_group() -> None:
-    """A stage does not know how many layers of each group the others have, and so not their slots."""
-    from cache_group_specs import window_spec
-
-    stages = {"pipeline_parallel_size": 2, "world_size": 2}
-    kind = {"settings": KVOffloadSettings, "kv_connector": "SojournConnector", "parallel": stages}
-    with pytest.raises(SettingsError, match=r"pipeline parallel support one group.*--disable-hybrid"):
-        read({"host_bytes": 1 << 22}, other_groups=(window_spec(),), **kind)
-
-
 def test_hashes_must_be_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED")
     with pytest.raises(SettingsError, match="PYTHONHASHSEED"):
         read(good(tmp_path))
-
-
-def test_tensors_that_are_not_as_expected_are_refused() -> None:
-    import torch
-    from sojourn_server.kv_offload.cpu_device_backend import UnsupportedKvCaches, block_rows
-
-    kv = torch.arange(48, dtype=torch.float32).view(4, 3, 4)
-    rows = block_rows("a", kv, 4)
-    assert (rows.shape, rows.dtype.name) == ((4, 48), "uint8")
-    rows[0, :4] = 0
-    assert kv[0, 0, 0] == 0, "it is the engine's own memory"
-    with pytest.raises(UnsupportedKvCaches, match="expected 5 blocks"):
-        block_rows("a", kv, 5)
-    with pytest.raises(UnsupportedKvCaches, match="KV on meta"):
-        block_rows("a", torch.zeros(4, device="meta"), 4)
 
 
 def spec_of(kind: str, block_size: int = 16, **changed: Any) -> Any:
@@ -374,42 +318,9 @@ def test_latent_attention_is_served(tmp_path: Path) -> None:
     assert read(good(tmp_path), spec=spec_of("MLAAttentionSpec", num_kv_heads=1)).per_full == 4
 
 
-def test_one_odd_layer_among_many_is_seen(tmp_path: Path) -> None:
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
-    full, windowed = spec_of("FullAttentionSpec"), spec_of("FullAttentionSpec", sliding_window=64)
-    both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full, "b": windowed})
-    with pytest.raises(SettingsError, match="a sliding window of 64"):
-        read(good(tmp_path), spec=both)
-
-
 def test_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="--enable-lora"):
         read(good(tmp_path), lora=True)
-
-
-@pytest.mark.parametrize(("amx", "packed"), [(True, "amx"), (False, "vec")])
-def test_kv_packed_for_other_instructions_is_other_kv(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amx: bool, packed: str
-) -> None:
-    import torch
-    from vllm.platforms import current_platform
-    from vllm.platforms.interface import CpuArchEnum
-
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(type(current_platform), "get_cpu_architecture", lambda *_: CpuArchEnum.X86)
-    spec = spec_of("FullAttentionSpec", block_size=32)
-    settings = read(good(tmp_path), spec=spec)
-    dtype = settings.identity.kv_dtype.split("/")[0]
-    assert settings.identity.kv_dtype == f"{dtype}/{packed if dtype == 'torch.bfloat16' else 'vec'}"
-    assert dtype == "torch.bfloat16", "then it makes a difference"
-
-
-def test_on_a_device_nothing_is_said_of_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    assert "/" not in read(good(tmp_path)).identity.kv_dtype
 
 
 def test_it_is_known_what_buffers_the_longest_prompt_needs(tmp_path: Path) -> None:
@@ -417,14 +328,6 @@ def test_it_is_known_what_buffers_the_longest_prompt_needs(tmp_path: Path) -> No
     assert settings.needed_buffer_bytes == 0
     settings = read(good(tmp_path), max_model_len=10 * 64 + 1)
     assert (settings.longest_blocks, settings.needed_buffer_bytes) == (11, 11 * FULL_BYTES)
-
-
-def test_copies_that_wait_to_be_stored_are_bounded_in_bytes(tmp_path: Path) -> None:
-    assert read(good(tmp_path)).limits.max_waiting_writes == (256 << 20) // FULL_BYTES
-    for given, blocks in ((1, 1), (3 * FULL_BYTES + 1, 3)):
-        assert read(good(tmp_path, waiting_write_bytes=given)).limits.max_waiting_writes == blocks
-    with pytest.raises(SettingsError, match="waiting_write_bytes is 0"):
-        read(good(tmp_path, waiting_write_bytes=0))
 
 
 def test_the_order_of_bytes_in_a_block_is_part_of_the_identity_on_a_device() -> None:
@@ -442,15 +345,6 @@ def test_the_order_of_bytes_in_a_block_is_part_of_the_identity_on_a_device() -> 
     strided = torch.zeros(6, 3, 2, 16, 4, 8)[:, 1]
     assert layout(by_token, 6) == layout(strided, 6)
     assert layout(by_token, 6) != layout(by_token, 3), "two blocks of the kernel in each"
-
-
-def test_kv_on_another_kind_of_device_is_refused() -> None:
-    import torch
-    from sojourn_server.kv_offload.kv_pages import UnsupportedKvCaches
-    from sojourn_server.vllm.kv_transfer_connector import open_kv_blocks
-
-    with pytest.raises(UnsupportedKvCaches, match="KV on meta; expected a CUDA device or a CPU"):
-        open_kv_blocks({"l0": torch.zeros(6, 64, device="meta")}, 6, 2)
 
 
 def on_cuda(cache: Any) -> Any:
@@ -493,12 +387,3 @@ def test_an_engine_with_another_order_of_bytes_in_a_block_does_not_read_its_disk
     with pytest.raises(IncompatibleStore, match="kv_dtype"):
         start(on_cuda(by_head))
     start(on_cuda(by_token)).close()
-
-
-def test_on_a_cpu_the_data_type_alone_names_the_order_of_bytes() -> None:
-    import torch
-    from sojourn_server.kv_offload.kv_pages import device_layout
-
-    cache = torch.zeros(6, 2, 16, 4, 8)
-    assert device_layout({"l0": cache}, 6) == ""
-    assert device_layout({"l0": on_cuda(cache)}, 6) != ""

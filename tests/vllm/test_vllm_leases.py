@@ -184,21 +184,6 @@ def test_an_abort_before_any_stop_string_is_the_clients(make_engine, clock):
         assert engine.ask("stats")["leases"]["count"] == 0
 
 
-def test_the_clients_abort_of_a_turn_that_must_not_stop_yet_is_an_abort(make_engine, clock):
-    """vLLM looks for no stop string in the first ``min_tokens`` tokens."""
-    written = "Thought:\n\nlook at the file"
-    for min_tokens, outcome in ((5, "stopped"), (15, "aborted")):
-        engine = make_engine(blocks=65)
-        engine.scheduler.sojourn.reader._tokenizer = CharacterTokenizer()
-        engine.tokens = lambda request: ord(written[request.num_output_tokens])
-        request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
-        request.sampling_params.stop, request.sampling_params.min_tokens = ["\n\n"], min_tokens
-        while request.num_output_tokens < len(written) - 5:
-            engine.step()
-        engine.abort("a1")
-        assert engine.ask("program", program_id="A")["ledger"][-1]["outcome"] == outcome
-
-
 def unloadable(monkeypatch):
     """A reader whose tokenizer does not load."""
     from sojourn_server.vllm import compat
@@ -209,34 +194,6 @@ def unloadable(monkeypatch):
 
     monkeypatch.setattr(compat, "cached_tokenizer_from_config", fails, raising=False)
     return ToolCallReader(SimpleNamespace(skip_tokenizer_init=False))
-
-
-def test_if_the_tokenizer_does_not_load_an_output_that_could_have_reached_its_stop_string_counts_as_stopped(
-    make_engine, clock, monkeypatch
-):
-    """A wrong lease ends by itself. A wrong abort would cost the agent its context at each turn."""
-    for steps, outcome in ((0, "aborted"), (8, "stopped")):
-        engine = make_engine(blocks=65)
-        engine.scheduler.sojourn.reader = unloadable(monkeypatch)
-        request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
-        request.sampling_params.stop = ["\nObservation:"]
-        for _ in range(steps):
-            engine.step()
-        engine.abort("a1")
-        assert engine.ask("program", program_id="A")["ledger"][-1]["outcome"] == outcome
-        clock.now += 3600.0
-        assert engine.ask("stats")["leases"]["count"] == 0
-
-
-def test_without_a_tokenizer_in_any_process_every_abort_is_the_clients(make_engine, clock):
-    """``--skip-tokenizer-init``: the API server finds no stop string."""
-    engine = make_engine(blocks=65)
-    request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
-    request.sampling_params.stop = ["\nObservation:"]
-    for _ in range(8):
-        engine.step()
-    engine.abort("a1")
-    assert engine.ask("program", program_id="A")["ledger"][-1]["outcome"] == "aborted"
 
 
 @pytest.mark.parametrize(
@@ -309,32 +266,6 @@ def test_a_running_request_reclaims_leases_before_a_preemption(make_engine, cloc
     assert engine.ask("stats")["leases"]["count"] == 0
 
 
-def test_a_waiting_request_does_not_break_leases_of_earlier_programs_while_others_run(make_engine, clock):
-    engine = make_engine(blocks=65, settings={"lease_budget_fraction": 1.0})
-    engine.add("a1", prompt(1, 512), program_id="A")
-    engine.run()
-    engine.tell(tool("A", 1))
-    engine.add("b1", prompt(2, 256), program_id="B", max_tokens=40)
-    engine.step()
-    engine.add("c1", prompt(3, 600), program_id="C")
-    engine.step()
-    assert engine.ask("stats")["leases"]["count"] == 1
-    assert "c1" not in {r.request_id for r in engine.scheduler.running}
-
-
-def test_a_returning_earlier_program_takes_leases_of_later_ones(make_engine, clock):
-    engine = make_engine("continuum", blocks=65, settings={"lease_budget_fraction": 1.0})
-    engine.add("a1", prompt(1, 16), program_id="A")
-    engine.run()
-    engine.add("b1", prompt(2, 700), program_id="B", context={"kv_retention_ttl_seconds": 60})
-    engine.run()
-    assert engine.ask("stats")["leases"]["count"] == 1
-    engine.add("c1", prompt(4, 100), max_tokens=30)
-    engine.step()
-    engine.add("a2", prompt(3, 700), program_id="A")
-    assert "a2" in engine.step().planned.num_scheduled_tokens
-
-
 def test_leases_stay_within_their_budget(make_engine, clock):
     engine = make_engine(blocks=65, settings={"lease_budget_fraction": 0.5})
     for number in range(3):
@@ -363,18 +294,6 @@ def test_program_end_gives_everything_back_and_the_pool_is_whole_again(make_engi
     assert len(adapter._queue.owners.of) == 0
     assert len(adapter._pinned) == 0
     assert adapter.program_scheduler.state.requests.states == {}
-
-
-def test_a_shared_prefix_outlives_the_first_owner(make_engine, clock):
-    engine = make_engine(blocks=65)
-    shared = list(prompt(9, 128))
-    for name in ("A", "B"):
-        engine.add(f"{name}1", [*shared, *prompt(ord(name), 64)], program_id=name)
-        engine.run()
-    engine.tell(*ends("A"))
-    engine.add("B2", [*shared, *prompt(ord("B"), 64), 7, 5, 5, 5], program_id="B")
-    engine.run()
-    assert cached_tokens(engine, "B")[-1] == 192
 
 
 def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_first(make_engine, clock):
@@ -495,31 +414,6 @@ def test_ten_thousand_leases_due_at_once_are_ended_in_bounded_batches(make_engin
     assert engine.pool.get_num_free_blocks() == 10_400
 
 
-def test_malformed_hints_are_reported_and_change_nothing(make_engine, clock):
-    engine = make_engine(blocks=65)
-    plain = engine.add("plain", prompt(1, 40), max_tokens=3)
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    for number, text in enumerate(("not json", "[]", '{"program_id": 7}', "x" * (1 << 20), "", 12)):
-        engine.scheduler.add_request(
-            Request(
-                request_id=f"worse{number}",
-                prompt_token_ids=list(prompt(20 + number, 40)),
-                sampling_params=SamplingParams(
-                    max_tokens=3, ignore_eos=True, extra_args={"agentic_context": text}
-                ),
-                pooling_params=None,
-                block_hasher=engine.hash_blocks,
-            )
-        )
-    engine.run()
-    assert plain.num_output_tokens == 3
-    metrics = engine.ask("drain_metrics")["counters"]["sojourn_hints_total"]
-    assert {row[0]["outcome"]: row[1] for row in metrics}["rejected"] == 6
-    assert engine.ask("programs")["total"] == 0
-
-
 @pytest.mark.parametrize("policy", ["continuum", "saga", "static-ttl"])
 def test_a_hostile_tenant_takes_nothing_from_another(make_engine, clock, policy):
     """All at once: priority, TTL, invented ids, a hint of 1 MiB, names of 256 bytes and 1,024 tools."""
@@ -577,67 +471,6 @@ def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):
     assert engine.ask("stats")["leases"]["count"] == 0
 
 
-def test_what_leases_share_counts_once_against_the_budget(make_engine, clock):
-    """Nine agents with one system prompt of 30 blocks and a block each of their own, in a pool of 64."""
-    engine = make_engine("fixed-ttl", blocks=65)
-    for number in range(9):
-        engine.add(f"p{number}", [*prompt(90, 480), *prompt(number, 17)], program_id=f"P{number}")
-        engine.run()
-        engine.tell(tool(f"P{number}", 1))
-    stats = engine.ask("stats")
-    assert stats["leases"]["count"] == 9
-    assert stats["pool"]["leased"] == 30 + 9
-
-
-def test_leases_that_free_nothing_are_not_given_up(make_engine, clock):
-    """A running request uses their blocks: ending the leases would free nothing."""
-    settings = {"lease_budget_fraction": 1.0}
-    engine = make_engine("fixed-ttl", blocks=41, max_model_len=1024, settings=settings)
-    shared = list(prompt(90, 480))
-    engine.add("p0", shared, program_id="P0")
-    engine.run()
-    engine.tell(tool("P0", 1))
-    engine.add("runs", [*shared, *prompt(1, 100)], program_id="P1", max_tokens=40)
-    assert engine.run(max_steps=200) < 200
-    assert engine.ask("program", program_id="P1")["ledger"][0]["output_tokens"] == 40
-
-
-def two_leases_on_one_prompt(engine, seconds: int) -> None:
-    for number in range(2):
-        context = {"kv_retention_ttl_seconds": seconds}
-        asked = [*prompt(1, 512), *[7] * (number + 1)]
-        engine.add(f"p{number}", asked, program_id=f"P{number}", max_tokens=2, context=context)
-        engine.run()
-    stats = engine.ask("stats")
-    assert (stats["leases"]["count"], stats["pool"]["leased"]) == (2, 32)
-
-
-def test_leases_that_share_their_blocks_delay_a_request_without_a_program_by_half_a_minute(
-    make_engine, clock
-):
-    """Each lease alone would free nothing, both together do."""
-    engine = make_engine("continuum", blocks=65)
-    two_leases_on_one_prompt(engine, 300)
-    engine.add("r", prompt(5, 16), max_tokens=400)
-    engine.step()
-    engine.add("stranger", prompt(9, 500), max_tokens=2)
-    began = clock.now
-    while "stranger" not in engine.step().planned.num_scheduled_tokens:
-        clock.now += 1.0
-    assert clock.now - began <= 31.0
-
-
-def test_a_returning_earlier_program_takes_later_leases_that_share_their_blocks(make_engine, clock):
-    engine = make_engine("continuum", blocks=65)
-    engine.add("a1", prompt(3, 16), program_id="A", max_tokens=2)
-    engine.run()
-    two_leases_on_one_prompt(engine, 300)
-    engine.add("r", prompt(5, 16), max_tokens=400)
-    engine.step()
-    engine.add("a2", prompt(9, 500), program_id="A", max_tokens=2)
-    assert "a2" in engine.step().planned.num_scheduled_tokens
-
-
 def test_a_running_request_takes_all_leases_before_a_preemption_even_if_the_first_frees_nothing(
     make_engine, clock
 ):
@@ -656,25 +489,3 @@ def test_a_running_request_takes_all_leases_before_a_preemption_even_if_the_firs
         ("release", "A"),
         ("release", "C"),
     ]
-
-
-def test_a_tenant_cannot_hold_blocks_that_no_longer_count(make_engine, clock):
-    """A second lease on the same prompt counts nothing. It counts once the first has ended."""
-    engine = make_engine("continuum", blocks=65, settings={"lease_budget_fraction": 0.55})
-
-    def turn(program: str, start: int, tokens: int, tenant: str) -> None:
-        context = {"kv_retention_ttl_seconds": 300, "sojourn": {"v": 1, "tenant": tenant}}
-        asked = [*prompt(start, tokens), 7, 7, 7]
-        engine.add(f"{program}-1", asked, program_id=program, max_tokens=2, context=context)
-        engine.run()
-
-    turn("V0", 90, 32, "victim")
-    for number in range(2):
-        turn(f"H{number}a", 10 + number, 256, "hostile")
-        turn(f"H{number}b", 10 + number, 256, "hostile")
-        engine.tell(*ends(f"H{number}a"))
-    state = engine.scheduler.sojourn.program_scheduler.state
-    assert state.leases.hinted_blocks == {"victim": 2, "hostile": 16}
-    assert engine.ask("stats")["pool"]["leased"] == 2 + 16
-    turn("V1", 91, 128, "victim")
-    assert "V1" in state.leases

@@ -239,14 +239,6 @@ def test_a_parked_request_costs_nothing_and_is_work_left(crowded: Worker) -> Non
     assert placed(engine) == {"device": 1, "waiting": 1}
 
 
-def test_requests_without_a_program_pass_a_parked_request(crowded: Worker) -> None:
-    engine = crowded.engine
-    engine.add("s1", prompt(9, 32), max_tokens=2)
-    crowded.step()
-    assert running(engine) == {"a1", "s1"}
-    assert waits(engine) == ["b1"]
-
-
 def test_a_parked_request_does_not_end_vllms_pauses_between_prefills(make_engine: Any, clock: Any) -> None:
     """With ``--prefill-schedule-interval``, vLLM makes no pause while requests wait that its last step with
     prefills could not take in. Parked requests are none of these."""
@@ -273,32 +265,6 @@ def test_a_parked_request_can_be_aborted(crowded: Worker) -> None:
     crowded.until_idle()
     assert engine.pool.get_num_free_blocks() == 40
     assert engine.ask("stats")["requests"] == 0
-
-
-def test_the_first_request_waits_no_longer_than_necessary(crowded: Worker) -> None:
-    crowded.engine.abort("a1")
-    end(crowded.engine, "A")
-    crowded.step()
-    assert running(crowded.engine) == {"b1"}
-    assert program(crowded.engine, "B")["status"] == "reasoning"
-    crowded.until_idle()
-
-
-def test_the_parked_request_of_a_program_that_ends_runs_all_the_same(crowded: Worker) -> None:
-    engine = crowded.engine
-    engine.abort("a1")
-    engine.add("c1", prompt(3, 480), program_id="C", max_tokens=30)
-    crowded.step()
-    assert set(waits(engine)) | running(engine) == {"b1", "c1"}
-    end(engine, "B")
-    crowded.until_idle()
-    assert engine.pool.get_num_free_blocks() == 40
-
-
-def test_a_second_request_of_a_program_inside_is_not_parked(crowded: Worker) -> None:
-    crowded.engine.add("a2", [*prompt(1, 480), *prompt(3, 16)], program_id="A", max_tokens=2)
-    crowded.step()
-    assert running(crowded.engine) == {"a1", "a2"}
 
 
 @pytest.mark.parametrize(
@@ -382,40 +348,6 @@ def test_a_prefix_that_programs_share_counts_once(
         assert tiers._view(PlacementTrigger.TICK).device.untracked_blocks == 0
 
 
-def test_a_client_that_reports_tools_without_end_holds_no_place(make_engine: Any, clock: Any) -> None:
-    """Reports restart the count of the tool's time, but not for ever."""
-    engine = make_engine("sojourn", blocks=65, max_num_batched_tokens=128, max_num_seqs=16)
-
-    def step(seconds: float) -> None:
-        engine.step()
-        clock.now += seconds
-
-    for number in range(6):  # so that the engine's speed and the tool's usual time are known
-        name = f"X{number}"
-        engine.add(name.lower(), prompt(10 + number, 320), program_id=name, max_tokens=2)
-        while engine.scheduler.requests:
-            step(0.3)
-        call = {"program_id": name, "call_id": "c"}
-        engine.tell({"type": "tool_start", "seq": 1, "tool": "bash", **call})
-        clock.now += 1.0
-        engine.tell({"type": "tool_stop", "seq": 2, "duration_s": 1.0, **call})
-        end(engine, name)
-    engine.add("h", prompt(1, 800), program_id="H", max_tokens=2)
-    while engine.scheduler.requests:
-        step(0.3)
-    engine.tell({"type": "tool_start", "program_id": "H", "seq": 1, "call_id": "0", "tool": "bash"})
-    engine.add("b", prompt(2, 600), program_id="B", max_tokens=2)
-    began = clock.now
-    for number in range(1, 200):
-        stop = {"type": "tool_stop", "call_id": f"{number - 1}", "seq": 2 * number, "duration_s": 0.4}
-        start = {"type": "tool_start", "call_id": f"{number}", "seq": 2 * number + 1, "tool": "bash"}
-        engine.tell({"program_id": "H", **stop}, {"program_id": "H", **start})
-        step(0.4)
-        if "b" not in engine.scheduler.requests or "b" in running(engine):
-            break
-    assert clock.now - began < 30.0
-
-
 # -- refused ------------------------------------------------------------------------------------
 
 
@@ -456,63 +388,6 @@ def test_a_request_parked_too_long_ends_with_an_error(
     worker.until_idle()
     assert engine.ask("stats")["requests"] == 0
     assert engine.ask("drain_metrics")["counters"]["sojourn_gate_timeouts_total"] == [[{}, 1.0]]
-
-
-def test_the_time_of_a_pause_is_no_waiting_though_metrics_are_asked_for(crowded: Worker) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
-    engine = crowded.engine
-    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    for _ in range(700):
-        crowded.clock.now += 1.0
-        engine.ask("drain_metrics")
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    crowded.step(3)
-    assert waits(engine) == ["b1"]
-    crowded.until_idle()
-    assert program(engine, "B")["ledger"][-1]["outcome"] == "length"
-
-
-@pytest.mark.parametrize("happens", ["aborted", "ended"])
-def test_what_happens_in_the_very_step_comes_before_a_refusal(
-    make_engine: Any, clock: Any, happens: str
-) -> None:
-    """The step is planned, and b1 is to be refused by its results; its client is faster."""
-    engine = make_engine("mori", settings={"gate_timeout_s": 60.0}, **SHAPE)
-    worker = Worker(engine, clock)
-    engine.add("a1", prompt(1, 320), program_id="A", max_tokens=100)
-    worker.step()
-    engine.add("b1", prompt(2, 336), program_id="B", max_tokens=2)
-    worker.step()
-    assert waits(engine) == ["b1"]
-    worker.spend(50.0)
-    clock.now += 11.0
-    planned = engine.plan()
-    assert engine.scheduler.sojourn._refused == ["b1"]
-    if happens == "aborted":
-        engine.abort("b1")
-    else:
-        end(engine, "B")
-    engine.update_from_output(planned)
-    assert waits(engine) == ([] if happens == "aborted" else ["b1"])
-    assert ("b1" in engine.scheduler.requests) == (happens == "ended")
-    worker.until_idle()
-
-
-def test_a_request_admitted_in_the_same_step_is_not_refused(make_engine: Any, clock: Any) -> None:
-    engine = make_engine("mori", settings={"gate_timeout_s": 60.0}, **SHAPE)
-    worker = Worker(engine, clock)
-    engine.add("a1", prompt(1, 480), program_id="A", max_tokens=100)
-    worker.step()
-    engine.add("b1", prompt(2, 320), program_id="B", max_tokens=2)
-    worker.step()
-    worker.spend(50.0)
-    engine.abort("a1")
-    end(engine, "A")
-    clock.now += 11.0
-    worker.step()
-    assert running(engine) == {"b1"}
-    worker.until_idle()
 
 
 # -- labels (M5) ---------------------------------------------------------------------------------------
@@ -560,42 +435,6 @@ def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> 
     assert set(ranks(worker, "A")) == {RetentionRank.SPARE}
 
 
-def test_a_store_delays_no_step_that_does_not_need_its_blocks(worker: Worker) -> None:
-    """Ahead of need: C takes the place on the device and unused blocks."""
-    engine = worker.engine
-    worker.turn("a1", prompt(1, 160), "A")
-    worker.turn("b1", prompt(2, 160), "B")
-    program_scheduler = engine.scheduler.sojourn.program_scheduler
-    program_scheduler.pool.blocks = 25  # as if others had taken the rest
-    worker.clock.now += 10.0
-    worker.turn("c1", prompt(3, 160), "C")
-    worker.step(3)
-    assert planner(engine).counts["stored"] == worker.counts["stored"] == 20, "A's, and C's to spare"
-    assert worker.counts["saved"] == 20, "copied in the background, once"
-    assert planner(engine).counts["kept"] == 0
-
-
-@pytest.mark.parametrize("policy", ["observe", "saga", "mori"])
-def test_what_is_reused_next_is_stored_before_it_is(make_engine: Any, clock: Any, policy: str) -> None:
-    """Without placement too: copied beside computing, and no step waits for it."""
-    shape = {**SHAPE, "blocks": 81, "host_blocks": 400, "max_num_batched_tokens": 128, "max_num_seqs": 8}
-    worker = Worker(make_engine(policy, **shape), clock)
-    for number, name in enumerate("ABCDEFGHIJKLMNOP", start=1):
-        worker.turn(f"{name}1", prompt(number, 200), name, output=40)
-        clock.now += 1.0
-    counts = planner(worker.engine).counts
-    assert counts["stored"] + counts["saved"] >= 16 * 14 - 80
-    assert counts["stored"] > 4 * counts["saved"], counts
-
-
-def test_an_engine_without_pressure_stores_nothing_ahead(make_engine: Any, clock: Any) -> None:
-    """What it reuses next holds nothing: there is no need."""
-    worker = Worker(make_engine("saga", **{**SHAPE, "blocks": 400, "host_blocks": 200}), clock)
-    for number, name in enumerate("ABCDEFGH", start=1):
-        worker.turn(f"{name}1", prompt(number, 200), name, output=40)
-    assert not planner(worker.engine).counts
-
-
 def test_what_is_demoted_is_the_first_that_the_device_reuses(worker: Worker) -> None:
     """A, which went down, has used the device last; B's blocks stay all the same, and find room."""
     engine = worker.engine
@@ -638,21 +477,6 @@ def test_the_most_idle_program_goes_to_disk(on_disk: Worker) -> None:
     assert program(engine, "A")["placed"] == "device"
 
 
-def test_a_program_placed_on_disk_long_ago_is_found_on_return(make_engine: Any, clock: Any) -> None:
-    """Its place in host memory is not counted, and another's KV is stored there in a single step."""
-    worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 45, "disk_blocks": 80}), clock)
-    engine = worker.engine
-    worker.turn("a1", prompt(1, 480), "A")
-    clock.now += 1000.0
-    worker.turn("b1", prompt(2, 480), "B")
-    worker.step(20)
-    assert program(engine, "A")["placed"] == "disk"
-    worker.turn("c1", prompt(3, 480), "C")
-    clock.now += 10.0
-    worker.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")
-    assert program(engine, "A")["ledger"][-1]["tokens"]["lost"] == {}
-
-
 def test_a_program_promoted_from_disk_is_read_from_disk(on_disk: Worker) -> None:
     engine = on_disk.engine
     assert len(on_disk.disk) == 30, "by order, though host memory has room"
@@ -664,29 +488,6 @@ def test_a_program_promoted_from_disk_is_read_from_disk(on_disk: Worker) -> None
     assert (tokens["device"] + tokens["host"], tokens["lost"]) == (480, {})
     assert planner(engine).counts["staged"] == tokens["host"] // BLOCK > 10
     assert engine.ask("stats")["tiers"]["disk"]["used"] == 60, "and B has gone there"
-
-
-@pytest.mark.parametrize("lag_steps", [0, 1, 30])
-def test_a_program_may_end_while_its_blocks_are_being_stored(
-    make_engine: Any, clock: Any, lag_steps: int
-) -> None:
-    worker = Worker(make_engine("mori", **SHAPE), clock, lag_steps=lag_steps)
-    engine = worker.engine
-    worker.turn("a1", prompt(1, 240), "A")
-    program_scheduler = engine.scheduler.sojourn.program_scheduler
-    program_scheduler.pool.blocks = 20
-    clock.now += 10.0
-    engine.add("b1", prompt(2, 160), program_id="B", max_tokens=40)
-    worker.step()
-    assert planner(engine).under_way == (lag_steps > 0)
-    end(engine, "A")
-    worker.step(40 + lag_steps)
-    assert planner(engine).under_way == 0
-    assert placed(engine) == {"device": 1}
-    worker.until_idle()
-    assert not any(entry.pins for entry in planner(engine).host)
-    again = worker.turn("a2", [*prompt(1, 240), *prompt(3, 16)], "A")
-    assert again.num_output_tokens == 2
 
 
 def test_host_memory_evicts_blocks_of_ended_programs_first(make_engine: Any, clock: Any) -> None:
@@ -701,181 +502,7 @@ def test_host_memory_evicts_blocks_of_ended_programs_first(make_engine: Any, clo
     assert {host.get(key).rank for key in keys} == {RetentionRank.WORTHLESS}
 
 
-def test_host_memory_evicts_blocks_of_abandoned_programs_first(make_engine: Any, clock: Any) -> None:
-    """Host memory takes 28 blocks: A's 30 have no place there, and what is saved of them goes first."""
-    worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 28}), clock)
-    engine = worker.engine
-    worker.turn("a1", prompt(1, 480), "A")
-    clock.now += 10.0
-    worker.turn("b1", prompt(2, 320), "B")
-    worker.turn("s1", prompt(9, 160), None)
-    assert program(engine, "A")["placed"] == "waiting"
-    assert set(ranks(worker, "A")) == {RetentionRank.WORTHLESS}
-
-
 # -- what is about to be read ----------------------------------------------------------------------------
-
-
-def host_ranks(worker: Worker) -> Counter[int]:
-    return Counter(entry.rank for entry in planner(worker.engine).host)
-
-
-def moved(worker: Worker, program_id: str, to: str, when: str = "now") -> None:
-    from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
-    from sojourn_server.policies.placement.placement_views import Tier
-
-    adapter = worker.engine.scheduler.sojourn
-    move = TierMove(program_id, Tier(to), MoveTiming(when), MoveReason.OVER_CAPACITY)  # type: ignore[arg-type]
-    adapter.program_scheduler._tiers._apply(move, worker.clock.now)
-    adapter._executor.pending += adapter.program_scheduler._outbox
-    adapter.program_scheduler._outbox.clear()
-    adapter._executor.execute(worker.clock.now)
-
-
-def test_host_memory_keeps_the_blocks_that_an_admitted_program_will_load(
-    make_engine: Any, clock: Any
-) -> None:
-    """B leaves for A in the same step: its 20 blocks must not take the place of A's in 45."""
-    worker = Worker(make_engine("mori", **{**SHAPE, "host_blocks": 45}), clock)
-    demoted(worker)
-    worker.clock.now += 10.0
-    worker.engine.add("a2", [*prompt(1, 480), *prompt(3, 16)], program_id="A", max_tokens=2)
-    moved(worker, "A", "device")
-    assert ranks(worker, "A") == {RetentionRank.WANTED: 30}
-    moved(worker, "B", "host")
-    assert ranks(worker, "A") == {RetentionRank.WANTED: 30}
-    worker.until_idle()
-    assert program(worker.engine, "A")["ledger"][-1]["tokens"]["lost"] == {}
-    assert not host_ranks(worker)[RetentionRank.WANTED]
-
-
-def test_a_running_program_has_no_wanted_blocks(worker: Worker) -> None:
-    """Told to leave and then to stay, it used to keep its copies from everybody for good."""
-    engine = worker.engine
-    demoted(worker)
-    engine.add("b2", [*prompt(2, 32), *prompt(7, 160)], program_id="B", max_tokens=20)
-    worker.step(2)
-    moved(worker, "B", "host", "after_turn")
-    worker.clock.now += 6.0
-    worker.step(2)
-    kept = [each for each in engine.ask("decisions")["decisions"] if each["reason"] == "kept"]
-    assert len(kept) == 1
-    assert not host_ranks(worker)[RetentionRank.WANTED]
-    worker.until_idle()
-    moved(worker, "B", "host")
-    end(engine, "B")
-    end(engine, "A", 2)
-    worker.step(3)
-    assert set(host_ranks(worker)) == {RetentionRank.WORTHLESS}, "of its context before that, too"
-
-
-@pytest.mark.parametrize("policy", ["mori", "sojourn"])
-def test_a_program_that_stays_while_its_tool_runs_has_no_wanted_blocks(
-    make_engine: Any, clock: Any, policy: str
-) -> None:
-    """Told to leave after its turn, and to stay once it had ended: its spare copies kept host memory from all
-    others until its next request, however long its tool ran."""
-    worker = Worker(make_engine(policy, **{**SHAPE, "host_blocks": 24}), clock)
-    engine = worker.engine
-    engine.scheduler.sojourn._offload._under_pressure = True  # finished turns are copied
-    engine.add("b1", prompt(2, 320), program_id="B", max_tokens=2)
-    worker.step()
-    moved(worker, "B", "host", "after_turn")
-    worker.until_idle()
-    worker.step(3)
-    kept = [each for each in engine.ask("decisions")["decisions"] if each["reason"] == "kept"]
-    assert len(kept) == 1
-    assert ranks(worker, "B") == {RetentionRank.SPARE: 20}
-    worker.turn("c1", prompt(3, 320), "C")
-    moved(worker, "C", "host")
-    worker.step(3)
-    assert ranks(worker, "C") == {RetentionRank.IDLE: 20}
-
-
-def test_a_beginning_that_another_program_has_too_is_kept_when_one_goes_on_without_it(worker: Worker) -> None:
-    engine = worker.engine
-    system = prompt(5, 96)
-    worker.turn("a1", [*system, *prompt(1, 160)], "A")
-    worker.turn("b1", [*system, *prompt(2, 160)], "B")
-    moved(worker, "A", "host")
-    moved(worker, "B", "host")
-    worker.step(3)
-    keys = list(engine.scheduler.sojourn.program_scheduler.state.contexts.get("A"))[:6]
-    moved(worker, "B", "device")
-    worker.turn("b2", prompt(6, 160), "B")  # its context was compacted
-    moved(worker, "B", "host")
-    worker.step(3)
-    host = planner(engine).host
-    assert [entry.rank for key in keys if (entry := host.get(key)) is not None] == [RetentionRank.IDLE] * 6
-
-
-@pytest.mark.parametrize("below", [True, False])
-@pytest.mark.parametrize("policy", ["mori", "sojourn"])
-def test_a_beginning_that_another_program_has_too_is_kept_when_the_device_reuses_that_of_one_that_ended(
-    make_engine: Any, clock: Any, policy: str, below: bool
-) -> None:
-    """Q's KV is in host memory only, and P has loaded the system prompt from there. Nobody else on the device
-    owns these blocks when P ends, so they are reused as those of an ended program."""
-    worker = Worker(make_engine(policy, **SHAPE), clock)
-    engine = worker.engine
-    system = prompt(5, 96)
-    worker.turn("q1", [*system, *prompt(1, 160)], "Q")
-    if below:
-        moved(worker, "Q", "host")
-    worker.turn("s1", prompt(9, 620), None)
-    before = ranks(worker, "Q")
-    assert before == {RetentionRank.IDLE if below else RetentionRank.PLAIN: 16}
-    worker.turn("p1", [*system, *prompt(2, 160)], "P")
-    assert program(engine, "P")["ledger"][-1]["tokens"]["host"] == 80
-    end(engine, "P")
-    worker.turn("s2", prompt(10, 620), None)
-    worker.step(2)
-    assert ranks(worker, "Q") == before
-    for number in range(3 if below else 0):  # these would have taken the place of the system prompt
-        worker.turn(f"r{number}", prompt(20 + number, 320), f"R{number}")
-    worker.turn("q2", [*system, *prompt(1, 160), *prompt(7, 32)], "Q")
-    assert program(engine, "Q")["ledger"][-1]["tokens"]["lost"] == {}
-
-
-def test_a_request_aborted_before_it_runs_has_no_wanted_blocks(worker: Worker) -> None:
-    engine = worker.engine
-    demoted(worker)
-    worker.clock.now += 10.0
-    end(engine, "B")
-    engine.add("a2", [*prompt(1, 480), *prompt(3, 40)], program_id="A", max_tokens=2)
-    moved(worker, "A", "device")
-    assert host_ranks(worker)[RetentionRank.WANTED] == 30
-    engine.abort("a2")
-    worker.step(3)
-    assert not host_ranks(worker)[RetentionRank.WANTED]
-
-
-def test_what_a_request_did_not_bring_to_the_device_is_no_spare_copy(worker: Worker) -> None:
-    """A title or a summary is asked for with another prompt: the context is only in host memory then."""
-    engine = worker.engine
-    demoted(worker)
-    worker.turn("s1", prompt(9, 320), None)  # takes what A still has on the device
-    worker.step(3)
-    keys = list(engine.scheduler.sojourn.program_scheduler.state.contexts.get("A"))
-    worker.clock.now += 10.0
-    worker.turn("a-title", prompt(8, 64), "A")
-    host = planner(engine).host
-    spare = [
-        key for key in keys if (entry := host.get(key)) is not None and entry.rank == RetentionRank.SPARE
-    ]
-    assert len(spare) <= len(engine.scheduler.sojourn._groups.cached_prefix(keys).blocks)
-
-
-def test_of_a_program_that_is_over_nothing_is_copied(worker: Worker) -> None:
-    engine = worker.engine
-    demoted(worker)
-    before = planner(engine).counts["stored"]
-    engine.add("c1", prompt(5, 160), program_id="C", max_tokens=30)
-    worker.step(2)
-    end(engine, "C")
-    worker.until_idle()
-    worker.step(3)
-    assert planner(engine).counts["stored"] == before
 
 
 @pytest.fixture
@@ -910,14 +537,6 @@ def test_without_placement_host_memory_evicts_copies_of_ended_programs_first(
     assert rank_of == [RetentionRank.SPARE] * 6 + [RetentionRank.WORTHLESS] * (copies - 6), "C begins alike"
     worker.turn("e1", prompt(5, 48), "E")  # in blocks that hold nothing, as ends of contexts leave them
     assert ranks(worker, "E") == {RetentionRank.SPARE: 3}
-
-
-def test_where_ends_change_nothing_they_change_no_copies_either(spare_copies: Any) -> None:
-    worker = spare_copies("observe")
-    before = host_ranks(worker)
-    end(worker.engine, "D")
-    worker.step()
-    assert host_ranks(worker) == before
 
 
 # -- failures ----------------------------------------------------------------------------------------------
@@ -972,16 +591,6 @@ def test_where_the_policy_fails_everybody_is_let_in(
     assert engine.scheduler.sojourn.failures == 1
 
 
-def test_a_reset_of_the_cache_leaves_no_request_parked(worker: Worker) -> None:
-    demoted(worker)
-    engine = worker.engine
-    assert engine.scheduler.reset_prefix_cache()
-    assert placed(engine) == {"device": 1, "waiting": 1}
-    worker.clock.now += 10.0
-    worker.turn("a2", [*prompt(1, 480), *prompt(3, 40)], "A")
-    assert program(engine, "A")["ledger"][-1]["tokens"]["host"] == 0
-
-
 def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
     """vLLM clears nothing while a request runs, so host memory and disk keep their KV and stay in use."""
     engine = on_disk.engine
@@ -1004,33 +613,6 @@ def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
     assert engine.scheduler.reset_prefix_cache()
     assert program_scheduler.pool.disk_blocks == 0
     assert placed(engine).keys() <= {"device", "waiting"}
-
-
-def test_a_refused_reset_that_has_reset_the_connector_counts_for_what_is_below(on_disk: Worker) -> None:
-    """vLLM resets the connector even if it then keeps the device's blocks."""
-    engine = on_disk.engine
-    program_scheduler = engine.scheduler.sojourn.program_scheduler
-    engine.add("s1", prompt(9, 32), max_tokens=200)
-    on_disk.step()
-    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert program_scheduler.pool.disk_blocks == len(planner(engine).host) == 0
-    assert placed(engine).keys() <= {"device", "waiting"}
-
-
-def test_a_refused_reset_of_the_connector_keeps_what_is_on_the_device(worker: Worker) -> None:
-    engine = worker.engine
-    scheduler = engine.scheduler.sojourn.program_scheduler
-    worker.turn("a1", prompt(1, 160), "A")
-    engine.add("s1", prompt(9, 32), max_tokens=200)
-    worker.step()
-    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert scheduler.context("A")
-    assert scheduler._tiers._by_id["A"].context_blocks == 10
-    worker.clock.now += 10.0
-    engine.add("a2", [*prompt(1, 160), *prompt(4, 16)], program_id="A", max_tokens=2)
-    worker.step(10)
-    tokens = program(engine, "A")["ledger"][-1]["tokens"]
-    assert (tokens["device"], tokens["lost"]) == (160, {})
 
 
 # -- storms ------------------------------------------------------------------------------------------
@@ -1117,29 +699,3 @@ def test_whatever_happens_what_is_loaded_was_computed_and_everybody_is_served(
 def test_priorities_and_placement_exclude_one_another(make_engine: Any) -> None:
     with pytest.raises(ValueError, match="scheduling-policy is priority"):
         make_engine("mori", scheduling_policy="priority", **SHAPE)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_without_programs_every_step_is_stock_vllms(make_engine: Any, asynchronous: bool) -> None:
-    from test_vllm_unchanged_without_hints import random_load
-
-    shape = {
-        "blocks": 65,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "max_model_len": 1024,
-        "asynchronous": asynchronous,
-    }
-    for seed in range(4):
-        stock = make_engine(None, **shape)
-        ours = make_engine("mori", **shape)
-        preempted = SimpleNamespace(count=0)
-        original = stock.scheduler._preempt_request
-
-        def counted(*args: Any, original: Any = original, preempted: Any = preempted, **kwargs: Any) -> Any:
-            preempted.count += 1
-            return original(*args, **kwargs)
-
-        stock.scheduler._preempt_request = counted
-        assert random_load(ours, seed) == random_load(stock, seed)
-        assert preempted.count, "the load must be heavy enough to mean something"

@@ -10,13 +10,12 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from sojourn_server.core.events_and_actions import RequestChosen, RequestPreempted, VictimNeeded
+from sojourn_server.core.events_and_actions import RequestChosen, VictimNeeded
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView
 from sojourn_server.policies.preemption.victim_policies import BestFitVictim
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
 from test_vllm_kv_offload_connector_random import BLOCK, Device, Step, hash_at, hash_of
@@ -286,11 +285,6 @@ def tetris(make_engine: Any, clock: Any) -> Timed:
     return Timed(make_engine("tetris", **SHAPE, **HOST), clock)
 
 
-@pytest.fixture
-def stock(make_engine: Any, clock: Any) -> Untouched:
-    return Untouched(make_engine(None, **SHAPE), clock)
-
-
 def nothing_is_left(on: Timed) -> None:
     """All blocks are back, and no preempted context is kept."""
     on.step()
@@ -319,93 +313,6 @@ def mixed(count: int, seed: int = 0, **more: Any) -> list[Wish]:
         tokens = max(2, min(1200, round(draw.lognormvariate(math.log(mean) - 0.32, 0.8))))
         wishes.append(Wish(kind=kind, tokens=tokens, **more))
     return wishes
-
-
-# -- outputs, hints, habits ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("most", "longest"), [(600, 600), (10**6, 700)], ids=["max_tokens", "max_model_len"])
-def test_outputs_that_never_end_though_their_kind_is_short(
-    make_engine: Any, clock: Any, most: int, longest: int
-) -> None:
-    """Each is let in as a short one; what it will need is found out when it has outgrown all of its kind."""
-    shape = {**SHAPE, "max_model_len": 20 + longest}
-    tetris = Timed(make_engine("tetris", **shape, **HOST), clock)
-    stock = Untouched(make_engine(None, **shape), clock)
-    ran: dict[Engine, Run] = {}
-    for on in (tetris, stock):
-        serve(on, [Wish()] * 40)
-        ran[on] = serve(on, [Wish(tokens=10**6, most=most)] * 20, names="endless")
-        assert list(ran[on].written.values()) == [longest] * 20
-    no_worse(ran[tetris], ran[stock])
-    nothing_is_left(tetris)
-
-
-def test_max_tokens_a_trillion_times_too_large_change_little(
-    make_engine: Any, clock: Any, stock: Untouched
-) -> None:
-    """They are a bound and no estimate."""
-    honest = [replace(wish, most=wish.tokens) for wish in mixed(120)]
-    lies = [replace(wish, most=wish.tokens * 10**12) for wish in honest]
-    told = serve(Timed(make_engine("tetris", **SHAPE, **HOST), clock), honest)
-    lied_to = serve(Timed(make_engine("tetris", **SHAPE, **HOST), clock), lies)
-    assert lied_to.written == told.written
-    assert lied_to.took_s <= 1.05 * told.took_s
-    no_worse(lied_to, serve(stock, lies))
-
-
-def test_hints_that_are_believed_and_then_lie_a_hundredfold(tetris: Timed, stock: Untouched) -> None:
-    """Unlike those of ``test_vllm_long_outputs`` these have earned their trust."""
-    honest = [replace(wish, hinted=wish.tokens) for wish in mixed(40)]
-    draw = random.Random(7)
-    lies = [
-        replace(wish, hinted=max(1, round(wish.tokens * draw.choice((100, 0.01)))))
-        for wish in mixed(80, seed=1)
-    ]
-    ran: dict[Engine, Run] = {}
-    for on in (tetris, stock):
-        serve(on, honest, names="honest")
-        ran[on] = serve(on, lies, names="lie")
-    no_worse(ran[tetris], ran[stock])
-    hints_off = tetris.engine.scheduler.sojourn.program_scheduler.histories.hints_off
-    assert all(hints_off.mean(kind, 8) > 1.0 for kind in ("chat", "solver")), "and have lost it"
-
-
-def test_predictions_follow_an_agent_that_changes_its_habits(tetris: Timed, stock: Untouched) -> None:
-    """Two hundred short outputs, then long ones only."""
-    short, long = [Wish(tokens=10 + n % 20) for n in range(200)], [Wish(tokens=350 + n) for n in range(32)]
-    serve(tetris, short, names="before")
-    serve(stock, short, names="before")
-    program_scheduler = tetris.engine.scheduler.sojourn.program_scheduler
-    ran, by_then = [], []
-
-    def expected(written: int) -> float:
-        """Of an output that came so far, the middle of what is yet expected."""
-        known = program_scheduler.histories.output_lengths.sorted_lengths("chat", None, 16)
-        left = program_scheduler.preset.output_length.remaining(
-            OutputLengthView("x", written, 1500, known), 0.0
-        )
-        return float(left[len(left) // 2])
-
-    assert expected(0) < 30
-    for part in range(3):
-        ran.append(serve(tetris, long, names=f"after{part}-"))
-        untouched = serve(stock, long, names=f"after{part}-")
-        by_then.append(expected(written=40))
-        no_worse(ran[-1], untouched)
-    assert all(abs(left - 325) < 50 for left in by_then), "after 32, of those that came past the short ones"
-    for part in range(3, 8):
-        serve(tetris, [replace(wish, tokens=60) for wish in long], names=f"shorter{part}-")
-    assert expected(written=20) < 60, "and back: the newest are as many as all of the long ones"
-
-
-def no_worse(ours: Run, stock: Run) -> None:
-    """Like stock, in about the same time, with no more preemptions and none repeatedly."""
-    assert ours.written == stock.written
-    assert ours.took_s <= 1.15 * stock.took_s
-    assert ours.times.total() <= stock.times.total()
-    assert max(ours.times.values(), default=0) <= MOST_TIMES
-    assert stock.times.total() > 30, "the load must be heavy enough to mean something"
 
 
 # -- the link, and who leaves in mid-copy -----------------------------------------------------------
@@ -438,70 +345,6 @@ def everybody_ended(run: Run, wishes: Sequence[Wish]) -> None:
     """Having written all they wanted to, though many were preempted."""
     assert run.written == {f"r{number}": wish.tokens for number, wish in enumerate(wishes)}
     assert run.times.total() > 50
-
-
-def recoveries(on: Timed) -> list[str]:
-    """How victims were to come back, oldest first."""
-    told = on.engine.ask("decisions", limit=5000)["decisions"]
-    return [decision["reason"] for decision in told if decision["kind"] == "preempt"]
-
-
-def test_a_link_that_slows_to_a_tenth_in_mid_copy(
-    make_engine: Any, clock: Any, stock: Untouched, tmp_path: Any
-) -> None:
-    """Copying a context out and in takes half as long as computing it, and then five times as long.
-
-    Nothing is copied ahead: of what is in host memory already half of the way is behind it.
-    """
-    target = tmp_path / "everybody.toml"
-    target.write_text('extends = "tetris"\nadmission = "everyone"\nforecast = "none"\n')
-    fast_s, slow_s = 1.5 * COPY_S, 15 * COPY_S
-    on = Timed(make_engine("tetris", {"policy_file": str(target)}, **SHAPE, **HOST), clock, fast_s)
-
-    def slow_down() -> None:
-        if on.stores and on.copy_s == fast_s:
-            on.copy_s = slow_s
-            on.ends = {job: clock.now + 10 * (end - clock.now) for job, end in on.ends.items()}
-
-    runs = [serve(on, mixed(60), names="fast")]
-    fast = len(recoveries(on))
-    runs.append(serve(on, mixed(100, seed=1), names="slow", each_step=slow_down))
-    slow = len(recoveries(on))
-    on.copy_s = fast_s
-    runs.append(serve(on, mixed(140, seed=2), names="again"))
-    chosen = recoveries(on)
-    # A context of a few tokens is computed sooner than the loads before it end.
-    assert chosen[5:fast].count("offload") > 0.9 * len(chosen[5:fast])
-    for phase, way in ((chosen[fast:slow], "recompute"), (chosen[slow:], "offload")):
-        soon = phase[20:]
-        assert len(soon) >= 10
-        assert soon.count(way) > 0.8 * len(soon)
-    serve(stock, mixed(60), names="fast")
-    untouched = serve(stock, mixed(100, seed=1), names="slow")
-    # What ended programs leave is saved as slowly, and waited for: the tiers' price, and not recovery's.
-    assert runs[1].took_s <= 1.25 * untouched.took_s
-
-
-def test_the_link_speed_counts_without_forecasts_too(make_engine: Any, clock: Any, tmp_path: Any) -> None:
-    target = tmp_path / "everybody.toml"
-    target.write_text(
-        'extends = "tetris"\noutput_length = "none"\nadmission = "everyone"\nforecast = "none"\n'
-    )
-    on = Timed(make_engine("tetris", {"policy_file": str(target)}, **SHAPE, **HOST), clock, 1.5 * COPY_S)
-    program_scheduler = on.engine.scheduler.sojourn.program_scheduler
-    handle, went_by = program_scheduler.handle, []
-
-    def listen(event: Any, now: float) -> Any:
-        actions = handle(event, now)
-        if isinstance(event, RequestPreempted):
-            link = program_scheduler.state.host_link
-            went_by.append((link.store_s_per_token, link.load_s_per_token))
-        return actions
-
-    program_scheduler.handle = listen
-    serve(on, mixed(60))
-    measured_s = 1.5 * COPY_S / BLOCK
-    assert pytest.approx((measured_s, measured_s)) in went_by
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -548,23 +391,6 @@ def test_preempted_as_the_copy_ahead_ends(crowded: Any, asynchronous: bool) -> N
     assert on.counts["given up"] >= 3
     assert max(run.times.values()) <= MOST_TIMES_CROWDED
     nothing_is_left(on)
-
-
-def test_what_was_copied_ahead_counts_when_its_owner_is_preempted(crowded: Any) -> None:
-    on = crowded(False)
-    program_scheduler = on.engine.scheduler.sojourn.program_scheduler
-    told: list[tuple[int, int]] = []
-    handle = program_scheduler.handle
-
-    def listen(event: Any, now: float) -> Any:
-        if isinstance(event, RequestPreempted):
-            told.append((event.tokens, event.copied_tokens))
-        return handle(event, now)
-
-    program_scheduler.handle = listen
-    serve(on, mixed(120))
-    assert any(copied for _, copied in told)
-    assert all(0 <= copied <= tokens for tokens, copied in told)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -709,25 +535,4 @@ def test_each_of_two_requests_of_a_program_that_are_away_is_kept_until_it_is_bac
         assert kept(on, second) >= 25
         while scheduler.requests:
             on.step()
-    nothing_is_left(on)
-
-
-def test_what_else_a_program_has_is_not_kept_for_its_request_that_is_away(endless: Any) -> None:
-    on = endless.on
-    earlier = endless("earlier", 800, "P", max_tokens=2)
-    for _ in range(10):
-        on.step()
-    endless("later", 100, "P")
-    for _ in range(5):
-        on.step()
-    away(on, "later")
-    for number in range(4):  # these take what both have had
-        endless(f"x{number}", 400, f"X{number}", max_tokens=90)
-    saved = 0
-    host = on.engine.scheduler.connector.planner.host
-    while on.engine.scheduler.requests:
-        on.step()
-        assert not kept(on, earlier)
-        saved = max(saved, sum(host.get(key) is not None for key in earlier.block_hashes))
-    assert saved > 50, "it was copied all the same"
     nothing_is_left(on)

@@ -200,18 +200,6 @@ def test_whatever_the_load_no_step_is_above_the_quota_but_for_one_block(
     assert floors > 0 or quota_s > 0.002
 
 
-def test_a_hit_is_counted_and_the_rest_cut_at_a_block(make: Callable[..., Any]) -> None:
-    engine = make(0.5, blocks=2_000, max_num_batched_tokens=16_384)
-    engine.add("before", prompt(1, 8_000), max_tokens=1)
-    engine.run()
-    engine.add("hit", prompt(1, 9_000))
-    engine.add("fresh", prompt(2, 600))
-    (first,) = chunks(engine, engine.plan())
-    assert first.cached == 8_000
-    assert first.new % BLOCK == 0
-    assert attention_s([first]) <= 0.5 < attention_s([Chunk(cached=8_000, new=first.new + BLOCK)])
-
-
 def test_loads_from_host_memory_count_and_begin_behind_a_cut(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,94 +233,6 @@ def test_loads_from_host_memory_count_and_begin_behind_a_cut(
     assert order == ["read", "ready", "behind"]
 
 
-def test_kv_that_comes_beside_is_awaited_as_before_and_counted_once_it_is_there(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.v1.outputs import KVConnectorOutput
-
-    engine = make(0.5, blocks=2_000, max_num_batched_tokens=16_384, host_blocks=60, own_tiers=True)
-    connector = engine.scheduler.connector
-    monkeypatch.setattr(
-        connector,
-        "get_num_new_matched_tokens",
-        lambda request, computed: (8_000, True) if request.request_id == "external" else (0, False),
-    )
-    monkeypatch.setattr(connector, "update_state_after_alloc", lambda *args: None)
-    monkeypatch.setattr(connector, "update_connector_output", lambda output: None)
-    engine.add("ready", prompt(2, 2_000))
-    engine.add("external", prompt(1, 9_000))
-    engine.add("behind", prompt(3, 600))
-    planned = engine.plan()
-    assert [chunk.request_id for chunk in chunks(engine, planned)] == ["ready"]
-    assert engine.scheduler.requests["external"].num_computed_tokens == 8_000, "it comes while others compute"
-    engine.update_from_output(planned, KVConnectorOutput(finished_recving={"external"}))
-    steps = play(engine)
-    first = next(chunk for step in steps for chunk in step if chunk.request_id == "external")
-    assert (first.cached, first.new % BLOCK) == (8_000, 0)
-    assert max(map(attention_s, steps)) <= 0.5
-    order = [chunk.request_id for step in steps for chunk in step]
-    assert order.index("ready") < order.index("external") < order.index("behind")
-
-
-def test_without_a_connector_no_request_behind_a_cut_is_looked_up(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(0.1, blocks=2_000, max_num_batched_tokens=16_384)
-    manager = engine.scheduler.kv_cache_manager
-    looked_up: list[str] = []
-    original = manager.get_computed_blocks
-
-    def watched(request: Any, *args: Any) -> Any:
-        looked_up.append(request.request_id)
-        return original(request, *args)
-
-    monkeypatch.setattr(manager, "get_computed_blocks", watched)
-    for number in range(4):
-        engine.add(f"r{number}", prompt(number, 2_000))
-    engine.step()
-    assert looked_up == ["r0"]
-    while "r0" in engine.scheduler.requests:
-        engine.step()
-    assert looked_up == ["r0", "r1"]
-    engine.run()
-    assert looked_up == ["r0", "r1", "r2", "r3"]
-
-
-def test_requests_that_generate_are_counted_and_never_wait_for_prompts(make: Callable[..., Any]) -> None:
-    engine = make(0.2, blocks=4_000, max_num_batched_tokens=16_384)
-    for number in range(8):
-        engine.add(f"writes{number}", prompt(number, 500), max_tokens=200)
-    while any(not r.num_output_tokens for r in engine.scheduler.requests.values()):
-        engine.step()
-    engine.add("long", prompt(20, 3_000))
-    while "long" in engine.scheduler.requests:
-        planned = engine.plan()
-        step = chunks(engine, planned)
-        decodes = [chunk for chunk in step if chunk.request_id != "long"]
-        assert len(decodes) == 8
-        assert engine.scheduler.sojourn_quota.step.decodes_s == pytest.approx(attention_s(decodes))
-        assert attention_s(step) <= 0.2
-        engine.update_from_output(planned)
-
-
-def test_where_generating_alone_takes_the_quota_prompts_get_a_block_a_step(make: Callable[..., Any]) -> None:
-    engine = make(0.003, blocks=4_000, max_num_batched_tokens=16_384)
-    for number in range(8):
-        engine.add(f"writes{number}", prompt(number, 100), max_tokens=400)
-    while any(not r.num_output_tokens for r in engine.scheduler.requests.values()):
-        engine.step()
-    engine.add("long", prompt(20, 200))
-    seen = []
-    while "long" in engine.scheduler.requests:
-        planned = engine.plan()
-        seen += [chunk.new for chunk in chunks(engine, planned) if chunk.request_id == "long"]
-        assert planned.total_num_scheduled_tokens == 8 + seen[-1]
-        engine.update_from_output(planned)
-    assert seen == [BLOCK] * 12 + [8]
-    ((_, used),) = engine.ask("drain_metrics")["histograms"]["sojourn_step_quota_ratio"]
-    assert used["buckets"][-1] >= 10, "more than twice the quota, and the operator is told"
-
-
 def test_a_long_prompt_neither_starves_others_nor_starves(make: Callable[..., Any]) -> None:
     engine = make(0.05, blocks=4_000, max_num_batched_tokens=16_384)
     names = []
@@ -346,49 +246,6 @@ def test_a_long_prompt_neither_starves_others_nor_starves(make: Callable[..., An
 
 
 # -- what may happen in the middle of a prompt -------------------------------------
-
-
-def test_an_abort_leaves_the_quota_to_the_next(make: Callable[..., Any]) -> None:
-    engine = make(0.1, blocks=2_000, max_num_batched_tokens=16_384)
-    engine.add("long", prompt(1, 5_000))
-    engine.add("next", prompt(2, 5_000))
-    engine.step()
-    (second,) = chunks(engine, engine.plan())
-    assert (second.request_id, second.cached > 0) == ("long", True)
-    engine.abort("long")
-    (third,) = chunks(engine, engine.plan())
-    assert (third.request_id, third.cached) == ("next", 0)
-    assert attention_s([third]) > 0.09
-
-
-def test_a_request_preempted_within_its_prompt_is_computed_in_the_end(
-    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(0.1, blocks=89, max_num_batched_tokens=16_384, max_model_len=1_400)
-    engine.add("writes", prompt(1, 600), max_tokens=60)
-    while not engine.scheduler.requests["writes"].num_output_tokens:
-        engine.step()
-    # Otherwise no request would be admitted whose prompt does not fit whole.
-    engine.scheduler.scheduler_reserve_full_isl = False
-    long = engine.add("long", prompt(2, 900))
-    preempted = []
-    original = engine.scheduler._preempt_request
-
-    def counted(request: Any, *args: Any, **kwargs: Any) -> None:
-        preempted.append((request.request_id, request.num_computed_tokens))
-        original(request, *args, **kwargs)
-
-    engine.scheduler._preempt_request = counted
-    told: list[str] = []
-    monkeypatch.setattr(
-        engine.scheduler.sojourn_quota, "preempted", lambda request: told.append(request.request_id)
-    )
-    steps = play(engine)
-    assert preempted
-    assert told == [name for name, _ in preempted]
-    assert all(name == "long" and 0 < computed < 900 for name, computed in preempted)
-    assert max(map(attention_s, steps)) <= 0.1
-    assert long.num_output_tokens == 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -405,22 +262,6 @@ def test_without_a_quota_the_scheduler_is_left_alone(make_engine: Callable[..., 
     engine = make_engine("observe")
     assert engine.scheduler.sojourn_quota is None
     assert "_reserve_prefill_lookahead" not in vars(engine.scheduler)
-
-
-@pytest.mark.parametrize("policy", ["continuum", "tetris", "mori"])
-def test_policies_order_and_gate_as_before(make: Callable[..., Any], policy: str) -> None:
-    """Whoever is asked to enter and then kept out by the quota is asked again, and everybody comes in."""
-    engine = make(0.01, policy=policy, **SMALL)
-    draw = random.Random(2)
-    for turn in range(3):
-        for agent in range(6):
-            tokens = prompt(agent, 60 + 90 * turn)
-            name = f"{agent}/{turn}"
-            engine.add(name, tokens, max_tokens=draw.randrange(2, 30), program_id=f"A{agent}")
-        play(engine)
-    ledger = engine.ask("stats")["ledger"]
-    assert ledger["turns"] == 18
-    assert engine.scheduler.sojourn.failures == 0
 
 
 def test_a_failure_of_the_quota_is_not_the_engines(
@@ -473,40 +314,6 @@ def row(
         has_encoder_inputs=images,
         spec_token_ids=[],
     )
-
-
-def test_speculative_tokens_are_never_cut() -> None:
-    scheduler = stand_in(spec_tokens=4, quota_s=0.012)
-    settle = scheduler._reserve_prefill_lookahead
-    decode = row("writes", 1000, running=True, prompt=False)
-    decode.num_computed_tokens, decode.spec_token_ids = 999, [1, 2, 3, 4]
-    scheduler.running = [decode]
-    assert settle(decode, 999, 5) == 5
-    assert scheduler.quota.step is None, "no prompt was met"
-    # Where a request comes in with all but one token there, rows are kept for guesses: all of them or none.
-    assert settle(row("padded", 100), 99, 5) == 5
-    assert scheduler.quota.step.decodes_s == pytest.approx(0.005)
-    assert settle(row("later", 100), 99, 5) == 0
-    assert settle(decode, 999, 5) == 5, "decoding is not limited"
-
-
-def test_prompts_with_images_are_computed_as_the_engine_cuts_them_or_wait() -> None:
-    scheduler = stand_in()
-    settle = scheduler._reserve_prefill_lookahead
-    assert settle(row("first", 1000, images=True), 0, 900) == 900
-    assert settle(row("behind", 50), 0, 50) == 0
-    scheduler.quota.open_step()
-    assert settle(row("text", 200), 0, 200) == 200
-    assert settle(row("images", 1000, images=True), 0, 900) == 0
-
-
-def test_the_share_of_a_preempted_request_is_free_for_others() -> None:
-    scheduler = stand_in(quota_s=0.1)
-    settle = scheduler._reserve_prefill_lookahead
-    first, second = row("a", 500, running=True), row("b", 500, running=True)
-    assert (settle(first, 0, 500), settle(second, 0, 500)) == (96, 0)
-    scheduler.quota.preempted(first)
-    assert settle(second, 0, 500) == 96
 
 
 def test_the_engine_has_the_last_word() -> None:
