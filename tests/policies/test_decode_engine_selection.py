@@ -83,19 +83,6 @@ def test_phase_2_is_the_least_by_the_rule(
     assert choose_decode(views, request(0, 2, 10), most) == expected
 
 
-def test_a_request_without_memory_blocks_the_queue() -> None:
-    engines = DecodeEngineSelector()
-    engines.add(0, 0, 0, kv_tokens=100)
-    first, second, third = request(1, 80), request(2, 50), request(3, 10)
-    for each in (first, second, third):
-        assert engines.enqueue(each)
-    assert [(r.request_id, number) for r, number in engines.assign_queued()] == [(1, 0)]
-    assert list(engines.assign_queued()) == []  # the third would fit, but does not go past the second
-    assert [r.request_id for r in engines._groups[0].queue] == [2, 3]
-    engines.finish(0, first)
-    assert [r.request_id for r, _ in engines.assign_queued()] == [2, 3]
-
-
 def test_a_request_too_large_for_all_engines_is_refused() -> None:
     engines = DecodeEngineSelector()
     assert not engines.enqueue(request(1, 10))  # there is no engine
@@ -107,17 +94,6 @@ def test_a_request_too_large_for_all_engines_is_refused() -> None:
     assert [number for _, number in engines.assign_queued()] == [1]
 
 
-def test_requests_waiting_for_a_removed_group_are_handed_back() -> None:
-    engines = DecodeEngineSelector()
-    engines.add(0, 0, 0, kv_tokens=10)
-    engines.enqueue(request(1, 10))
-    engines.enqueue(request(2, 10))
-    assert len(list(engines.assign_queued())) == 1
-    assert [r.request_id for r in engines.remove(0)] == [2]
-    assert list(engines.assign_queued()) == []
-    engines.finish(0, request(1, 10))  # it ends on its own
-
-
 def three_of_one_each() -> DecodeEngineSelector:
     """Two engines in one group, and one in another; each runs one request at once."""
     engines = DecodeEngineSelector()
@@ -125,14 +101,6 @@ def three_of_one_each() -> DecodeEngineSelector:
         engines.add(number, number, number // 2, kv_tokens=1000)
         engines.set_request_limit(number, 1)
     return engines
-
-
-def test_no_engine_exceeds_its_limit_while_others_have_capacity() -> None:
-    engines = three_of_one_each()
-    for name, tokens in enumerate([10, 300, 10]):
-        engines.enqueue(request(name, tokens))
-        [_] = engines.assign_queued()
-    assert {view.number: view.requests for view in engines.available()} == {0: 1, 1: 1, 2: 1}
 
 
 def test_a_group_at_its_limit_comes_after_one_with_more_tokens() -> None:
@@ -146,51 +114,6 @@ def test_a_group_at_its_limit_comes_after_one_with_more_tokens() -> None:
         request(3, 10)
     )  # the first group has 20 tokens, the other 500 and an engine without bounds
     assert [number for _, number in engines.assign_queued()] == [3]
-
-
-def test_a_request_joins_no_group_at_its_limit() -> None:
-    engines = three_of_one_each()
-    assert engines.has_room()
-    first = request(0, 10)
-    for mine in (first, request(1, 10), request(2, 10)):
-        assert engines.enqueue(mine)
-    assert not engines.has_room()  # although none was fetched yet
-    assert not engines.enqueue(request(3, 10))
-    assert [mine.request_id for mine, _ in engines.assign_queued()] == [0, 2, 1]
-    assert not engines.enqueue(request(3, 10))
-    with pytest.raises(ValueError, match=r"needs 1,001 tokens of KV; expected at most 1,000"):
-        engines.enqueue(request(3, 1001))
-    engines.finish(0, first)
-    assert engines.has_room()
-    assert engines.enqueue(request(3, 10))
-    assert [(mine.request_id, number) for mine, number in engines.assign_queued()] == [(3, 0)]
-
-
-def test_an_engines_limit_may_be_set_later_and_changed() -> None:
-    engines = DecodeEngineSelector()
-    engines.add(0, 0, 0, kv_tokens=1000)
-    for name in range(3):
-        engines.enqueue(request(name, 10))
-    assert len(list(engines.assign_queued())) == 3
-    engines.enqueue(request(3, 10))
-    engines.set_request_limit(0, 2)
-    assert list(engines.assign_queued()) == []  # three are there
-    engines.finish(0, request(0, 10))
-    assert list(engines.assign_queued()) == []
-    assert [mine.request_id for mine in engines.suspend(0)] == [3]
-    engines.set_request_limit(0, 3)
-    assert not engines.has_room()
-    engines.resume(0)
-    assert engines.enqueue(request(4, 10))
-    assert not engines.enqueue(request(5, 10))
-    assert [mine.request_id for mine, _ in engines.assign_queued()] == [4]
-    engines.set_request_limit(0, math.inf)
-    assert engines.enqueue(request(5, 10))
-    assert [mine.request_id for mine, _ in engines.assign_queued()] == [5]
-    with pytest.raises(ValueError, match="most_requests is 0; expected at least 1"):
-        engines.set_request_limit(0, 0)
-    with pytest.raises(KeyError):
-        engines.set_request_limit(7, 1)
 
 
 stories = st.lists(

@@ -82,54 +82,6 @@ def test_first_come_first_served_while_all_prefill_engines_are_over_beta() -> No
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [3]
 
 
-def test_memory_is_free_when_the_answer_is_there() -> None:
-    pairs = fleet(engines=1, kv=60)
-    pairs.submit(ask(0))
-    pairs.submit(ask(1))
-    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [0]
-    assert queue_lengths(pairs) == (0, 1, 2)
-    pairs.prefilled(0)
-    assert pairs.dispatch(0.0) == []
-    pairs.end(0)
-    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [1]
-
-
-def test_a_cancelled_waiting_request_leaves_no_state() -> None:
-    pairs = fleet(engines=1, most_tokens=10.0, kv=60)
-    for name in range(3):
-        pairs.submit(ask(name))
-    pairs.dispatch(0.0)
-    for name in (2, 1, 0):
-        pairs.end(name)
-    assert queue_lengths(pairs) == (0, 0, 0)
-    assert [view.tokens for view in pairs.prefill.available()] == [0]
-    assert decode_loads(pairs) == [(60, 0, 0)]
-    with pytest.raises(KeyError):
-        pairs.end(0)
-
-
-def test_engines_come_and_go() -> None:
-    pairs = PairScheduler()
-    pairs.add_node(0, BLOCK_S)
-    pairs.submit(ask(1))
-    assert pairs.dispatch(0.0) == []
-    pairs.add_prefill(0, 0)
-    pairs.add_decode(1, 0, 0, 60)
-    assert len(pairs.dispatch(0.0)) == 1
-    pairs.submit(ask(2))
-    assert pairs.dispatch(0.0) == []
-    pairs.remove_decode(1)
-    pairs.remove_prefill(0)
-    pairs.add_prefill(2, 0)
-    pairs.add_decode(3, 0, 0, 60)
-    # It had the removed engine, and its pair had not been returned yet.
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(2, 3)]
-    pairs.prefilled(2)
-    pairs.end(1)
-    pairs.end(2)
-    assert [view.tokens for view in pairs.prefill.available()] == [0]
-
-
 def test_what_makes_no_sense_is_refused() -> None:
     pairs = fleet()
     pairs.submit(ask(1))
@@ -194,21 +146,6 @@ def test_every_request_is_served_once_and_the_state_adds_up(events: list[tuple[s
     assert all(
         (view.free_kv_tokens, view.tokens, view.requests) == (200, 0, 0) for view in pairs.decode.available()
     )
-
-
-def test_the_same_story_gives_the_same_pairs() -> None:
-    def played() -> list[EnginePair]:
-        pairs = fleet(3, 5, engines=8, most_tokens=1000.0, kv=4000)
-        found = []
-        for name in range(400):
-            pairs.submit(ask(name, tokens=1 + name * 37 % 500, blocks=name % 7))
-            found += pairs.dispatch(name * 0.01)
-            if name % 2:
-                pairs.prefilled(name // 2)
-                pairs.end(name // 2)
-        return found
-
-    assert played() == played()
 
 
 fleet_story = st.lists(
@@ -321,88 +258,6 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
     assert all(view.tokens == 0 for view in pairs.prefill.available())
     assert all((view.tokens, view.requests) == (0, 0) for view in pairs.decode.available())
     assert all(group.tokens == 0 for group in pairs.decode._groups.values())
-
-
-def test_whom_an_engine_left_behind_does_not_hold_what_others_wait_for() -> None:
-    pairs = PairScheduler(PrefillSelectionLimits(most_tokens=50.0))
-    for node in range(3):
-        pairs.add_node(node, BLOCK_S)
-    pairs.add_prefill(0, 0)
-    pairs.add_decode(1, 1, 1, 100)
-    pairs.add_decode(2, 2, 2, 100)
-    pairs.submit(PdRequest("a", 70, 0, kv_tokens=30))
-    pairs.submit(PdRequest("b", 60, 0, kv_tokens=60))
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 1)]
-    pairs.prefilled("a")
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 2)]
-    pairs.prefilled("b")
-    pairs.submit(PdRequest("c", 60, 0, kv_tokens=60))  # has the prefill engine, waits for memory beside b
-    pairs.submit(PdRequest("d", 60, 0, kv_tokens=60))  # has memory beside a, waits for the prefill engine
-    assert pairs.dispatch(0.0) == []
-    pairs.remove_decode(2)  # c can only go where d has the memory
-    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == ["c"]
-    for over in ("a", "b", "c"):
-        pairs.end(over)
-    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == ["d"]
-
-
-def test_a_request_that_is_too_large_for_what_is_left_waits_and_holds_nothing() -> None:
-    pairs = PairScheduler(PrefillSelectionLimits(most_tokens=50.0))
-    for node in range(2):
-        pairs.add_node(node, BLOCK_S)
-    pairs.add_decode(1, 1, 1, 200)
-    pairs.submit(ask(0, tokens=150))
-    pairs.submit(ask(1, tokens=60))
-    pairs.remove_decode(1)
-    pairs.add_decode(2, 1, 1, 100)
-    pairs.add_prefill(3, 0)
-    assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [1]
-    pairs.prefilled(1)
-    pairs.add_decode(4, 0, 0, 200)
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(3, 4)]
-
-
-def test_a_suspended_engine_keeps_its_books_and_gets_nothing_new() -> None:
-    pairs = fleet(engines=2, kv=100)
-    pairs.submit(ask(0, tokens=80))
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 2)]
-    pairs.suspend_decode(2)
-    pairs.suspend_prefill(0)
-    pairs.suspend_decode(2)
-    assert [view.number for view in pairs.decode.available()] == [3]
-    pairs.submit(ask(1, tokens=80))
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(1, 3)]
-    pairs.submit(ask(2, tokens=80))
-    assert pairs.dispatch(0.0) == []
-    pairs.resume_decode(2)
-    pairs.resume_prefill(0)
-    assert pairs.dispatch(0.0) == [], "it has 20 tokens free, not 100"
-    pairs.suspend_decode(2)
-    pairs.end(0)
-    pairs.resume_decode(2)
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 2)]
-    for name in (1, 2):
-        pairs.end(name)
-    assert decode_loads(pairs) == [(100, 0, 0)] * 2
-    assert [view.tokens for view in pairs.prefill.available()] == [0, 0]
-
-
-def test_a_request_that_fits_only_a_suspended_engine_waits_for_it() -> None:
-    pairs = fleet(engines=1, kv=100)
-    pairs.add_node(7, BLOCK_S)
-    pairs.add_decode(9, 7, 7, 500)
-    pairs.submit(ask(0, tokens=400))
-    pairs.suspend_decode(9)
-    assert pairs.dispatch(0.0) == []
-    with pytest.raises(ValueError, match="at most 100"):
-        pairs.submit(ask(1, tokens=400))
-    pairs.resume_decode(9)
-    assert [pair[1:3] for pair in pairs.dispatch(0.0)] == [(0, 9)]
-    pairs.suspend_decode(9)
-    pairs.remove_decode(9)
-    pairs.end(0)
-    with pytest.raises(KeyError):
-        pairs.resume_decode(9)
 
 
 def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
