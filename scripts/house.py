@@ -66,7 +66,7 @@ BUDGETS = {
     "api": 2_441,
     "launch": 2_165,
     "vllm": 8_395,
-    "gateway": 13_899,
+    "gateway": 7_200,
     "simulator": 13_135,
     "replay": 835,
     "profiling": 825,
