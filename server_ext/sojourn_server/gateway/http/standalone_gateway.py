@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from ...policies.cluster_preset import ClusterPreset
 from ...routing.routing_events import PairRole
 from ...routing.routing_from_preset import (
     PAIR_POLICY,
     PrefillDecodeRules,
-    RoutingRules,
-    build_core,
+    build_pair_core,
+    build_routing_core,
     routing_reasons,
 )
 from ...routing.routing_limits import RoutingLimits
@@ -25,7 +26,7 @@ from .tenant_keys import TenantKeys
 
 def build_gateway(
     engines: Iterable[str] | Mapping[str, PairRole | None],
-    rules: RoutingRules,
+    rules: ClusterPreset | PrefillDecodeRules,
     tenants: TenantKeys,
     options: GatewayOptions,
     *,
@@ -43,8 +44,10 @@ def build_gateway(
     for them. ``peers``: the other gateways; ``None``: there are none. Raises ``ValueError`` for wrong rules.
     """
     if isinstance(rules, PrefillDecodeRules):
+        core = build_pair_core(rules, limits, expects_engines=expects_engines)
         options = dataclasses.replace(options, policy=PAIR_POLICY, in_pairs=True, read_side=rules.read_side)
     else:
+        core = build_routing_core(rules, limits)
         options = dataclasses.replace(
             options,
             policy=rules.name,
@@ -52,7 +55,7 @@ def build_gateway(
             reads_deadlines=rules.sharing.divides_capacity,
         )
     metrics = GatewayMetrics(routing_reasons(rules))
-    backend = RoutingBackend(build_core(rules, limits, expects_engines=expects_engines))
+    backend = RoutingBackend(core)
     backend.on_action = metrics.decided
     gateway = Gateway(backend, ReplicaAddresses(), tenants, options, metrics, peers)
     monitor = EngineMonitor(

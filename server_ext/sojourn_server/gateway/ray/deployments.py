@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 from ...metrics.rate_limited_log import RateLimitedLog
 from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_cluster_preset
 from ...routing.routing_events import PairRole, ReplicaDrainStarted
-from ...routing.routing_from_preset import PrefillDecodeRules, RoutingRules
+from ...routing.routing_from_preset import PrefillDecodeRules
 from ...routing.routing_limits import RoutingLimits
 from ..http.client_connection import raise_open_file_limit, uvicorn_settings
 from ..http.gateway_app import Gateway, GatewayOptions
@@ -209,7 +209,7 @@ def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlet
     )
 
 
-def routing_rules(config: RayConfig) -> RoutingRules:
+def routing_rules(config: RayConfig) -> ClusterPreset | PrefillDecodeRules:
     """Return the rules by which gateways route requests. Raises ``PresetError``."""
     if not config.in_pairs:
         return load_policy_preset(config)
