@@ -573,7 +573,8 @@ async def test_only_an_operator_drains() -> None:
 
 
 async def test_a_gateway_with_shares_uses_deadlines_that_its_engines_do_not() -> None:
-    async with engines(1) as fakes, world(fakes, reads_deadlines=True) as it:
+    shares = 'routing = "session-affinity"\nsharing = "agent-fair-share"'
+    async with engines(1) as fakes, world(fakes, preset=shares) as it:
         assert (await it.get("/sojourn/v1/capabilities"))["unused_hints"] == ["priority"]
 
 
