@@ -323,4 +323,4 @@ class AnyLife(RuleBasedStateMachine):
 
 
 TestAnyLife = AnyLife.TestCase
-TestAnyLife.settings = settings(max_examples=600, stateful_step_count=80, deadline=None)
+TestAnyLife.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)

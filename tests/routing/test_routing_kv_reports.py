@@ -75,3 +75,16 @@ def test_a_report_of_another_life_or_of_an_unknown_replica_is_ignored(instance: 
     core.take(KvReported(replica_id="a", instance=instance, programs=(ResidentKv("t", "p", 9, 9),)), 1.0)
     core.take(KvReported(replica_id="nowhere", instance="1", programs=(ResidentKv("t", "p", 9, 9),)), 1.0)
     assert core.home("t", "p") is None
+
+
+def test_load_from_elsewhere_counts_once_two_reports_show_it() -> None:
+    """Several gateways share engines and nothing else."""
+    core = with_replicas(build_core(), "a", "b")
+    busy = report("a", requests=3, request_tokens=900)
+    core.take(busy, 1.0)
+    assert core.replica_statuses()[0].load == 0.0, "its own requests may have ended meanwhile"
+    core.take(busy, 3.0)
+    assert core.replica_statuses()[0].load == 0.9
+    assert asks(core, "r1", "p", 3.0) == "b"
+    core.take(report("a"), 5.0)
+    assert core.replica_statuses()[0].load == 0.0

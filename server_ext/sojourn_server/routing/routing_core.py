@@ -632,10 +632,15 @@ class RoutingCore:
         replica = self.fleet.get(event.replica_id)
         if replica is None or replica.instance != event.instance:
             return
-        others = max(0, event.requests - len(replica.in_flight))
-        tokens = max(0, event.request_tokens - replica.in_flight_tokens) if others else 0
-        if (others, tokens) != (replica.other_requests, replica.other_tokens):
-            replica.other_requests, replica.other_tokens = others, tokens
+        # A request may end while the report is under way, so only what two reports show is from elsewhere.
+        before = replica.reported_others
+        requests, tokens = replica.reported_others = (
+            max(0, event.requests - len(replica.in_flight)),
+            max(0, event.request_tokens - replica.in_flight_tokens),
+        )
+        others = min(before[0], requests), min(before[1], tokens)
+        if others != (replica.other_requests, replica.other_tokens):
+            replica.other_requests, replica.other_tokens = others
             self.fleet.changed(replica, now)
         self.strategy.kv_reported(event, replica, now)
 

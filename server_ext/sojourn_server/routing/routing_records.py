@@ -290,6 +290,8 @@ class Replica:
     """Number of requests that the engine has from elsewhere, by its last report."""
     other_tokens: int = 0
     """Context tokens of these requests."""
+    reported_others: tuple[int, int] = (0, 0)
+    """Requests and tokens beyond the gateway's own in the last report."""
     idle_since_s: float | None = None
     """Time at which the replica stopped being full; ``None``: the replica is full."""
     probed_s: float | None = None
