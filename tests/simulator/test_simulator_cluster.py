@@ -287,7 +287,7 @@ def test_a_replica_has_the_kv_memory_that_its_engine_would_report(policy: str, h
     """Engines report no disk to the gateway, and host memory in blocks only with sojourn's connector."""
     loop = small_workload(seed=8, programs=2)
     run = SmallCluster(policy, loop, replicas=1, blocks=100, host_blocks=200, disk_blocks=400)
-    (replica,) = run.core.replicas()
+    (replica,) = run.core.replica_statuses()
     assert (replica.capacity_tokens, replica.host_tokens) == (99 * BLOCK, host_blocks * BLOCK)
 
 
