@@ -68,7 +68,7 @@ def test_sqlalchemy_stores() -> None:
 
     first = sql_session(server())
     assert same(first, sql_session(server())), "an engine for each request"
-    assert not conversation_key(first).ends
+    assert not conversation_key(first).by_object
     others = [
         sql_session(server("b")),
         sql_session(server(), id="2"),
@@ -139,7 +139,7 @@ def test_a_session_whose_store_has_no_name_is_known_by_class_and_id(session: Cal
     """An application may make a session object and a client for each request."""
     known_by = conversation_key(session())
     assert same(session(), session())
-    assert known_by[1:] == (None, False, False)
+    assert known_by[1:] == (None, False)
 
 
 class Slots:

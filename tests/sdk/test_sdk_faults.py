@@ -206,16 +206,13 @@ def test_twenty_thousand_events(sink: str) -> None:
             assert stats.events_pending == 0
             assert stats["events_sent"] >= 10_000
         elif sink == "hang":
-            assert stats["dropped_full"] > 9_000
+            assert stats["dropped_full"] + stats["dropped_send"] > 9_000
         elif sink == "404":
             assert stats["dropped_unsupported"] + stats["dropped_full"] == 20_000
         else:
             assert stats["dropped_send"] > 0
         if sink != "ok":
             assert told == 0
-
-
-# -- nesting ----------------------------------------------------------------------------
 
 
 # -- what the user raises ---------------------------------------------------------------

@@ -33,11 +33,9 @@ class ConversationKey(NamedTuple):
     program_id: str | None
     """Program id, the same in every process of this machine. ``None`` for a conversation that is not in a
     file; its program gets a random id."""
-    ends: bool
-    """True if the conversation ends once its session object is garbage-collected. That is so for a
-    conversation that is in memory or has no id yet, since no other session object could continue it."""
     by_object: bool
-    """True if ``key`` stands for the session object, since the conversation is in memory or has no id yet."""
+    """True if ``key`` stands for the session object, since the conversation is in memory or has no id yet. It
+    ends once the object is garbage-collected, since no other session object could continue it."""
 
 
 def conversation_key(conversation: Any) -> ConversationKey:
@@ -48,15 +46,15 @@ def conversation_key(conversation: Any) -> ConversationKey:
         names.append(_session_id(inner))
     path = str(getattr(inner, "db_path", ""))
     if None in names or path == ":memory:":
-        return ConversationKey(object_key(conversation), None, True, True)
+        return ConversationKey(object_key(conversation), None, True)
     kind, where = type(inner), tuple(map(str, names))
     if not path:
-        return ConversationKey((kind, _store(inner), where), None, False, False)
+        return ConversationKey((kind, _store(inner), where), None, False)
     path = os.path.abspath(path)
     tables = tuple(str(getattr(inner, name, "")) for name in ("sessions_table", "messages_table"))
     # Neither path nor name is sent. The same path on another machine is another conversation.
     digest = sha256(machine_id() + "\n".join((path, *tables, *where)).encode(errors="replace")).hexdigest()
-    return ConversationKey((kind, path, tables, where), f"agents-{digest[:32]}", False, False)
+    return ConversationKey((kind, path, tables, where), f"agents-{digest[:32]}", False)
 
 
 def object_key(conversation: Any) -> Hashable:

@@ -119,16 +119,16 @@ class ProgramCache:
         if resumes:
             kept.program.resume_heartbeats()
 
-    def rename(self, old: Hashable, new: Hashable, *, ends: bool) -> None:
-        """Move the program under ``old`` to the key ``new``, with its holders. ``ends``: whether the program
-        ends with its last holder. If ``new`` already has an open program of this session, that program stays
-        there, and the program under ``old`` ends."""
+    def rename(self, old: Hashable, new: Hashable) -> None:
+        """Move the program under ``old`` to the key ``new``, with its holders. It no longer ends with
+        its last holder. If ``new`` already has an open program of this session, that program stays there, and
+        the program under ``old`` ends."""
         with self._lock:
             kept = self._kept.pop(old, None)
             if kept is None:
                 return
             if self.find(new) is None:
-                kept.key, kept.ends = new, ends
+                kept.key, kept.ends = new, False
                 self._kept[new] = kept
                 return
         self._end(kept)

@@ -92,13 +92,13 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
         # Without a weak reference nothing tells when another object has the same id().
         return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
     if not known_by.by_object:  # the user's code may have used the session, which then got its id
-        _conversations.rename(object_key(conversation), known_by.key, ends=known_by.ends)
+        _conversations.rename(object_key(conversation), known_by.key)
     kept = _conversations.find(known_by.key)
     if kept is None:
         kept = sojourn.program(name, id=known_by.program_id, agent_type=name, aeg=graph).make()
         _conversations.keep(known_by.key, kept)
     if reference is not None:  # else it is kept until the cache is full
-        _conversations.add_holder(known_by.key, conversation, ends=known_by.ends)
+        _conversations.add_holder(known_by.key, conversation, ends=known_by.by_object)
     run = Run(kept, owned=True, agent=name, conversation=known_by.key)
     run.session = reference
     return _with_graph(run, graph)
@@ -127,7 +127,7 @@ def _current_key(run: Run) -> Hashable:
         return run.conversation
     known_by = conversation_key(conversation)
     if not known_by.by_object:
-        _conversations.rename(run.conversation, known_by.key, ends=known_by.ends)
+        _conversations.rename(run.conversation, known_by.key)
         run.conversation = known_by.key
     return run.conversation
 
