@@ -1,4 +1,4 @@
-# make setup   an environment in .venv with the CPU engine, our packages and the test tools (2 minutes, once)
+# make setup   an environment in .venv with the CPU engine, our packages and the test tools (two to six minutes, once)
 # make demo    setup, then the comparison of the README (10 minutes); figures in $(JSON), picture in $(PLOT)
 #              ARGS=--quick is a smoke run of two minutes
 # make test    setup, then every test: those that start an engine too, and the agent frameworks'
