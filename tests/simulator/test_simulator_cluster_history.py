@@ -35,7 +35,7 @@ def test_what_was_seen_is_known_when_the_first_program_comes() -> None:
     for program in before:
         program.tenant = "t"
     run = SmallCluster("sojourn/saga", named(small_workload(seed=3), "p"), seen=before, until_s=0.001)
-    expected = run.core.expected
+    expected = run.core.estimator
     new = {kind: RoutedProgram(("t", kind), kind, None, 0.0, 0.0) for kind in ("even", "odd")}
     turns = sorted(len(program.turns) for program in before[::2])
     assert expected.turns_left(new["odd"]) == 2.0
