@@ -246,7 +246,6 @@ def test_two_policy_files_of_one_name(tmp_path: Path, trace: Path) -> None:
 def test_unwritable_outputs_are_refused_before_the_run(tmp_path: Path, trace: Path) -> None:
     assert "is a folder" in refused(str(trace), "--json", str(tmp_path)).message
     assert "is a file" in refused(str(trace), "--plot", str(trace)).message
-    assert "cannot be made" in refused(str(trace), "--save", f"{trace}/runs.json").message
     assert "expected a name ending in" in refused(str(trace), "--save", str(tmp_path / "runs.txt")).message
     assert [path.name for path in tmp_path.iterdir()] == ["mini.jsonl"]
 

@@ -10,10 +10,13 @@ import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
 
 from sojourn_server.policies.custom_policies import did_you_mean
@@ -63,6 +66,32 @@ def worker_pool(processes: int | None = None, reports: Any = None) -> ProcessPoo
     )
 
 
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Context that handles SIGINT and SIGTERM at its end: an interrupted start would leave a process behind.
+    Workers never get the terminal's SIGINT, because they inherit the mask of the process that forks them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[int] = []
+    before = {
+        number: signal.signal(number, lambda got, frame: pending.append(got))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    resource_tracker.ensure_running()  # it would clear the mask if it started later
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        if _context().get_start_method() == "forkserver":
+            forkserver.ensure_running()
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if pending:
+            signal.raise_signal(pending[0])
+
+
 def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -78,8 +107,6 @@ _reports: Any = None
 def _begin_worker(reports: Any) -> None:
     global _reports
     _reports = reports
-    # A terminal interrupts workers too. The parent ends them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_module(PRELOAD_MODULES[0])  # needed where processes are not forked
 
 
@@ -107,15 +134,16 @@ def run_suite(
     others = set(multiprocessing.active_children())
     pool = worker_pool(processes, reports)
     try:
-        numbers: dict[Future[RunLog], int] = {
-            pool.submit(_run_in_worker, number, spec): number for number, spec in enumerate(planned)
-        }
+        with _signals_deferred():
+            numbers: dict[Future[RunLog], int] = {
+                pool.submit(_run_in_worker, number, spec): number for number, spec in enumerate(planned)
+            }
         waiting = set(numbers)
         while waiting:
             done, waiting = wait(waiting, _REPORT_INTERVAL_S, FIRST_COMPLETED)
             while not reports.empty():
                 on_progress(*reports.get())
-            for ended in done:
+            for ended in sorted(done, key=numbers.__getitem__):
                 logs[planned[numbers[ended]]] = ended.result()
                 on_done(numbers[ended])
         pool.shutdown()
