@@ -79,13 +79,6 @@ def test_the_tables_fit_80_columns(more: list[str], monkeypatch: pytest.MonkeyPa
     assert re.search(r"^nodes +range +fullest link +load +path +paths +prefill +most *$", shown, re.MULTILINE)
 
 
-def test_an_unwritable_output_is_refused_before_the_plan(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    error = plan("--json", str(tmp_path / "file" / "plan.json")).exception
-    assert isinstance(error, CliError)
-    assert "is a file" in error.message
-
-
 def test_a_full_disk_is_two_lines_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(files: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
