@@ -86,14 +86,11 @@ async def world(
 ) -> AsyncIterator[World]:
     """Run a gateway that knows all of the engines, or ``known`` of them."""
     parsed = parse_cluster_preset(preset, source="test")
-    chosen = GatewayOptions(
-        **{"policy": parsed.name, "reads_prefixes": parsed.routing.reads_prefixes, **options}
-    )
     gateway, app = build_gateway(
         [fake.url for fake in fakes],
         parsed,
         TenantKeys(tenants),
-        chosen,
+        GatewayOptions(**options),
         limits=limits,
         poll_s=poll_s,
     )

@@ -129,12 +129,12 @@ async def examined(url: str, key: str | None = None) -> dict[str, doctor.Check]:
 
 
 async def test_the_doctor_knows_a_gateway() -> None:
-    async with engines(2) as fakes, world(fakes, policy="saga") as it:
+    async with engines(2) as fakes, world(fakes) as it:
         checks = await examined(it.url)
         assert list(checks)[:2] == ["server", "gateway"]
         assert checks["gateway"].ok is True
         assert checks["gateway"].detail == (
-            "policy saga, 2 of 2 replicas up; its replicas answer the following checks"
+            "policy test, 2 of 2 replicas up; its replicas answer the following checks"
         )
         assert checks["plugin"].ok is checks["events"].ok is checks["models"].ok is True
         await fakes[0].kill()
@@ -147,7 +147,7 @@ async def test_the_doctor_knows_a_gateway() -> None:
         await until(lambda: it.gateway.replicas.get(fakes[1].name) is None)
         checks = await examined(it.url)
         assert list(checks) == ["server", "gateway"]
-        assert "policy saga, 0 of 2 replicas up" in checks["gateway"].detail
+        assert "policy test, 0 of 2 replicas up" in checks["gateway"].detail
 
 
 async def test_the_doctor_knows_a_gateway_for_pairs() -> None:

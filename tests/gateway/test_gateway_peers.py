@@ -69,7 +69,7 @@ async def gateways(fakes: list[FakeEngine], **options: Any) -> AsyncIterator[lis
                 [fake.url for fake in fakes],
                 preset,
                 TenantKeys(KEYS),
-                GatewayOptions(policy=preset.name, **options),
+                GatewayOptions(**options),
                 poll_s=0.05,
                 peers=Peers(url, urls),
             )
