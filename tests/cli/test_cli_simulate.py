@@ -395,7 +395,7 @@ def test_kept_runs_are_shown_again(
 def test_partial_results_are_shown_if_no_program_finishes(tmp_path: Path) -> None:
     trace = write(tmp_path / "slow.jsonl", program("p", 9000, 9500, 9900))
     out = tmp_path / "out.json"
-    command = "simulate --programs 1 --hours 0.0005 --policy stock --explain p".split()
+    command = ["simulate", "--programs", "1", "--hours", "0.0005", "--policy", "stock", "--explain", "p"]
     result = run_sojourn(*command, str(trace), "--json", str(out), "--plot", str(tmp_path))
     assert result.returncode == 0, result.stderr[-3000:]
     said = " ".join(result.stderr.split())
