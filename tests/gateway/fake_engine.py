@@ -191,6 +191,7 @@ class FakeEngine:
         batch = await request.json()
         self.emitters.add(batch["emitter"])
         self.events += batch["events"]
+        self.served -= {one["program_id"] for one in batch["events"] if one["type"] == "program_end"}
         outcomes = [
             {"outcome": "applied", "program_id": e["program_id"], "seq": e["seq"]} for e in batch["events"]
         ]

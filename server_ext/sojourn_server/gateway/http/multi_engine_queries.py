@@ -12,7 +12,6 @@ import aiohttp
 
 from ...api import response_merging
 from ...api.api_errors import ApiError
-from ...programs.program_status import OVER_STATUSES
 from .engine_client import EngineReply, ask_engine, bearer
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 
@@ -118,12 +117,11 @@ class EngineQueries:
         )
         return {**graphs, "stock": found.stock, "silent": found.silent}
 
-    async def ended_program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
-        """Return the report on an ended program, from the engine that ran most of its turns. ``None``: no
-        engine remembers the program, or it has not ended. ``path``: the engines' route for the program."""
+    async def program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
+        """Return the report on a program, from the engine that ran most of its turns. ``None``: no engine
+        remembers the program. ``path``: the engines' route for the program."""
         found = await self.ask(path, authorization)
-        program = response_merging.merge_program(list(found.documents.values()))
-        return program if program is not None and program.get("status") in OVER_STATUSES else None
+        return response_merging.merge_program(list(found.documents.values()))
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
         """Query all engines. Return the first answer with status 200; ``None``: there is none. Raises

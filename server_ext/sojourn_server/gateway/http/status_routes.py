@@ -20,6 +20,7 @@ from ...api.engine_route_types import MAX_DELTA_S
 from ...api.live_stream import Audience, LiveHub
 from ...api.openapi import PREFIX
 from ...metrics.turn_explanation import Explanation
+from ...programs.program_status import OVER_STATUSES
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
@@ -175,8 +176,11 @@ class StatusRoutes:
         place = await self._place(request, program_id)
         if place is not None:
             replica_id, path = self._replica_of(place), self._engine_path(place.tenant, program_id)
-            answer = await self._queries.one(replica_id, path, engine_authorization(request))
-            engine = answer.document if answer is not None else None
+            if replica_id is None:  # its KV is lost, but an engine remembers it
+                engine = await self._queries.program(path, engine_authorization(request))
+            else:
+                answer = await self._queries.one(replica_id, path, engine_authorization(request))
+                engine = answer.document if answer is not None else None
             if engine is not None:
                 shows_all = request.state.tenant is None
                 engine = self._names.answer(place.tenant, engine, shows_all=shows_all)
@@ -192,8 +196,8 @@ class StatusRoutes:
         if tenant is None:
             return None
         path = self._engine_path(tenant, program_id)
-        engine = await self._queries.ended_program(path, engine_authorization(request))
-        if engine is None:
+        engine = await self._queries.program(path, engine_authorization(request))
+        if engine is None or engine.get("status") not in OVER_STATUSES:
             return None
         turns, tokens = engine.get("turns", 0), engine.get("context_tokens", 0)
         place = ProgramRouteStatus(program_id, tenant, None, turns, tokens, tokens, 0, 0, 0)
@@ -217,7 +221,8 @@ class StatusRoutes:
         if tenant is None:
             raise _unknown_program()
         path = f"{self._engine_path(tenant, program_id)}/explain{turn}"
-        if place is None:
+        replica_id = self._replica_of(place) if place is not None else None
+        if replica_id is None:
             replies = await self._queries.ask(path, engine_authorization(request))
             explained: list[tuple[Explanation, str]] = []
             for url, document in replies.documents.items():
@@ -226,10 +231,11 @@ class StatusRoutes:
             if not explained:
                 if turn and await self._ended_program(request, program_id) is not None:
                     raise ApiError(404, "the turn is no longer known", "leave turn out for the newest one")
+                if place is not None:
+                    raise unavailable_error("the program's engine does not answer")
                 raise _unknown_program()
             found, replica = max(explained, key=lambda one: one[0].turn)
             return json_response(self._names.explanation(tenant, found, replica, shows_all=shows_all))
-        replica_id = self._replica_of(place)
         answer = await self._queries.one(replica_id, path, engine_authorization(request))
         if answer is None:
             raise unavailable_error("the program's engine does not answer")
