@@ -170,7 +170,7 @@ def small(policy: str, disk_blocks: int, loop: SmallLoop | None = None) -> Small
 
 
 def again(made: SmallRun) -> int:
-    return sum(turn.regenerated_tokens for program in made.programs for turn in program.turns)
+    return sum(turn.regenerated_tokens for program in made.log.programs for turn in program.turns)
 
 
 def planner_of(made: SmallRun) -> Any:
@@ -199,7 +199,7 @@ def test_everybody_knows_of_the_disk_and_nothing_goes_wrong(policy: str) -> None
     pool = made.engine.scheduler.sojourn.program_scheduler.pool
     assert pool.disk_blocks == DISK_BLOCKS == planner.limits.disk_blocks
     assert made.log.hook_failures == 0
-    assert all(program.finished_s is not None for program in made.programs)
+    assert all(program.finished_s is not None for program in made.log.programs)
     assert 0 < len(planner.disk) <= planner.counts["spilled"]
     gone_wrong = {"failed", "spill_failed", "spill_missing", "stage_missing", "stage_failed"}
     assert not gone_wrong & planner.counts.keys()
@@ -226,7 +226,7 @@ def test_without_a_disk_the_engine_has_its_own_connector() -> None:
 def test_a_run_with_a_disk_repeats(policy: str) -> None:
     one, two = small(policy, DISK_BLOCKS), small(policy, DISK_BLOCKS)
     assert one.decisions == two.decisions
-    assert one.programs == two.programs
+    assert one.log.programs == two.log.programs
     assert one.log.copied_from_disk_bytes == two.log.copied_from_disk_bytes
 
 
