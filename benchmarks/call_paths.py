@@ -20,6 +20,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -69,7 +70,7 @@ class Calls:
     def row(self) -> list[int]:
         """Numbers of calls, functions, files and changes of file."""
         files = [file for file, _ in self.names]
-        changes = sum(one != other for one, other in zip(files, files[1:], strict=False))
+        changes = sum(one != other for one, other in pairwise(files))
         return [len(self.names), len(set(self.names)), len(set(files)), changes]
 
 

@@ -126,8 +126,7 @@ def serve_engine(port: int) -> None:
 
 
 def serve_floor(port: int, engine: int | None) -> None:
-    """Run uvicorn, which relays to the port ``engine`` through aiohttp. If ``engine`` is ``None``, it answers by
-    itself."""
+    """Run uvicorn, which relays to the port ``engine`` through aiohttp; ``None``: it answers by itself."""
     import aiohttp
     import uvicorn
 

@@ -36,7 +36,8 @@ TARGET = Path(__file__).parent / "metrics.md"
 
 HEAD = f"""# Metrics
 
-Generated from `metrics/metric_catalog.py` and `gateway/http/gateway_metrics.py` by `docs/generate.py`; do not edit.
+Generated from `metrics/metric_catalog.py` and `gateway/http/gateway_metrics.py` by `docs/generate.py`; do not
+edit.
 
 All are in the server's `/metrics`, beside vLLM's own. Each has the label `{ENGINE_LABEL}` in addition: the
 engine's index, as vLLM has it. The engine is polled once a second, never by a scrape. A program, session or
@@ -64,8 +65,8 @@ sum(rate(sojourn_prompt_tokens_total{{result="lost"}}[5m])) / sum(rate(sojourn_p
 GATEWAY = """
 ## Gateway
 
-At `/metrics` of a [gateway](gateway.md), without a key. Several gateways count apart. Counters start at 0; those of a
-policy of your own, if its attribute `reasons` names them.
+At `/metrics` of a [gateway](gateway.md), without a key. Several gateways count apart. Counters start
+at 0; those of a policy of your own, if its attribute `reasons` names them.
 
 | name | type | meaning |
 |---|---|---|
