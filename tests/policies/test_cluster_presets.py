@@ -16,7 +16,6 @@ from sojourn_server.policies.cluster_preset import (
     parse_cluster_preset,
     read_cluster_preset,
 )
-from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
 from sojourn_server.policies.preset import preset_names
 from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
 from sojourn_server.policies.routing.capacity_routing import CapacityRouting
@@ -76,12 +75,6 @@ def test_the_default_is_made_for_engines_with_the_default_policy() -> None:
     assert preset.send_below_load == 2.0
     assert preset.stealing.is_used
     assert preset.sharing.divides_capacity
-
-
-def test_saga_lets_a_request_yield_unless_set_otherwise() -> None:
-    preemption = load_cluster_preset("saga").tenant_preemption
-    assert isinstance(preemption, UrgencyPreemption)
-    assert preemption.most_yields == 1
 
 
 def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
