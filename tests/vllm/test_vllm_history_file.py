@@ -94,6 +94,14 @@ def test_a_file_that_cannot_be_used_is_kept_under_another_name(
     assert len(warnings_logged) == 1
 
 
+def test_what_cannot_be_read_stays_as_it_is(tmp_path: Path, warnings_logged: list[str]) -> None:
+    history = history_file(tmp_path)  # a folder
+    history.load()
+    history.save(histories_of(1))
+    assert tmp_path.is_dir()
+    assert len(warnings_logged) == 1
+
+
 @pytest.mark.parametrize(
     "text", ["[]", "null", '{"tools": 3, "turns": []}', '{"tools": [], "turns": {}}', "\xff"]
 )

@@ -110,7 +110,7 @@ def find_explanation(
             row.program_id
             for row in rows
             if row.program_id.startswith(program) or row.program_id.endswith(program)
-        ]
+        ] or [row.program_id for row in rows if _is_label(program, row)]
         if not named and not ids:
             if not rows and (untracked := untracked_text(frame)):
                 raise CliError(
@@ -135,6 +135,16 @@ def find_explanation(
 def _others_line(name: str, others: Sequence[ProgramRow], frame: LiveFrame) -> str:
     listed = _listed([f"{row.program_id} ({age_text(row, frame)})" for row in others])
     return printable(f"newest of {len(others) + 1} programs named {name}; others: {listed}")
+
+
+def _is_label(text: str, row: ProgramRow) -> bool:
+    """Return whether ``text`` is the program's label in ``sojourn top``: its name and its id, of which either
+    may be cut, or only the cut id."""
+    name, _, end = text.strip().rpartition(" ")
+    if not name:
+        return end.endswith("…") and row.program_id.startswith(end[:-1])
+    named = row.name is not None and row.name.startswith(name.rstrip().removesuffix("…"))
+    return named and row.program_id.endswith(end)
 
 
 def _listed(names: Sequence[str]) -> str:

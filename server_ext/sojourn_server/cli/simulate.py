@@ -143,6 +143,8 @@ def simulate(
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
+    if json not in (None, "-"):
+        check_output_file(Path(json))
     _check_outputs(plot, save)
     swept: SweepRuns | None = None
     if load is not None:
@@ -462,7 +464,7 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
 
 
 def _check_outputs(plot: Path | None, save: Path | None) -> None:
-    """Raise ``CliError`` if ``plot`` or ``save`` cannot be written, before minutes of simulation."""
+    """Raise ``CliError`` if ``plot`` or ``save`` is no name for such a file, before minutes of simulation."""
     from importlib.util import find_spec
 
     from sojourn_server.simulator.report.results_file import SUFFIXES
@@ -492,13 +494,13 @@ def _show(
 
     console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
     try:
+        if save is not None:  # first, since the other files can be made from it
+            save_runs(save, result.logs, made, result.rows, result.missing_runs)
+            print_line(f"wrote {save}")
         if json is not None:
             write_json(document(result.rows, made, swept, result.missing_runs), json)
             if json != "-":
                 print_line(f"wrote {json}")
-        if save is not None:
-            save_runs(save, result.logs, made, result.rows, result.missing_runs)
-            print_line(f"wrote {save}")
         if plot is not None:
             for path in write_plot(result.rows, plot, swept):
                 print_line(f"wrote {path}")

@@ -233,7 +233,7 @@ class EngineService:
         state = self._state
         requests = state.requests.states.values()
         programs, waiting = [], []
-        for program in state.programs:
+        for program in sorted(state.programs, key=lambda one: one.last_contact_s, reverse=True):
             if program.status in OVER_STATUSES:
                 continue
             found = map(state.requests.states.get, program.live_requests)
@@ -242,11 +242,12 @@ class EngineService:
                 if own:
                     waiting.append(str(program.id))
                 continue
+            if len(programs) > MAX_RESIDENT_SHOWN:
+                continue  # to look for its KV takes time of the scheduler's thread
             runs = any(one.running for one in own)
             tokens = program.context_tokens if runs else self._resident_tokens(program)
             if tokens or runs:
-                programs.append((program.last_contact_s, program, tokens, len(own)))
-        programs.sort(key=lambda one: one[0], reverse=True)
+                programs.append((program, tokens, len(own)))
         blocks, paths = self._pool_state(), self._paths
         return answers.EngineLoad(
             requests=len(requests),
@@ -257,10 +258,10 @@ class EngineService:
                     program.id,
                     tokens,
                     program.context_tokens,
-                    round(max(0.0, now - contact_s), 3),
+                    round(max(0.0, now - program.last_contact_s), 3),
                     self._steps_left(program, own),
                 )
-                for contact_s, program, tokens, own in programs[:MAX_RESIDENT_SHOWN]
+                for program, tokens, own in programs[:MAX_RESIDENT_SHOWN]
             ],
             complete=len(programs) <= MAX_RESIDENT_SHOWN,
             waiting=waiting[:MAX_RESIDENT_SHOWN],

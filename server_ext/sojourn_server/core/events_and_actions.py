@@ -1,7 +1,8 @@
 """Events that an engine reports to ``ProgramScheduler.handle``, and the actions that this method returns.
 
 Events are frozen structs, tagged with their names. A recording is a list of events with the resulting
-actions. Actions are plain tuples.
+actions and decisions. Actions are plain tuples.
+
 Every engine and the simulator use the same events and actions. Times are in seconds.
 """
 

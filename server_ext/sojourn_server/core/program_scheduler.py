@@ -5,7 +5,7 @@ events with ``now`` and carries out the returned actions. In the simulator, ``no
 events always give the same decisions, so a recorded run can be replayed. If an event causes an exception, the
 actions that were added before the exception are returned with the actions of the next event.
 
-Queries such as ``queue_key`` and ``is_parked`` change nothing. The two ``take_…`` methods empty the list that
+Queries such as ``queue_place`` change nothing. The two ``take_…`` methods empty the list that
 they return. The tables are in ``state``. Only ``core`` and ``recording`` may use them.
 """
 
@@ -521,7 +521,7 @@ class ProgramScheduler:
     def _cache_reset(self, event: CacheReset, now: float) -> None:
         contexts = self.state.contexts
         if event.device:
-            self._lease_manager.end_all(DecisionReason.RESET, now)  # older recordings have no `reset_start`
+            self._lease_manager.end_all(DecisionReason.RESET, now)
             lost = [*self._reset_leases, *contexts.clear()]
             self._predictor.cache_reset()
         else:

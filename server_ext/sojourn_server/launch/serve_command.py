@@ -281,7 +281,7 @@ def policy_settings(
         config = EngineFlags.read(engine_args).pop_json("--additional-config")[1].get(PLUGIN_NAME)
     other = {**(config if isinstance(config, dict) else {}), **extra}
     return {
-        key: value if value is not None or key not in other else str(other[key])
+        key: value if value is not None or other.get(key) is None else str(other[key])
         for key, value in flags.items()
     }
 

@@ -282,7 +282,8 @@ class AllocationFallback:
                 return None  # a waiting request gets these blocks only after the worker has answered
             blocks = self._allocate(request, *args, **kwargs)
         if blocks is None:
-            blocks = self._reclaim_leases(request, args, kwargs, running)
+            # Guarded by itself: if it fails, a victim must still be chosen.
+            blocks = self._guarded(self._reclaim_leases, request, args, kwargs, running)
         if blocks is None and not running and request.num_computed_tokens and not self._groups.is_single:
             self._starved = request
         while blocks is None and running:
@@ -365,7 +366,7 @@ class AllocationFallback:
         if self._by_user_priority:
             lowest = max(candidate.priority for candidate in candidates)
             candidates = [candidate for candidate in candidates if candidate.priority == lowest]
-        chosen = self._policy_victim(candidates, missing_blocks)
+        chosen = self._guarded(self._policy_victim, candidates, missing_blocks)
         victim = next((c for c in candidates if c.request_id == chosen), None)
         if victim is None:
             running = [c for c in candidates if c.status == RequestStatus.RUNNING]

@@ -44,15 +44,23 @@ class HistoryFile:
         self._written = 0
 
     def load(self) -> Histories:
-        """Return the saved histories; empty histories if there is no usable file. A file that cannot be used
-        is renamed, so that saving does not destroy it."""
+        """Return the saved histories; empty histories if there is no usable file. A file with other content
+        is renamed, so that saving does not destroy it; one that cannot be read stays as it is."""
         if self._path is None:
             return Histories()
         try:
             return Histories.restore({**Histories().snapshot(), **json.loads(self._path.read_bytes())})
         except FileNotFoundError:
             return Histories()
-        except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        except OSError as error:
+            logger.warning(
+                "sojourn: history %s cannot be read (%s); starting cold, and saving nothing",
+                self._path,
+                error,
+            )
+            self._path = None
+            return Histories()
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             kept = self._set_aside()
             logger.warning(
                 "sojourn: history %s cannot be used (%s); %s, starting cold", self._path, error, kept

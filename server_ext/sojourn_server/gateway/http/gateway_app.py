@@ -212,6 +212,7 @@ class Gateway:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                await self.peers.close()
                 await self.client.close()
 
         return GatewayApplication(

@@ -6,8 +6,8 @@ or an event of another's program passes it on, once (``PASSED`` marks it), and s
 its own programs as a single one does. If the owner cannot be reached, the gateway decides itself: it asks the
 engines which programs have KV, so most turns still go where their KV is.
 
-Requests without a program stay where they arrive. Each gateway counts the capacity, the waiting requests and
-the tenants' shares of what it decides itself."""
+Requests without a program stay where they arrive. Each gateway counts the waiting requests and the tenants'
+shares of what it decides itself; of what the others sent it knows what engines report."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ from .response_meter import SseEventBuffer
 
 logger = logging.getLogger(__name__)
 
+UNREAD_TIMEOUT_S = 60.0
+"""Seconds within which a client must take the next part of an answer."""
 CHECK_S = 1.0
 """Seconds between two checks whether another gateway answers."""
 CHECK_TIMEOUT_S = 3.0
@@ -104,13 +106,14 @@ class Peers:
 
     async def run(self) -> None:
         """Check the other gateways regularly, until cancelled."""
-        try:
-            while True:
-                await self.check_all()
-                await asyncio.sleep(CHECK_S)
-        finally:
-            for peer in self._peers.values():
-                await peer.client.close()
+        while True:
+            await self.check_all()
+            await asyncio.sleep(CHECK_S)
+
+    async def close(self) -> None:
+        """Close all connections, and with them the answers that are passed on."""
+        for peer in self._peers.values():
+            await peer.client.close()
 
     async def check_all(self) -> None:
         """Check each of the other gateways once."""
@@ -244,7 +247,7 @@ class _Relay:
     async def pass_back(self, answer: EngineAnswer) -> None:
         """Pass an answer to the client. A stream that breaks off ends with an error event; another answer
         stays incomplete, so that the server closes the connection. Raises ``OSError`` if the client has
-        left."""
+        left, or takes no part for ``UNREAD_TIMEOUT_S``."""
         self._events = SseEventBuffer() if answer.is_stream else None
         self._has_begun = True
         headers = end_to_end_headers(answer.response.raw_headers)
@@ -253,7 +256,8 @@ class _Relay:
         while chunk:
             whole = self._events.push(chunk) if self._events is not None else chunk
             if whole:
-                await self._send({"type": "http.response.body", "body": whole, "more_body": True})
+                async with asyncio.timeout(UNREAD_TIMEOUT_S):
+                    await self._send({"type": "http.response.body", "body": whole, "more_body": True})
             try:
                 chunk = await answer.next_part()
             except ReplicaRequestError:

@@ -118,7 +118,7 @@ class _Program:
     """What the gateway keeps of one program."""
 
     state: dict[str, _Entry] = field(default_factory=dict)
-    """The newest start and graph, and the starts of the running tools, by ``_state_name``."""
+    """The newest start and graph, and the starts of the running tools."""
     unsent: dict[_Entry, None] = field(default_factory=dict)
     """Events that no engine has answered, in order of arrival."""
     place: EngineInstance | None = None

@@ -41,7 +41,7 @@ from .generation_request import (
     parse_generation_request,
     without_events,
 )
-from .peers import Peers
+from .peers import UNREAD_TIMEOUT_S, Peers
 from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .program_events import AttachedEvents, ProgramEvents
 from .program_id_mapper import Key
@@ -67,8 +67,6 @@ AsgiScope = MutableMapping[str, Any]
 SILENT_ENGINE_S = 5.0
 """Seconds without bytes from a replica that counts as dead, after which the gateway gives up the rest of its
 answer."""
-UNREAD_TIMEOUT_S = 60.0
-"""Seconds within which a client must take the next part of an answer."""
 WATCH_DELAY_S = 0.02
 """Seconds after a request's start at which the gateway begins to watch for a disconnect of the client. An
 earlier disconnect is noticed then."""

@@ -55,8 +55,6 @@ class PairScheduler:
         """Measured speed of prefill engines; ``None`` if ``limits.most_tokens_s`` is ``inf``."""
         self.decode = DecodeEngineSelector(high_tokens_ratio)
         self._side = side or ShorterQueueRead()
-        self._given: set[tuple[str, int]] = set()
-        """(role, number) of all engines so far."""
         self._unplaced_queue: deque[_RequestInFlight] = deque()
         """Requests that wait for a prefill engine."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
@@ -78,25 +76,16 @@ class PairScheduler:
         self.queues.remove(node)
 
     def add_prefill(self, number: int, node: int) -> None:
-        """Add a prefill engine. Raises ``ValueError`` for a number used before, even by a removed engine,
-        whose requests may be unfinished, and ``KeyError`` for an unknown node."""
-        self._check_new("prefill", number)
+        """Add a prefill engine, whose number no earlier one had. Raises ``KeyError`` for an unknown node."""
         self.prefill.add(number, node)
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        """Add a decode engine with KV memory for ``kv_tokens`` tokens. Raises ``ValueError`` for a number
-        used before, even by a removed engine, or for ``kv_tokens`` below 1, and ``KeyError`` for an
-        unknown node."""
+        """Add a decode engine with KV memory for ``kv_tokens`` tokens, whose number no earlier engine had.
+        Raises ``ValueError`` for ``kv_tokens`` below 1, and ``KeyError`` for an unknown node."""
         self.queues.block_s(node)
         if kv_tokens < 1:
             raise ValueError(f"decode engine {number}: kv_tokens is {kv_tokens}; expected at least 1")
-        self._check_new("decode", number)
         self.decode.add(number, node, group, kv_tokens)
-
-    def _check_new(self, role: str, number: int) -> None:
-        if (role, number) in self._given:
-            raise ValueError(f"{role} engine {number} was used before; expected a new number")
-        self._given.add((role, number))
 
     def set_decode_request_limit(self, number: int, most_requests: float) -> None:
         """Set a decode engine's request limit. ``inf``, the initial value, means unknown. Raises
