@@ -439,10 +439,13 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
         truth[name].apply("e", event)
         return event
 
+    async def passed_on() -> tuple[int, ...]:
+        return ()
+
     async def turn(name: str, attached: AttachedEvents | None) -> None:
         home = fleet.homes.setdefault(name, draw.choice("ab"))
         if attached is not None and not fleet.events.may_attach(attached, "", home):
-            await fleet.events.forward_attached(attached, "")
+            await fleet.events.forward_attached(attached, "", passed_on())
             attached = None
         await fleet.events.replay_before_request(("", name), home)
         view = fleet.views[home].setdefault(name, View())

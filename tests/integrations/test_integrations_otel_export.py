@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 
@@ -262,6 +263,28 @@ def test_a_long_run_is_asked_for_every_few_requests(server, exporter, export):
             ask(server)
         wait_until(lambda: len(exporter.get_finished_spans()) >= 2 * export_module.EVERY_REQUESTS)
     assert 2 <= len(server.program_lookups) <= 3
+
+
+def test_a_program_that_stays_open_shows_its_requests(server, exporter, export, monkeypatch):
+    monkeypatch.setattr(export_module, "IDLE_FETCH_S", 0.05)
+    server.programs = Ledgers(server)
+    with sojourn.program("a conversation"):
+        ask(server)
+        wait_until(exporter.get_finished_spans)
+
+
+def test_where_no_thread_can_start_spans_end_without_outcomes(server, exporter, export, monkeypatch):
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "sojourn-otel-outcomes":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with sojourn.program("fixer"):
+        ask(server)
+        assert len(exporter.get_finished_spans()) == 1
 
 
 def test_a_turn_not_closed_yet_is_asked_for_once_more(server, exporter, export):

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -41,7 +41,8 @@ from .source import NO_PROVIDER_MESSAGE, SCOPE, is_unexported
 
 EVERY_REQUESTS = 8
 """Number of a program's waiting requests after which their outcomes are fetched. They are also fetched at the
-program's end."""
+program's end, and after ``IDLE_FETCH_S`` in which nothing was fetched."""
+IDLE_FETCH_S = 5.0
 MAX_PENDING = 2_000
 """Maximum number of programs whose requests wait. Requests of further ones get no outcome."""
 RETRY_S = 0.7
@@ -277,17 +278,39 @@ class SpanExport(ProgramListener):
                 finish(None)  # the others were fetched meanwhile, perhaps without this request
             elif len(waiting) >= EVERY_REQUESTS or not program.is_open:
                 self._send(program.id)
+            else:
+                self._start()
 
     # ---- the server's outcomes
 
     def _send(self, message: str | threading.Event) -> None:
         self._due.put(message)
+        if not self._start() and isinstance(message, threading.Event):
+            message.set()
+
+    def _start(self) -> bool:
+        """Start the thread, if there is none. If it cannot start, because the interpreter ends, end the spans
+        of all waiting requests without outcomes, and return False."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sojourn-otel-outcomes", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="sojourn-otel-outcomes", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                for program_id in list(self._waiting):
+                    for each in self._waiting.pop(program_id, []):
+                        each.finish(None)
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
-        for message in iter(self._due.get, None):
+        while True:
+            try:
+                message = self._due.get(timeout=IDLE_FETCH_S)
+            except Empty:
+                message = threading.Event()  # fetch all
+            if message is None:
+                return
             for program_id in [message] if isinstance(message, str) else list(self._waiting):
                 self._fetch(program_id)
             if isinstance(message, threading.Event):

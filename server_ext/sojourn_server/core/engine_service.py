@@ -232,7 +232,8 @@ class EngineService:
     def _load(self, arguments: dict[str, Any], now: float) -> answers.EngineLoad:
         state = self._state
         requests = state.requests.states.values()
-        programs, waiting = [], []
+        programs: list[tuple[ProgramState, int, int]] = []
+        waiting: list[str] = []
         for program in sorted(state.programs, key=lambda one: one.last_contact_s, reverse=True):
             if program.status in OVER_STATUSES:
                 continue

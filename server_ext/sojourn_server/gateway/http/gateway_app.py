@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import msgspec
-from sojourn.wire_codec import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
+from sojourn.wire_codec import MAX_BATCH_BYTES, EventOutcome, OutcomeBatch, WireError, decode_batch, encode
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -285,12 +285,21 @@ class Gateway:
             raise ApiError(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
         tenant = tenant_name(request)
         headers = request.scope["headers"]
-        passed = {} if is_passed(headers) else await self.peers.report(batch, tenant, headers)
-        rest = [raw for place, raw in enumerate(batch.events) if place not in passed]
-        mine = msgspec.structs.replace(batch, events=rest)
-        own = iter(await self.events.forward_batch(mine, tenant, engine_authorization(request)))
-        outcomes = [passed.get(place) or next(own) for place in range(len(batch.events))]
-        return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
+        theirs = {} if is_passed(headers) else self.peers.places(batch, tenant)
+        others = {place for found in theirs.values() for place in found}
+
+        async def forward(places: Collection[int]) -> dict[int, EventOutcome]:
+            mine = sorted(places)
+            part = msgspec.structs.replace(batch, events=[batch.events[place] for place in mine])
+            found = await self.events.forward_batch(part, tenant, engine_authorization(request))
+            return dict(zip(mine, found, strict=True))
+
+        passed, outcomes = await asyncio.gather(
+            self.peers.report(batch, theirs, headers), forward({*range(len(batch.events))} - others)
+        )
+        outcomes |= passed | await forward(others - passed.keys())  # their gateways are gone
+        in_order = [outcomes[place] for place in range(len(batch.events))]
+        return Response(encode(OutcomeBatch(outcomes=in_order)), media_type="application/json")
 
     async def _capabilities(self, request: Request) -> Response:
         """Return the capabilities of all engines, merged as if they were those of one server."""

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ from .client_apis import (
 )
 from .engine_client import EngineAnswer, EngineClient, GatewayConnectError, ReplicaRequestError, ask_engine
 from .generation_request import AsgiReceive
+from .program_events import FORWARD_TIMEOUT_S
 from .proxy_headers import PASSED, EngineHeaders, RawHeaders, end_to_end_headers
 from .response_meter import SseEventBuffer
 
@@ -54,8 +55,9 @@ CHECK_TIMEOUT_S = 3.0
 """Seconds within which a gateway has to answer a check."""
 MAX_FAILED_CHECKS = 2
 """Number of checks in a row without an answer in time after which a gateway counts as gone."""
-POST_TIMEOUT_S = 10.0
-"""Seconds to wait for another gateway's answer about events or a drain."""
+POST_TIMEOUT_S = FORWARD_TIMEOUT_S + 1.0
+"""Seconds to wait for another gateway's answer about events or a drain. It is the longer time: the other
+gateway keeps events whose engine does not answer, and two gateways must not keep the same ones."""
 
 
 @dataclass(slots=True)
@@ -188,12 +190,9 @@ class Peers:
 
     # -- events and drains ------------------------------------------------------------
 
-    async def report(
-        self, batch: EventBatch, tenant: str, headers: RawHeaders, own_id: str | None = None
-    ) -> dict[int, EventOutcome]:
-        """Pass the events of other gateways' programs on. Return the outcomes by the event's place in the
-        batch. Events without an outcome are this gateway's: their programs, or their gateways are gone.
-        ``headers``: of the request that brought the events. ``own_id``: program whose events stay here."""
+    def places(self, batch: EventBatch, tenant: str, own_id: str | None = None) -> dict[str, list[int]]:
+        """Return the places in a batch of the events that concern other gateways' programs, by the gateway's
+        URL. ``own_id``: program whose events stay here."""
         places: dict[str, list[int]] = {}
         for place, raw in enumerate(batch.events if self._peers else ()):
             with contextlib.suppress(WireError):
@@ -201,6 +200,13 @@ class Peers:
                 owner = self.owner(tenant, program_id) if program_id != own_id else None
                 if owner is not None:
                     places.setdefault(owner, []).append(place)
+        return places
+
+    async def report(
+        self, batch: EventBatch, places: Mapping[str, Sequence[int]], headers: RawHeaders
+    ) -> dict[int, EventOutcome]:
+        """Pass on the events at ``places``, a result of that method. Return their outcomes by place; an event
+        whose gateway is gone has none. ``headers``: of the request that brought the events."""
         found: dict[int, EventOutcome] = {}
 
         async def post(owner: str, owned: Sequence[int]) -> None:

@@ -304,13 +304,18 @@ class ProgramEvents:
         return True
 
     async def forward_attached(
-        self, attached: AttachedEvents, tenant: str, *, but: Collection[int] = ()
+        self, attached: AttachedEvents, tenant: str, passing: Coroutine[Any, Any, Collection[int]]
     ) -> None:
-        """Forward events that were taken out of a request. Wait for that at most ``REPLAY_WAIT_S``. ``but``:
-        places in the batch of events that another gateway has taken."""
-        rest = [raw for place, raw in enumerate(attached.batch.events) if place not in but]
-        batch = msgspec.structs.replace(attached.batch, events=rest)
-        await self._wait_for(self.forward_batch(batch, tenant, attached.authorization))
+        """Forward events that were taken out of a request. Wait for that at most ``REPLAY_WAIT_S``.
+        ``passing`` gives the places in the batch of the events that other gateways took."""
+
+        async def forward() -> None:
+            passed = await passing
+            rest = [raw for place, raw in enumerate(attached.batch.events) if place not in passed]
+            batch = msgspec.structs.replace(attached.batch, events=rest)
+            await self.forward_batch(batch, tenant, attached.authorization)
+
+        await self._wait_for(forward())
 
     def record_attached(self, attached: AttachedEvents, tenant: str, replica_id: str) -> None:
         """Record the events that an answered request carried to a replica."""
@@ -458,6 +463,7 @@ class ProgramEvents:
                 return  # the engine has not answered the POST before this one
             place = self._instance(address)
             records = [record for key in keys if (record := self._programs.get(key)) is not None]
+            before = [record.place for record in records]
             lacking = [
                 (one.emitter if one in record.unsent else self._emitter, one.authorization, record, one)
                 for record in records
@@ -469,8 +475,9 @@ class ProgramEvents:
                 turn.failures += accepted is None
                 if not accepted:
                     return
-            for record in records:
-                record.place = place
+            for record, earlier in zip(records, before, strict=True):
+                if record.place == earlier:  # else the program has moved meanwhile
+                    record.place = place
 
     async def _post_part(
         self,
@@ -526,6 +533,9 @@ class ProgramEvents:
 
         async def send() -> None:
             for _ in range(END_ATTEMPTS):
+                home = self._replicas.get(self.home(*key))
+                if home is not None and home.url == address.url:
+                    return  # the program has come back
                 async with self._turns[(address.url, key[0])].lock:
                     event = self._encoded(key[0], entry, self._emitter)
                     batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=[event])

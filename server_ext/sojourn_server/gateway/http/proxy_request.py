@@ -326,8 +326,9 @@ class ProxyRequest:
         if attached is not None and not proxy.events.may_attach(attached, self._tenant, replica_id):
             self._body, self._attached = without_events(self._body), None
             raw = self._scope["headers"]
-            passed = await proxy.peers.report(attached.batch, self._tenant, raw, own_id=self._program_id)
-            await proxy.events.forward_attached(attached, self._tenant, but=passed)
+            places = proxy.peers.places(attached.batch, self._tenant, own_id=self._program_id)
+            passing = proxy.peers.report(attached.batch, places, raw)
+            await proxy.events.forward_attached(attached, self._tenant, passing)
         if self._program_id is not None:
             await proxy.migrator.prepare(
                 (self._tenant, self._program_id),
