@@ -34,7 +34,7 @@ from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 
 ROUNDS = 5
-"""Number of runs of a path, of which the one with the fewest calls counts."""
+"""Number of runs of a path. The one with the fewest calls counts."""
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(f"{ROOT / name}/" for name in ("sdk/sojourn", "server_ext/sojourn_server"))
 POLL_S = 3600.0

@@ -138,8 +138,8 @@ def _others_line(name: str, others: Sequence[ProgramRow], frame: LiveFrame) -> s
 
 
 def _is_label(text: str, row: ProgramRow) -> bool:
-    """Return whether ``text`` is the program's label in ``sojourn top``: its name and its id, of which either
-    may be cut, or only the cut id."""
+    """Return whether ``text`` is the program's label in ``sojourn top``: its name and id, or its id
+    alone. Both may be cut."""
     name, _, end = text.strip().rpartition(" ")
     if not name:
         return end.endswith("…") and row.program_id.startswith(end[:-1])

@@ -257,7 +257,7 @@ def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers
 
 
 def _addresses(texts: list[str], whose: str, example: str) -> list[str]:
-    """Return the addresses in ``texts``, each of which may hold several, separated by commas."""
+    """Return the addresses in ``texts``. A text has one address, or several separated by commas."""
     from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
 
     try:

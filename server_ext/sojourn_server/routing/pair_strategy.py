@@ -15,7 +15,7 @@ from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, Pd
 from . import routing_events
 from .routing_core import Placement, RoutingCore, RoutingStrategy, Wait
 from .routing_events import PairEngineRegistered, PairRole
-from .routing_limits import ROLE_MISSING_RETRY_S
+from .routing_limits import QUEUE_FULL_RETRY_S
 from .routing_records import Replica, ReplicaHealth, RoutedRequest
 
 ROLE_MISSING_TIMEOUT_S = 5.0
@@ -147,7 +147,7 @@ class PairStrategy(RoutingStrategy):
         message = f"no {missing} engine for {ROLE_MISSING_TIMEOUT_S:g} s; try again soon"
         for request in list(self._core.waiting.values()):
             self._core.close(request, now)
-            self._core.reject(request.request_id, 503, "no_room", message, ROLE_MISSING_RETRY_S)
+            self._core.reject(request.request_id, 503, "no_room", message, QUEUE_FULL_RETRY_S)
 
     # -- engines --------------------------------------------------------------------
 

@@ -19,9 +19,6 @@ NO_ROOM_RETRY_S = 10.0
 waited."""
 REPLICAS_FAILED_RETRY_S = 1.0
 """``Retry-After``, in seconds, for a request rejected because it failed at several replicas."""
-ROLE_MISSING_RETRY_S = 5.0
-"""``Retry-After``, in seconds, for a request rejected because no prefill or no decode engine is
-registered."""
 
 
 class PolicyCallError(RuntimeError):

@@ -56,8 +56,8 @@ def expected_growth_tokens(
     max_context_tokens: int,
     *,
     turns_ahead: float | None = None,
-    prior_turns: float | None = None,
-    prior_growth: float | None = None,
+    prior_turns: float = PRIOR_TURNS,
+    prior_growth: float = PRIOR_GROWTH,
 ) -> float:
     """Return the tokens by which the program's context is expected to grow, at most up to
     ``max_context_tokens``.
@@ -65,12 +65,8 @@ def expected_growth_tokens(
     ``turns_ahead``: number of turns to look ahead. ``None``: look ahead until the program ends, at least one
     turn. With ``None``, a context that was longer before is expected to reach its former length again, since
     the program may run a shorter branch now, such as a sub-agent. ``prior_turns`` and ``prior_growth`` (a
-    share of the first prompt) apply until ``seen`` has enough observations; ``None``: ``PRIOR_TURNS`` and
-    ``PRIOR_GROWTH``.
+    share of the first prompt) apply until ``seen`` has enough observations.
     """
-    # Read here, not in the signature: benchmarks/policy_constants.py varies them.
-    prior_turns = PRIOR_TURNS if prior_turns is None else prior_turns
-    prior_growth = PRIOR_GROWTH if prior_growth is None else prior_growth
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else prior_turns
     prior = prior_growth * program.first_prompt_tokens
