@@ -1,10 +1,20 @@
-"""The agents of the overhead benchmark: one of each framework, bare, with empty hooks, and with sojourn."""
+"""The agents of ``framework_instructions.py``: one of each framework, in three arms.
+
+A scripted agent makes turns of one LLM request and one tool call, against a server in another process. The
+arms are *bare*, *sojourn* and *empty*. The empty arm has the framework's own extension points and nothing in
+them (callbacks, hooks, subclasses that only call their base, hooks of the HTTP client), so a library that
+uses these points cannot add less. ``least_hooks`` is another lower bound. In place of sojourn, the plain
+``openai`` loop has only what any such SDK needs, which is an id and a hint in the request, and four notes
+with times in a queue without a reader.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -321,3 +331,40 @@ FRAMEWORKS = {
     "autogen": Framework("autogen_agentchat", "autogen-agentchat", autogen),
     "openai_agents": Framework("agents", "openai-agents", openai_agents),
 }
+
+SERVER = """
+import sys
+from sojourn.testing import FakeServer, ToolUse
+
+def answer(request):
+    messages = request.body["messages"]
+    if sum(message["role"] == "tool" for message in messages) >= {turns} - 1:
+        name = None
+    else:
+        name = request.body["tools"][0]["function"]["name"]
+    if name == "bash" or (name is None and any("bash" in str(m.get("tool_calls")) for m in messages)):
+        return ToolUse("bash", {{"command": "submit" if name is None else "true"}})
+    return "done" if name is None else ToolUse(name, {{"text": "x"}})
+
+with FakeServer(answer) as server:
+    server.reply_delay_s = {answer_s}
+    print(server.url, flush=True)
+    sys.stdin.read()
+"""
+
+
+class ServerProcess:
+    """Context manager that runs a scripted ``FakeServer`` in its own process. Yields the server's URL."""
+
+    def __init__(self, turns: int, answer_s: float) -> None:
+        code = SERVER.format(turns=turns, answer_s=answer_s)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=10)

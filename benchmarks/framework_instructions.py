@@ -2,11 +2,12 @@
 
     .tox/frameworks/bin/python benchmarks/framework_instructions.py [--rounds 3] [--turns 10] [--json FILE]
 
-Needs ``valgrind``. The agents, the arms and the server are those of ``framework_overhead.py``. Callgrind
-counts the instructions of each thread. It makes a program some fifty times slower. The counts of equal rounds
-differ by about 0.1 %, so a few rounds suffice, and other processes may run meanwhile. A result is the median
-over the rounds. The SDK's own threads, which send events while the agent waits, are counted apart. All other
-threads count for the agent, because it waits for those that run its tools.
+Needs ``valgrind``. Use the engine's environment for openai, litellm and mini-swe-agent, and ``tox``'s for the
+others; ``framework_agents.py`` has the agents and the arms. Callgrind counts the instructions of each thread.
+It makes a program some fifty times slower. The counts of equal rounds differ by about 0.1 %, so a few rounds
+suffice, and other processes may run meanwhile. A result is the median over the rounds. The SDK's own threads,
+which send events while the agent waits, are counted apart. All other threads count for the agent, because it
+waits for those that run its tools.
 
 The time is an estimate: the added share of the instructions times the CPU time of a bare turn, which is
 measured without valgrind. It assumes that the added instructions take as long as the others do on average.
@@ -25,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -32,11 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import sojourn
-from framework_agents import FRAMEWORKS, Arm
-from framework_overhead import TARGET_TURN_US, WARM_UP_ROUNDS, ServerProcess, set_arm, timed
+from framework_agents import FRAMEWORKS, Arm, Framework, ServerProcess
 from rich.console import Console
 from rich.table import Table
 
+TARGET_TURN_US = 100.0
+"""Agreed maximum of what a turn costs more, in microseconds."""
+WARM_UP_ROUNDS = 2
 ANSWER_S = 0.01
 """Time that the model takes for an answer."""
 TIMED_ROUNDS = 15
@@ -80,6 +84,14 @@ def main() -> None:
 
 def arms_of(name: str) -> tuple[Arm, ...]:
     return ("bare", "empty", "sojourn") if FRAMEWORKS[name].is_ours else ("bare", "sojourn")
+
+
+def set_arm(framework: Framework, arm: Arm) -> None:
+    """Instrument the frameworks, or restore them."""
+    if arm == "sojourn" and framework.is_ours:
+        sojourn.instrument()
+    else:
+        sojourn.uninstrument()
 
 
 def run_rounds(name: str, rounds: int, turns: int) -> None:
@@ -175,13 +187,18 @@ def counted(name: str, rounds: int, turns: int) -> dict[str, tuple[int, int]]:
 
 def bare_cpu_us(name: str, turns: int) -> float:
     """CPU time of the agent's thread per turn of the bare framework, in microseconds: the median."""
-    framework = FRAMEWORKS[name]
+    framework, took_ns = FRAMEWORKS[name], []
     set_arm(framework, "bare")
     with ServerProcess(turns, ANSWER_S) as url:
-        rounds = [
-            timed(framework.prepare(f"{url}/v1", "bare"), turns) for _ in range(WARM_UP_ROUNDS + TIMED_ROUNDS)
-        ]
-    return statistics.median(each.cpu_us for each in rounds[WARM_UP_ROUNDS:])
+        for _ in range(WARM_UP_ROUNDS + TIMED_ROUNDS):
+            run = framework.prepare(f"{url}/v1", "bare")
+            gc.collect()
+            gc.disable()
+            began_ns = time.thread_time_ns()
+            run()
+            took_ns.append(time.thread_time_ns() - began_ns)
+            gc.enable()
+    return statistics.median(took_ns[WARM_UP_ROUNDS:]) / 1000 / turns
 
 
 def show(report: dict[str, Any]) -> None:

@@ -246,8 +246,7 @@ def example_diff(path: Path) -> str:
 
 
 def instructions_table(reports: list[dict[str, Any]]) -> str:
-    """The table of ``benchmarks/framework_instructions.py`` for docs/frameworks.md, one report an
-    environment."""
+    """The table of ``benchmarks/framework_instructions.py`` for docs/frameworks.md."""
     first = reports[0]
     lines = [
         f"`{first['command']}`, once in each environment; {first['machine']}, Python {first['python']}. "
@@ -269,36 +268,10 @@ def instructions_table(reports: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def overhead_table(reports: list[dict[str, Any]]) -> str:
-    """The table of ``benchmarks/framework_overhead.py`` for docs/frameworks.md, one report an environment."""
-    first = reports[0]
-    lines = [
-        f"`{first['command']}`, once in each environment; {first['machine']}, Python {first['python']}. "
-        "The model takes its time to answer, so that every turn begins with cold caches.",
-        "",
-        "| | release | a turn without | added, median | quartiles | Python calls added "
-        "| of these, empty hooks |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for report in reports:
-        for name, row in report["frameworks"].items():
-            low, high = row["added_quartiles_us"]
-            calls = (row.get("added_calls"), row.get("empty_added_calls"))
-            lines.append(
-                f"| {name} | {row['version']} | {row['bare_us'] / 1000:.1f} ms | {row['added_us']:.0f} µs "
-                f"| {low:.0f} to {high:.0f} µs |"
-                + "".join(" |" if each is None else f" {each:.0f} |" for each in calls)
-            )
-    return "\n".join(lines)
-
-
-def committed_reports(name: str) -> list[dict[str, Any]]:
-    """The committed results ``name``, by environment."""
-    paths = sorted(RESULT.parent.glob(f"{name}_*.json"))
+def instructions_reports() -> list[dict[str, Any]]:
+    """The committed results of ``benchmarks/framework_instructions.py``, one an environment."""
+    paths = sorted(RESULT.parent.glob("framework_instructions_*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-
-FRAMEWORK_TABLES = {"framework_instructions": instructions_table, "framework_overhead": overhead_table}
 
 
 def framework_pages() -> dict[Path, str]:
@@ -433,9 +406,8 @@ if __name__ == "__main__":
         README.write_text(placed(README.read_text(encoding="utf-8"), "judge-table", judged), encoding="utf-8")
     for path, text in framework_pages().items():
         path.write_text(text, encoding="utf-8")
-    page = FRAMEWORKS.read_text(encoding="utf-8")
-    for name, table_of in FRAMEWORK_TABLES.items():
-        page = placed(page, name.replace("_", "-"), table_of(committed_reports(name)))
+    counted = instructions_table(instructions_reports())
+    page = placed(FRAMEWORKS.read_text(encoding="utf-8"), "framework-instructions", counted)
     FRAMEWORKS.write_text(page, encoding="utf-8")
     ARCHITECTURE.write_text(
         placed(ARCHITECTURE.read_text(encoding="utf-8"), "packages", package_table()), encoding="utf-8"
