@@ -21,13 +21,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chat_runs import IdAnnouncer
 from msgspec.structs import replace
 from result_pages import made_by, marked, write_result
 from rich.console import Console
@@ -69,11 +69,28 @@ LOADS = (
 )
 
 
-class HeaderAnnouncer(IdAnnouncer):
-    """Names the program in the header ``X-Session-ID``."""
+class HeaderAnnouncer:
+    """Names the program in the header ``X-Session-ID``. Reports nothing else."""
+
+    def __init__(self) -> None:
+        self._program: ContextVar[str] = ContextVar("program")
+
+    @asynccontextmanager
+    async def program(self, name: str, program_id: str, parent_id: str | None) -> AsyncIterator[None]:
+        token = self._program.set(program_id)
+        try:
+            yield
+        finally:
+            self._program.reset(token)
+
+    @asynccontextmanager
+    async def tool(self, name: str, tool_class: str | None) -> AsyncIterator[None]:
+        yield
 
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
         return {}, {"X-Session-ID": self._program.get()}
+
+    def close(self) -> None: ...
 
 
 def sessions(folder: Path, seed: int) -> list[TraceProgram]:
