@@ -11,7 +11,9 @@ caches hold other data. *Busy* sends 16 at once. The paths take turns in each ro
 CPU time is the user and system time of all threads of the process in front. Other work on the machine changes
 it less than latency, and changes its ratios least, so use ``--cpu-only`` on a machine that is not idle.
 ``--before`` adds the gateway of another checkout, ``--router`` the executable of vLLM's router, which is
-written in Rust. Linux only. Latencies need an idle machine with two cores.
+written in Rust. ``--gateways 4`` adds four gateways that know each other, behind connections that take turns
+as a load balancer's do, so most requests reach another gateway than their program's and are passed on once;
+their CPU time is that of all four. Linux only. Latencies need an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -45,7 +47,8 @@ AT_ONCE = 16
 BUSY_BLOCK = 25
 """Groups of ``AT_ONCE`` requests of one path in a busy round."""
 AIOHTTP, OURS = "uvicorn and aiohttp pass on", "sojourn gateway"
-BEFORE, ROUTER = "sojourn gateway before", "vLLM router"
+BEFORE, PEERS, ROUTER = "sojourn gateway before", "{} gateways of sojourn", "vLLM router"
+PROGRAMS = 8
 ROUTER_READY_S = 60.0
 HEAD = (
     "before the engine", "CPU µs, hot", "CPU µs, cold", "CPU µs, busy", "requests/s of a core",
@@ -111,35 +114,36 @@ def pause(memory: array[float], until_s: float) -> None:
 
 
 class Way:
-    """One path to the engine, with its port, its process and its measurements."""
+    """One path to the engine, with its ports, its processes and its measurements."""
 
-    def __init__(self, port: int, process_id: int | None) -> None:
-        self.process_id = process_id
-        self._port = port
+    def __init__(self, ports: Sequence[int], process_ids: Sequence[int]) -> None:
+        self.process_ids = process_ids
+        self._ports = ports
         self.connections: list[Connection] = []
         self.took_s: dict[str, list[float]] = {"hot": [], "cold": []}
         self.used_s: dict[str, list[float]] = {"hot": [], "cold": [], "busy": []}
 
     def connect(self) -> None:
         """Open new connections, since servers close idle ones, and warm them up."""
-        self.connections = [Connection(self._port) for _ in range(AT_ONCE)]
+        self.connections = [Connection(self._ports[n % len(self._ports)]) for n in range(AT_ONCE)]
         for number in range(WARM_UP):
-            self.connections[number % AT_ONCE].ask(number % 8)
+            self.connections[number % AT_ONCE].ask(number % PROGRAMS)
 
     def round(self, way: str, number: int) -> None:
-        """Send one block of requests, or in the cold rounds one request."""
-        before_s = cpu_s(self.process_id) if self.process_id is not None else 0.0
+        """Send one block of requests, or in the cold rounds one request. Each program meets each port."""
+        before_s = sum(map(cpu_s, self.process_ids))
         count = {"hot": HOT_BLOCK, "cold": 1, "busy": BUSY_BLOCK * AT_ONCE}[way]
         if way == "busy":
-            for _ in range(BUSY_BLOCK):
-                for program, connection in enumerate(self.connections):
-                    connection.send(program % 8)
+            for turn in range(BUSY_BLOCK):
+                for place, connection in enumerate(self.connections):
+                    connection.send((place + turn) % PROGRAMS)
                 for connection in self.connections:
                     connection.receive()
         else:
-            self.took_s[way] += [self.connections[0].ask((number + i) % 8) for i in range(count)]
-        if self.process_id is not None:
-            self.used_s[way].append((cpu_s(self.process_id) - before_s) / count)
+            for turn in range(number, number + count):
+                connection = self.connections[turn // PROGRAMS % len(self._ports)]
+                self.took_s[way].append(connection.ask(turn % PROGRAMS))
+        self.used_s[way].append((sum(map(cpu_s, self.process_ids)) - before_s) / count)
 
 
 def measure(paths: dict[str, Way], rounds: int) -> None:
@@ -255,8 +259,8 @@ def page(
 Requests of 64 tokens of prompt over an engine that answers at once. *Hot*: {rounds // 10} blocks of
 {HOT_BLOCK} requests, one after the other. *Cold*: {rounds} requests, one every {1000 * PERIOD_S:.0f} ms, the
 CPU caches full of other data. *Busy*: {rounds // 10} blocks of {BUSY_BLOCK} times {AT_ONCE} requests at once;
-a core's requests/s are one second ÷ its CPU time. CPU time is that of the process in front, user and system,
-in µs a request; medians. {told}
+a core's requests/s are one second ÷ its CPU time. CPU time is that of the processes in front, user and
+system, in µs a request; medians. {told}
 
 {marked(HEAD[shown], [line[shown] for line in lines(found)])}
 
@@ -270,6 +274,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--before", type=Path, help="a checkout whose gateway is measured as well")
     parser.add_argument("--router", type=Path, help="the executable vllm-router, which is measured as well")
+    parser.add_argument("--gateways", type=int, help="a number of gateways with peers, measured as well")
     parser.add_argument("--cpu-only", action="store_true", help="show no latencies: the machine is not idle")
     parser.add_argument("--out", type=Path, help="folder to write gateway_own_cost.json and .md into")
     options = parser.parse_args()
@@ -279,29 +284,38 @@ def main() -> None:
     with ExitStack() as stack:
         engine = free_port()
         stack.enter_context(child("--engine", str(engine), port=engine))
-        paths = {"direct": Way(engine, None)}
+        paths = {"direct": Way([engine], [])}
 
         def floor(name: str, *words: str) -> None:
             port = free_port()
             process_id = stack.enter_context(child("--floor", str(port), *words, port=port))
-            paths[name] = Way(port, process_id)
+            paths[name] = Way([port], [process_id])
 
-        def gateway(name: str, checkout: Path | None) -> None:
-            port = free_port()
-            flags = ["--engines", f"http://127.0.0.1:{engine}", "--port", str(port), "--log-level", "warning"]
-            with other_checkout(checkout):
-                running = stack.enter_context(process(flags, f"http://127.0.0.1:{port}", 1))
-            paths[name] = Way(port, running.pid)
+        def gateways(name: str, count: int = 1, checkout: Path | None = None) -> None:
+            ports = [free_port() for _ in range(count)]
+            urls = [f"http://127.0.0.1:{port}" for port in ports]
+            running = []
+            for port, url in zip(ports, urls, strict=True):
+                flags = ["--engines", f"http://127.0.0.1:{engine}", "--port", str(port)]
+                flags += ["--log-level", "warning" if count == 1 else "error"]
+                flags += ["--peers", ",".join(urls)] if count > 1 else []
+                with other_checkout(checkout):
+                    running.append(stack.enter_context(process(flags, url, 1)))
+            if count > 1:
+                time.sleep(2.0)  # until the first have found the last
+            paths[name] = Way(ports, [one.pid for one in running])
 
         floor("uvicorn answers")
         floor(AIOHTTP, str(engine))
         if options.before is not None:
-            gateway(BEFORE, options.before)
-        gateway(OURS, None)
+            gateways(BEFORE, checkout=options.before)
+        gateways(OURS)
+        if options.gateways:
+            gateways(PEERS.format(options.gateways), options.gateways)
         if options.router is not None:
             port = free_port()
             process_id = stack.enter_context(router(options.router, port, engine))
-            paths[ROUTER] = Way(port, process_id)
+            paths[ROUTER] = Way([port], [process_id])
         measure(paths, options.rounds)
         found = summary(paths)
     shown = slice(-LATENCIES if options.cpu_only else None)
