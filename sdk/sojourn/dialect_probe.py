@@ -62,7 +62,7 @@ class ServerDialect:
         self.known = self.given
         """True if the dialect was given or detected, False if it is assumed."""
         self.was_sojourn = False
-        """True if the dialect ``sojourn`` was ever detected. Such a server is asked again more often."""
+        """True if the dialect ``sojourn`` was ever detected."""
         self.answered = threading.Event()
         """Set after the first probe."""
         self._transport = transport
@@ -71,6 +71,16 @@ class ServerDialect:
         self._address = address
         self._reported = reported
         self._unknown_graph = unknown_graph
+
+    @property
+    def may_recover(self) -> bool:
+        """Whether a server that accepts no events now may accept them later."""
+        return not self.given or self.dialect.accepts_events
+
+    @property
+    def is_expected_back(self) -> bool:
+        """Whether the server has accepted events, or should. Such a server is asked again more often."""
+        return self.given or self.was_sojourn
 
     def event_transport(self) -> EventTransport | None:
         """Return a new transport for the server's events; sojourn's own for an unknown server. Returns
@@ -102,8 +112,8 @@ class ServerDialect:
 
     def refused(self) -> EventTransport | None:
         """Ask again, since the server has refused our events: it was not up at the first probe, or was
-        replaced. Its answer "sojourn" does not count then. Returns another transport, or ``None`` to stop
-        sending."""
+        replaced. Its answer "sojourn" does not count then. A server whose dialect was given is not asked.
+        Returns another transport, or ``None`` to stop sending until ``recover`` returns one."""
         if self.given:
             return None
         answer = self._probe()
@@ -111,8 +121,11 @@ class ServerDialect:
         return self.event_transport()
 
     def recover(self) -> EventTransport | None:
-        """Ask whether the server accepts events again. Returns a transport if it does."""
-        answer = None if self.given else self._probe(logging.DEBUG)
+        """Ask whether the server accepts events again. Returns a transport if it does. If the dialect was
+        given, nothing is asked: the next event shows it."""
+        if self.given:
+            return self.event_transport()
+        answer = self._probe(logging.DEBUG)
         # A server whose gateway answers 404 for a moment, as in a rolling restart, looks like stock vLLM. So
         # that answer does not replace a dialect that was recognised.
         if answer is None or answer == "vllm":

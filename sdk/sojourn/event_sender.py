@@ -48,7 +48,8 @@ MAX_RECOVERY_PAUSE_S = 60.0
 before. The longest one must end within 90 s after a restart, as ``docs/promises.md`` promises."""
 FIRST_STOCK_PAUSE_S = 30.0
 MAX_STOCK_PAUSE_S = 300.0
-"""Like ``MAX_RECOVERY_PAUSE_S``, for a server that was never recognised as sojourn's, such as stock vLLM."""
+"""Like ``MAX_RECOVERY_PAUSE_S``, for a server that was neither named nor recognised as one that accepts events,
+such as stock vLLM."""
 THREAD_RETRY_S = 1.0
 """Pause before another attempt to start the thread."""
 POLL_EVERY_S = 0.02
@@ -121,6 +122,7 @@ class EventSender:
         self.ask_at_s: float | None = None
         """When to ask it next; ``None``: not planned."""
         self._closed = False
+        self._leave_open: frozenset[str] = frozenset()
         self._thread = None
         self._update_accepted_kinds()
 
@@ -160,7 +162,7 @@ class EventSender:
 
     def _recover_in_child(self) -> None:
         """In a forked child, start the thread that asks whether the server accepts events again."""
-        if self._thread is None and not (self.supported or self._server.given):
+        if self._thread is None and not self.supported and self._server.may_recover:
             self._ring()
 
     def _ring(self) -> None:
@@ -302,14 +304,14 @@ class EventSender:
                 self._flushes_waiting -= 1
             return self.counters["dropped_send"] == dropped
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None, *, leave_open: frozenset[str] = frozenset()) -> None:
         """Make the thread send the queued events and then end. Waits for the thread at most ``timeout_s``, by
-        default the constructor's ``close_timeout_s``. Later events are dropped. A second call is harmless.
-        Never raises."""
+        default the constructor's ``close_timeout_s``. Later events are dropped. ``leave_open``: see
+        ``EventTransport.close``. A second call is harmless. Never raises."""
         end_s = time.monotonic() + (self._close_timeout_s if timeout_s is None else timeout_s)
         try:
             with self._lock:
-                self._closed = True
+                self._closed, self._leave_open = True, leave_open
                 self._update_accepted_kinds()
                 self._wake.notify_all()
                 thread = self._thread
@@ -378,7 +380,7 @@ class EventSender:
                 self._back_off(backoff_s)
         with contextlib.suppress(Exception):
             if self._event_transport is not None:
-                self._event_transport.close()
+                self._event_transport.close(self._leave_open)
         with contextlib.suppress(Exception):
             self._transport.close()
 
@@ -440,7 +442,7 @@ class EventSender:
     def _recover(self) -> float | None:
         """Ask at growing intervals whether the server accepts events now. Return the seconds until the next
         call; ``None`` if no further call is needed."""
-        if self._closed or self._server.given:
+        if self._closed or not self._server.may_recover:
             return None
         if self.ask_at_s is not None and self._clock() >= self.ask_at_s:
             self.ask_at_s = None
@@ -452,7 +454,7 @@ class EventSender:
         if self.ask_at_s is None:
             first_s, longest_s = (
                 (FIRST_RECOVERY_PAUSE_S, MAX_RECOVERY_PAUSE_S)
-                if self._server.was_sojourn
+                if self._server.is_expected_back
                 else (FIRST_STOCK_PAUSE_S, MAX_STOCK_PAUSE_S)
             )
             self._pause_s = min(longest_s, self._pause_s * 2 or first_s)

@@ -83,8 +83,10 @@ class EventTransport(Protocol):
     def after_fork(self) -> None:
         """Drop the parent's unfinished work, in a forked child."""
 
-    def close(self) -> None:
-        """Send what is left, until the first failure. The event sender's ``close`` bounds the time."""
+    def close(self, leave_open: frozenset[str] = frozenset()) -> None:
+        """Send what is left, until the first failure. The event sender's ``close`` bounds the time.
+        ``leave_open``: ids of programs whose requests are in progress, so that their end must not be
+        reported."""
 
 
 class SojournEventTransport:
@@ -132,7 +134,7 @@ class SojournEventTransport:
 
     def after_fork(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, leave_open: frozenset[str] = frozenset()) -> None: ...
 
     def _post(self, batch: PendingBatch, events: list[msgspec.Raw]) -> DeliveryResult:
         body = encode(EventBatch(v=WIRE_VERSION, emitter=batch.emitter, events=events, dropped=batch.dropped))
@@ -170,7 +172,7 @@ class SojournEventTransport:
 
 class EndNotifier:
     """Reports the end of each program by ``POST path {field: program id}``. ``close`` reports the ends of all
-    open programs.
+    open programs, except of those with a request in progress, whose session a server would close under it.
 
     A server of this kind has no leases and keeps a program until its end is reported. So an end that could
     not be sent is sent again together with the next end. An end that the server refused is not sent again. A
@@ -219,8 +221,9 @@ class EndNotifier:
     def after_fork(self) -> None:
         self._programs.clear()
 
-    def close(self) -> None:
-        self._programs = dict.fromkeys(self._programs, True)
+    def close(self, leave_open: frozenset[str] = frozenset()) -> None:
+        for program_id in self._programs:
+            self._programs[program_id] |= program_id not in leave_open
         self._report_ends()
 
     def _report_ends(self) -> tuple[DeliveryResult, set[str]]:

@@ -42,8 +42,8 @@ def init(
     A second call with the same arguments changes nothing. With other arguments it replaces the session. Open
     programs continue in the new session, which reports their starts again. The start of a program with
     ``heartbeat=False`` is not reported again; the server learns of that program from its next request or
-    event. SGLang and ThunderAgent keep nothing of the open programs, since the previous session reports their
-    ends there.
+    event. SGLang and ThunderAgent keep only the open programs that have a request in progress; the previous
+    session reports the ends of the others there.
 
     Raises ``ConfigError`` if the session cannot be set up; the previous session then stays.
     """
@@ -85,7 +85,7 @@ def _go_online(config: Config) -> Session:
         if before is not None and before.online and before.config == config:
             return before
         fresh = _connected(config)  # before _retire(), so that a failure keeps the previous session
-        _retire()
+        _retire(replaced=True)
         _replace_session(fresh)
         if config.instrument:
             instrumentation.instrument()
@@ -116,7 +116,7 @@ def _connected(config: Config) -> Session:
     return fresh
 
 
-def _retire() -> None:
+def _retire(*, replaced: bool = False) -> None:
     before = runtime.live
     if before is None:
         return
@@ -124,7 +124,7 @@ def _retire() -> None:
     from . import thread_context
 
     thread_context.remove()
-    before.close()
+    before.close(replaced=replaced)
 
 
 def _first_use() -> Session:

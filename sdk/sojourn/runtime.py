@@ -155,18 +155,27 @@ class Session:
             except Exception:
                 self.counters.add("internal_error")
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None, *, replaced: bool = False) -> None:
         """End the process's own program and send the queued events. Waits at most ``timeout_s``, by default
-        the configured ``close_timeout_s``. A second call is harmless."""
+        the configured ``close_timeout_s``. ``replaced``: another session follows. Then the programs with a
+        request in progress do not end here, and the next session reports their ends. A second call is
+        harmless."""
         left, self.left_program = self.left_program, None
-        if left is not None:
-            left.end("cancelled")
         program, self.program = self.program, None
+        in_progress: set[str] = set()
+        if replaced:
+            programs = (*self.heartbeats.programs(), left, program)
+            in_progress = {each.id for each in programs if each is not None and each.open_requests}
+        if left is not None and left.id not in in_progress:
+            left.end("cancelled")
         if program is not None:
-            program.end()
+            if program.id in in_progress:
+                program.end_after_requests("ok")
+            else:
+                program.end()
             unclaim()
         if self.event_sender is not None:
-            self.event_sender.close(timeout_s)
+            self.event_sender.close(timeout_s, leave_open=frozenset(in_progress))
 
     def exit(self) -> None:
         """Run the ``before_exit`` functions and close the session. Called when the process ends."""

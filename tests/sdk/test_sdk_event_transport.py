@@ -8,12 +8,13 @@ import threading
 import pytest
 import sojourn
 from json_server import JsonServer
-from sojourn import process_hooks
+from sojourn import event_sender, process_hooks, runtime
 from sojourn.dialects import DIALECTS
 from sojourn.event_queue import PendingEvent
 from sojourn.event_sender import EventSender
 from sojourn.event_transport import MAX_PROGRAMS, DeliveryResult, EndNotifier, PendingBatch
 from sojourn.http_transport import HttpResponse
+from sojourn.program import process_program
 from sojourn.stats import Counters
 from sojourn.testing import refusing_url
 from sojourn.wire_events import ProgramEnd, ProgramStart
@@ -48,6 +49,25 @@ def test_programs_still_open_are_released_at_the_close_and_by_a_second_init(name
             assert peer.bodies == [{field: id} for id in ("done", "left open")]
             sojourn.shutdown()
             assert peer.bodies[2:] == [{field: "left open"}], "it went on in the second session"
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_second_init_ends_no_program_whose_request_is_in_flight(name):
+    """The server would close the session under the running request."""
+    field = ENDS[name][1]
+    with JsonServer() as peer, sojourn.program(id="idle"), sojourn.program(id="busy") as busy:
+        sojourn.init(peer.url, dialect=name)
+        own = process_program(runtime.session())
+        for program in (busy, own):
+            program.open_requests.add("request")
+        sojourn.init(peer.url, dialect=name, hosts=["10.0.0.9:8000"])
+        assert peer.bodies == [{field: "idle"}]
+        own.open_requests.clear()
+        own.end_if_deferred()
+        assert sojourn.flush(60)
+        assert peer.bodies[1:] == [{field: own.id}] * DIALECTS[name].takes_implicit
+        sojourn.shutdown()
+        assert {field: "busy"} in peer.bodies
 
 
 @pytest.mark.parametrize("error", [OSError, sojourn.ConfigError])
@@ -175,16 +195,23 @@ def test_the_close_stops_at_the_first_failure_and_what_is_remembered_is_bounded(
     assert len(script.posts) == 1 + MAX_PROGRAMS
 
 
-def test_a_server_without_the_endpoint_is_left_alone():
+@pytest.mark.parametrize("name", [*ENDS, "sojourn"])
+def test_a_server_whose_endpoint_is_missing_for_a_moment_gets_events_again(name, monkeypatch):
+    monkeypatch.setattr(event_sender, "FIRST_RECOVERY_PAUSE_S", 0.001)
     with JsonServer() as peer:
         peer.status = 404
-        sojourn.init(peer.url, dialect="thunderagent")
-        for _ in range(3):
-            with sojourn.program():
-                pass
-            sojourn.flush(5)
-        sojourn.shutdown()
-        assert len(peer.posts) == 1
+        sojourn.init(peer.url, dialect=name)
+        with sojourn.program():
+            pass
+        sojourn.flush(60)
+        assert len(peer.posts) == 1, "no further event before the pause"
+        peer.status = 200
+        wait_until(lambda: runtime.session().event_sender.supported)
+        with sojourn.program(id="later"):
+            pass
+        assert sojourn.flush(60)
+        assert len(peer.posts) >= 2
+        assert "later" in str(peer.bodies[-1])
 
 
 @pytest.mark.parametrize("name", [name for name in DIALECTS if name != "sojourn"])
