@@ -48,8 +48,8 @@ MAX_RECOVERY_PAUSE_S = 60.0
 before. The longest one must end within 90 s after a restart, as ``docs/promises.md`` promises."""
 FIRST_STOCK_PAUSE_S = 30.0
 MAX_STOCK_PAUSE_S = 300.0
-"""Like ``MAX_RECOVERY_PAUSE_S``, for a server that was neither named nor recognised as one that accepts events,
-such as stock vLLM."""
+"""Like ``MAX_RECOVERY_PAUSE_S``, for a server that was neither named nor recognised as one that accepts
+events, such as stock vLLM."""
 THREAD_RETRY_S = 1.0
 """Pause before another attempt to start the thread."""
 POLL_EVERY_S = 0.02
