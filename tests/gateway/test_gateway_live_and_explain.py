@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import pytest
 from fake_engine import FakeEngine, running
 from gateway_harness import World, until, world
 from sojourn.wire_events import ProgramEnd, ProgramStart
-from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.gateway.http.program_id_mapper import FOREIGN_PROGRAM_ID
 from sojourn_server.metrics.live_frame import LiveFrame
 from virtual_engine import prompt
@@ -26,19 +26,6 @@ async def gateway(*fakes: FakeEngine) -> AsyncIterator[World]:
     """A gateway of two tenants and an operator before these engines."""
     async with running(*fakes), world(list(fakes), tenants=KEYS, admin_key="root") as it:
         yield it
-
-
-class RefusingMonitor(EngineMonitor):
-    """A monitor that has refused these engines, with the reasons."""
-
-    def __init__(self, reasons: dict[str, str]) -> None:
-        self._reasons = reasons
-
-    def missing(self) -> list[str]:
-        return []
-
-    def refused(self) -> dict[str, str]:
-        return self._reasons
 
 
 async def frame(it: World, key: str, more: str = "") -> LiveFrame:
@@ -168,11 +155,12 @@ async def test_a_live_frame_names_an_engine_that_is_lost_until_it_is_back() -> N
         await until(all_answer)  # frames are shared for a moment
 
 
-async def test_a_live_frame_says_why_an_engine_gets_no_requests() -> None:
+async def test_a_live_frame_says_why_an_engine_gets_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, odd = VirtualFakeEngine(), VirtualFakeEngine()
     async with gateway(fake, odd) as it:
         await until(lambda: len(it.gateway.replicas) == 2)
-        it.gateway.monitor = RefusingMonitor({"http://10.0.0.9:8000": "no role", odd.url: "too late"})
+        refused = {"http://10.0.0.9:8000": "no role", odd.url: "too late"}
+        monkeypatch.setattr(it.gateway.monitor, "refused", lambda: refused)
         rows = {row.engine: row.error for row in (await frame(it, "root")).engines}
         assert rows == {fake.name: None, odd.name: None, "10.0.0.9:8000": "gets no requests: no role"}
 

@@ -174,10 +174,10 @@ async def test_a_restarted_engine_gets_its_programs_and_graphs_again() -> None:
         report = {"type": "aeg", "program_id": "p", "graph_hash": "h"}
         await it.events({**START, "program_id": "p"}, {**report, "seq": 1, "graph": small})
         await fakes[0].kill()
-        await until(lambda: it.gateway.monitor is not None and it.gateway.monitor.missing())
+        await until(lambda: it.gateway.monitor.missing())
         fakes[0].events.clear()
         await fakes[0].restart()
-        await until(lambda: it.gateway.monitor is not None and not it.gateway.monitor.missing())
+        await until(lambda: not it.gateway.monitor.missing())
         await it.chat("p")
         assert fakes[0].of("p") == ["program_start", "aeg"]
         fakes[0].events.clear()
@@ -382,10 +382,11 @@ class Fleet:
         self.deaf: dict[str, str] = {}
         """``drops`` or ``loses its answer``, by engine."""
         self.homes: dict[str, str] = {}
-        self.events = ProgramEvents(self, self, lambda: self, clock=lambda: self.now_s)  # type: ignore[arg-type, return-value]
-        self.events.description_of = lambda engine: EngineDescription(
-            1, str(self.instances[engine]), 100, 0, 0, 0, shares_disk=False, speaks_sojourn=True
-        )
+        self.events = ProgramEvents(self, self, lambda: self, self.describe, clock=lambda: self.now_s)  # type: ignore[arg-type, return-value]
+
+    def describe(self, engine: str) -> EngineDescription:
+        instance = str(self.instances[engine])
+        return EngineDescription(1, instance, 100, 0, 0, 0, shares_disk=False, speaks_sojourn=True)
 
     def home(self, tenant: str, program_id: str) -> str | None:
         return self.homes.get(program_id)

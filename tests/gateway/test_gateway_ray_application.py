@@ -172,12 +172,11 @@ async def test_a_gateway_follows_the_directory(monkeypatch: pytest.MonkeyPatch) 
         "model": "m",
         "prefill": {},
         "decode": {"min": 2},
-        "pairs": {"store": "/kv", "read_side": "split"},
+        "pairs": {"store": "/kv", "read_side": "prefill"},
     }
     pairs = parse_config(given, source="f.yaml")
     gateway, _ = deployments.build_ray_gateway(pairs, "http://g:1")
-    assert gateway.options.read_side == "split"
-    assert gateway.monitor is not None
+    assert gateway.options.read_side == "prefill"
     rounds = 0
 
     async def announce(one: Announcement) -> list[Announcement]:

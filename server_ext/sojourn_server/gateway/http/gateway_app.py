@@ -25,6 +25,7 @@ from ...api.live_stream import LiveHub
 from ...api.openapi import PREFIX, openapi_document
 from ...api.web_page import page_routes
 from ...routing import routing_events
+from ...routing.routing_events import PairRole
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .client_access import ClientAccess, engine_authorization, tenant_name
 from .client_apis import (
@@ -35,7 +36,6 @@ from .client_apis import (
     unknown_route_response,
 )
 from .engine_client import EngineClient
-from .engine_descriptions import EngineDescription
 from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import GATEWAY_OPERATIONS
@@ -127,42 +127,53 @@ class Gateway:
 
     def __init__(
         self,
+        engines: Mapping[str, PairRole | None],
         routing_backend: RoutingBackend,
-        replicas: ReplicaAddresses,
         tenants: TenantKeys,
         options: GatewayOptions,
         metrics: GatewayMetrics,
-        peers: Peers | None = None,
+        peers: Peers,
+        poll_s: float,
     ) -> None:
-        """``peers``: the other gateways; ``None``: there are none. Raises ``TenantKeysError`` if the admin
-        key is a tenant's key."""
+        """``engines``: their roles by URL, for ``EngineMonitor``. ``peers``: the other gateways. ``poll_s``:
+        seconds between two polls of an engine. Raises ``TenantKeysError`` if the admin key is a tenant's
+        key."""
         self.routing_backend = routing_backend
-        self.replicas = replicas
+        self.replicas = replicas = ReplicaAddresses()
         self.metrics = metrics
         self.options = options
-        self.monitor: EngineMonitor | None = None
-        self.peers = peers if peers is not None else Peers()
-        self.starts: list[Callable[[], Awaitable[None]]] = [self.peers.check_all]
-        """Functions that are awaited one after the other before the gateway takes requests."""
-        self.tasks: list[Callable[[], Awaitable[Any]]] = [self.peers.run]
-        """Functions whose coroutines run while the application does."""
+        self.peers = peers
         self.client = EngineClient()
-        self._access = ClientAccess(tenants, options.admin_key, metrics)
         names = ProgramIdMapper(tenants.names)
+        self.monitor = EngineMonitor(
+            engines,
+            routing_backend,
+            replicas,
+            names,
+            self.session,
+            engine_key=options.engine_key,
+            poll_s=poll_s,
+        )
+        routing_backend.links_of = self.monitor.links_of
+        # The monitor's first poll also tells which programs of a former gateway have their KV where.
+        self.starts: list[Callable[[], Awaitable[None]]] = [peers.check_all, self.monitor.poll_all]
+        """Functions that are awaited one after the other before the gateway takes requests."""
+        self.tasks: list[Callable[[], Awaitable[Any]]] = [peers.run, self.monitor.run, routing_backend.run]
+        """Functions whose coroutines run while the application does."""
+        self._access = ClientAccess(tenants, options.admin_key, metrics)
         self.events = ProgramEvents(
             routing_backend,
             replicas,
             self.session,
+            self.monitor.description_of,
             names=names,
             engine_key=options.engine_key,
             silent_program_s=options.silent_program_s,
         )
         self.events.on_end = metrics.ended
-        self._migrator = ProgramMigrator(self.events, replicas, self._description_of, self.session, metrics)
+        self._migrator = ProgramMigrator(self.events, replicas, self.session, metrics)
         self.queries = EngineQueries(replicas, self.session, engine_key=options.engine_key)
-        self.live = LiveHub(
-            GatewayLiveSource(self.queries, replicas, names, lambda: self.monitor), gateway=True
-        )
+        self.live = LiveHub(GatewayLiveSource(self.queries, replicas, names, self.monitor), gateway=True)
         self.generation = GenerationProxy(
             routing_backend,
             replicas,
@@ -172,7 +183,7 @@ class Gateway:
             metrics,
             tenants,
             BodyReader(options.max_body_bytes, options.max_held_bytes),
-            peers=self.peers,
+            peers=peers,
             engine_key=options.engine_key,
             reads_prefixes=options.reads_prefixes,
         )
@@ -184,9 +195,9 @@ class Gateway:
             self.live,
             metrics,
             self._access,
-            lambda: self.monitor,
+            self.monitor,
+            peers,
             policy=options.policy,
-            peers=self.peers,
             in_pairs=options.in_pairs,
             read_side=options.read_side,
         )
@@ -327,12 +338,8 @@ class Gateway:
         """Carry out an action of the core that concerns no single request."""
         if isinstance(action, routing_events.ReleaseProgramKv):
             self._migrator.release(action)
-        elif self.monitor is not None:
+        else:
             self.monitor.probe(action)
-
-    def _description_of(self, replica_id: str) -> EngineDescription | None:
-        """Return the last description of a replica's engine; ``None``: unknown."""
-        return self.monitor.description_of(replica_id) if self.monitor is not None else None
 
 
 def _log_task_failure(task: asyncio.Future[Any]) -> None:

@@ -4,7 +4,6 @@ for programs become the clients' program ids."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,9 +29,8 @@ class GatewayLiveSource:
         queries: EngineQueries,
         replicas: ReplicaAddresses,
         names: ProgramIdMapper,
-        monitor: Callable[[], EngineMonitor | None],
+        monitor: EngineMonitor,
     ) -> None:
-        """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet."""
         self._queries = queries
         self._replicas = replicas
         self._names = names
@@ -72,9 +70,7 @@ class GatewayLiveSource:
         """Return one row, with the reason, for each configured engine that gets no requests. On Ray, one row
         stands for all missing engines of a deployment. Such engines have no programs, so they do not count as
         silent."""
-        monitor = self._monitor()
-        if monitor is None:
-            return []
+        monitor = self._monitor
         reasons = {
             one: "does not answer" if number == 1 else f"{number} do not answer"
             for one, number in Counter(monitor.missing()).items()

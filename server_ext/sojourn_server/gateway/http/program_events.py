@@ -185,16 +185,17 @@ class ProgramEvents:
         routing_backend: RoutingBackend,
         replicas: ReplicaAddresses,
         session: Callable[[], aiohttp.ClientSession],
+        description_of: Callable[[str], EngineDescription | None],
         *,
         names: ProgramIdMapper | None = None,
         engine_key: str | None = None,
         silent_program_s: float = SILENT_PROGRAM_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: maps clients' program ids to the names that engines use for programs; ``None``: engines
-        use the clients' ids. ``engine_key``: key sent to engines instead of the client's; ``None``: the
-        client's key is sent. ``silent_program_s``: seconds without an event after which a program is
-        forgotten."""
+        """``description_of`` returns the last description of a replica's engine; ``None``: unknown.
+        ``names``: maps clients' program ids to the names that engines use for programs; ``None``: engines use
+        the clients' ids. ``engine_key``: key sent to engines instead of the client's; ``None``: the client's
+        key is sent. ``silent_program_s``: seconds without an event after which a program is forgotten."""
         self.names = names or ProgramIdMapper(())
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -202,8 +203,7 @@ class ProgramEvents:
         self._engine_key = engine_key
         self._silent_s = silent_program_s
         self._clock = clock
-        self.description_of: Callable[[str], EngineDescription | None] = lambda replica_id: None
-        """Function that returns the last description of a replica's engine."""
+        self.description_of = description_of
         self.on_end: Callable[[str], None] = lambda status: None
         """Function that is called with the status of each program whose end a client reports."""
         self._programs: OrderedDict[Key, _Program] = OrderedDict()

@@ -16,7 +16,6 @@ import msgspec
 from ...routing import routing_events
 from ...routing.routing_records import Key
 from .engine_client import ask_engine
-from .engine_descriptions import EngineDescription
 from .gateway_metrics import GatewayMetrics
 from .program_events import ProgramEvents
 from .replica_addresses import ReplicaAddresses
@@ -81,7 +80,6 @@ class ProgramMigrator:
         self,
         events: ProgramEvents,
         replicas: ReplicaAddresses,
-        description_of: Callable[[str], EngineDescription | None],
         session: Callable[[], aiohttp.ClientSession],
         metrics: GatewayMetrics,
         *,
@@ -89,7 +87,6 @@ class ProgramMigrator:
     ) -> None:
         self._events = events
         self._replicas = replicas
-        self._description_of = description_of
         self._session = session
         self._metrics = metrics
         self._clock = clock
@@ -97,7 +94,6 @@ class ProgramMigrator:
         """Pending releases of each program, oldest first."""
         self._waiting: Counter[Key] = Counter()
         """Number of requests of each program that wait for a decision of the routing core."""
-        events.description_of = description_of
 
     @contextlib.contextmanager
     def while_waiting(self, key: Key) -> Iterator[None]:
@@ -158,7 +154,7 @@ class ProgramMigrator:
         """Record a program's move. First have its KV written to the shared disk, if both engines use one."""
         began_s = self._clock()
         stored = False
-        old, new = self._description_of(moved_from), self._description_of(moved_to)
+        old, new = (self._events.description_of(one) for one in (moved_from, moved_to))
         if old is not None and new is not None and old.shares_disk and new.shares_disk:
             stored = await self._persist_kv(key, moved_from, authorization)
         waited_s = self._clock() - began_s

@@ -15,11 +15,10 @@ from ...routing.routing_from_preset import (
     routing_reasons,
 )
 from ...routing.routing_limits import RoutingLimits
-from .engine_monitor import POLL_S, EngineMonitor
+from .engine_monitor import POLL_S
 from .gateway_app import Gateway, GatewayApplication, GatewayOptions
 from .gateway_metrics import GatewayMetrics
 from .peers import Peers
-from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
 from .tenant_keys import TenantKeys
 
@@ -57,19 +56,6 @@ def build_gateway(
     metrics = GatewayMetrics(routing_reasons(rules))
     backend = RoutingBackend(core)
     backend.on_action = metrics.decided
-    gateway = Gateway(backend, ReplicaAddresses(), tenants, options, metrics, peers)
-    monitor = EngineMonitor(
-        engines if isinstance(engines, Mapping) else dict.fromkeys(engines),
-        backend,
-        gateway.replicas,
-        gateway.events.names,
-        gateway.session,
-        engine_key=options.engine_key,
-        poll_s=poll_s,
-    )
-    backend.links_of = monitor.links_of
-    gateway.monitor = monitor
-    # The first poll also tells which programs of a former gateway have their KV where.
-    gateway.starts.append(monitor.poll_all)
-    gateway.tasks += [monitor.run, backend.run]
+    roles = engines if isinstance(engines, Mapping) else dict.fromkeys(engines)
+    gateway = Gateway(roles, backend, tenants, options, metrics, peers or Peers(), poll_s)
     return gateway, gateway.app()

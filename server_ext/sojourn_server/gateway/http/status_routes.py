@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -62,17 +62,15 @@ class StatusRoutes:
         live: LiveHub,
         metrics: GatewayMetrics,
         access: ClientAccess,
-        monitor: Callable[[], EngineMonitor | None],
+        monitor: EngineMonitor,
+        peers: Peers,
         *,
         policy: str,
-        peers: Peers,
-        in_pairs: bool = False,
-        read_side: str | None = None,
+        in_pairs: bool,
+        read_side: str | None,
     ) -> None:
-        """``monitor`` returns the engines' monitor, or ``None`` if no monitor runs yet. ``policy``: name of
-        the cluster preset, or of the policy for pairs. ``peers``: the other gateways, which drain with this
-        one. ``in_pairs``: whether the engines are prefill and decode engines. ``read_side``: name of the
-        policy that chooses which engine of a pair reads KV from storage; ``None``: not shown."""
+        """``peers``: the other gateways, which drain with this one. ``policy``, ``in_pairs``, ``read_side``:
+        see ``GatewayOptions``."""
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._queries = queries
@@ -81,8 +79,8 @@ class StatusRoutes:
         self._metrics = metrics
         self._access = access
         self._monitor = monitor
-        self._policy = policy
         self._peers = peers
+        self._policy = policy
         self._in_pairs = in_pairs
         self._read_side = read_side
 
@@ -130,11 +128,11 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states, monitor = await self._routing_backend.replicas(), self._monitor()
+        states = await self._routing_backend.replicas()
         page = self._metrics.exposition(
             states,
             self._routing_backend.shares_used(),
-            missing=len(monitor.missing()) if monitor is not None else 0,
+            missing=len(self._monitor.missing()),
             up_by_role=self._roles(states),
         )
         return Response(page, media_type=METRICS_MEDIA_TYPE)
@@ -328,18 +326,15 @@ class StatusRoutes:
     async def _replica_list(self, request: Request) -> Response:
         """List the replicas with health, load and capacity."""
         states = await self._routing_backend.replicas()
-        monitor = self._monitor()
-        missing = monitor.missing() if monitor is not None else []
-        refused = monitor.refused() if monitor is not None else {}
         roles = self._roles(states)
         return json_response(
             ReplicaList(
                 policy=self._policy,
                 replicas=states,
-                missing=missing,
+                missing=self._monitor.missing(),
                 pairs=UNSET if roles is None else roles,
                 read_side=self._read_side or UNSET,
-                refused=refused or UNSET,
+                refused=self._monitor.refused() or UNSET,
             )
         )
 

@@ -229,7 +229,6 @@ async def follow_directory(gateway: Gateway, config: RayConfig, own_url: str) ->
 async def read_directory(gateway: Gateway, config: RayConfig, own_url: str) -> None:
     """Announce a gateway, and update its lists of engines and of other gateways. Without an answer of the
     directory, they stay."""
-    assert gateway.monitor is not None
     try:
         listed = await announce(Announcement(own_url, GATEWAY))
     except Exception as error:
