@@ -39,14 +39,12 @@ from rich.progress import Progress
 from rich.table import Table
 from sojourn_server.policies.prefill_decode.prefill_decode_views import (
     FULL_BLOCK_TOKENS,
-    ReadSplit,
     StorageReadView,
 )
 from sojourn_server.policies.prefill_decode.read_side_policies import (
     PrefillSideRead,
     ReadSidePolicy,
     ShorterQueueRead,
-    WaterFillingRead,
 )
 from sojourn_server.simulator.report.results_file import made_with
 
@@ -64,15 +62,14 @@ RUNS = {"burst": 1, "alone": 5}
 class DecodeSide:
     """Read-side policy in which the decode engine's node reads everything."""
 
-    def split(self, view: StorageReadView) -> ReadSplit:
-        return ReadSplit(0, view.blocks)
+    def decode_reads(self, view: StorageReadView) -> bool:
+        return True
 
 
 ARMS: dict[str, Callable[[], ReadSidePolicy]] = {
     "prefill side": PrefillSideRead,
     "decode side": DecodeSide,
     "shorter queue": ShorterQueueRead,
-    "split": WaterFillingRead,
 }
 
 

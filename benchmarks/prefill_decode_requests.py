@@ -55,7 +55,7 @@ async def through(
     decode: Engine,
     body: bytes,
     transfer: str,
-    decode_share: float,
+    decode_reads: bool,
     prefilled: Callable[[], None] = lambda: None,
     began: Callable[[], None] = lambda: None,
 ) -> PairResponse:
@@ -63,7 +63,7 @@ async def through(
     ``prefilled`` after the prefill engine's answer, and ``began`` at the first token. Raises
     ``httpx.HTTPError`` or ``RuntimeError`` if an engine fails."""
     sent_s = time.monotonic()
-    first = await _post(http, prefill, prefill_body(API, body, transfer, decode.peer, decode_share))
+    first = await _post(http, prefill, prefill_body(API, body, transfer, decode.peer, decode_reads))
     told = parse_transfer_params(first)
     if told is None:
         raise RuntimeError(f"{prefill.name} does not say where the KV is: {first[:200]!r}")

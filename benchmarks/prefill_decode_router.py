@@ -90,7 +90,7 @@ class Router:
             self._hand_out()
 
         answered = await through(
-            http, prefill, decode, text_of(model, question.prompt, tokens), transfer, send.decode_share,
+            http, prefill, decode, text_of(model, question.prompt, tokens), transfer, send.decode_reads,
             lambda: tell(PrefillFinished(request_id=transfer, replica_id=send.prefill_id)),
             lambda: tell(FirstByteSent(request_id=transfer, replica_id=send.replica_id)),
         )  # fmt: skip

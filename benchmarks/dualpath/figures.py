@@ -216,7 +216,7 @@ def ablation_table(bench: Bench) -> list[str]:
 
 
 def links_table(bench: Bench) -> list[str]:
-    names = ("dual-path", "scheduling", "split")
+    names = ("dual-path", "scheduling")
     lines = []
     for model, nodes, size in (
         ("qwen2.5-32b", (1, 2), 1024),
@@ -268,7 +268,7 @@ def _broken(outcome: PdOutcome | None) -> str:
 
 
 def online_table(bench: Bench) -> list[str]:
-    names = ("basic", "scheduling", "split", "oracle")
+    names = ("basic", "scheduling", "oracle")
     outcomes = bench.run("online", [bench.online(0.4, system=name, **HOUR) for name in names])
     lines, gains = [], []
     for model, rates in RATES.items():

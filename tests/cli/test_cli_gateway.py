@@ -60,7 +60,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*PAIR, "--policy-file", "x.toml"], "--policy-file and --prefill are both given"),
         ([*PAIR, "--read-side", "left"], "unknown --read-side 'left'"),
         ([*PAIR, "--ray", "x.yaml"], "--ray and --prefill, --decode are both given"),
-        ([*ENGINES, "--read-side", "split"], "--read-side is given without --prefill and --decode"),
+        ([*ENGINES, "--read-side", "prefill"], "--read-side is given without --prefill and --decode"),
         ([*ENGINES, "--most-prefill-s", "9"], "--most-prefill-s is given without --prefill and --decode"),
     ],
 )
@@ -125,8 +125,8 @@ def test_the_limits_of_pairs_reach_the_rules(monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(error, BuiltError), error
         return error.args[0]
 
-    given = ("--read-side", "split", "--short-queue-s", "1", "--most-prefill-s", "2")
-    assert rules_of(*given, "--high-tokens-ratio", "1.5") == PrefillDecodeRules("split", 1.0, 2.0, 1.5)
+    given = ("--read-side", "prefill", "--short-queue-s", "1", "--most-prefill-s", "2")
+    assert rules_of(*given, "--high-tokens-ratio", "1.5") == PrefillDecodeRules("prefill", 1.0, 2.0, 1.5)
     assert rules_of() == PrefillDecodeRules()
 
 

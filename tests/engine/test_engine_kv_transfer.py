@@ -140,23 +140,25 @@ class Pair:
         self.folder = folder
         self._transfers = 0
 
-    def say(self, prompt: list[int], share: float = 0.0, peer: str | None = None) -> Spoken:
-        return say(self.decode, prompt, OUTPUT_TOKENS, self.prefilled(prompt, share, peer))
+    def say(self, prompt: list[int], decode_reads: bool = False, peer: str | None = None) -> Spoken:
+        return say(self.decode, prompt, OUTPUT_TOKENS, self.prefilled(prompt, decode_reads, peer))
 
-    def prefilled(self, prompt: list[int], share: float = 0.0, peer: str | None = None) -> dict[str, Any]:
+    def prefilled(
+        self, prompt: list[int], decode_reads: bool = False, peer: str | None = None
+    ) -> dict[str, Any]:
         """What the prefill engine answers, for the decode engine."""
-        first = say(self.prefill, prompt, 1, self.to_prefill(share, peer))
+        first = say(self.prefill, prompt, 1, self.to_prefill(decode_reads, peer))
         assert first.params is not None
         assert first.params["do_remote_prefill"]
         return first.params
 
-    def to_prefill(self, share: float = 0.0, peer: str | None = None) -> dict[str, Any]:
+    def to_prefill(self, decode_reads: bool = False, peer: str | None = None) -> dict[str, Any]:
         self._transfers += 1
         return {
             "do_remote_decode": True,
             "transfer": f"t{self._transfers}",
             "peer": peer or f"unix:{self.folder / 'd.sock'}",
-            "decode_share": share,
+            "decode_reads": decode_reads,
         }
 
     @contextmanager
@@ -267,12 +269,12 @@ def test_cold_prompts(pair: Pair, alone: dict[str, Spoken]) -> None:
     )
 
 
-@pytest.mark.parametrize(("share", "seed"), [(0.0, 1), (1.0, 2), (0.5, 3)])
-def test_prompts_that_are_stored(pair: Pair, alone: dict[str, Spoken], share: float, seed: int) -> None:
+@pytest.mark.parametrize(("decode_reads", "seed"), [(False, 1), (True, 2)])
+def test_prompts_that_are_stored(pair: Pair, alone: dict[str, Spoken], decode_reads: bool, seed: int) -> None:
     pair.settled()
     before, computed = pair.looks(), pair.computed_by_decode()
     prompt = later(turns()["700"], alone["700"].tokens, seed)
-    assert_same(pair.say(prompt, share), alone[f"later {seed}"])
+    assert_same(pair.say(prompt, decode_reads), alone[f"later {seed}"])
     assert pair.computed_by_decode() == computed
     after = pair.settled()
     read = [
@@ -280,7 +282,7 @@ def test_prompts_that_are_stored(pair: Pair, alone: dict[str, Spoken], share: fl
         for now, then in zip(after, before, strict=True)
     ]
     stored = (700 + OUTPUT_TOKENS - 1) // FULL_TOKENS
-    assert read == [stored - round(stored * share), round(stored * share)]
+    assert read == [stored * (not decode_reads), stored * decode_reads]
 
 
 def test_it_would_show(pair: Pair, alone: dict[str, Spoken], settings: Path) -> None:
@@ -294,22 +296,22 @@ def test_it_would_show(pair: Pair, alone: dict[str, Spoken], settings: Path) -> 
     pair.settled()
 
 
-@pytest.mark.parametrize(("share", "seed"), [(0.0, 1), (1.0, 2), (0.5, 3)])
+@pytest.mark.parametrize(("decode_reads", "seed"), [(False, 1), (True, 2)])
 def test_clients_that_leave_while_their_context_is_read(
-    pair: Pair, alone: dict[str, Spoken], share: float, seed: int
+    pair: Pair, alone: dict[str, Spoken], decode_reads: bool, seed: int
 ) -> None:
     prompt = later(turns()["700"], alone["700"].tokens, seed)
     pair.say(prompt)  # so that it is stored
     pair.settled()
-    reader = pair.decode if share else pair.prefill
+    reader = pair.decode if decode_reads else pair.prefill
     reader.collective_rpc(hold_reads)
     try:
-        with pair.leaving(pair.prefill, prompt, pair.to_prefill(share)):
+        with pair.leaving(pair.prefill, prompt, pair.to_prefill(decode_reads)):
             pair.until(reader, lambda seen: seen["reading"] > 0)
     finally:
         reader.collective_rpc(let_reads_go)
     pair.settled()
-    assert_same(pair.say(prompt, share), alone[f"later {seed}"])
+    assert_same(pair.say(prompt, decode_reads), alone[f"later {seed}"])
 
 
 def test_clients_that_leave_between_their_legs(pair: Pair, alone: dict[str, Spoken]) -> None:
@@ -339,9 +341,9 @@ def test_a_file_that_is_damaged_is_computed(pair: Pair, alone: dict[str, Spoken]
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    for share in (0.0, 1.0, 0.5):
+    for decode_reads in (False, True):
         prompt = later(turns()["700"], alone["700"].tokens, 4)
-        assert_same(pair.say(prompt, share), alone["later 4"])
+        assert_same(pair.say(prompt, decode_reads), alone["later 4"])
         pair.forget()
     pair.settled()
 
@@ -395,8 +397,8 @@ def test_steps_planned_ahead_on_both_sides(
     ):
         both = Pair(prefill, decode, tmp_path, in_process=True)
 
-        def through(prompts: list[list[int]], share: float = 0.0) -> list[Spoken]:
-            params = [both.to_prefill(share) for _ in prompts]
+        def through(prompts: list[list[int]], decode_reads: bool = False) -> list[Spoken]:
+            params = [both.to_prefill(decode_reads) for _ in prompts]
             first = say_all(prefill, prompts, 1, params)
             return say_all(decode, prompts, OUTPUT_TOKENS, [each.params for each in first])
 
@@ -410,8 +412,8 @@ def test_steps_planned_ahead_on_both_sides(
             (count + OUTPUT_TOKENS - 1) // FULL_TOKENS for count in LENGTHS
         )
         longer = {seed: later(turns()["700"], alone["700"].tokens, seed) for seed in (1, 2, 3, 4)}
-        for share in (0.0, 0.5, 1.0):
-            for seed, spoken in zip(longer, through(list(longer.values()), share), strict=True):
+        for decode_reads in (False, True):
+            for seed, spoken in zip(longer, through(list(longer.values()), decode_reads), strict=True):
                 assert_same(spoken, alone[f"later {seed}"])
             both.settled()
         assert both.computed_by_decode() == 0
@@ -434,7 +436,7 @@ def test_steps_planned_ahead_on_both_sides(
 
 
 def model_of_two_heads(tokenizer: str, target: Path) -> str:
-    """A loud model whose keys and values two workers share between them: each has a head of its own."""
+    """A loud model whose keys and values two workers decode_reads between them: each has a head of its own."""
     import torch
     import transformers
 

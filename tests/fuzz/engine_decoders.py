@@ -98,7 +98,7 @@ MESSAGES = tuple(
     frame[HEAD_BYTES : HEAD_BYTES + decode_head(frame[:HEAD_BYTES]).message_bytes] for frame in FRAMES
 )
 PARAMS = (
-    {"do_remote_decode": True, "transfer": "t", "peer": "tcp:h:1", "decode_share": 0.5, "epoch": "e"},
+    {"do_remote_decode": True, "transfer": "t", "peer": "tcp:h:1", "decode_reads": True, "epoch": "e"},
     {"do_remote_prefill": True, "transfer": "t", "context": "t.0", "epoch": "e", "stored": 12},
 )
 IDENTITY = KvIdentity(
@@ -311,7 +311,7 @@ ENGINE_DECODERS: dict[str, Decoder] = {
         decode=read_params,
         examples=tuple(map(json_bytes, PARAMS)),
         refused=(
-            json_bytes(PARAMS[0] | {"decode_share": 10**400}),
+            json_bytes(PARAMS[0] | {"decode_reads": 10**400}),
             json_bytes(PARAMS[1] | {"stored": "x" * 5000}),
         ),
         errors=(ValueError,),

@@ -151,12 +151,12 @@ async def test_the_doctor_knows_a_gateway() -> None:
 
 
 async def test_the_doctor_knows_a_gateway_for_pairs() -> None:
-    async with pairs(1, 2, read_side="split") as (it, [prefill], decode):
+    async with pairs(1, 2, read_side="prefill") as (it, [prefill], decode):
         checks = await examined(it.url)
         assert not [name for name, check in checks.items() if check.ok is False and name != "cached tokens"]
         assert checks["gateway"].detail.startswith("policy dualpath, 3 of 3 replicas up")
         nodes = sorted(engine.at_node for engine in (prefill, *decode))
-        told = f"1 prefill, 2 decode; nodes {', '.join(nodes)}; read side split"
+        told = f"1 prefill, 2 decode; nodes {', '.join(nodes)}; read side prefill"
         assert checks["pairs"].detail == told
         tiers = checks["tiers"]
         assert tiers.ok is True

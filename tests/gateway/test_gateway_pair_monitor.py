@@ -287,15 +287,15 @@ async def test_a_nodes_queue_is_that_of_all_its_engines() -> None:
         await until(lambda: 35.0 < queue_s(it, decode[0]) <= 40.0)
 
 
-@pytest.mark.parametrize(("busy", "share"), [("prefill", 1.0), ("decode", 0.0)])
-async def test_the_side_with_the_shorter_reported_queue_reads(busy: str, share: float) -> None:
+@pytest.mark.parametrize(("busy", "decode_reads"), [("prefill", True), ("decode", False)])
+async def test_the_side_with_the_shorter_reported_queue_reads(busy: str, decode_reads: bool) -> None:
     async with pairs(1, 1) as (it, [prefill], [decode]):
         assert (await it.chat("p", text="x" * 4000)).status == 200
         engine = prefill if busy == "prefill" else decode
         engine.queued_s = 50.0
         await until(lambda: queue_s(it, engine) > 40.0)
         assert (await it.chat("p", text="x" * 4000)).status == 200
-        assert prefill.requests[1]["kv_transfer_params"]["decode_share"] == share
+        assert prefill.requests[1]["kv_transfer_params"]["decode_reads"] == decode_reads
 
 
 # -- what is told -------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(
         vllm_xargs={"agentic_context": CONTEXT, "x": 1},
         kv_transfer_params={"peer": "somebody else's"},
     )  # fmt: skip
-    assert json.loads(prefill_body(api, body, "t1", "tcp:d:1", 0.25)) == {
+    assert json.loads(prefill_body(api, body, "t1", "tcp:d:1", True)) == {
         "model": "tiny",
         "messages": [{"role": "user", "content": "hi"}],
         "stream": False,
@@ -57,7 +57,7 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(
             "do_remote_decode": True,
             "transfer": "t1",
             "peer": "tcp:d:1",
-            "decode_share": 0.25,
+            "decode_reads": True,
         },
     }
 
@@ -93,7 +93,7 @@ def test_a_clients_transfer_parameters_are_removed() -> None:
     body = asked(kv_transfer_params=forged, ec_transfer_params=forged)
     told = {"transfer": "mine"}
     assert json.loads(decode_body(body, told)) == {**json.loads(asked()), "kv_transfer_params": told}
-    assert b"another's" not in prefill_body(ClientApi.CHAT, body, "t1", "tcp:d:1", 0.25)
+    assert b"another's" not in prefill_body(ClientApi.CHAT, body, "t1", "tcp:d:1", True)
 
 
 @given(

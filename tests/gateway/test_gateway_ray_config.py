@@ -54,14 +54,14 @@ def test_what_travels_is_read_back_the_same() -> None:
 
 
 def test_prefill_and_decode_engines_are_groups_of_their_own() -> None:
-    given = {**PAIRS, "prefill": None, "pairs": {"store": "/kv", "read_side": "split"}}
+    given = {**PAIRS, "prefill": None, "pairs": {"store": "/kv", "read_side": "prefill"}}
     config = parse_config(given, source="f.yaml")
     assert config.in_pairs
     assert [(group.name, group.role, group.engines.min) for group in config.groups] == [
         ("Prefill", "prefill", 1),
         ("Decode", "decode", 2),
     ]
-    assert (config.total_min_engines, config.pairs.read_side) == (3, "split")
+    assert (config.total_min_engines, config.pairs.read_side) == (3, "prefill")
     assert parse_config(msgspec.to_builtins(config), source="again") == config
     assert not parse().in_pairs
     own = {"min": 1, "command": ["x", "{port}"]}

@@ -21,13 +21,12 @@ REQUEST = st.fixed_dictionaries(
         "gives_up": st.none() | st.sampled_from([0.0, 0.05, 0.5, 3.0]),
         "expects": st.booleans(),
         "wants": st.booleans(),
-        "or_read_locally": st.booleans(),
     }
 )
 
 
 def _request(context: tuple[int, int], *, cut: float = 0.0, pause: float = 0.0) -> dict[str, Any]:
-    said = {"gives_up": None, "expects": False, "wants": False, "or_read_locally": False}
+    said = {"gives_up": None, "expects": False, "wants": False}
     return {"context": context, "cut": cut, "pause": pause, **said}
 
 
@@ -79,7 +78,7 @@ def test_whatever_happens(
         if "p" in world.engines and mine:
             asked[name] = here.load(name, mine), len(mine)
         if "p" in world.engines and theirs:
-            peer = {"address": "d", "total": len(whole), "or_read_locally": request["or_read_locally"]}
+            peer = {"address": "d", "total": len(whole)}
             asked[push] = here.load(push, theirs, **peer), len(theirs)
         if request["wants"] and "d" in world.engines:
             there.do(there.core.want, [push])

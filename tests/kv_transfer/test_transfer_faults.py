@@ -20,6 +20,7 @@ from simulated_transfers import (
 )
 from sojourn_server.kv_transfer.peer_table import _FIELD_DESCRIPTIONS
 from sojourn_server.kv_transfer.transfer_actions import (
+    LayerLoaded,
     LoadEnded,
     PromptTransferEnded,
     PushEnded,
@@ -175,8 +176,43 @@ def test_a_fetch_from_nobody_fails_at_once_and_good_for_nothing() -> None:
     here = world.engine("p")
     here.load("t", CONTEXT, address="nowhere")
     world.run(1.0)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "cannot reach nowhere: connection refused")
+    assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "missing"), "it was looked for here then"
     assert here.taken("t") == []
+    assert_clean(here)
+
+
+def test_what_a_peer_does_not_bring_is_read_in_the_places_kept_for_it() -> None:
+    world = World()
+    here = world.engine("p", limits={"slots": 8})
+    world.engine("d", rates={"storage_read": 96.0})
+    others = keys(*range(100, 108))
+    world.put(*CONTEXT, *others)
+    here.load("t", CONTEXT, address="d")
+    here.load("next", others)
+    world.run(0.5)
+    world.kill("d")
+    world.run(0.1)
+    assert here.over(LoadEnded, "t") == LoadEnded("t", 8)
+    assert here.core.ctx.counts["blocks_read_instead"] == 8
+    assert here.over(LoadEnded, "next") is None, "it waits for its turn"
+    assert here.taken("t") == [content(one) for one in CONTEXT]
+    world.run(0.1)
+    assert here.taken("next") == [content(one) for one in others]
+    assert_clean(here)
+
+
+def test_once_a_layer_has_come_nobody_is_made_to_wait_for_storage_instead() -> None:
+    world, here, _ = two_engines(rates={"compute": 400.0})
+    world.put(*CONTEXT)
+    here.load("t", CONTEXT, address="d")
+    world.run(5.0, until=lambda: any(isinstance(event, LayerLoaded) for event in here.events))
+    reads = len(world.reads)
+    world.kill("d")
+    world.run(0.1)
+    assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "the connection has ended")
+    assert len(world.reads) == reads
+    here.do(here.core.end_load, "t")
+    world.run(1.0)
     assert_clean(here)
 
 
@@ -222,8 +258,9 @@ def test_storage_that_never_answers_costs_patience_and_its_slot_until_it_does(si
     assert here.taken("t") == [content(one) for one in CONTEXT[:3]]
     there.do(there.core.end_prompt, "t")
     assert reader.core.ctx.buffers.used == 1
-    (item,) = reader.core.ctx.reads._in_flight
-    reader.do(reader.core.read_done, item, None)
+    for engine in {here, reader}:  # this engine has tried it too
+        (item,) = engine.core.ctx.reads._in_flight
+        engine.do(engine.core.read_done, item, None)
     assert_clean(here, there)
 
 
@@ -331,7 +368,7 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     here.load("u", CONTEXT, address="d", epoch=epoch)
     world.run(1.0)
     assert here.over(PushEnded, "u") == PushEnded("u", False, "the peer has restarted since it was chosen")
-    assert here.over(LoadEnded, "u") == LoadEnded("u", 0, "d has restarted since it was chosen")
+    assert here.over(LoadEnded, "u") == LoadEnded("u", 0, "missing"), "it was looked for here then"
     # Without an epoch, what it has is asked and not believed: all of it is sent again.
     here.push("v", "d", CONTEXT)
     again.do(again.core.expect, "v")
@@ -343,13 +380,12 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
 
 def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() -> None:
     world, here, there = two_engines(limits={"slots": 6})
-    world.put(*CONTEXT)
     there.do(there.core.expect, "t")
     here.load("r", CONTEXT, address="d")
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
     why = "a context of 8 Full Blocks does not fit buffers of 6; make them larger"
-    assert here.over(LoadEnded, "r") == LoadEnded("r", 0, why)
+    assert here.over(LoadEnded, "r") == LoadEnded("r", 0, "missing"), "it was looked for here then"
     assert here.over(PushEnded, "t") == PushEnded("t", False, why)
     assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", False, why)
     assert there.core.ctx.counts["too_large"] == 2

@@ -85,11 +85,11 @@ def test_a_preempted_request_asks_again_for_what_it_has_stored() -> None:
 
 def test_the_prefill_side_pushes_with_the_last_chunk_and_is_held_until_that_is_over() -> None:
     planner = make()
-    params = to_prefill("t", "unix:d", decode_share=0.5, epoch="e1")
+    params = to_prefill("t", "unix:d", decode_reads=True, epoch="e1")
     request = begin(planner, Request("r", prompt(1, 400), params))
     assert planner.ask("r", 0) == MATCH_PENDING
     (fetch,) = planner.take_jobs().fetches
-    assert (fetch.decode_share, fetch.peer, fetch.total, fetch.epoch) == (0.5, "unix:d", 7, "e1")
+    assert (fetch.peer, fetch.total, fetch.epoch) == ("unix:d", 7, "e1")
     planner.take_results(TransferResults(ready={fetch.ask: 2}))
     planner.ask("r", 0)
     planner.allocated("r", ids(400), 128)

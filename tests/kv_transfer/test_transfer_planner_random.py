@@ -126,14 +126,16 @@ class Planning(RuleBasedStateMachine):
         return self.lives[data.draw(st.sampled_from(names))] if names else None
 
     @rule(
-        tokens=LENGTHS, part=st.sampled_from(["whole", "prefill", "decode", "foreign"]), share=st.floats(0, 1)
+        tokens=LENGTHS,
+        part=st.sampled_from(["whole", "prefill", "decode", "foreign"]),
+        decode_reads=st.booleans(),
     )
-    def add(self, tokens: int, part: str, share: float) -> None:
+    def add(self, tokens: int, part: str, decode_reads: bool) -> None:
         number = next(self.numbers)
         said: dict[str, Any] | None = None
         ids = prompt(number, tokens)
         if part == "prefill":
-            said = to_prefill(f"t{number}", decode_share=share)
+            said = to_prefill(f"t{number}", decode_reads=decode_reads)
         elif part != "whole":
             context = f"foreign {number}"
             if part == "decode":

@@ -10,7 +10,6 @@ import pytest
 from fake_transfer_requests import FULL_TOKENS, Request, prompt, to_prefill
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
 from sojourn_server.kv_transfer import transfer_handles, transfer_worker
-from sojourn_server.kv_transfer.split_fetch import SplitFetch
 from sojourn_server.kv_transfer.transfer_actions import LayerLoaded, LoadEnded
 from sojourn_server.kv_transfer.transfer_handles import LoadHandle
 from sojourn_server.kv_transfer.transfer_stats import TransferStepTimes
@@ -60,7 +59,7 @@ def test_waiting_and_copying_are_told_apart(make: Make, monkeypatch: pytest.Monk
 
     clock = Clock()
     monkeypatch.setattr(transfer_worker.time, "perf_counter", clock.perf_counter)
-    monkeypatch.setattr(SplitFetch, "layer", clock.spend(2.0, SplitFetch.layer))
+    monkeypatch.setattr(LoadHandle, "layer", clock.spend(2.0, LoadHandle.layer))
     monkeypatch.setattr(KvBlockArrays, "scatter", clock.spend(0.5, KvBlockArrays.scatter))
     engine.add(Request("after", [*start, *prompt(2, 50)]))
     settle(engine)
@@ -107,20 +106,20 @@ def test_a_peers_layers_are_streamed_and_counted(make: Make, monkeypatch: pytest
     settle(d)
     whole = [*start, *prompt(2, 50)]
     ready_at: list[int] = []
-    ready = SplitFetch.ready
+    ready = LoadHandle.ready
 
-    def watched(self: SplitFetch, *arguments: Any) -> int | None:
+    def watched(self: LoadHandle, *arguments: Any) -> int | None:
         found = ready(self, *arguments)
         if found is not None:
-            ready_at.append(self.pieces[-1].load.layers_loaded)
+            ready_at.append(self.layers_loaded)
         return found
 
-    monkeypatch.setattr(SplitFetch, "ready", watched)
+    monkeypatch.setattr(LoadHandle, "ready", watched)
     for layerwise in (True, False):
         p.worker.layerwise = layerwise
         before_s = p.worker.times.streamed_s
         name = f"r{layerwise}"
-        p.add(Request(name, whole, to_prefill(name, d.address, decode_share=1.0)))
+        p.add(Request(name, whole, to_prefill(name, d.address, decode_reads=True)))
         run(lambda name=name: name in p.done, p)  # type: ignore[misc]
         assert p.worker.times.streamed_s > before_s
         d.add(Request(name, whole, p.done[name].answer))

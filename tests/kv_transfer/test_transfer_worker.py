@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
-from sojourn_server.kv_transfer.split_fetch import SplitFetch
+from sojourn_server.kv_transfer.transfer_handles import LoadHandle
 from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle
 
 Make = Callable[..., ToyEngine]
@@ -58,15 +58,15 @@ def test_a_cold_prompt_is_pushed_and_the_decode_side_computes_one_token_of_it(
     assert (first.prefilled, second.prefilled) == (tokens, 1)
 
 
-@pytest.mark.parametrize(("share", "read_by_d"), [(0.0, 0), (1.0, 6), (0.5, 3)])
-def test_what_is_stored_is_read_by_either_side_or_both(
-    make: Make, store: MemoryStore, share: float, read_by_d: int
+@pytest.mark.parametrize(("decode_reads", "read_by_d"), [(False, 0), (True, 6)])
+def test_what_is_stored_is_read_by_either_side(
+    make: Make, store: MemoryStore, decode_reads: bool, read_by_d: int
 ) -> None:
     p, d = make("p"), make("d")
     start = prompt(1, 6 * FULL_TOKENS)
     through(p, d, start, "before")
     assert set(full_keys(start)) <= set(store.blocks)
-    first, second = through(p, d, [*start, *prompt(2, 50)], decode_share=share)
+    first, second = through(p, d, [*start, *prompt(2, 50)], decode_reads=decode_reads)
     assert (first.prefilled, second.prefilled) == (50, 1)
     counts = {engine: engine.manager.core.ctx.counts for engine in (p, d)}
     assert counts[d]["blocks_read"] == read_by_d
@@ -126,16 +126,16 @@ def test_a_preempted_request_comes_back_from_the_store(make: Make) -> None:
     assert job.prefilled < 300 + 300 - 4 * FULL_TOKENS + 1
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, 0.5])
+@pytest.mark.parametrize("decode_reads", [False, True])
 @pytest.mark.parametrize("broken", [0, 2, 5])
 def test_a_block_that_cannot_be_read_is_computed(
-    make: Make, store: MemoryStore, share: float, broken: int
+    make: Make, store: MemoryStore, decode_reads: bool, broken: int
 ) -> None:
     p, d = make("p"), make("d")
     start = prompt(1, 6 * FULL_TOKENS)
     through(p, d, start, "before")
     store.broken.add(full_keys(start)[broken])
-    first, _ = through(p, d, [*start, *prompt(2, 50)], decode_share=share)
+    first, _ = through(p, d, [*start, *prompt(2, 50)], decode_reads=decode_reads)
     assert first.prefilled == 50 + (6 - broken) * FULL_TOKENS
 
 
@@ -146,12 +146,12 @@ def test_an_abort_at_any_time_leaves_nothing(make: Make, store: MemoryStore, aft
     tokens = prompt(1, 400)
     through(p, d, tokens, "before")
     longer = [*tokens, *prompt(2, 300)]
-    job = p.add(Request("r", longer, to_prefill("t", d.address, decode_share=0.5)))
+    job = p.add(Request("r", longer, to_prefill("t", d.address, decode_reads=True)))
     for _ in range(after):
         p.step()
     p.abort("r")
     settle(p, d)
-    job = p.add(Request("s", longer, to_prefill("u", d.address, decode_share=0.5)))
+    job = p.add(Request("s", longer, to_prefill("u", d.address, decode_reads=True)))
     run(lambda: "s" in p.done, p, d)
     d.add(Request("s", longer, job.answer))
     for _ in range(after):
@@ -197,14 +197,14 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     p, d = make("p"), make("d")
     start = prompt(1, 6 * FULL_TOKENS)
     through(p, d, start, "before")
-    layer_of = SplitFetch.layer
+    layer_of = LoadHandle.layer
 
-    def lose_some(self: SplitFetch, layer: int, timeout_s: float) -> list[memoryview]:
-        return layer_of(self, layer, timeout_s)[: 2 if layer == lost_at else None]
+    def lose_some(self: LoadHandle, layer: int) -> list[memoryview]:
+        return layer_of(self, layer)[: 2 if layer == lost_at else None]
 
-    monkeypatch.setattr(SplitFetch, "layer", lose_some)
+    monkeypatch.setattr(LoadHandle, "layer", lose_some)
     whole = [*start, *prompt(2, 100)]
-    first = p.add(Request("r", whole, to_prefill("t", d.address, decode_share=0.5)))
+    first = p.add(Request("r", whole, to_prefill("t", d.address, decode_reads=True)))
     run(lambda: "r" in p.done, p, d)
     assert first.prefilled == 100 + 4 * FULL_TOKENS
     assert p.worker.counts["blocks_not_filled"] == 4 * PER_FULL
@@ -216,7 +216,7 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     assert second.request.output == expected(whole, 3)
     assert second.prefilled == 100, "it had what is stored"
 
-    monkeypatch.setattr(SplitFetch, "layer", lose_some)
+    monkeypatch.setattr(LoadHandle, "layer", lose_some)
     longer = [*whole, *prompt(3, 200)]
     p.add(Request("s", longer))
     settle(p, d)
@@ -231,7 +231,7 @@ def test_a_peer_that_dies_while_its_layers_are_streamed(make: Make, store: Memor
     start = prompt(1, 6 * FULL_TOKENS)
     through(p, d, start, "before")
     whole = [*start, *prompt(2, 50)]
-    p.add(Request("r", whole, to_prefill("t", d.address, decode_share=1.0)))
+    p.add(Request("r", whole, to_prefill("t", d.address, decode_reads=True)))
     p.after_layer = lambda layer: None if layer else d.close()
     run(lambda: "r" in p.done, p)
     settle(p)

@@ -21,7 +21,7 @@ class Client:
         self.name = name
         self.tokens = tokens
         self.max_tokens = dice.randint(1, 30)
-        self.share = dice.choice([0.0, 0.3, 0.5, 1.0])
+        self.decode_reads = dice.random() < 0.5
         self.alone = dice.random() < 0.2
         self.leaves = dice.random() < 0.3
         self.stage = "new"
@@ -30,7 +30,7 @@ class Client:
     def advance(self, p: ToyEngine, d: ToyEngine, transfer: str, peer: str) -> None:
         if self.stage == "new":
             self.stage = "decode" if self.alone else "prefill"
-            said = None if self.alone else to_prefill(transfer, peer, decode_share=self.share)
+            said = None if self.alone else to_prefill(transfer, peer, decode_reads=self.decode_reads)
             where, tokens = (d, self.max_tokens) if self.alone else (p, 1)
             self.job = where.add(Request(self.name, self.tokens, said), tokens)
         elif self.stage == "prefill" and self.name in p.done:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import EnginePair, PdRequest
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
-from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
 
 BLOCK_S = 0.1
 
@@ -49,23 +48,18 @@ def decode_loads(pairs: PairScheduler) -> list[tuple[int, int, int]]:
 def test_a_request_gets_a_pair_and_a_side() -> None:
     pairs = fleet()
     pairs.submit(ask(1))
-    assert pairs.dispatch(0.0) == [EnginePair(ask(1), 0, 2, (4, 0))]
+    assert pairs.dispatch(0.0) == [EnginePair(ask(1), 0, 2, decode_reads=False)]
     pairs.submit(ask(2))  # the first one is being read at the prefill side
-    assert pairs.dispatch(0.0) == [EnginePair(ask(2), 1, 3, (0, 4))]
+    assert pairs.dispatch(0.0) == [EnginePair(ask(2), 1, 3, decode_reads=True)]
     assert pairs.queues.queue_s(0, 0.1) == pytest.approx(0.3)
     assert pairs.queues.queue_s(1, 0.1) == pytest.approx(0.3)
 
 
-def test_reads_are_split_if_the_policy_decides_so() -> None:
-    pairs = PairScheduler(side=WaterFillingRead())
-    for node in (0, 1):
-        pairs.add_node(node, BLOCK_S)
-    pairs.add_prefill(0, 0)
-    pairs.add_decode(1, 1, 0, 500)
-    pairs.submit(ask(1, blocks=5))
-    assert pairs.dispatch(0.0)[0].split == (3, 2)
-    pairs.submit(ask(2, blocks=0))
-    assert pairs.dispatch(0.0)[0].split == (0, 0)
+def test_a_request_without_stored_blocks_queues_no_read() -> None:
+    pairs = fleet()
+    pairs.submit(ask(1, blocks=0))
+    assert pairs.dispatch(0.0) == [EnginePair(ask(1, blocks=0), 0, 2, decode_reads=False)]
+    assert pairs.queues.queue_s(0, 0.0) <= 0.0
 
 
 def test_first_come_first_served_while_all_prefill_engines_are_over_beta() -> None:
@@ -132,7 +126,6 @@ def test_every_request_is_served_once_and_the_state_adds_up(events: list[tuple[s
             mine = pair.request.request_id
             assert pair.request is open_[mine]
             assert mine not in paired
-            assert sum(pair.split) == pair.request.hit_blocks
             paired[mine] = pair
         # A request with a prefill engine that waits for memory counts there too.
         assert sum(view.tokens for view in pairs.prefill.available()) >= sum(

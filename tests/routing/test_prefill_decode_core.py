@@ -12,7 +12,6 @@ from routing_builders import only
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
-from sojourn_server.policies.prefill_decode.read_side_policies import WaterFillingRead
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.pair_strategy import PairStrategy
 from sojourn_server.routing.routing_core import RoutingCore
@@ -65,40 +64,40 @@ def test_a_request_goes_to_a_pair_and_the_next_to_the_other() -> None:
     assert isinstance(first, SendRequestToPair)
     assert {first.prefill_id, second.prefill_id} == {"p1", "p2"}
     assert {first.replica_id, second.replica_id} == {"d1", "d2"}
-    assert first.decode_share == 0.0  # nothing of it is stored
+    assert not first.decode_reads  # nothing of it is stored
 
 
 def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> None:
-    it = core("p1", "d1", pairs=PairScheduler(side=WaterFillingRead()))
+    it = core("p1", "d1")
     it.take(asked("a", 6400, "p"), 1.0)
     it.take(routing_events.RequestFinished("a", 64, "d1"), 2.0)
     sent = only(it.take(asked("b", 6464 + 40, "p"), 100.0))
-    assert sent.decode_share == pytest.approx(0.5, abs=0.01)
+    assert sent.decode_reads
     it.take(routing_events.RequestFinished("b", 10, "d1"), 200.0)
     it.take(NicQueueReported("node-d1", 50.0), 200.0)
-    assert only(it.take(asked("c", 6600, "p"), 200.0)).decode_share == 0.0
+    assert not only(it.take(asked("c", 6600, "p"), 200.0)).decode_reads
     it.take(routing_events.RequestFinished("c", 10, "d1"), 200.0)
     it.take(routing_events.ProgramEnded("p", "t"), 300.0)
-    assert only(it.take(asked("d", 6600, "p"), 300.0)).decode_share == 0.0
+    assert not only(it.take(asked("d", 6600, "p"), 300.0)).decode_reads
     assert it.strategy.pairs.queues.queue_s(1, 300.0) <= 0.0  # nothing of an ended program is looked for
 
 
 def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
-    it = core("p1", "d1", pairs=PairScheduler(side=WaterFillingRead()))
+    it = core("p1", "d1")
     it.take(asked("a", 6400, "p"), 1.0)
     it.take(routing_events.RequestFinished("a"), 2.0)
-    assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
+    assert not only(it.take(asked("b", 6464, "p"), 3.0)).decode_reads
 
 
 @pytest.mark.parametrize("answered", [False, None])
 def test_what_an_engine_refused_has_stored_nothing_and_is_no_turn(answered: bool | None) -> None:
-    it = core("p1", "d1", pairs=PairScheduler(side=WaterFillingRead()))
+    it = core("p1", "d1")
     it.take(asked("a", 6400, "p"), 1.0)
     it.take(routing_events.PrefillFinished("a", "p1"), 1.5)
     it.take(routing_events.RequestFinished("a", 0, "d1", answered=answered), 2.0)
     assert stored(it) == 0
     assert not it.programs
-    assert only(it.take(asked("b", 6464, "p"), 3.0)).decode_share == 0.0
+    assert not only(it.take(asked("b", 6464, "p"), 3.0)).decode_reads
     it.take(routing_events.RequestFinished("b", 36, "d1"), 4.0)
     it.take(asked("c", 6600, "p"), 5.0)
     it.take(routing_events.RequestFinished("c", 0, "d1", answered=answered), 6.0)

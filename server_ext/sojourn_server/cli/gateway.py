@@ -29,7 +29,7 @@ _PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,h
 _SEVERAL = (
     "sojourn gateway --engines ... --peers http://HOST:PORT,http://HOST:PORT --own-url http://HOST:PORT"
 )
-_READ_SIDES = ("shorter", "split", "prefill")
+_READ_SIDES = ("shorter", "prefill")
 _WAITING_ORDERS = ("arrival", "idleness", "largest-first")
 _STOP_GRACE_S = 60
 """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
@@ -53,7 +53,7 @@ def gateway(
     decode: list[str] = typer.Option([], help="With --prefill: addresses of engines of --role decode"),
     read_side: str = typer.Option(
         "shorter",
-        help="With --prefill: reader of KV from storage: shorter (the shorter queue), split or prefill",
+        help="With --prefill: reader of KV from storage: shorter (the shorter queue) or prefill",
     ),
     short_queue_s: float = typer.Option(
         3.0,

@@ -3,9 +3,10 @@
     waiting ── lease ──▶ filling ── all blocks present, or no more will come ──▶ over ── ``end`` ──▶ gone
 
 A load returns the *leading* blocks that arrived, because blocks after a missing block are useless. If another
-load is already reading a block, this load waits for that read. If the peer does not send its blocks, this
-engine can read the blocks itself. It uses the buffers that the load already has, because a new lease would
-wait behind other transfers.
+load is already reading a block, this load waits for that read. If the peer fails before every block has its
+first layer, this engine reads the missing blocks itself. It uses the buffers that the load already has,
+because a new lease would wait behind other transfers. If the peer fails later, missing blocks stay missing,
+because a step may already wait for layers.
 """
 
 from __future__ import annotations
@@ -39,10 +40,6 @@ class ReadingPeer:
     epoch: str | None = None
     """Identifies the run of the peer's process that the router chose; ``None`` for any run. A restarted peer
     has another epoch."""
-    or_read_locally: bool = False
-    """Whether this engine itself reads the missing blocks from storage if the peer fails. This applies until
-    every block has its first layer. After that, missing blocks stay missing, because a step may already wait
-    for layers."""
 
 
 class PeerFetch:
@@ -222,12 +219,10 @@ class BlockLoad:
         self._loads.begin_fetch(fetch, now)
 
     def _read_instead(self, slot: BufferSlot, now: float) -> bool:
-        """If ``or_read_locally`` allows it, read from storage a block that the peer did not send, at most
-        once per slot. Returns whether the read was queued."""
+        """Read from storage a block that the peer did not send, at most once per slot, unless every block
+        has its first layer. Returns whether the read was queued."""
         ctx = self._loads.ctx
-        if self._peer is None or not self._peer.or_read_locally or self._layers:
-            return False
-        if slot.bad or slot.index in self._instead:
+        if self._peer is None or self._layers or slot.bad or slot.index in self._instead:
             return False
         self._instead.add(slot.index)
         ctx.counts["blocks_read_instead"] += 1

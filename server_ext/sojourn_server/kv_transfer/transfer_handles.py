@@ -87,6 +87,18 @@ class LoadHandle(TransferHandle[LoadEnded]):
         """Seconds between the arrival of the first layer and of the newest one."""
         return self._newest_s - self._first_s
 
+    def ready(self, layerwise: bool) -> int | None:
+        """Return how many leading blocks a request can use now; ``None`` if it must wait. Blocks can be used
+        once the load is over. With ``layerwise``, they can be used once their first layer has arrived."""
+        if self.outcome is None:
+            return self.requested_blocks if layerwise and self.layers_loaded else None
+        if not self.outcome.good:
+            return 0
+        try:
+            return len(self.blocks())  # pins them, so that their buffers are not reused
+        except ValueError:
+            return 0
+
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         """Wait for a layer or the end of the load, at most ``timeout_s`` seconds (``None``: without limit).
         Returns whether the layer has arrived."""

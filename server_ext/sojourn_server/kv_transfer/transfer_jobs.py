@@ -24,11 +24,9 @@ class FetchJob(NamedTuple):
     ask: int
     keys: list[bytes]
     """Keys of consecutive Full Blocks of a context."""
-    decode_share: float = 0.0
-    """Share of the stored blocks that the peer, a decode engine, reads. This engine reads the first stored
-    blocks, and the peer the last."""
     peer: str = ""
-    """Address of the peer; empty if this engine reads all blocks. The fields below are for the peer."""
+    """Address of the peer that reads the blocks and sends them; empty if this engine reads them. The fields
+    below are for the peer."""
     context: str = ""
     total: int = 0
     """Number of Full Blocks of the whole context."""

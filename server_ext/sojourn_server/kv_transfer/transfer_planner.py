@@ -364,9 +364,8 @@ class TransferPlanner:
         entry.first, entry.is_pushed = first, False
         params = entry.params
         fetch = FetchJob(entry.ask, keys)
-        if params.role is TransferRole.PREFILL and not entry.pushed:
+        if params.decode_reads and not entry.pushed:
             fetch = fetch._replace(
-                decode_share=params.decode_share,
                 peer=params.peer,
                 context=entry.context,
                 total=self._prompt_blocks(entry),

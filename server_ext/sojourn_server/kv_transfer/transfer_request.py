@@ -2,13 +2,13 @@
 
 The router writes these parameters for the prefill engine::
 
-    {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_share": 0.0, "epoch": EPOCH}
+    {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_reads": false, "epoch": EPOCH}
 
 ``peer`` is the address of the decode engine's transfer manager. ``epoch`` (optional) identifies one run of
 that engine's process. If the engine has several workers, ``peer`` and ``epoch`` list one value per worker,
-separated by commas (``rank_transfers``). ``decode_share`` is the share of the stored blocks that the decode
-engine reads; the prefill engine reads the others. The prefill engine answers with the parameters for the
-decode engine::
+separated by commas (``rank_transfers``). ``decode_reads``: whether the decode engine reads the prompt's
+stored blocks; if not, the prefill engine does. The prefill engine answers with the parameters for the decode
+engine::
 
     {"do_remote_prefill": true, "transfer": ID, "context": NAME, "epoch": EPOCH, "stored": 12}
 
@@ -47,7 +47,7 @@ class TransferParams:
     role: TransferRole = TransferRole.WHOLE
     transfer: str = ""
     peer: str = ""
-    decode_share: float = 0.0
+    decode_reads: bool = False
     epoch: str | None = None
     context: str = ""
     stored: int = 0
@@ -61,9 +61,9 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     Raises ``ValueError`` if a value is invalid."""
     given = given or {}
     prefill, decode = given.get("do_remote_decode"), given.get("do_remote_prefill")
-    for name, value in (("do_remote_decode", prefill), ("do_remote_prefill", decode)):
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r:.80}; expected true or false")
+    for name in ("do_remote_decode", "do_remote_prefill", "decode_reads"):
+        if not isinstance(given.get(name), bool | None):
+            raise ValueError(f"{name} is {given[name]!r:.80}; expected true or false")
     if prefill and decode:
         raise ValueError("do_remote_decode and do_remote_prefill are both set; an engine does one of them")
     if not prefill and not decode:
@@ -80,14 +80,9 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
         return TransferParams(
             role=TransferRole.DECODE, transfer=transfer, epoch=epoch, context=context, stored=stored
         )
-    share = given.get("decode_share", 0.0)
-    if not isinstance(share, int | float) or isinstance(share, bool):
-        raise ValueError(f"decode_share is {share!r:.80}; expected a number from 0 to 1")
-    if not 0 <= share <= 1:
-        raise ValueError(f"decode_share is {share!r:.80}; expected 0 to 1")
-    peer = _text(given, "peer", 4096)
+    peer, decode_reads = _text(given, "peer", 4096), bool(given.get("decode_reads"))
     return TransferParams(
-        role=TransferRole.PREFILL, transfer=transfer, peer=peer, decode_share=float(share), epoch=epoch
+        role=TransferRole.PREFILL, transfer=transfer, peer=peer, decode_reads=decode_reads, epoch=epoch
     )
 
 

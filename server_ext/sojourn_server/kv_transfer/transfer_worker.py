@@ -14,6 +14,7 @@ is set. The engine then computes the affected KV.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -26,20 +27,21 @@ from typing import TYPE_CHECKING, Any
 from ..kv_offload.transfer_thread import TransferThread
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
 from .kv_blocks import KvBlocks
-from .split_fetch import LayerStream, SplitFetch
+from .load_table import ReadingPeer
 from .transfer_jobs import (
     WANT_INTERVAL_S,
     ExpectJob,
     FetchJob,
     FillJob,
     PushJob,
+    StreamJob,
     TransferJobs,
     TransferResults,
 )
 from .transfer_stats import TransferStepTimes
 
 if TYPE_CHECKING:
-    from .transfer_handles import PromptHandle, PushHandle
+    from .transfer_handles import LoadHandle, PromptHandle, PushHandle
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
@@ -121,8 +123,9 @@ class TransferWorker:
         self._store_hangs = False
         """Whether the running lookup takes too long. If so, all asks that wait for lookups end without
         blocks."""
-        self._fetchings: dict[int, SplitFetch] = {}
-        """Number of an ask → its fetch, until a job takes it over or the ask ends."""
+        self._fetchings: dict[int, LoadHandle | None] = {}
+        """Number of an ask → the load of its stored blocks, until a job takes it over or the ask ends.
+        ``None``: nothing is stored."""
         self._open_fetches: set[int] = set()
         """Asks whose fetch has not been reported to the planner yet."""
         self._prompts: dict[int, PromptHandle] = {}
@@ -135,7 +138,7 @@ class TransferWorker:
         """Requests whose fill job has ended since the last ``take_received``."""
         self._not_filled: set[int] = set()
         """Ids of blocks that fill jobs could not fill since the last ``take_not_filled``."""
-        self._streams: list[LayerStream] = []
+        self._streams: list[tuple[StreamJob, LoadHandle]] = []
         self._step_pushes: list[_ActivePush] = []
         self._pushes: dict[str, _ActivePush] = {}
         self._held: set[str] = set()
@@ -194,9 +197,12 @@ class TransferWorker:
         self._do("announce contexts", self._send_wants, bool(step.wants))
         for order in step.streams:
             with self._lock:
-                split_fetch = self._fetchings.pop(order.ask, None)
+                load = self._fetchings.pop(order.ask, None)
             self._open_fetches.discard(order.ask)
-            self._streams.append(LayerStream(split_fetch, order.skip, order.block_ids))
+            if load is not None:
+                self._streams.append((order, load))
+            else:
+                self._bad.update(order.block_ids)
         for push in step.pushes:
             made = _ActivePush(push, None)
             self._pushes[push.request] = made
@@ -212,15 +218,11 @@ class TransferWorker:
         layer = self._kv.index.get(name)
         if layer is None:  # it has no KV of its own
             return
-        for stream in self._streams:
-            timeout_s, times = MANAGER_TIMEOUT_S, self._step_times
-            filled = self._do("fill a layer", stream.fill, self._kv, layer, timeout_s, times) or ()
-            if len(filled) < len(stream.block_ids):
-                self._bad.update(stream.block_ids[len(filled) :])
-        if layer == len(self._kv) - 1:
-            self._step_times.streamed_s += sum(
-                stream.split_fetch.streamed_s for stream in self._streams if stream.split_fetch is not None
-            )
+        for stream, load in self._streams:
+            filled = self._do("fill a layer", self._fill_layer, stream, load, layer) or ()
+            self._bad.update(stream.block_ids[len(filled) :])
+            if layer == len(self._kv) - 1:
+                self._step_times.streamed_s += load.streamed_s
         if self._bad:
             for push in self._step_pushes:
                 if not self._bad.isdisjoint(push.order.block_ids):
@@ -247,12 +249,11 @@ class TransferWorker:
         for push in self._step_pushes:
             if push.given < len(self._kv):  # the forward pass has skipped layers
                 self._do("end a push", push.invalidate)
-        for stream in self._streams:
-            if stream.split_fetch is not None:
-                self._do("release blocks", stream.split_fetch.end)
+        for _, load in self._streams:
+            self._do("release blocks", load.end)
         self._reports.stored.update(self._saving.end_step(self._bad))
         for fill in self._fills:
-            source: PromptHandle | SplitFetch | None = self._prompts.pop(fill.ask, None)
+            source: PromptHandle | LoadHandle | None = self._prompts.pop(fill.ask, None)
             if source is None:
                 with self._lock:
                     source = self._fetchings.pop(fill.ask, None)
@@ -312,8 +313,9 @@ class TransferWorker:
             self._open_fetches.discard(ask)
             self._reports.ready[ask] = 0
             self.counts["looks_given_up"] += 1
-        for ask, split_fetch in looked:
-            blocks = self._do("check a fetch", split_fetch.ready, self.layerwise, otherwise=0)
+        for ask, load in looked:
+            ready = partial(load.ready, self.layerwise) if load is not None else int
+            blocks = self._do("check a fetch", ready, otherwise=0)
             if blocks is not None:
                 self._open_fetches.discard(ask)
                 self._reports.ready[ask] = blocks
@@ -358,17 +360,27 @@ class TransferWorker:
         with self._lock:
             if fetch.ask not in self._lookups:  # the ask has ended
                 return
-        split_fetch = SplitFetch(self._manager, fetch)
+        load: LoadHandle | None = None
         try:
-            split_fetch.begin(stored)
+            load = self._begin_load(fetch, fetch.keys[:stored]) if stored else None
         except Exception as error:
             self._log("begin a fetch", error)
         with self._lock:
             wanted = self._lookups.pop(fetch.ask, None) is not None
             if wanted:
-                self._fetchings[fetch.ask] = split_fetch
-        if not wanted:
-            split_fetch.end()
+                self._fetchings[fetch.ask] = load
+        if not wanted and load is not None:
+            load.end()
+
+    def _begin_load(self, fetch: FetchJob, keys: Sequence[bytes]) -> LoadHandle:
+        """Start to read the stored blocks ``keys`` of a fetch, through the peer if it is to read them."""
+        name = f"{fetch.context}#{fetch.ask}"
+        if fetch.peer:
+            total = max(fetch.total, len(keys))
+            peer = ReadingPeer(address=fetch.peer, transfer=fetch.context, total=total, epoch=fetch.epoch)
+            with contextlib.suppress(ValueError):  # for example, the transfer is being fetched already
+                return self._manager.load(name, keys, peer=peer)
+        return self._manager.load(name, keys)
 
     def _stored(self, fetch: FetchJob) -> int:
         """Return how many leading blocks of the fetch the store has, at most as many as fit the buffers."""
@@ -424,20 +436,34 @@ class TransferWorker:
         self._open_expects.discard(ask)
         with self._lock:
             self._lookups.pop(ask, None)
-            split_fetch = self._fetchings.pop(ask, None)
-        prompt = self._prompts.pop(ask, None)
-        if split_fetch is not None:
-            split_fetch.end()
-        if prompt is not None:
-            prompt.end()
+            load = self._fetchings.pop(ask, None)
+        for source in (load, self._prompts.pop(ask, None)):
+            if source is not None:
+                source.end()
 
-    def _fill_blocks(self, fill: FillJob, source: PromptHandle | SplitFetch | None, after: object) -> int:
+    def _fill_layer(self, stream: StreamJob, load: LoadHandle, layer: int) -> list[int]:
+        """Wait for a layer of a load, and copy it. Returns the ids of the filled blocks."""
+        blocks: list[memoryview] = []
+        began_s = time.perf_counter()
+        with contextlib.suppress(ValueError):  # the load was given up meanwhile
+            if load.wait_layer(layer, MANAGER_TIMEOUT_S):
+                blocks = load.layer(layer)
+        came_s = time.perf_counter()
+        after = self._kv.fence()
+        filled = self._kv.scatter(layer, blocks, stream.skip, stream.block_ids, after=after, hold=True)
+        self._step_times.waited_s += came_s - began_s
+        self._step_times.copied_s += time.perf_counter() - came_s
+        return filled
+
+    def _fill_blocks(self, fill: FillJob, source: PromptHandle | LoadHandle | None, after: object) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks. Returns the bytes copied.
         Runs in ``_fill_lane``."""
         filled: list[int] = []
         try:
             if source is not None:
-                blocks = source.contents() if isinstance(source, SplitFetch) else source.blocks()
+                blocks: list[memoryview] = []
+                with contextlib.suppress(ValueError):  # the transfer was given up meanwhile
+                    blocks = source.blocks()
                 for layer in range(len(self._kv)):
                     filled = self._kv.scatter(
                         layer, blocks, fill.skip, fill.block_ids, part=layer, after=after

@@ -130,9 +130,8 @@ class PairStrategy(RoutingStrategy):
             for request in waiting:
                 self.enqueue(request, Wait())
         for pair in self.pairs.dispatch(now):
-            blocks = sum(pair.split)
-            share = pair.split.decode_blocks / blocks if blocks else 0.0
-            placement = Placement(self._names[pair.decode], "pair", self._names[pair.prefill], share)
+            decode, prefill = self._names[pair.decode], self._names[pair.prefill]
+            placement = Placement(decode, "pair", prefill, pair.decode_reads)
             self._core.place(self._core.requests[str(pair.request.request_id)], placement, now)
 
     def expire(self, now: float) -> None:

@@ -56,8 +56,8 @@ class Placement(NamedTuple):
     reason: str
     prefill_id: str = ""
     """Id of the prefill engine; empty: ``replica_id`` computes the prompt too."""
-    decode_share: float = 0.0
-    """``SendRequestToPair.decode_share``."""
+    decode_reads: bool = False
+    """``SendRequestToPair.decode_reads``."""
 
 
 class Wait(NamedTuple):
@@ -371,7 +371,7 @@ class RoutingCore:
                 prefill_id=placement.prefill_id,
                 peer=replica.seen.peer,
                 epoch=replica.seen.epoch,
-                decode_share=placement.decode_share,
+                decode_reads=placement.decode_reads,
             )
             request.prefilled = False
         else:

@@ -228,8 +228,8 @@ class SendRequestToPair(SendRequest, frozen=True, kw_only=True):
     """Address of the decode engine's KV transfer manager, to which the prefill engine sends KV."""
     epoch: str = ""
     """Expected instance of the decode engine's KV transfer manager; empty: any."""
-    decode_share: float = 0.0
-    """Fraction, 0 to 1, of the prompt's stored blocks that the decode engine's node reads from storage."""
+    decode_reads: bool = False
+    """Whether the decode engine's node reads the prompt's stored blocks, not the prefill engine's."""
 
 
 class RecallRequest(RoutingAction, frozen=True):

@@ -13,7 +13,6 @@ from ..policies.prefill_decode.read_side_policies import (
     PrefillSideRead,
     ReadSidePolicy,
     ShorterQueueRead,
-    WaterFillingRead,
 )
 from .affinity_strategy import RELOCATED_REASON, AffinityStrategy, steal_reason
 from .pair_strategy import PairStrategy
@@ -28,7 +27,6 @@ PAIR_REASONS = ("pair",)
 """All values of ``SendRequest.reason`` for pairs."""
 READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
     "shorter": ShorterQueueRead,
-    "split": WaterFillingRead,
     "prefill": PrefillSideRead,
 }
 """Policies that choose which side of a pair reads KV from storage, by their names in the configuration."""

@@ -93,21 +93,20 @@ def _has_several_prompts(prompt: bytes) -> bool:
 
 
 def prefill_body(
-    api: ClientApi, body: bytes, transfer: str, peer: str, decode_share: float, epoch: str = ""
+    api: ClientApi, body: bytes, transfer: str, peer: str, decode_reads: bool, epoch: str = ""
 ) -> bytes:
     """Return the body for the prefill engine. It has no program names, asks for an answer of one token, and
     names the destination of the KV. Raises ``InvalidGenerationRequest``.
 
     ``body``: a body that ``parse_generation_request`` accepted. ``transfer``: a unique name for this transfer
     of KV. ``peer``: address of the decode engine's KV transfer manager. ``epoch``: expected instance of that
-    manager; empty: any. ``decode_share``: fraction of the prompt's stored KV that the decode engine's node
-    reads.
+    manager; empty: any. ``decode_reads``: whether the decode engine's node reads the prompt's stored KV.
     """
     document = members_of(with_identity(body, lambda name: None, None))
     first, *others = _LENGTH_FIELDS[api]
     for name in (*_ANSWER_FIELDS, *others):
         document.pop(name, None)
-    params = {"do_remote_decode": True, "transfer": transfer, "peer": peer, "decode_share": decode_share}
+    params = {"do_remote_decode": True, "transfer": transfer, "peer": peer, "decode_reads": decode_reads}
     fields: dict[str, Any] = {first: 1, "stream": False, TRANSFER: params}
     if epoch:
         params["epoch"] = epoch

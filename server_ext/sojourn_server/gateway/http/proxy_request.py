@@ -410,7 +410,7 @@ class ProxyRequest:
         self._prefill_attempts += 1
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
         transfer = f"{request_id}-{self._prefill_attempts}"
-        to = (transfer, pair.peer, pair.decode_share, pair.epoch)
+        to = (transfer, pair.peer, pair.decode_reads, pair.epoch)
         answer = await self._post(address, headers, prefill_body(self._api, self._body, *to))
         if answer.status != 200 and not answer.is_engine_failure:
             return answer

@@ -89,7 +89,7 @@ class PairsConfig(_Section, frozen=True, kw_only=True):
     store: str | None = None
     """Directory of stored KV that all prefill and decode engines share, on every node. ``None`` is allowed
     only if all engines have a ``command``."""
-    read_side: Literal["shorter", "split", "prefill"] = "shorter"
+    read_side: Literal["shorter", "prefill"] = "shorter"
     """Policy that chooses which engine's node reads stored KV; a key of ``READ_SIDE_POLICIES``."""
     short_queue_s: NotNegative = 3.0
     """DualPath's α: the longest storage read queue, in seconds, that counts as short."""

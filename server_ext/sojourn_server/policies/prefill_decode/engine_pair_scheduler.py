@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .decode_engine_selection import HIGH_TOKENS_RATIO, DecodeEngineSelector
-from .prefill_decode_views import EnginePair, PdRequest, ReadSplit, StorageReadView
+from .prefill_decode_views import EnginePair, PdRequest, StorageReadView
 from .prefill_engine_selection import PrefillEngineSelector, PrefillSelectionLimits, PrefillSpeed
 from .read_side_policies import ReadSidePolicy, ShorterQueueRead
 from .storage_read_queues import StorageReadQueues
-
-_NO_READ = ReadSplit(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -255,27 +253,16 @@ class PairScheduler:
         self._place_unplaced()
 
     def _pair(self, flight: _RequestInFlight, now: float) -> EnginePair:
-        """Return the pair of a request with both engines, and add its storage reads to the nodes' queues."""
+        """Return the pair of a request with both engines, and add its storage read to its node's queue."""
         request, prefill, decode = flight.request, flight.prefill, flight.decode
         assert prefill is not None
         assert decode is not None
         blocks = request.hit_blocks
         if not blocks:
-            return EnginePair(request, prefill, decode, _NO_READ)
+            return EnginePair(request, prefill, decode, decode_reads=False)
         queues = self.queues
         one, other = self.prefill.engines[prefill].node, self.decode.engines[decode].node
-        split = self._side.split(
-            StorageReadView(
-                blocks,
-                queues.queue_s(one, now),
-                queues.queue_s(other, now),
-                queues.block_s(one),
-                queues.block_s(other),
-                one == other,
-            )
-        )
-        if split.prefill_blocks:
-            queues.add_read(one, split.prefill_blocks, now)
-        if split.decode_blocks:
-            queues.add_read(other, split.decode_blocks, now)
-        return EnginePair(request, prefill, decode, split)
+        view = StorageReadView(queues.queue_s(one, now), queues.queue_s(other, now), one == other)
+        decode_reads = self._side.decode_reads(view)
+        queues.add_read(other if decode_reads else one, blocks, now)
+        return EnginePair(request, prefill, decode, decode_reads)

@@ -28,32 +28,19 @@ class StorageReadView(NamedTuple):
     """A request's read from storage, and the state of the two storage NICs that could do the read. One NIC is
     on the prefill engine's node, the other on the decode engine's node."""
 
-    blocks: int
-    """Number of Full Blocks to read (64 tokens over all layers, DualPath's unit of storage)."""
     prefill_queue_s: float
     """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
     decode_queue_s: float
     """Seconds of reads queued at the decode engine's node; negative: seconds since its NIC became idle."""
-    prefill_block_s: float
-    """Seconds that the NIC of the prefill engine's node takes per Full Block."""
-    decode_block_s: float
-    """Seconds that the NIC of the decode engine's node takes per Full Block."""
     one_node: bool = False
     """Whether both engines are on one node and share its NIC."""
 
 
-class ReadSplit(NamedTuple):
-    """Numbers of Full Blocks of a request that each engine's node reads from storage. The prefill engine's
-    node reads the first blocks of the prompt, the decode engine's node the later ones."""
-
-    prefill_blocks: int
-    decode_blocks: int
-
-
 class EnginePair(NamedTuple):
-    """A request's engines, and the split of its storage read."""
+    """A request's engines, and the side of its storage read."""
 
     request: PdRequest
     prefill: int
     decode: int
-    split: ReadSplit
+    decode_reads: bool
+    """Whether the decode engine's node reads the stored blocks. If not, the prefill engine's node does."""
