@@ -71,8 +71,8 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
     it = core("p1", "d1")
     it.take(asked("a", 6400, "p"), 1.0)
     it.take(routing_events.RequestFinished("a", 64, "d1"), 2.0)
-    sent = only(it.take(asked("b", 6464 + 40, "p"), 100.0))
-    assert sent.decode_reads
+    it.take(NicQueueReported("node-p1", 50.0), 100.0)
+    assert only(it.take(asked("b", 6464 + 40, "p"), 100.0)).decode_reads
     it.take(routing_events.RequestFinished("b", 10, "d1"), 200.0)
     it.take(NicQueueReported("node-d1", 50.0), 200.0)
     assert not only(it.take(asked("c", 6600, "p"), 200.0)).decode_reads
