@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,12 +45,6 @@ def raises(error: Exception) -> Callable[..., Any]:
         raise error
 
     return call
-
-
-def scores_fail(queue: Any) -> None:
-    queue._order._scorer = type(
-        "Order", (), {"standing": raises(KeyError("P")), "score": raises(KeyError("P"))}
-    )()
 
 
 def scores_do_not_compare(queue: Any) -> None:
@@ -98,7 +93,6 @@ SABOTAGES = [
     miscount,
     forget_an_owner,
     mark_owned_twice,
-    scores_fail,
     scores_do_not_compare,
     *map(fails_within, INSIDE),
     *map(fails_after, INSIDE),
@@ -158,6 +152,45 @@ def test_whatever_goes_wrong_within_it_the_engine_goes_on(
     life.go_on(25)
     assert adapter.failures == 1, "it fails once, and says so once"
     assert "the eviction order failed" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["score", "score_inputs"])
+def test_a_score_that_fails_reduces_only_its_blocks_to_vllms_order(
+    make_engine: Any, clock: Any, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """The policy cannot score the two later programs: of these, the least recently used goes first."""
+    engine = make_engine("saga", blocks=BLOCKS, settings={"strict": False})
+    adapter = engine.scheduler.sojourn
+    policy, rank = adapter.program_scheduler.preset.eviction, 2.0  # of the first program
+
+    class Failing:
+        by_program = True
+
+        def score_inputs(self, owner: Any) -> tuple[float, ...]:
+            if method == "score_inputs" and owner.program_rank > rank:
+                raise KeyError(owner.program_rank)
+            return (*policy.score_inputs(owner), float(owner.program_rank))
+
+        def score(self, inputs: tuple[float, ...], scale: Any) -> tuple[float, ...]:
+            if method == "score" and inputs[-1] > rank:
+                raise ZeroDivisionError
+            return policy.score(inputs[:-1], scale)
+
+    scheduler = adapter.program_scheduler
+    scheduler.preset = replace(scheduler.preset, eviction=Failing())
+    for program, tokens in (("P1", 160), ("P2", 160), ("P3", 160), ("P2", 176)):
+        start = 1000 * int(program[1])
+        engine.add(f"{program}-{tokens}", range(start, start + tokens), max_tokens=4, program_id=program)
+        engine.run()
+        clock.now += 1.0
+    Life(engine, clock).step()
+    queue = adapter._queue
+    owners = [queue.owners.of.get(block.block_id) for block in queue.get_all_free_blocks()]
+    assert list(dict.fromkeys(owner for owner in owners if owner)) == ["P3", "P2", "P1"]
+    assert not queue.broken
+    assert adapter.failures == 1
+    assert caplog.text.count("the eviction score failed") == 1
+    Life(engine, clock).go_on(25)
 
 
 def break_it(life: Life, queue: Any) -> None:

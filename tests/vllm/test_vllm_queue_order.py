@@ -69,6 +69,31 @@ def test_of_equal_user_priorities_the_latest_request_is_preempted_even_if_it_nee
     assert (early.num_preemptions, late.num_preemptions) == (0, 1)
 
 
+@pytest.mark.parametrize("broken", [None, ("late",), (float("nan"),)])
+@pytest.mark.parametrize("policy", ["continuum", "autellix", "sojourn"])
+def test_a_request_whose_key_fails_waits_behind_the_others(make_engine, policy, broken):
+    """Keys of all policies compare with the key of a request that the policy cannot place."""
+    engine = make_engine(policy, blocks=129, max_num_seqs=1, settings={"strict": False})
+    scheduler = engine.scheduler.sojourn.program_scheduler
+    place_of = scheduler.queue_place
+
+    def queue_place(request_id, preempted=None):
+        place = place_of(request_id, preempted)
+        if not request_id.startswith("bad"):
+            return place
+        if broken is None:
+            raise ZeroDivisionError
+        return place._replace(key=broken)
+
+    scheduler.queue_place = queue_place
+    engine.add("busy", prompt(1, 32), max_tokens=30)
+    engine.step()
+    for number, name in enumerate(["bad1", "good1", "bad2", "good2"]):
+        engine.add(name, prompt(number + 2, 64), arrival_s=float(number))
+    assert [r.request_id for r in engine.scheduler.waiting] == ["good1", "good2", "bad1", "bad2"]
+    engine.run()
+
+
 def test_victims_priority_is_put_back(make_engine):
     engine = make_engine("continuum-paper", blocks=33, max_model_len=512)
     requests = [engine.add(f"r{n}", prompt(n, 100), max_tokens=150, program_id=f"P{n}") for n in range(4)]

@@ -176,8 +176,8 @@ class EvictionAdapter:
     """Keeps a pool's free queue in the order of the preset's eviction policy.
 
     The caller must install ``queue`` in the pool, in place of ``replaced``. ``evicted``, ``failed`` and
-    ``before_reuse`` are callbacks of the queue (``ProgramFreeBlockQueue``). After an error, also of the
-    policy, the queue keeps vLLM's own order from then on.
+    ``before_reuse`` are callbacks of the queue (``ProgramFreeBlockQueue``). If the policy cannot score some
+    blocks, only these keep vLLM's order, and ``score_failed`` is called once.
     """
 
     def __init__(
@@ -187,9 +187,12 @@ class EvictionAdapter:
         *,
         evicted: OnEvicted,
         failed: Callable[[Exception], None],
+        score_failed: Callable[[Exception], None],
         before_reuse: BeforeReuse | None = None,
     ) -> None:
         self._program_scheduler = program_scheduler
+        self._score_failed = score_failed
+        self._score_has_failed = False
         self._by_program = program_scheduler.preset.eviction.by_program
         scorer = self if self._by_program else None
         self.queue = ProgramFreeBlockQueue(
@@ -226,6 +229,13 @@ class EvictionAdapter:
     def score(self, standing: Standing) -> Score:
         """Return the eviction score of a standing in the present scale; the lowest is evicted first."""
         return self._program_scheduler.owner_score(standing, self._branches.share)
+
+    def score_failed(self, error: Exception) -> None:
+        """Report the first error of the policy. Later ones are not reported, since a policy may fail for each
+        program in each step."""
+        if not self._score_has_failed:
+            self._score_failed(error)
+            self._score_has_failed = True
 
 
 def block_content_hash(block: KVCacheBlock) -> Any:

@@ -30,6 +30,9 @@ abandoned branches come first, then the bucket added first."""
 
 SHARED_BUCKET: Bucket = (ProgramId(""), NEWEST_TURN)
 """Bucket of blocks with several owners, evicted last. Its program id is empty, which no client can send."""
+NO_SCORE: Score = (-math.inf,)
+"""Score of a bucket that the scorer could not score. Such buckets are evicted before all others, in the order
+in which they were added: by least recent use, as in stock vLLM."""
 
 
 class BucketScorer(Protocol):
@@ -41,6 +44,9 @@ class BucketScorer(Protocol):
 
     def score(self, standing: Standing) -> Score:
         """Return the score of a standing. Equal standings have equal scores until the scale changes."""
+
+    def score_failed(self, error: Exception) -> None:
+        """Report that one of the two methods above has raised ``error``."""
 
 
 class EvictionHeap:
@@ -63,7 +69,11 @@ class EvictionHeap:
         program_id, used_s = name
         if name != SHARED_BUCKET:
             left = AbandonedBranch(used_s, blocks) if used_s != NEWEST_TURN else None
-            self.standings[name] = self._scorer.standing(program_id, left)
+            self.standings[name] = None
+            try:
+                self.standings[name] = self._scorer.standing(program_id, left)
+            except Exception as error:
+                self._scorer.score_failed(error)
         place = self.places[name] = (self._score(name), used_s == NEWEST_TURN, self._pushes)
         heapq.heappush(self.heap, (place, name))
         if len(self.heap) > 4 * len(self.places) + 64:
@@ -108,4 +118,10 @@ class EvictionHeap:
         heapq.heapify(self.heap)
 
     def _score(self, name: Bucket) -> Score:
-        return (math.inf,) if name == SHARED_BUCKET else self._scorer.score(self.standings[name])
+        if name == SHARED_BUCKET:
+            return (math.inf,)
+        try:
+            return self._scorer.score(self.standings[name])
+        except Exception as error:
+            self._scorer.score_failed(error)
+            return NO_SCORE

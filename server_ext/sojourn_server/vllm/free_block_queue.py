@@ -22,7 +22,8 @@ The order of eviction is:
 5. ``SHARED_BUCKET``: blocks with several owners
 
 vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
-own errors. After an error it forgets all programs and keeps vLLM's order for good.
+own errors. After an error it forgets all programs and keeps vLLM's order for good. An error of the scorer
+reduces only the blocks that it could not score to vLLM's order (``NO_SCORE``).
 """
 
 from __future__ import annotations

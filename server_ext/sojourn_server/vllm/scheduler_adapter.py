@@ -154,6 +154,9 @@ class SchedulerAdapter:
             # The blocks have left the queue already: an error there would lose them.
             evicted=partial(self.guarded, self._evicted),
             failed=self._eviction_order_failed,
+            score_failed=partial(
+                self._failed, what="the eviction score failed; what it cannot score is evicted first"
+            ),
             before_reuse=self._offload.save if self._offload is not None else None,
         )
         self._queue = self._pool.free_block_queue = self._eviction.queue

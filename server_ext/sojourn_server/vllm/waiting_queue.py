@@ -249,15 +249,13 @@ class WaitingQueueAdapter:
 
     def place(self, request: Request) -> QueuePlace:
         """Return the request's key and state. If sojourn fails, it is by arrival, behind the requests whose
-        key is known."""
+        key is known; if the request was preempted, before them."""
         by_priority = self._by_user_priority
         # With user priorities, vLLM orders preempted requests by arrival too.
         preempted = request.status == RequestStatus.PREEMPTED and not by_priority
-        place: QueuePlace | None = self._guarded(
-            self._program_scheduler.queue_place, request.request_id, preempted
-        )
+        place: QueuePlace | None = self._guarded(self._place_by_policy, request, preempted)
         if place is None:
-            key = (not preempted, True, math.inf, request.arrival_time)
+            key = (-1.0 if preempted else 1.0, request.arrival_time)
             place = QueuePlace(key, QueueState.OPEN, 0, True)
         if by_priority:
             # Admission by program would let an early program of low priority delay an important one. And a
@@ -266,6 +264,18 @@ class WaitingQueueAdapter:
         if place.state is not QueueState.OPEN and self._is_transfer(request):
             return place._replace(state=QueueState.OPEN)
         return place
+
+    def _place_by_policy(self, request: Request, preempted: bool) -> QueuePlace | None:
+        """Return the request's place by the queue order policy; ``None`` for an unknown request. The key
+        begins with 0, so that it compares with the keys of requests that have no place. Raises ``TypeError``
+        or ``ValueError`` for a key that does not compare with all others."""
+        place = self._program_scheduler.queue_place(request.request_id, preempted)
+        if place is None:
+            return None
+        key = tuple(map(float, place.key))
+        if any(map(math.isnan, key)):
+            raise ValueError(f"the queue order policy returned the key {place.key}; expected numbers")
+        return place._replace(key=(0.0, *key))
 
     def may_be_admitted(self, request: Request) -> bool:
         """Whether the admission policy accepts the request."""
