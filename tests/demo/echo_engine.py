@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -26,8 +25,7 @@ class ByteTokenizer:
 class EchoEngine:
     """``garble`` gets the number and command of a forced request, and returns the command of the answer.
 
-    A completion takes ``seconds_per_token`` for each prompt and output token. With an ``api_key``, every
-    request except ``/health`` needs it.
+    With an ``api_key``, every request except ``/health`` needs it.
     """
 
     def __init__(
@@ -36,13 +34,11 @@ class EchoEngine:
         *,
         capabilities: bytes = OURS,
         decode: Any = None,
-        seconds_per_token: float = 0.0,
         api_key: str | None = None,
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.garble = garble
-        self.seconds_per_token = seconds_per_token
         self.decode = decode or (lambda ids: bytes(ids).decode())
         self.lock = threading.Lock()
         owner = self
@@ -71,8 +67,6 @@ class EchoEngine:
                     owner.events += body["events"]
                     outcomes = [{"outcome": "applied"}] * len(body["events"])
                     self._send(json.dumps({"v": 1, "outcomes": outcomes}).encode())
-                elif self.path == "/v1/completions":
-                    self._send(json.dumps(owner.complete(body)).encode())
                 else:
                     self._send(json.dumps(owner.answer(body)).encode())
 
@@ -114,12 +108,6 @@ class EchoEngine:
             f'vllm:time_to_first_token_seconds_count{{engine="0"}} {count}\n'
             f'vllm:num_preemptions_total{{engine="0"}} {2 * count}\n'
         )
-
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        with self.lock:
-            self.bodies.append(body)
-        time.sleep((len(body["prompt"]) + body["max_tokens"]) * self.seconds_per_token)
-        return {"choices": [{"text": ""}]}
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         with self.lock:

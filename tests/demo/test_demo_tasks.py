@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
-from sojourn_server.demo.demo_size import FULL_TURNS, MIN_TURNS
-from sojourn_server.demo.demo_tasks import OPENING_TOKENS, DemoTask, load_tasks
+from sojourn_server.cli.demo import QUICK_TURNS
+from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
 from sojourn_server.models import LOCAL_MODELS, is_cached, model_directory
 from task_dry_run import DryRun, dry_run_task
@@ -81,9 +81,8 @@ def test_the_script_fixes_the_repository(
     )
 
 
-@pytest.mark.parametrize("turns", [MIN_TURNS, FULL_TURNS - 2])
 def test_a_shortened_script_fixes_the_repository_too(
-    turns: int, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(
         "PYTHONSAFEPATH", "1"
@@ -91,20 +90,19 @@ def test_a_shortened_script_fixes_the_repository_too(
     for task in TASKS:
         if task.name in WAITING:
             continue
-        short = task.shortened(turns)
+        short = task.shortened(QUICK_TURNS)
         done = dry_run_task(short, tmp_path, tokenizer)
         assert (done.before, done.after, done.exit_status) == (False, True, "Submitted")
-        assert len(done.seconds) == turns
+        assert len(done.seconds) == QUICK_TURNS
         assert done.context_tokens <= 1.1 * short.context_tokens
 
 
 def test_shortened_tasks_keep_the_final_turns() -> None:
     for task in TASKS:
-        assert len(task.turns) == FULL_TURNS
-        assert task.shortened(FULL_TURNS) == task
-        short = task.shortened(MIN_TURNS)
+        assert task.shortened(len(task.turns)) == task
+        short = task.shortened(QUICK_TURNS)
         assert short.turns == task.turns[:2] + task.turns[-4:]
-        assert OPENING_TOKENS < short.context_tokens < task.context_tokens
+        assert short.context_tokens < task.context_tokens
         with pytest.raises(ValueError, match="expected 4 to 10"):
             task.shortened(3)
 

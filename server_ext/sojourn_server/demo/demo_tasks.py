@@ -19,7 +19,7 @@ TASKS_FOLDER = Path(__file__).parent / "tasks"
 TEST_TIMEOUT_S = 60.0
 FINAL_TURNS = 4
 """Number of final turns of every task: edit, test, check, submit. All earlier turns only read files."""
-OPENING_TOKENS = 900
+_OPENING_TOKENS = 900
 """Number of tokens of a first prompt: mini-swe-agent's instructions, the tool and the issue."""
 
 
@@ -56,11 +56,11 @@ class DemoTask:
         """
         if not FINAL_TURNS <= turns <= len(self.turns):
             raise ValueError(f"{turns} turns; expected {FINAL_TURNS} to {len(self.turns)}")
-        grown = (self.context_tokens - OPENING_TOKENS) * turns // len(self.turns)
+        grown = (self.context_tokens - _OPENING_TOKENS) * turns // len(self.turns)
         return replace(
             self,
             turns=self.turns[: turns - FINAL_TURNS] + self.turns[-FINAL_TURNS:],
-            context_tokens=OPENING_TOKENS + grown,
+            context_tokens=_OPENING_TOKENS + grown,
         )
 
     def is_fixed(self, repository: Path) -> bool:
