@@ -4,10 +4,10 @@
 
 Two engines (model ``tiny``, host memory and disk) run behind two gateways with tenants. Engine *a* and
 gateway *a* run throughout. Engine *b* and gateway *b* are killed and restarted at random, under load. A round
-begins with ``--load`` seconds of agents, floods of events and hostile clients; some clients are killed. In
+begins with ``--load`` seconds of agents, floods of events and clients that send too much; some are killed. In
 the silence after the load, the servers must release all blocks, leases, requests, copies and connections
 within ``--silence`` seconds. The final memory of a process is compared with its memory at minute ``--settle``
-of its life. ``--seed`` and the round's number determine all choices. The page is written after every round.
+of its life. ``--seed`` and the round's number determine all choices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 from rich.console import Console
-from rich.progress import Progress
 from soak_report import Record, problems, write
 from soak_stack import TENANT_KEYS, Engine, Gateway, Server, ServerState
 from sojourn_server.simulator.report.results_file import made_with
@@ -41,8 +40,6 @@ from sojourn_server.simulator.report.results_file import made_with
 CLIENTS = Path(__file__).with_name("soak_clients.py")
 CLIENTS_END_S = 150.0
 """Maximum seconds for clients to end after the load; a client waits up to two minutes for a byte."""
-MOST_FAILED_ROUNDS = 5
-"""Number of failed rounds in a row after which the run stops."""
 REST_S = 7.0
 """Seconds from the release of everything to the reading of memory. A gateway returns free memory to the
 system 5 s after a large body; a reading before that is by chance up to 2 MiB higher."""
@@ -105,11 +102,8 @@ class Client:
                 self.words[line.strip()] += 1
 
     @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
-    @property
     def code(self) -> int | None:
+        """The exit code; ``None`` while the process runs."""
         return self._process.poll()
 
     def kill(self) -> None:
@@ -130,11 +124,6 @@ class Client:
         """Return the number of reports of each word, without the marks ``+`` and ``-``."""
         return Counter({word: count for word, count in self.words.items() if word[:1] not in "+-"})
 
-    def inside(self, what: str) -> int:
-        """Return how many of the client's programs are now in a tool call (``what`` is ``tool``), or read a
-        stream (``stream``)."""
-        return self.words[f"+{what}"] - self.words[f"-{what}"]
-
 
 # -- the run ----------------------------------------------------------------------------------------
 
@@ -150,7 +139,6 @@ class Soak:
         self.gateways = {name: Gateway(name, engines, folder) for name in "ab"}
         self.first: dict[str, ServerState] = {}
         self._console = console
-        self._failed_rounds = 0
 
     @property
     def servers(self) -> list[Server]:
@@ -175,9 +163,8 @@ class Soak:
             except (RuntimeError, psutil.Error) as error:
                 self.record.failed(len(self.record.rounds), f"at the end: {error}")
 
-    def round(self, number: int) -> bool:
-        """Run one round of load and silence, and record it. Return False if the run must stop, because too
-        many rounds in a row failed."""
+    def round(self, number: int) -> None:
+        """Run one round of load and silence, and record it."""
         began, failures = time.monotonic(), len(self.record.failures)
         row: dict[str, Any] = {"round": number, "did": {}, "left": []}
         try:
@@ -201,26 +188,17 @@ class Soak:
                 self.record.failed(number, f"not back after {self.options.silence:g} s: {left}")
         except Exception as error:  # the run continues, because later rounds show how bad the failure is
             self.record.failed(number, f"{type(error).__name__}: {error}")
-            self._console.print(traceback.format_exc(), markup=False, highlight=False)
+            self._tell(traceback.format_exc())
         row["wall_s"] = round(time.monotonic() - began, 1)
         row["load_average"] = round(os.getloadavg()[0], 2)
         self.record.rounds.append(row)
-        failed = len(self.record.failures) > failures
-        self._failed_rounds = self._failed_rounds + 1 if failed else 0
-        self._tell(row, failures)
-        return self._failed_rounds < MOST_FAILED_ROUNDS
-
-    def _tell(self, row: Mapping[str, Any], failures: int) -> None:
-        did = row["did"]
-        sizes = " ".join(f"{life.rss_mib[-1]:.0f}" for life in self.record.lives.values() if life.number == 1)
-        self._console.print(
-            f"round {row['round']}: {did.get('turns', 0)} turns, {did.get('hostile acts', 0)} hostile acts, "
-            f"silent after {row.get('silence_s', 0)} s, RSS {sizes} MiB, load {row['load_average']}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        silence_s = row.get("silence_s", 0)
+        self._tell(f"round {number}: {row['did']}, silent after {silence_s} s, load {row['load_average']}")
         for failure in self.record.failures[failures:]:
-            self._console.print(f"[red]failed:[/] {failure}", highlight=False, soft_wrap=True)
+            self._tell(f"failed: {failure}")
+
+    def _tell(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _load(self, number: int, did: Counter[str]) -> None:
         """Run a round's clients and actions, and count them in ``did``."""
@@ -245,7 +223,7 @@ class Soak:
         with ThreadPoolExecutor(2) as pool:
             while (passed := time.monotonic() - began) < load_s:
                 for name, gateway in self.gateways.items():
-                    if name not in agents or agents[name].ended:
+                    if name not in agents or agents[name].code is not None:
                         if name in agents:
                             did.update(self._reported(number, agents.pop(name)))
                         started += 1
@@ -284,15 +262,15 @@ class Soak:
 
     @staticmethod
     def _killed(client: Client) -> Counter[str]:
+        """Kill agents. Return their reports, and where their programs were then."""
         client.kill()
-        inside = {what: client.inside(what) for what in ("tool", "stream")}
-        return client.report() + Counter(
-            {
-                "agents' processes killed": 1,
-                "programs killed in a tool call": inside["tool"],
-                "programs killed in a stream": inside["stream"],
-            }
-        )
+        words = client.words
+        killed = {
+            "agents' processes killed": 1,
+            "programs killed in a tool call": words["+tool"] - words["-tool"],
+            "programs killed in a stream": words["+stream"] - words["-stream"],
+        }
+        return client.report() + Counter(killed)
 
     @staticmethod
     def _restart(server: Server, how: str) -> None:
@@ -321,9 +299,7 @@ class Soak:
                 return states, left
             if time.monotonic() > told + 30.0:
                 told = time.monotonic()
-                waited_s = told - began
-                text = f"  not back after {waited_s:.0f} s: {'; '.join(left)}"
-                self._console.print(text, highlight=False, soft_wrap=True)
+                self._tell(f"  not back after {told - began:.0f} s: {'; '.join(left)}")
             time.sleep(1.0)
 
 
@@ -340,12 +316,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--silence", type=float, default=330.0, help="most seconds until all is back")
     parser.add_argument("--settle", type=float, default=10.0, help="minutes of a life that do not count")
     parser.add_argument("--logs", type=Path, help="folder that keeps the servers' logs")
-    parser.add_argument("--out", type=Path, help="folder to write soak.json, .md and .svg into")
-    options = parser.parse_args(arguments)
-    for name in ("hours", "load", "silence"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name} is {getattr(options, name):g}; expected a number above 0")
-    return options
+    parser.add_argument("--out", type=Path, help="folder to write soak.json and .md into")
+    return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace, console: Console) -> Record:
@@ -356,29 +328,18 @@ def run(options: argparse.Namespace, console: Console) -> Record:
         folder.mkdir(parents=True, exist_ok=True)
         soak = Soak(options, folder, console)
 
-        def report() -> None:
-            if options.out is not None:
-                write(soak.record, options.out, made, time.monotonic() - began, options.policy)
-
         try:
-            with Progress(console=console, transient=True) as progress:
-                task = progress.add_task("starting the servers", total=3600 * options.hours)
-                soak.start(0)
-                number, longest_s = 0, options.load + 30.0
-                while (
-                    number < max(1, options.rounds)
-                    or time.monotonic() - began + longest_s < 3600 * options.hours
-                ):
-                    progress.update(task, description=f"round {number}", completed=time.monotonic() - began)
-                    going_on = soak.round(number)
-                    report()
-                    number += 1
-                    if not going_on:
-                        console.print("too many rounds failed in a row")
-                        break
+            soak.start(0)
+            number, longest_s = 0, options.load + 30.0
+            while (
+                number < max(1, options.rounds) or time.monotonic() - began + longest_s < 3600 * options.hours
+            ):
+                soak.round(number)
+                number += 1
         finally:
             soak.stop()
-            report()
+            if options.out is not None:
+                write(soak.record, options.out, made, time.monotonic() - began, options.policy)
     return soak.record
 
 

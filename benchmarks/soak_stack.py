@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ longer."""
 MOST_PROGRAMS = 500
 """Maximum number of programs in an engine's table. The table is full within ten minutes, so that later growth
 is a leak. The default of 20,000 takes hours to fill."""
+MOST_GATEWAY_PROGRAMS = 200_000
 ENGINE_ARGS = (
     "--max-model-len", "2048", "--max-num-seqs", "16", "--num-gpu-blocks-override", "256",
     "--kv-host-gib", "0.005", "--kv-disk-gib", "0.02", "--sojourn-option", f"max_programs={MOST_PROGRAMS}",
@@ -64,10 +65,8 @@ class ServerState:
     """A server's own statistics, and measurements of its processes. All ``counts`` must be 0 in silence."""
 
     name: str
-    counts: dict[str, float] = field(default_factory=dict)
-    tables: dict[str, float] = field(default_factory=dict)
-    """Sizes of tables that have a bound."""
-    processes: list[ProcessState] = field(default_factory=list)
+    counts: dict[str, float]
+    processes: list[ProcessState]
 
 
 class Engine:
@@ -90,14 +89,8 @@ class Engine:
         return f"http://127.0.0.1:{self._port}"
 
     @property
-    def pid(self) -> int:
-        assert self._server is not None
-        assert self._server.pid is not None
-        return self._server.pid
-
-    @property
     def alive(self) -> bool:
-        return self._server is not None and self._server.pid is not None and _answers(f"{self.url}/health")
+        return self._server is not None and self._server.pid is not None and bool(_answers(self.url))
 
     def start(self) -> None:
         """Start the engine and wait until it answers."""
@@ -121,9 +114,9 @@ class Engine:
                 for child in psutil.Process(server.pid).children():
                     if process_role(child) == "engine core":
                         child.kill()
-                _wait_for_end(server.pid, self.name, how)
             elif how == "SIGTERM":
                 os.kill(server.pid, signal.SIGTERM)
+            if how in ("core", "SIGTERM"):
                 _wait_for_end(server.pid, self.name, how)
         finally:
             server.stop()
@@ -137,8 +130,7 @@ class Engine:
     def state(self) -> ServerState:
         """Return the engine's state, which may be half a second old."""
         told = _get(f"{self.url}/sojourn/v1/stats")
-        pool, tiers = told["pool"], told["tiers"]
-        moved = tiers.get("traffic", {})
+        pool, moved = told["pool"], told["tiers"].get("traffic", {})
         metrics = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
         own = {"vllm:num_requests_running": 0.0, "vllm:num_requests_waiting": 0.0}
         for family in text_string_to_metric_families(metrics):
@@ -153,13 +145,11 @@ class Engine:
             "blocks not back": pool["total"] - pool["cached"] - pool["free"],
             "copies under way": moved.get("jobs", 0),
             "host blocks not back": moved.get("pinned_host_blocks", 0),
+            "programs too many": max(0, sum(told["programs"].values()) - MOST_PROGRAMS),
         }
-        tables = {
-            "programs": float(sum(told["programs"].values())),
-            "evictions remembered": told["tombstones"],
-            "host blocks used": tiers.get("host", {}).get("used", 0),
-        }
-        return ServerState(self.name, counts, tables, process_states(self.pid, "API server"))
+        assert self._server is not None
+        assert self._server.pid is not None
+        return ServerState(self.name, counts, process_states(self._server.pid, "API server"))
 
 
 class Gateway:
@@ -198,7 +188,7 @@ class Gateway:
                 self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         end = time.monotonic() + READY_S
-        while not _listens(f"{self.url}/health"):
+        while _answers(self.url) is None:
             if not self.alive or time.monotonic() > end:
                 raise RuntimeError(f"{self.name} did not start")
             time.sleep(0.2)
@@ -229,10 +219,9 @@ class Gateway:
             "requests in flight": sum(one["in_flight"] for one in replicas["replicas"]),
             "requests queued for a replica": sum(one["queued"] for one in replicas["replicas"]),
             "replicas missing": self._engines - up,
+            "programs too many": max(0, programs - MOST_GATEWAY_PROGRAMS),
         }
-        return ServerState(
-            self.name, counts, {"programs": programs}, process_states(self._process.pid, "gateway")
-        )
+        return ServerState(self.name, counts, process_states(self._process.pid, "gateway"))
 
 
 Server = Engine | Gateway
@@ -250,16 +239,14 @@ def process_states(pid: int, role: str) -> list[ProcessState]:
     """Return the states of a server's process, which has the role ``role``, and of its children."""
     first = psutil.Process(pid)
     found = [(role, first), *((process_role(child), child) for child in first.children(recursive=True))]
-    return [_process_state(name, process) for name, process in found if name is not None]
-
-
-def _process_state(role: str, process: psutil.Process) -> ProcessState:
-    closed = sum(one.status == psutil.CONN_CLOSE_WAIT for one in process.net_connections("tcp"))
-    return ProcessState(
-        role=role, pid=process.pid, since=process.create_time(),
-        rss_mib=round(process.memory_info().rss / 2**20, 2), file_descriptors=process.num_fds(),
-        half_closed=closed,
-    )  # fmt: skip
+    return [
+        ProcessState(
+            role=name, pid=process.pid, since=process.create_time(),
+            rss_mib=round(process.memory_info().rss / 2**20, 2), file_descriptors=process.num_fds(),
+            half_closed=sum(one.status == psutil.CONN_CLOSE_WAIT for one in process.net_connections("tcp")),
+        )
+        for name, process in found if name is not None
+    ]  # fmt: skip
 
 
 def _wait_for_end(pid: int, name: str, how: str) -> None:
@@ -280,16 +267,9 @@ def _get(url: str, key: str | None = None) -> Mapping[str, Any]:
     return found
 
 
-def _listens(url: str) -> bool:
+def _answers(url: str) -> bool | None:
+    """Whether a server is healthy; ``None`` if it does not answer."""
     try:
-        httpx.get(url, timeout=10, trust_env=False)
+        return httpx.get(f"{url}/health", timeout=30, trust_env=False).status_code == 200
     except httpx.HTTPError:
-        return False
-    return True
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=30, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
+        return None

@@ -29,15 +29,13 @@ def report(soak: Any) -> Any:
     return import_module("soak_report")
 
 
-def state(
-    name: str = "engine a", *, rss_mib: float = 100.0, files: int = 30, half: int = 0, **tables: float
-) -> Any:
+def state(name: str = "engine a", *, rss_mib: float = 100.0, files: int = 30, half: int = 0) -> Any:
     stack = import_module("soak_stack")
     process = stack.ProcessState(
         role="API server", pid=7, since=time.time(), rss_mib=rss_mib, file_descriptors=files, half_closed=half
     )
     counts = {"requests": 0, "leases": 0, "blocks not back": 0}
-    return stack.ServerState(name, counts, {"programs": 5, **tables}, [process])
+    return stack.ServerState(name, counts, [process])
 
 
 def test_a_round_is_planned_by_its_seed_alone(soak: Any) -> None:
@@ -61,8 +59,6 @@ def test_what_is_back_is_no_problem_and_what_is_not_is_named(report: Any) -> Non
         left = state()
         left.counts[what] = 3
         assert report.problems([left], first) == [f"engine a: 3 {what}"]
-    (many,) = report.problems([state(programs=501)], first)
-    assert "more than 500" in many
     (half,) = report.problems([state(half=1)], first)
     assert "1 connections not closed" in half
     assert report.problems([state(files=46)], first) == []
@@ -78,11 +74,6 @@ def test_growth_counts_from_the_settling_on(report: Any) -> None:
     assert life.growth(10.0) == (pytest.approx(0.02), pytest.approx(0.02))
     assert life.growth(0.0)[0] == pytest.approx(1.04)
     assert life.growth(20.0) is None, "two silences are no line"
-    assert life.late_growth(10.0) is None, "neither are two in the second half"
-    filled = [100.0, 110.0, 111.0, 111.0, 111.0]
-    table = report.Life("gateway a", "gateway", 1, [10.0, 20.0, 30.0, 40.0, 50.0], filled)
-    assert table.growth(10.0)[0] == pytest.approx(0.11)
-    assert table.late_growth(10.0) == (pytest.approx(0.0), pytest.approx(0.0))
     noisy = report.Life("engine a", "worker", 1, [10.0, 20.0, 30.0, 40.0], [100.0, 104.0, 96.0, 100.0])
     assert noisy.growth(10.0)[0] == 0.0
 
@@ -130,7 +121,6 @@ def test_a_restarted_process_begins_another_life(report: Any) -> None:
 
 
 def test_the_page_is_written_and_keeps_what_was_written_by_hand(report: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     made = SimpleNamespace(
         command="soak.py --hours 2", versions={"python": "3"}, machine={"cores": 2, "processor": "P"}
     )
@@ -142,7 +132,6 @@ def test_the_page_is_written_and_keeps_what_was_written_by_hand(report: Any, tmp
     assert "| engine a, API server | 40 | 100.0 | 101.9 | +1.9 % |" in text
     assert "seed 24; load average 1.5 to 1.5" in text
     assert "| turns | 20 |" in text
-    assert (tmp_path / "soak.svg").stat().st_size
     told = json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))
     assert told["verdict"]["holds"]
     assert told["command"] == "python benchmarks/soak.py --hours 2"
@@ -169,9 +158,9 @@ def test_a_killed_client_says_where_it_was(
     while sum(client.words.values()) < len(words):
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert not client.ended
+    assert client.code is None
     told = soak.Soak._killed(client)
-    assert client.ended
+    assert client.code is not None
     assert told == Counter(
         {
             "turns": 1, "tool calls": 1, "agents' processes killed": 1,
@@ -202,9 +191,3 @@ def test_floods_name_the_same_programs_each_time(soak: Any) -> None:
     batch = clients.flood_batch(1000)
     assert batch == clients.flood_batch(1000)
     assert len({event["program_id"] for event in batch["events"]}) == clients.FLOOD_EVENTS
-
-
-@pytest.mark.parametrize("option", [["--hours", "0"], ["--load", "-1"], ["--silence", "0"]])
-def test_what_it_cannot_do_is_refused(soak: Any, option: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        soak.read_options(option)
