@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from result_pages import made_by, marked, write_result
-from rich.console import Console
-from rich.table import Table
+from result_pages import made_by, marked, show, write_result
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 
 PROGRAMS = 8
@@ -163,10 +161,7 @@ def main() -> None:
             }
             write_result(options.out, "demo", made, result, page(runs, made, result["wall_s"]))
         wall_s += time.monotonic() - started
-    table = Table(*HEAD)
-    for row in lines(runs):
-        table.add_row(*row)
-    Console().print(table)
+    show(HEAD, lines(runs))
 
 
 if __name__ == "__main__":

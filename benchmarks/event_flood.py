@@ -20,10 +20,8 @@ from pathlib import Path
 from statistics import median
 
 import httpx
-from result_pages import made_by, marked, write_result
-from rich.console import Console
+from result_pages import made_by, marked, show, write_result
 from rich.progress import track
-from rich.table import Table
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.simulator.report.results_file import made_with
 
@@ -53,13 +51,7 @@ def flood(
     batches = []
     for number in range(16):
         events = [
-            {
-                "type": "tool_start",
-                "program_id": f"f{number}-{n}",
-                "seq": n,
-                "call_id": f"c{n}",
-                "tool": "bash",
-            }
+            {"type": "tool_start", "program_id": f"f{number}-{n}", "seq": n, "call_id": f"c{n}", "tool": "t"}
             for n in range(BATCH_EVENTS)
         ]
         body = json.dumps({"v": 1, "emitter": f"flood{number}", "events": events}).encode()
@@ -143,7 +135,7 @@ def main() -> None:
     parser.add_argument("--policy", default="continuum")
     parser.add_argument("--out", type=Path, help="folder to write event_flood.json and .md into")
     options = parser.parse_args()
-    began, console = time.monotonic(), Console()
+    began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     found: dict[str, dict[str, list[float]]] = {
         name: {"ttft": [], "tpot": [], "lost": [], "sent": [], "flood": []} for name in ("quiet", "flood")
@@ -151,7 +143,7 @@ def main() -> None:
     with EngineServer("tiny", policy=options.policy, serve_args=ARGS, env=ENVIRONMENT) as server:
         port = int(server.url.rpartition(":")[2])
         asyncio.run(measure(server.url, 0))
-        for number in track(range(2 * options.rounds), description="rounds", console=console, transient=True):
+        for number in track(range(2 * options.rounds), description="rounds", transient=True):
             name = "flood" if number % 4 in (1, 2) else "quiet"
             stop, handled = context.Event(), context.Queue()
             process = context.Process(target=flood, args=("127.0.0.1", port, stop, handled), daemon=True)
@@ -198,10 +190,7 @@ def main() -> None:
         for name, one in result.items()
     ]
     rows.append(["flood ÷ quiet", *(f"{ratio:.2f}" for ratio in ratios.values()), "", ""])
-    table = Table(*HEAD, title=f"{CONNECTIONS} connections flood with batches of {BATCH_EVENTS:,} events")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    show(HEAD, rows, title=f"{CONNECTIONS} connections flood with batches of {BATCH_EVENTS:,} events")
     if options.out is not None:
         made = made_with(sys.argv)
         setting = f"model `tiny`, policy `{options.policy}`, {options.rounds} rounds of {ROUND_S:g} s"

@@ -35,8 +35,7 @@ from typing import Any
 
 import sojourn
 from framework_agents import FRAMEWORKS, Arm, Framework, ServerProcess
-from rich.console import Console
-from rich.table import Table
+from result_pages import show as show_table
 
 TARGET_TURN_US = 100.0
 """Agreed maximum of what a turn costs more, in microseconds."""
@@ -203,18 +202,14 @@ def bare_cpu_us(name: str, turns: int) -> float:
 
 def show(report: dict[str, Any]) -> None:
     """Print the table."""
-    console = Console()
-    table = Table(title=f"One turn of an agent (Python {report['python']}, {report['machine']})")
-    columns = (
+    head = (
         "framework", "version", "bare, million instructions", "added", "added %", "added µs",
         "empty hooks %", "empty hooks µs", "the SDK's threads",
     )  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if column in columns[:2] else "right")
+    lines = []
     for name, row in report["frameworks"].items():
         has_empty = "empty_added_us" in row
-        table.add_row(
-            name, row["version"],
+        cells = (
             f"{row['bare_instructions'] / 1e6:.2f}",
             f"{row['added_instructions'] / 1e6:.3f}",
             f"{100 * row['added_share']:.2f}",
@@ -222,10 +217,11 @@ def show(report: dict[str, Any]) -> None:
             f"{100 * row['empty_added_share']:.2f}" if has_empty else "",
             f"{row['empty_added_us']:.0f}" if has_empty else "",
             f"{row['added_sdk_threads_instructions'] / 1e6:.3f}",
-        )  # fmt: skip
-    console.print(table)
-    verdict = "[green]met[/]" if report["passed"] else "[red]missed[/]"
-    console.print(f"target: ≤ {TARGET_TURN_US:.0f} µs a turn beyond the bare framework: {verdict}")
+        )
+        lines.append((name, row["version"], *cells))
+    show_table(head, lines, title=f"One turn of an agent (Python {report['python']}, {report['machine']})")
+    verdict = "met" if report["passed"] else "missed"
+    print(f"target: ≤ {TARGET_TURN_US:.0f} µs a turn beyond the bare framework: {verdict}")
 
 
 if __name__ == "__main__":

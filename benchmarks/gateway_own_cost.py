@@ -32,10 +32,8 @@ from pathlib import Path
 from statistics import median
 
 from gateway_processes import child, content_length, free_port, process
-from result_pages import made_by, marked, write_result
-from rich.console import Console
+from result_pages import made_by, marked, show, write_result
 from rich.progress import track
-from rich.table import Table
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 
 PERIOD_S = 0.010
@@ -280,7 +278,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.before is not None and not (options.before / "server_ext" / "sojourn_server").is_dir():
         parser.error(f"--before {options.before} is no checkout of sojourn")
-    began, console = time.monotonic(), Console()
+    began = time.monotonic()
     with ExitStack() as stack:
         engine = free_port()
         stack.enter_context(child("--engine", str(engine), port=engine))
@@ -319,10 +317,7 @@ def main() -> None:
         measure(paths, options.rounds)
         found = summary(paths)
     shown = slice(-LATENCIES if options.cpu_only else None)
-    table = Table(*HEAD[shown])
-    for line in lines(found):
-        table.add_row(*line[shown])
-    console.print(table)
+    show(HEAD[shown], [line[shown] for line in lines(found)])
     if options.out is not None:
         made = made_with(sys.argv)
         text = page(found, made, options.rounds, time.monotonic() - began, shown)

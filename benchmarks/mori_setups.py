@@ -18,8 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from result_pages import less, show
 
 COMMAND = "python benchmarks/mori_setups.py --traces traces --json benchmarks/results/mori_setups.json"
 TRACE = "kvct_v6_claude_code.jsonl.gz"
@@ -90,7 +89,8 @@ def main() -> None:
                     facts = {"hours": options.hours, "seed": 0, "made_with": document["made_with"]}
                     result = {"command": COMMAND, **facts, "setups": found}
                     options.json.write_text(json.dumps(result, indent=2) + "\n")
-    table = Table("set-up", "programs", "ratio", *POLICIES, "mori: tokens", "mori: TTFT")
+    print("output tokens a second / mean TTFT; the last two against " + BASELINE)
+    lines = []
     for setup, loads in found.items():
         for load, ratios in loads.items():
             for ratio, of in ratios.items():
@@ -100,11 +100,10 @@ def main() -> None:
                     f"{of[name]['output_tok_per_s']:.0f} / {of[name]['ttft_mean_s']:.0f} s"
                     for name in POLICIES
                 ]
-                more = of["mori"]["output_tok_per_s"] / of[BASELINE]["output_tok_per_s"] - 1
-                later = of["mori"]["ttft_mean_s"] / of[BASELINE]["ttft_mean_s"] - 1
-                table.add_row(setup, load, ratio, *cell, f"{more:+.0%}", f"{later:+.0%}")
-    Console(width=170).print("output tokens a second / mean TTFT; the last two against " + BASELINE)
-    Console(width=170).print(table)
+                compared = ("output_tok_per_s", "ttft_mean_s")
+                changes = (less(of["mori"][key], of[BASELINE][key]) for key in compared)
+                lines.append((setup, load, ratio, *cell, *changes))
+    show(("set-up", "programs", "ratio", *POLICIES, "mori: tokens", "mori: TTFT"), lines)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
+from result_pages import show
 
 RUNNING = 80
 KNOWN_PROGRAMS = 10_000
@@ -374,12 +373,12 @@ def main() -> None:
             "ratio": statistics.median(o[position] / s[position] for s, o in pairs),
         }
     result["expiry"] = expiry_step(10_000)
-    table = Table("what", "stock ms", "sojourn ms", "ratio", title="CPU of one step")
-    for name in ("schedule", "schedule_and_update"):
-        row = result[name]
-        table.add_row(name, f"{row['stock_ms']:.3f}", f"{row['sojourn_ms']:.3f}", f"{row['ratio']:.3f}")
-    Console().print(table)
-    Console().print(
+    keys = ("stock_ms", "sojourn_ms", "ratio")
+    lines = [
+        (name, *(f"{result[name][key]:.3f}" for key in keys)) for name in ("schedule", "schedule_and_update")
+    ]
+    show(("what", "stock ms", "sojourn ms", "ratio"), lines, title="CPU of one step")
+    print(
         f"{result['expiry']['leases']} leases running out together: {result['expiry']['steps']} steps, "
         f"the longest {result['expiry']['longest_step_ms']:.1f} ms"
     )
@@ -388,13 +387,13 @@ def main() -> None:
 
 def show_full(result: dict[str, Any]) -> None:
     """Print the results with a full pool."""
-    table = Table("what", "stock", "sojourn", title="A step with a full pool")
-    for name, mine in result["sojourn"].items():
-        cells = ("–" if of is None else f"{of:.3f}" for of in (result["stock"][name], mine))
-        table.add_row(name, *cells)
-    Console().print(table)
-    Console().print(f"measured from step {result['filling_steps']} on")
-    Console().print(", ".join(f"ratio of {name} {value:.3f}" for name, value in result["ratio"].items()))
+    lines = [
+        (name, *("–" if of is None else f"{of:.3f}" for of in (result["stock"][name], mine)))
+        for name, mine in result["sojourn"].items()
+    ]
+    show(("what", "stock", "sojourn"), lines, title="A step with a full pool")
+    print(f"measured from step {result['filling_steps']} on")
+    print(", ".join(f"ratio of {name} {value:.3f}" for name, value in result["ratio"].items()))
 
 
 def made(command: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -20,12 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import sojourn
-from rich.console import Console
-from rich.table import Table
+from result_pages import show as show_table
 from sojourn.testing import refusing_url
 
 TARGET_TURN_US = 50.0
@@ -51,7 +51,10 @@ def main() -> None:
 
 def measure(turns: int, calls: int) -> dict[str, Any]:
     """Run all measurements. Return the figures as plain data."""
-    sinks = {name: sink(turns) for name, sink in SINKS.items()}
+    sinks = {}
+    for name, sink in SINKS.items():
+        with sink() as url:
+            sinks[name] = turns_against(url, turns)
     patch = openai_patch(calls)
     imports = import_ms()
     online = [sinks[name] for name in ("answers", "hangs", "refuses")]
@@ -69,35 +72,15 @@ def measure(turns: int, calls: int) -> dict[str, Any]:
     }
 
 
-def with_answering_server(turns: int) -> dict[str, Any]:
-    """Measure with a server that answers. In this usual case the SDK's sender is busy in the background."""
-    # The server has its own process, so that its work is not measured.
-    with ServerProcess("ok") as url:
-        return turns_against(url, turns)
-
-
-def with_hanging_server(turns: int) -> dict[str, Any]:
-    """Measure with a server that accepts connections and never answers."""
-    with ServerProcess("hang") as url:
-        return turns_against(url, turns)
-
-
-def with_nobody_there(turns: int) -> dict[str, Any]:
-    """Measure with a server that refuses connections."""
-    return turns_against(refusing_url(), turns)
-
-
-def without_init(turns: int) -> dict[str, Any]:
-    """Measure without ``init()``, which is what SDK calls in a library cost its users without sojourn."""
-    return turns_against(None, turns)
-
-
-SINKS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "answers": with_answering_server,
-    "hangs": with_hanging_server,
-    "refuses": with_nobody_there,
-    "no init": without_init,
+SINKS: dict[str, Callable[[], AbstractContextManager[str | None]]] = {
+    "answers": lambda: ServerProcess("ok"),
+    "hangs": lambda: ServerProcess("hang"),
+    "refuses": lambda: nullcontext(refusing_url()),
+    "no init": nullcontext,
 }
+"""Servers by name. One answers, in a process of its own, so that its work is not measured. One accepts
+connections and never answers. One refuses connections. Without ``init()``, SDK calls in a library cost its
+users this much."""
 
 
 def turns_against(url: str | None, turns: int) -> dict[str, Any]:
@@ -204,22 +187,16 @@ class ServerProcess:
 
 def show(report: dict[str, Any]) -> None:
     """Print the table."""
-    console = Console()
     where = f"Python {report['python']}, {report['machine']}, load {report['load_1min']}"
-    table = Table(title=f"One turn on the agent's thread ({where})")
-    for column in ("server", "median µs", "p99 µs", "max µs", "over 5 ms", "events dropped"):
-        table.add_column(column, justify="left" if column == "server" else "right")
-    for name, row in report["turns"].items():
-        cells = (row["median_us"], row["p99_us"], row["max_us"], row["blocked"], row["dropped"])
-        table.add_row(name, *map(str, cells))
-    console.print(table)
+    head = ("server", "median µs", "p99 µs", "max µs", "over 5 ms", "events dropped")
+    keys = ("median_us", "p99_us", "max_us", "blocked", "dropped")
+    lines = [(name, *(str(row[key]) for key in keys)) for name, row in report["turns"].items()]
+    show_table(head, lines, title=f"One turn on the agent's thread ({where})")
     patch, imports = report["openai_patch_us"], report["import_ms"]
-    console.print(
-        f"openai call: {patch['bare']} µs bare, {patch['patched']} µs patched, {patch['added']} µs added"
-    )
-    console.print(f"import sojourn: {imports['median']} ms median, {imports['worst']} ms worst of 5")
-    verdict = "[green]met[/]" if report["passed"] else "[red]missed[/]"
-    console.print(
+    print(f"openai call: {patch['bare']} µs bare, {patch['patched']} µs patched, {patch['added']} µs added")
+    print(f"import sojourn: {imports['median']} ms median, {imports['worst']} ms worst of 5")
+    verdict = "met" if report["passed"] else "missed"
+    print(
         f"targets: ≤ {TARGET_TURN_US:.0f} µs a turn, 0 waits, ≤ {TARGET_IMPORT_MS:.0f} ms import: {verdict}"
     )
 

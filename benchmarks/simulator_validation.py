@@ -34,8 +34,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from result_pages import show
 from rich.console import Console
-from rich.table import Table
 from sojourn_server.metrics.summary_statistics import summarise
 from sojourn_server.traces.prompt_builder import TurnPlan, recomputed_tokens
 from validation_runs import BenchmarkError, measured_off, play_in_simulator, play_on_engine, profile
@@ -152,13 +152,9 @@ def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> li
     ]
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of real and simulated figures and errors, with one row per figure."""
-    drawn = Table(title="the simulator against the engine", title_justify="left")
-    for name in ("policy", "at once", "figure"):
-        drawn.add_column(name, no_wrap=True)
-    for name in ("real", "from", "to", "lab", "from", "to", "error"):
-        drawn.add_column(name, justify="right", no_wrap=True)
+def show_results(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of real and simulated figures and errors, with one row per figure."""
+    lines = []
     for result in results:
         for name in FIGURES:
             off = result["error"][name]
@@ -169,9 +165,9 @@ def table(results: Sequence[Mapping[str, Any]]) -> Table:
                 for number in (result[world][name], *result[f"{world}_range"][name])
             ]
             error = "–" if off is None else f"{off:+.1%}{mark}"
-            drawn.add_row(str(result["policy"]), str(result["at_once"]), name, *numbers, error)
-        drawn.add_section()
-    return drawn
+            lines.append((str(result["policy"]), str(result["at_once"]), name, *numbers, error))
+    head = ("policy", "at once", "figure", "real", "from", "to", "lab", "from", "to", "error")
+    show(head, lines, title="the simulator against the engine")
 
 
 def _short(number: float) -> str:
@@ -249,7 +245,7 @@ def main() -> None:
         except (BenchmarkError, subprocess.CalledProcessError) as error:
             raise SystemExit(str(error)) from None
         result = document(scenario, profile_file, results)
-    Console(width=None if sys.stdout.isatty() else 120).print(table(results))
+    show_results(results)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     if options.turns:

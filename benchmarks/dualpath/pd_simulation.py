@@ -25,10 +25,9 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
 from statistics import fmean
 
 import msgspec
@@ -43,16 +42,8 @@ from sojourn_server.policies.prefill_decode.prefill_decode_views import (
     FULL_BLOCK_TOKENS,
     EnginePair,
     PdRequest,
-    ReadSplit,
-    StorageReadView,
 )
 from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
-from sojourn_server.policies.prefill_decode.read_side_policies import (
-    PrefillSideRead,
-    ReadSidePolicy,
-    ShorterQueueRead,
-    WaterFillingRead,
-)
 from sojourn_server.simulator.event_queue import EventQueue
 
 HIGH_PRIORITY_SHARE = 0.99
@@ -63,41 +54,28 @@ WINDOW_S = 10.0
 # -- the compared systems ------------------------------------------------------------------------
 
 
-class AlternatingReadSide:
-    """Read-side policy that alternates between the prefill and the decode side: the "round robin" of §7.5."""
-
-    def __init__(self) -> None:
-        self._turn = count()
-
-    def split(self, view: StorageReadView) -> ReadSplit:
-        if next(self._turn) % 2 and not view.one_node:
-            return ReadSplit(0, view.blocks)
-        return ReadSplit(view.blocks, 0)
-
-
 class RoundRobinPairs:
     """Chooses pairs of engines by round robin, regardless of load. Has the methods of ``PairScheduler`` that
     the simulation calls.
 
     A request goes to the next prefill engine, and to the next decode engine with enough free KV memory. If
-    none has enough, the request waits, and so do all later ones.
+    none has enough, the request waits, and so do all later ones. The prefill side reads; with ``alternates``,
+    each side in turn, the "round robin" of §7.5.
     """
 
-    def __init__(self, side: ReadSidePolicy) -> None:
-        self._side = side
-        self._prefill: list[tuple[int, int]] = []
-        self._decode: list[tuple[int, int]] = []
+    def __init__(self, alternates: bool) -> None:
+        self._alternates = alternates
+        self._prefill: list[int] = []
         self._free: dict[int, int] = {}
         self._queue: deque[PdRequest] = deque()
         self._at: dict[int | str, tuple[int, int]] = {}
-        self._next_prefill = self._next_decode = 0
+        self._next_prefill = self._next_decode = self._reads = 0
         self._stuck = False
 
     def add_prefill(self, number: int, node: int) -> None:
-        self._prefill.append((number, node))
+        self._prefill.append(number)
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        self._decode.append((number, node))
         self._free[number] = kv_tokens
 
     def submit(self, request: PdRequest) -> None:
@@ -115,27 +93,23 @@ class RoundRobinPairs:
 
     def dispatch(self, now: float) -> list[EnginePair]:
         pairs: list[EnginePair] = []
-        queue = self._queue
+        queue, engines = self._queue, len(self._free)
         while queue and not self._stuck:
             request = queue[0]
-            engines = len(self._decode)
-            for step in range(engines):
-                decode, decode_node = self._decode[(self._next_decode + step) % engines]
-                if self._free[decode] >= request.kv_tokens:
-                    break
-            else:
+            turns = ((self._next_decode + step) % engines for step in range(engines))
+            decode = next((number for number in turns if self._free[number] >= request.kv_tokens), None)
+            if decode is None:
                 self._stuck = True
                 break
-            self._next_decode += step + 1
+            self._next_decode = decode + 1
             queue.popleft()
             self._free[decode] -= request.kv_tokens
             self._at[request.request_id] = (decode, request.kv_tokens)
-            prefill, node = self._prefill[self._next_prefill % len(self._prefill)]
+            prefill = self._prefill[self._next_prefill % len(self._prefill)]
             self._next_prefill += 1
-            split = ReadSplit(0, 0)
-            if blocks := request.hit_blocks:
-                split = self._side.split(StorageReadView(blocks, 0.0, 0.0, 1.0, 1.0, node == decode_node))
-            pairs.append(EnginePair(request, prefill, decode, split))
+            decode_reads = self._alternates and self._reads % 2 == 1
+            self._reads += request.hit_blocks > 0
+            pairs.append(EnginePair(request, prefill, decode, decode_reads))
         return pairs
 
 
@@ -143,13 +117,13 @@ class RoundRobinPairs:
 class PdSystem:
     """One compared system. All have the same costs of a step, which are those of the cluster."""
 
-    name: str
     title: str
     layerwise: bool = True
     """Whether the prefill device holds the KV of one layer at a time, and copies overlap with compute."""
-    side: Callable[[], ReadSidePolicy]  # factory of the read-side policy; each run calls it once
     scheduled: bool = True
-    """Whether DualPath's scheduler (§6.1; D4 and D5) chooses the engines. If false, round robin does."""
+    """Whether DualPath's scheduler (§6.1; D4 and D5) chooses the engines and the side that reads. If false,
+    round robin does."""
+    alternates: bool = False  # with round robin: whether the decode side reads every second request
     free_io: bool = False  # whether reads and copies take no time, as in the paper's Oracle
     knows_lengths: bool = False
     """Whether the scheduler knows the length of each output. If false, it knows the ``max_tokens`` that
@@ -157,19 +131,15 @@ class PdSystem:
 
 
 PD_SYSTEMS = {
-    system.name: system
-    for system in (
-        PdSystem(name="basic", title="Basic", layerwise=False, side=PrefillSideRead, scheduled=False),
-        PdSystem(name="layerwise", title="+ layerwise", side=PrefillSideRead, scheduled=False),
-        PdSystem(name="dual-path", title="+ dual path", side=AlternatingReadSide, scheduled=False),
-        PdSystem(name="scheduling", title="+ scheduling", side=ShorterQueueRead),
-        PdSystem(name="split", title="+ split reads", side=WaterFillingRead),
-        PdSystem(name="oracle-lengths", title="+ known lengths", side=ShorterQueueRead, knows_lengths=True),
-        PdSystem(name="oracle", title="Oracle", side=PrefillSideRead, free_io=True),
-    )
+    "basic": PdSystem(title="Basic", layerwise=False, scheduled=False),
+    "layerwise": PdSystem(title="+ layerwise", scheduled=False),
+    "dual-path": PdSystem(title="+ dual path", scheduled=False, alternates=True),
+    "scheduling": PdSystem(title="+ scheduling"),
+    "oracle-lengths": PdSystem(title="+ known lengths", knows_lengths=True),
+    "oracle": PdSystem(title="Oracle", free_io=True),
 }
-"""Systems by name, in the order of the ablation (§7.5). ``scheduling`` is the whole published DualPath.
-``split`` is sojourn's own; ``oracle-lengths`` is ``scheduling`` with known output lengths."""
+"""Systems by name, in the order of the ablation (§7.5). ``scheduling`` is the whole published DualPath,
+``oracle-lengths`` the same with known output lengths."""
 PUBLISHED_SYSTEMS = ("basic", "layerwise", "dual-path", "scheduling", "oracle")
 
 # -- devices -------------------------------------------------------------------------------------
@@ -185,9 +155,7 @@ class AgentState:
     todo: int  # prompt tokens that are not computed yet
     worker: int  # index of the prefill device
     decode: int  # index of the decode device
-    prefill_blocks: int  # Full Blocks that the prefill device's node reads from storage
-    decode_blocks: int  # Full Blocks that the decode device's node reads from storage
-    parts: int  # unfinished reads from storage
+    decode_reads: bool  # whether the decode device's node reads the stored blocks
     submitted_s: float
     first_token_s: float
     second_token_s: float
@@ -307,8 +275,8 @@ class PrefillGroup:
                     for state, chunk in zip(device.states, plan.chunks, strict=False)
                     if chunk == state.todo
                 ]
-                own = sum(state.prefill_blocks for state in ended)
-                blocks = max(2 * own, own + sum(state.decode_blocks for state in ended))
+                own = sum(state.request.hit_blocks for state in ended if not state.decode_reads)
+                blocks = max(2 * own, sum(state.request.hit_blocks for state in ended))
                 copy = max(
                     copy, blocks * FULL_BLOCK_TOKENS * self.token_copy_s + device_tokens * self.token_copy_s
                 )
@@ -455,7 +423,7 @@ class PdSimulation:
             short_queue_s=cluster.short_queue_s, most_tokens=cluster.most_tokens_s * prompt_tokens / turn_s
         )
         self.pairs: PairScheduler | RoundRobinPairs = (
-            PairScheduler(limits, system.side()) if system.scheduled else RoundRobinPairs(system.side())
+            PairScheduler(limits) if system.scheduled else RoundRobinPairs(system.alternates)
         )
         nodes = cluster.prefill_nodes + cluster.decode_nodes
         self.nics = [StorageNic(blocks_per_s) for _ in range(nodes)]
@@ -537,42 +505,31 @@ class PdSimulation:
     def _dispatch(self) -> None:
         """Start the turns for which the pair scheduler finds devices now."""
         states = self._states
-        for request, worker, decode, (own, other) in self.pairs.dispatch(self.now):
+        for request, worker, decode, decode_reads in self.pairs.dispatch(self.now):
             state = states[request.request_id]  # type: ignore[index]
-            state.worker, state.decode = worker, decode
-            state.prefill_blocks, state.decode_blocks = own, other
+            state.worker, state.decode, state.decode_reads = worker, decode, decode_reads
             # Without layerwise prefill, a request's whole KV occupies the device from before its read.
             if not self._copies_first or self._on_device[worker].take(request.tokens, state):
-                self._start_reads(state)
+                self._start_read(state)
 
-    def _start_reads(self, state: AgentState) -> None:
-        own, other = state.prefill_blocks, state.decode_blocks
-        state.parts = (own > 0) + (other > 0)
-        if not state.parts:
+    def _start_read(self, state: AgentState) -> None:
+        blocks, node = state.request.hit_blocks, self.prefill_devices[state.worker].node
+        if not blocks:
             self._hit_in_dram(state)
-            return
-        if other:
-            self._read(self.decode_devices[state.decode].node, other, self._read_done, state)
-        if own:
-            node = self.prefill_devices[state.worker].node
-            if self._buffers[node].take(own, state):
-                self._read(node, own, self._prefill_read_done, state)
+        elif state.decode_reads:
+            self._read(self.decode_devices[state.decode].node, state)
+        elif self._buffers[node].take(blocks, state):
+            self._read(node, state)
 
-    def _read(self, node: int, blocks: int, done: Callable[[AgentState], None], state: AgentState) -> None:
-        """Queue a read at the storage NIC of ``node``. Calls ``done(state)`` at its end."""
-        self._queue.schedule_at(self.nics[node].read(blocks, self.now), done, state)
+    def _read(self, node: int, state: AgentState) -> None:
+        """Queue the request's read at the storage NIC of ``node``."""
+        end_s = self.nics[node].read(state.request.hit_blocks, self.now)
+        self._queue.schedule_at(end_s, self._read_done, state)
 
     def _read_done(self, state: AgentState) -> None:
-        """A read by one of the request's two nodes has ended."""
-        state.parts -= 1
-        if not state.parts:
-            self._hit_in_dram(state)
-
-    def _prefill_read_done(self, state: AgentState) -> None:
-        """A read by the prefill node's storage NIC has ended."""
-        self._read_done(state)
+        self._hit_in_dram(state)
         node = self.prefill_devices[state.worker].node
-        if waiting := self._buffers[node].waiting:
+        if not state.decode_reads and (waiting := self._buffers[node].waiting):
             # The scheduler does not know of reads that wait for memory.
             nic = self.nics[node]
             queue_s = max(0.0, nic.busy_until_s - self.now) + waiting / nic.rate_blocks_per_s
@@ -609,10 +566,10 @@ class PdSimulation:
         for state in done:
             state.first_token_s = now
             self.pairs.prefilled(state.agent)
-            if state.prefill_blocks:
+            if state.request.hit_blocks and not state.decode_reads:
                 node = self.prefill_devices[state.worker].node
-                for other in self._buffers[node].release_memory(state.prefill_blocks):
-                    self._read(node, other.prefill_blocks, self._prefill_read_done, other)
+                for other in self._buffers[node].release_memory(state.request.hit_blocks):
+                    self._read(node, other)
             if self._copies_first:
                 worker = state.worker
                 begin = max(now, self._copying_out_s[worker])
@@ -628,7 +585,7 @@ class PdSimulation:
         """The KV of a request has left the prefill device. Start the reads of requests that waited for its
         memory."""
         for other in self._on_device[state.worker].release_memory(state.request.tokens):
-            self._start_reads(other)
+            self._start_read(other)
         self._kv_in_decode_dram(state)
 
     def _kv_in_decode_dram(self, state: AgentState) -> None:
