@@ -163,4 +163,4 @@ def core_of(world: World) -> Any:
 
 def engines_of(world: World) -> dict[str, Replica]:
     """The engines that the routing core of a gateway of pairs knows, by replica id."""
-    return {one.replica_id: one for one in core_of(world).fleet}
+    return dict(core_of(world).fleet)

@@ -63,7 +63,7 @@ def sends(actions: list[Any]) -> list[str]:
 
 def kv_lost(core: Any, program_id: str, tenant: str, at: str) -> routing_events.KvReported:
     """The report of a replica that has the KV of all its programs but this one."""
-    kept = [p for p in core.programs if p.home == at and p.key != (tenant, program_id)]
+    kept = [p for p in core.programs.values() if p.home == at and p.key != (tenant, program_id)]
     replica = core.fleet.get(at)
     return routing_events.KvReported(
         replica_id=at,

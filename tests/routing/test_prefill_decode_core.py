@@ -198,7 +198,7 @@ def test_the_expected_epoch_of_a_decode_engine_is_sent() -> None:
 
 
 def known(it: RoutingCore) -> list[tuple[str, int, int]]:
-    return [(one.key[1], one.requests, one.turns) for one in it.programs]
+    return [(one.key[1], one.requests, one.turns) for one in it.programs.values()]
 
 
 def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> None:
@@ -447,7 +447,7 @@ class Life(RuleBasedStateMachine):
             assert self.core.programs or flight.program is None
             if flight.sent is not None:
                 assert self.sent[name].replica_id == flight.replica_id
-                assert flight.replica_id in {one.replica_id for one in self.core.fleet}
+                assert flight.replica_id in {one.replica_id for one in self.core.fleet.values()}
 
     def teardown(self) -> None:
         """With engines there, everybody who waits goes."""

@@ -57,7 +57,9 @@ def ends(it: RoutingCore, name: str, now: float, tenant: str = "t") -> list[str]
 
 
 def waiting(number: int, needs_tokens: int) -> RoutedRequest:
-    return RoutedRequest(f"r{number}", number, "t", None, 1, 1, 0.0, needs_tokens=needs_tokens)
+    return RoutedRequest(
+        f"r{number}", number, "t", None, 1, 1, 0.0, 0.0, needs_tokens=needs_tokens, queue_key=(number,)
+    )
 
 
 # -- ten thousand -------------------------------------------------------------------------
@@ -91,7 +93,7 @@ def test_of_ten_thousand_waiting_requests_only_eligible_ones_are_routed(sharing:
     ):
         it.take(fact, 1.0)
         assert routing.asked == 0, f"{fact} makes no room"
-    program = it.programs.get((next(p.tenant for p in it.programs if p.key[1] == name), name))
+    program = it.programs.get((next(p.tenant for p in it.programs.values() if p.key[1] == name), name))
     gone = sends(it.take(routing_events.ProgramEnded(name, program.tenant), 2.0))
     assert gone
     assert routing.asked == len(gone)

@@ -294,32 +294,35 @@ class AnyLife(RuleBasedStateMachine):
         assert it.counts.policy_failures == 0
         sent = {name: one.replica_id for name, one in it.requests.items() if one.sent is not None}
         assert sent == self.at
-        for replica in it.fleet:
+        for replica in it.fleet.values():
             assert set(replica.in_flight) == {
                 name for name, at in self.at.items() if at == replica.replica_id
             }
             assert replica.in_flight_tokens == sum(one.context_tokens for one in replica.in_flight.values())
-            homes = {program.key: program for program in it.programs if program.home == replica.replica_id}
+            homes = {
+                program.key: program for program in it.programs.values() if program.home == replica.replica_id
+            }
             assert replica.programs == homes
             assert replica.homed_tokens == sum(program.size_tokens for program in homes.values())
             view = replica.view()
-            replica.changed()
+            replica.known_view = None
             assert replica.view() == view
-            assert (replica.idle_since_s is None) == it.fleet.is_full(replica)
+            is_full = replica.load() >= it.limits.send_below_load
+            assert (replica.idle_since_s is None) == is_full
             queue = strategy.queues.get(replica.replica_id)
             queued = [one.context_tokens for one in queue or ()]
             assert (replica.queued, replica.queued_tokens) == (len(queued), sum(queued))
-            assert not queue or it.fleet.is_full(replica) or replica.health is not ReplicaHealth.UP
-        for program in it.programs:
+            assert not queue or is_full or replica.health is not ReplicaHealth.UP
+        for program in it.programs.values():
             assert program.home is None or it.fleet.get(program.home) is not None
             assert program.in_flight == sum(1 for n in self.at if it.requests[n].program is program)
             assert program.waiting == sum(1 for n in waits if it.requests[n].program is program)
-        for tenant in "tu":
+        for tenant in "tu" if strategy.tenants is not None else "":
             flying = sum(it.requests[n].context_tokens for n in self.at if it.requests[n].tenant == tenant)
             assert strategy.tenants.in_flight_tokens.get(tenant, 0) == flying
-            homed = sum(program.size_tokens for program in it.programs if program.tenant == tenant)
+            homed = sum(program.size_tokens for program in it.programs.values() if program.tenant == tenant)
             assert strategy.tenants.homed_tokens.get(tenant, 0) == homed
-        assert it.fleet.capacity_tokens == sum(replica.seen.capacity_tokens for replica in it.fleet)
+        assert it.fleet.capacity_tokens == sum(replica.seen.capacity_tokens for replica in it.fleet.values())
 
 
 TestAnyLife = AnyLife.TestCase

@@ -79,7 +79,7 @@ def keep_busy(it: RoutingCore) -> None:
     """Each replica with a request of nobody's, that does not end."""
     for number in range(len(it.fleet)):
         it.take(routing_events.RequestReceived(f"busy {number}", "nobody", 1), 0.0)
-    assert all(replica.in_flight for replica in it.fleet)
+    assert all(replica.in_flight for replica in it.fleet.values())
 
 
 def test_the_policy_sees_residents_and_their_turns_left() -> None:
@@ -132,7 +132,7 @@ def test_of_many_replicas_those_with_the_most_room_are_shown() -> None:
     it = core(routing, replicas=MAX_REPLICAS_COMPARED + 4, estimator=expectations())
     for number in range(2 * MAX_REPLICAS_COMPARED):
         it.take(asked(f"a{number}", 100 + number), 0.0)
-    homed = [len(replica.programs) for replica in it.fleet]
+    homed = [len(replica.programs) for replica in it.fleet.values()]
     assert max(homed) == 1, "an empty one goes before all others"
     assert len(it.waiting) == 2 * MAX_REPLICAS_COMPARED - len(homed)
     assert all(len(view.residents) <= MAX_REPLICAS_COMPARED for view in routing.views)
@@ -227,7 +227,7 @@ class Checked:
     ) -> tuple[ResidentProgramGroup, ...]:
         """One program after the other."""
         rows: dict[tuple[float, int], ResidentProgramGroup] = {}
-        for one in self.core.programs:
+        for one in self.core.programs.values():
             comes_back = one.turns_left is not None and now < one.last_s + self.resident_for_s
             there = one.home == replica_id and (comes_back or one.in_flight or one.waiting)
             if not there or one is but:

@@ -40,7 +40,7 @@ def test_programs_whose_requests_engines_refuse_do_not_fill_the_table() -> None:
         it.take(routing_events.RequestFailed(f"r{number}", "a"), 1.0)
         it.take(routing_events.RequestFinished(f"r{number}", answered=False), 1.0)
     ask(it, "open", "p0")
-    assert [program.key[1] for program in it.programs] == ["p0"]
+    assert [program.key[1] for program in it.programs.values()] == ["p0"]
 
 
 def test_one_whose_other_request_is_open_or_that_had_a_turn_stays() -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 
@@ -37,7 +37,7 @@ from .routing_events import KvReported, ResidentKv
 from .routing_limits import PolicyCallError
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
 from .tenant_recalls import TenantRecalls
-from .tenant_shares import TenantShares
+from .tenant_shares import TenantShares, add_to_sum
 from .waiting_queues import TenantQueue, WaitingQueue
 
 MAX_REPLICAS_COMPARED = 8
@@ -117,8 +117,8 @@ class AffinityStrategy(RoutingStrategy):
     def attach(self, core: RoutingCore) -> None:
         self._core = core
         self._fleet = core.fleet
-        self.tenants = TenantShares(self._sharing, core.fleet, core.estimator, core.limits, core.counts)
-        self._recalls = TenantRecalls(self._preemption, core, self)
+        self.tenants = TenantShares(self._sharing, core) if self._sharing.divides_capacity else None
+        self._recalls = TenantRecalls(self._preemption, core, self, self.tenants) if self.tenants else None
 
     # -- queries ------------------------------------------------------------------
 
@@ -126,53 +126,61 @@ class AffinityStrategy(RoutingStrategy):
         return self._fleet.longest_tokens
 
     def is_queue_full(self, tenant: str) -> bool:
-        """Whether a new request of ``tenant`` must be rejected: see ``RoutingLimits.most_waiting``."""
         waiting, most = self._core.waiting, self._core.limits.most_waiting
-        if len(waiting) < most or not self.tenants.are_used or len(waiting) >= 2 * most:
-            return len(waiting) >= most
+        if self.tenants is None or len(waiting) >= 2 * most:
+            return True
         tenants = [one.tenant for one in waiting.values()]
         return tenants.count(tenant) >= most / len({*tenants, tenant})
 
     def shares_used(self) -> dict[str, float]:
-        """Return the used part of each tenant's share."""
-        return self.tenants.used_shares()
+        of = self.tenants
+        return {name: of.used(name) / share for name, share in of.shares.items() if share > 0} if of else {}
 
     # -- bookkeeping --------------------------------------------------------------
 
     def opened(self, request: RoutedRequest, now: float) -> None:
         if request.program is not None and not self._order.by_arrival:
             request.program.idleness.arrived(request.request_id, request.since_s)
-        self._regroup(request.program)
-        self.tenants.add_request(request.tenant, request.program)
+        if self._reads_residents:
+            self._regroup(request.program)
+        if self.tenants is not None:
+            self.tenants.add_request(request.tenant, request.program)
 
     def closed(self, request: RoutedRequest, now: float) -> None:
         if request.program is not None and not self._order.by_arrival:
             request.program.idleness.finished(request.request_id, now)
-        self._regroup(request.program)
-        self.tenants.remove_request(request.tenant, request.program)
+        if self._reads_residents:
+            self._regroup(request.program)
+        if self.tenants is not None:
+            self.tenants.remove_request(request.tenant, request.program)
         self.capacity_changed = True
 
     def sent(self, request: RoutedRequest, now: float) -> None:
         if request.program is not None and not self._order.by_arrival:
             request.program.idleness.admitted(request.request_id, now)
-        self.tenants.add_in_flight(request.tenant, request.context_tokens)
+        if self.tenants is not None:
+            add_to_sum(self.tenants.in_flight_tokens, request.tenant, request.context_tokens)
         if self._routing.reads_prefixes and request.replica_id is not None:
             self._add_prefix(request.replica_id, request.prefix)
 
     def unsent(self, request: RoutedRequest, now: float) -> None:
         if request.program is not None and not self._order.by_arrival:
             request.program.idleness.preempted(request.request_id, now)
-        self.tenants.add_in_flight(request.tenant, -request.context_tokens)
+        if self.tenants is not None:
+            add_to_sum(self.tenants.in_flight_tokens, request.tenant, -request.context_tokens)
         if request.replica_id is not None:
             self.freed.add(request.replica_id)
         self.capacity_changed = True
 
-    def answered(self, program: RoutedProgram) -> None:
-        self._estimate_turns(program)
-        self._regroup(program)
+    def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
+        if self.tenants is not None:
+            self._core.estimator.observe_turn(program, turn_s)
+        if self._reads_residents and at_home:
+            self._estimate_turns(program)
 
     def homed(self, program: RoutedProgram, tokens: int) -> None:
-        self.tenants.add_homed(program.tenant, tokens)
+        if self.tenants is not None:
+            add_to_sum(self.tenants.homed_tokens, program.tenant, tokens)
         self.capacity_changed |= tokens < 0
         if program.waiting and program.cached:
             # The program has its KV at its home now, so its waiting requests need no further capacity.
@@ -215,7 +223,7 @@ class AffinityStrategy(RoutingStrategy):
         request.replica_id, request.queue_key = replica.replica_id, (request.number,)
         queue = self.queues.get(replica.replica_id)
         if queue is None:
-            queue = self.queues[replica.replica_id] = WaitingQueue(by_tenant=self.tenants.are_used)
+            queue = self.queues[replica.replica_id] = WaitingQueue(by_tenant=self.tenants is not None)
         queue.add(request)
         replica.add_queued(request.context_tokens, 1)
 
@@ -290,10 +298,12 @@ class AffinityStrategy(RoutingStrategy):
         view, this replica and the replicas where the request failed accept no new programs. ``leaves``:
         the policy decides as if the program had no home. Raises ``PolicyCallError`` if the policy fails."""
         fleet, program = self._fleet, request.program
-        shut = {name for name, run in request.failed_at if (at := fleet.get(name)) and at.instance == run}
-        failed_at, home, parent_home = set(shut), None, None
-        if but is not None:
-            shut.add(but)
+        failed_at: set[str] = set()
+        if request.failed_at:
+            ids = {(one.replica_id, one.instance) for one in fleet.values()}
+            failed_at = {name for name, _ in ids & request.failed_at}
+        shut = failed_at if but is None else {*failed_at, but}
+        home = parent_home = None
         if program is not None and not leaves:
             at = fleet.get(program.home)
             # A request that has failed once does not test whether a suspect home is alive.
@@ -304,10 +314,11 @@ class AffinityStrategy(RoutingStrategy):
                 and at.replica_id not in failed_at
             ):
                 home = at.view()
-            parent = self._core.programs.get(program.parent)
-            near = fleet.get(parent.home) if parent is not None and not program.turns else None
-            if near is not None and near.replica_id not in shut:
-                parent_home = near.view()
+            if program.parent is not None and not program.turns:
+                parent = self._core.programs.get(program.parent)
+                near = fleet.get(parent.home) if parent is not None else None
+                if near is not None and near.replica_id not in shut:
+                    parent_home = near.view()
         view = RoutingView(
             request.request_id,
             request.number,
@@ -318,7 +329,10 @@ class AffinityStrategy(RoutingStrategy):
             parent_home,
             self._matches(request) if self._routing.reads_prefixes else {},
         )
-        views: Sequence[ReplicaView] = fleet.views(shut)
+        views = []
+        for replica in fleet.values():
+            one = replica.known_view or replica.view()
+            views.append(one._replace(takes_new=False) if replica.replica_id in shut else one)
         if self._reads_residents and not (view.home is not None and view.cached):
             views = (
                 nlargest(
@@ -347,7 +361,7 @@ class AffinityStrategy(RoutingStrategy):
     def queues_at(self, replica: Replica) -> bool:
         """Whether a new request for this replica has to wait, because the replica is full or other
         requests wait for it."""
-        return replica.replica_id in self.queues or self._fleet.is_full(replica)
+        return replica.replica_id in self.queues or replica.idle_since_s is None
 
     # -- prompts that replicas have computed -----------------------------------------
 
@@ -416,7 +430,8 @@ class AffinityStrategy(RoutingStrategy):
     # -- dispatch ---------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        self.tenants.update(now)
+        if self.tenants is not None:
+            self.tenants.update(now)
         # Requests become late as time passes, and only a pass over the queue finds them.
         self.capacity_changed = True
 
@@ -424,6 +439,11 @@ class AffinityStrategy(RoutingStrategy):
         """Send the requests for which a replica has capacity. Work stealing runs on a ``Tick``, and on
         other events if a replica registered or stopped being full. Preemption between tenants runs only on
         a ``Tick``."""
+        if not self._core.waiting:
+            self.capacity_changed = self._has_unrouted = self._is_closed_to_new = False
+            self._fleet.newly_idle, self.reserved = False, None
+            self.freed.clear()
+            return
         if self._has_unrouted:
             self.capacity_changed, self._has_unrouted = True, False
         self._send_eligible(now)
@@ -432,7 +452,7 @@ class AffinityStrategy(RoutingStrategy):
             with self._counted_failures():
                 self._steal(now)
             self._send_eligible(now)
-        if epoch:
+        if epoch and self._recalls is not None:
             with self._counted_failures():
                 self._core.counts.recalls += self._recalls.make_way(now)
             self._send_eligible(now)
@@ -457,9 +477,9 @@ class AffinityStrategy(RoutingStrategy):
         freed, self.freed = self.freed, set()
         for replica_id in sorted(freed & self.queues.keys()):
             replica = self._fleet.get(replica_id)
-            while replica is not None and replica_id in self.queues and not self._fleet.is_full(replica):
+            while replica is not None and replica_id in self.queues and replica.idle_since_s is not None:
                 tenants = self.queues[replica_id].tenants
-                request = tenants[self.tenants.order(tenants.items(), room=False)[0]].requests[0]
+                request = tenants[self._order_tenants(tenants.items(), room=False)[0]].requests[0]
                 self.dequeue(request)
                 self._core.send(request, Placement(replica_id, request.reason), now)
 
@@ -488,11 +508,13 @@ class AffinityStrategy(RoutingStrategy):
             return
         oldest = sorted(self.failed.values(), key=lambda request: request.number)
         for request in oldest[:MAX_FAILED_REROUTED]:
-            failed_here = [(one.replica_id, one.instance) in request.failed_at for one in self._fleet]
+            failed_here = [
+                (one.replica_id, one.instance) in request.failed_at for one in self._fleet.values()
+            ]
             # A suspect replica may soon be replaced by a new instance, which may retry the request.
             if not any(failed_here) or any(
                 one.health is ReplicaHealth.SUSPECT if failed else one.health is not ReplicaHealth.DRAINING
-                for one, failed in zip(self._fleet, failed_here, strict=True)
+                for one, failed in zip(self._fleet.values(), failed_here, strict=True)
             ):
                 self._place_or_reject(request, now)
             else:
@@ -516,7 +538,7 @@ class AffinityStrategy(RoutingStrategy):
             ]
             if not candidates:
                 break
-            order = self.tenants.order(candidates, room=True)
+            order = self._order_tenants(candidates, room=True)
             for tenant in order[: max(1, len(order) // TENANT_REORDER_DIVISOR)]:
                 waiting = queue.tenants[tenant]
                 oldest = waiting.oldest
@@ -547,6 +569,12 @@ class AffinityStrategy(RoutingStrategy):
             best = fleet.most_room(self.reserved)
         return True
 
+    def _order_tenants(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
+        """Return the tenants of ``queues``, in the order in which they are served: see ``TenantShares``."""
+        if self.tenants is None or len(queues) == 1:
+            return [tenant for tenant, _ in queues]
+        return self.tenants.order(queues, room=room)
+
     def _is_late(self, waiting: TenantQueue, now: float) -> bool:
         """Whether the oldest request of a tenant's queue is late. False while its ``needs_tokens`` is 0:
         its need is unknown until it is routed again. Also records when the request became the oldest."""
@@ -567,10 +595,11 @@ class AffinityStrategy(RoutingStrategy):
     def _steal(self, now: float) -> None:
         """Move waiting requests to idle replicas, as the stealing policy decides. Raises
         ``PolicyCallError`` if the policy fails; earlier moves stay valid."""
-        if not self._stealing.is_used or not self.queues or all(map(self._fleet.is_full, self._fleet)):
+        replicas = self._fleet.values()
+        if not self._stealing.is_used or not self.queues or all(one.idle_since_s is None for one in replicas):
             return
         for _ in range(MAX_STEALS_PER_ROUND):
-            views = [self._stealing_view(replica, now) for replica in self._fleet]
+            views = [self._stealing_view(replica, now) for replica in replicas]
             try:
                 steal = self._stealing.steal(views, now)
             except Exception as error:
@@ -623,7 +652,7 @@ class AffinityStrategy(RoutingStrategy):
                 self.dequeue(request)
                 self.enqueue_again(request)
             if program.is_reported and program.is_idle:
-                self._core.programs.remove(program)
+                del self._core.programs[program.key]
         for one in event.programs:
             if 2 * one.tokens >= one.context_tokens:
                 self._found(one, replica, now)

@@ -66,7 +66,7 @@ class PairStrategy(RoutingStrategy):
             return ""
         present = {
             one.seen.role
-            for one in self._core.fleet
+            for one in self._core.fleet.values()
             if isinstance(one.seen, PairEngineRegistered) and one.health is not ReplicaHealth.DRAINING
         }
         return next((role.value for role in PairRole if role not in present), "")
@@ -77,7 +77,7 @@ class PairStrategy(RoutingStrategy):
 
     def _longest(self, role: PairRole) -> int:
         """Return the longest context that an engine of a role can hold; 0: there is none."""
-        seen = (one.seen for one in self._core.fleet)
+        seen = (one.seen for one in self._core.fleet.values())
         return max(
             (
                 one.max_context_tokens or one.capacity_tokens
@@ -86,9 +86,6 @@ class PairStrategy(RoutingStrategy):
             ),
             default=0,
         )
-
-    def is_queue_full(self, tenant: str) -> bool:
-        return len(self._core.waiting) >= self._core.limits.most_waiting
 
     # -- requests -------------------------------------------------------------------
 
@@ -165,7 +162,7 @@ class PairStrategy(RoutingStrategy):
         """Add a node to the pair scheduler, or update the speed of its storage NIC."""
         if name not in self._nodes:
             if len(self._nodes) >= MAX_NODES:
-                used = {getattr(one.seen, "node", "") for one in self._core.fleet}
+                used = {getattr(one.seen, "node", "") for one in self._core.fleet.values()}
                 for unused in self._nodes.keys() - used:
                     self.pairs.remove_node(self._nodes.pop(unused))
             self._nodes[name] = next(self._new_node)

@@ -8,8 +8,9 @@ requests between these states, detects silent replicas, sends failed requests ag
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from . import routing_events
@@ -36,7 +37,7 @@ from .routing_limits import (
     RoutingLimits,
 )
 from .routing_records import (
-    ProgramTable,
+    Key,
     Replica,
     ReplicaFleet,
     ReplicaHealth,
@@ -47,6 +48,8 @@ from .routing_status import ProgramRouteStatus, ReplicaStatus
 
 MAX_EXPIRED_PER_TICK = 500
 """Maximum number of timed-out requests rejected in one tick; later ticks reject the rest."""
+MAX_PROGRAMS = 50_000
+"""Maximum number of programs. Beyond it, the least recently active one without a request is forgotten."""
 
 
 class Placement(NamedTuple):
@@ -99,15 +102,17 @@ class RoutingStrategy:
         raise NotImplementedError
 
     def is_queue_full(self, tenant: str) -> bool:
-        """Whether a new request of ``tenant`` must be rejected because too many requests wait."""
-        raise NotImplementedError
+        """Whether a new request of ``tenant`` is rejected while ``RoutingLimits.most_waiting`` requests or
+        more wait."""
+        return True
 
     def missing_role(self) -> str:
         """Return what is missing so that no request can be served; empty: nothing."""
         return ""
 
     def shares_used(self) -> dict[str, float]:
-        """Return the used part of each tenant's share of capacity; empty: tenants do not share capacity."""
+        """Return, by tenant, the fraction of the capacity that its requests in flight use ÷ its share of the
+        capacity. Empty if tenants do not share capacity."""
         return {}
 
     def queues_at(self, replica: Replica) -> bool:
@@ -133,8 +138,9 @@ class RoutingStrategy:
     def prefilled(self, request: RoutedRequest) -> None:
         """A request's prompt is computed. Only pairs have this event."""
 
-    def answered(self, program: RoutedProgram) -> None:
-        """A turn of a program was answered at its home."""
+    def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
+        """A turn of a program was answered, ``turn_s`` seconds after it was sent. ``at_home``: at its home,
+        which has its KV now."""
 
     def homed(self, program: RoutedProgram, tokens: int) -> None:
         """A program got ``tokens`` more at its home; negative: fewer."""
@@ -173,7 +179,8 @@ class RoutingCore:
         self.estimator = estimator or ProgramEstimator()
         self.counts = RoutingCounters()
         self.fleet = ReplicaFleet(self.limits.send_below_load)
-        self.programs = ProgramTable()
+        self.programs: OrderedDict[Key, RoutedProgram] = OrderedDict()
+        """Programs that have not ended, the least recently active first."""
         self.requests: dict[str, RoutedRequest] = {}
         """All requests in progress, by id."""
         self.waiting: dict[str, RoutedRequest] = {}
@@ -207,13 +214,13 @@ class RoutingCore:
         """Process an event; return the actions that it causes, in order. Raises ``ValueError`` if a
         registration is invalid."""
         self._handlers[type(event)](event, now)
-        for program in self._left:
-            if program.is_idle and (program.is_over or not program.turns) and self.programs.has(program):
-                self._forget(program)
-        self._left.clear()
+        if self._left:
+            for program in self._left:
+                if program.is_idle and (program.is_over or not program.turns) and self._knows(program):
+                    self._forget(program)
+            self._left.clear()
         self.strategy.dispatch(now, epoch=isinstance(event, routing_events.Tick))
-        actions = list(self.actions)
-        self.actions.clear()
+        actions, self.actions = self.actions, []
         return actions
 
     # -- queries ------------------------------------------------------------------
@@ -235,33 +242,28 @@ class RoutingCore:
 
     def program_statuses(self) -> list[ProgramRouteStatus]:
         """Return the statuses of all known programs, most recently active first."""
-        return [program.status() for program in self.programs][::-1]
+        return [program.status() for program in self.programs.values()][::-1]
 
     def replica_statuses(self) -> list[ReplicaStatus]:
         """Return the statuses of all known replicas, in the order of registration."""
-        return [replica.status() for replica in self.fleet]
-
-    def shares_used(self) -> dict[str, float]:
-        """Return the used share of each tenant: fraction of the capacity that the tenant's requests in flight
-        use ÷ the tenant's share of the capacity. Empty if tenants do not share capacity."""
-        return self.strategy.shares_used()
+        return [replica.status() for replica in self.fleet.values()]
 
     # -- requests: new --------------------------------------------------------------
 
     def _received(self, event: routing_events.RequestReceived, now: float) -> None:
         """Check a new request. Reject it, or place or queue it."""
-        request_id, longest = event.request_id, self.strategy.longest_tokens()
+        request_id, longest = event.request_id, self.strategy.longest_tokens() if event.exact else 0
         if request_id in self.requests:
             self.reject(request_id, 409, "duplicate_request", "a request with this id is in progress")
         elif missing := self.strategy.missing_role():
             message = f"no {missing} engine is registered; try again soon"
             self.reject(request_id, 503, "no_room", message, QUEUE_FULL_RETRY_S)
-        elif event.exact and longest and event.context_tokens > longest:
+        elif longest and event.context_tokens > longest:
             message = (
                 f"the prompt has {event.context_tokens:,} tokens; the longest that is served is {longest:,}"
             )
             self.reject(request_id, 400, "context_too_long", message)
-        elif self.strategy.is_queue_full(event.tenant):
+        elif len(self.waiting) >= self.limits.most_waiting and self.strategy.is_queue_full(event.tenant):
             message = f"{len(self.waiting)} requests are waiting already; try again later"
             self.reject(request_id, 429, "too_many_waiting", message, QUEUE_FULL_RETRY_S)
         else:
@@ -289,7 +291,8 @@ class RoutingCore:
                 program = RoutedProgram(key, event.agent_type, parent, now, now)
                 self.add_program(program)
             else:
-                self.programs.touched(program, now)
+                program.last_s = now
+                self.programs.move_to_end(key)
             if program.is_reported:
                 program.is_reported, program.agent_type, program.parent = False, event.agent_type, parent
             program.is_over = False  # the program goes on
@@ -305,6 +308,7 @@ class RoutingCore:
             context_tokens,
             self._size(program, context_tokens + event.output_tokens),
             now,
+            now,
             output_tokens=event.output_tokens,
             prefix=event.prefix,
         )
@@ -318,14 +322,14 @@ class RoutingCore:
         ``None``, return ``context_tokens``. ``anew``: whether to compute a new estimate. If not, the last
         estimate is used until the program's context exceeds it. The result is at most the longest context
         that a replica can compute."""
-        fitting = self.fleet.fitting
         if program is None:
-            return fitting(context_tokens)
-        context_tokens = fitting(max(context_tokens, program.context_tokens))
-        if context_tokens <= program.size_tokens and not anew:
-            return fitting(program.size_tokens)
+            return self.fleet.fitting(context_tokens)
+        context_tokens = max(context_tokens, program.context_tokens)
         most = self.fleet.longest_tokens or context_tokens
-        return fitting(self.estimator.size_tokens(program, context_tokens, most))
+        context_tokens = min(context_tokens, most)
+        if context_tokens <= program.size_tokens and not anew:
+            return self.fleet.fitting(program.size_tokens)
+        return self.fleet.fitting(self.estimator.size_tokens(program, context_tokens, most))
 
     # -- requests: sent and not sent --------------------------------------------------
 
@@ -345,7 +349,12 @@ class RoutingCore:
     def _settle(self, request: RoutedRequest, replica: Replica) -> None:
         """Make a replica the home of a request's program."""
         program = request.program
-        if program is None or not self.programs.has(program):
+        if program is None or not self._knows(program):
+            return
+        if program.home == replica.replica_id:  # the usual turn
+            if request.size_tokens != program.size_tokens or program.waiting > 1:
+                self.resize(program, request.size_tokens)
+            request.moved_from, request.left_because = None, ""
             return
         at, because = self.fleet.get(program.home), ""
         if at is not None and at.health is ReplicaHealth.DRAINING:
@@ -373,37 +382,43 @@ class RoutingCore:
                 epoch=replica.seen.epoch,
                 decode_reads=placement.decode_reads,
             )
-            request.prefilled = False
+            request.prefill_id, request.prefilled = placement.prefill_id, False
         else:
             request.sent = SendRequest(*where, request.left_because)
         request.replica_id, request.sent_s = replica.replica_id, now
-        for replica_id in (placement.replica_id, placement.prefill_id):
-            one = self.fleet.get(replica_id)
+        for one in (replica, self.fleet.get(placement.prefill_id)):
             if one is not None:
-                one.add_in_flight(request)
+                one.in_flight[request.request_id] = request
+                one.in_flight_tokens += request.context_tokens
                 self.fleet.changed(one, now)
         if request.program is not None:
             request.program.waiting -= 1
             request.program.in_flight += 1
         self.strategy.sent(request, now)
         if not is_there:
-            self.counts.sent(placement.reason)
+            self.counts.routes[placement.reason] += 1
             self.actions.append(request.sent)
 
     def unsend(self, request: RoutedRequest, now: float) -> None:
         """Record that a sent request is no longer at its replica. Afterwards it waits, and is in no queue."""
-        for replica_id in (request.replica_id, request.prefill_id):
-            replica = self.fleet.get(replica_id)
-            if replica is not None and replica.remove_in_flight(request):
-                self.fleet.changed(replica, now)
+        self._take_from(request.replica_id, request, now)
+        if request.prefill_id is not None:
+            self._take_from(request.prefill_id, request, now)
         self.waiting[request.request_id] = request
         if request.program is not None:
             request.program.in_flight -= 1
             request.program.waiting += 1
         self.strategy.unsent(request, now)
-        request.replica_id = request.sent = None
+        request.replica_id = request.prefill_id = request.sent = None
         request.began, request.prefilled = False, True
         request.waiting_since_s = now
+
+    def _take_from(self, replica_id: str | None, request: RoutedRequest, now: float) -> None:
+        """Stop counting a request as in flight at a replica. No effect if it is not."""
+        replica = self.fleet.get(replica_id)
+        if replica is not None and replica.in_flight.pop(request.request_id, None) is not None:
+            replica.in_flight_tokens -= request.context_tokens
+            self.fleet.changed(replica, now)
 
     def recall(self, request: RoutedRequest, now: float) -> None:
         """Take a sent request back from its replica. Afterwards it waits, and is in no queue."""
@@ -437,9 +452,7 @@ class RoutingCore:
         if request is None or request.prefilled or request.prefill_id != event.replica_id:
             return
         request.prefilled = True
-        replica = self.fleet.get(event.replica_id)
-        if replica is not None and replica.remove_in_flight(request):
-            self.fleet.changed(replica, now)
+        self._take_from(event.replica_id, request, now)
         self.strategy.prefilled(request)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
@@ -458,7 +471,7 @@ class RoutingCore:
         else:
             self.strategy.dequeue(request)
         request.recalled_from = None
-        if request.program is not None and self.programs.has(request.program):
+        if request.program is not None and self._knows(request.program):
             self.set_home(request.program, replica, request.size_tokens)
         self.send(request, Placement(replica_id, request.reason), now, is_there=True)
         return True
@@ -474,9 +487,10 @@ class RoutingCore:
         sent, sent_s, program = request.sent, request.sent_s, request.program
         answered = request.began if event.answered is None else event.answered
         self.close(request, now)
-        if program is None or not self.programs.has(program):
+        if program is None or not self._knows(program):
             return
-        self.programs.touched(program, now)
+        program.last_s = now
+        self.programs.move_to_end(program.key)
         if sent is None or not answered:
             return
         if isinstance(sent, SendRequestToPair):
@@ -487,12 +501,12 @@ class RoutingCore:
                 program.context_tokens = (event.prompt_tokens or request.context_tokens) + event.output_tokens
             return
         program.turns += 1
-        self.estimator.observe_turn(program, now - sent_s)
         prompt_tokens = max(event.prompt_tokens, request.context_tokens)
         program.context_tokens = max(program.context_tokens, prompt_tokens + event.output_tokens)
-        if program.home == sent.replica_id:
-            program.cached = True
-            self.strategy.answered(program)
+        at_home = program.home == sent.replica_id
+        program.cached |= at_home
+        self.strategy.answered(program, now - sent_s, at_home=at_home)
+        if at_home:
             self.resize(program, self._size(program, program.context_tokens, anew=True))
 
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
@@ -569,9 +583,16 @@ class RoutingCore:
 
     def add_program(self, program: RoutedProgram) -> None:
         """Add a program. The program that was idle for longest makes room if there are too many."""
-        forgotten = self.programs.add(program)
-        if forgotten is not None:
-            self.leave_home(forgotten)
+        self.programs[program.key] = program
+        if len(self.programs) > MAX_PROGRAMS:
+            idle = (one for one in self.programs.values() if one.is_idle and one is not program)
+            if (oldest := next(idle, None)) is not None:
+                del self.programs[oldest.key]
+                self.leave_home(oldest)
+
+    def _knows(self, program: RoutedProgram) -> bool:
+        """Whether a record is that of a known program. A forgotten program may still have open requests."""
+        return self.programs.get(program.key) is program
 
     def set_home(self, program: RoutedProgram, replica: Replica, size_tokens: int) -> str | None:
         """Make a replica a program's home, and count ``size_tokens`` there for the program. Returns the id
@@ -607,7 +628,7 @@ class RoutingCore:
         """Change the number of tokens that are counted for a program at its home."""
         replica, more = self.fleet.get(program.home), size_tokens - program.size_tokens
         program.size_tokens = size_tokens
-        if replica is not None:
+        if replica is not None and (more or program.waiting):
             replica.add_homed(program, more)
             self.strategy.homed(program, more)
 
@@ -622,7 +643,7 @@ class RoutingCore:
 
     def _forget(self, program: RoutedProgram) -> None:
         """Remove a program that has ended, or that was never answered."""
-        self.programs.remove(program)
+        del self.programs[program.key]
         if not program.is_partial:
             self.estimator.ended(program, program.last_s)
         self.leave_home(program)
@@ -726,7 +747,7 @@ class RoutingCore:
         """Suspect and probe each replica that has been silent for ``lease_s``. Reject requests that waited
         too long. Forget programs that were silent too long."""
         lease_s = self.limits.lease_s
-        for replica in self.fleet:
+        for replica in self.fleet.values():
             silent = now - replica.heard_s >= lease_s
             if silent and (replica.probed_s is None or now - replica.probed_s >= lease_s):
                 self._suspect(replica, now)
@@ -737,7 +758,9 @@ class RoutingCore:
             self.close(request, now)
             message = f"the request waited {wait_s:g} s; no {self.strategy.unit} had free KV capacity"
             self.reject(request.request_id, 503, "no_room", message, NO_ROOM_RETRY_S)
-        for program in self.programs.silent_since(now - self.limits.silent_program_s):
-            self.programs.remove(program)
-            self.leave_home(program)
+        silent_s = now - self.limits.silent_program_s
+        for program in list(takewhile(lambda one: one.last_s < silent_s, self.programs.values())):
+            if program.is_idle:
+                del self.programs[program.key]
+                self.leave_home(program)
         self.strategy.expire(now)

@@ -4,6 +4,7 @@ change them. Only ``build_routing_core`` replaces ``send_below_load``, by the va
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 SILENT_PROGRAM_S = 1800.0
@@ -69,7 +70,7 @@ class RoutingLimits:
 class RoutingCounters:
     """Totals since the core's start."""
 
-    routes: dict[str, int] = field(default_factory=dict)
+    routes: Counter[str] = field(default_factory=Counter)
     """Number of requests sent, by reason."""
     moves: int = 0
     """Number of times that a program changed from one home to another."""
@@ -101,7 +102,3 @@ class RoutingCounters:
         except Exception:
             text = "its text cannot be read"
         self.newest_policy_failure = f"{type(cause).__name__}: {text[:MAX_ERROR_CHARS]}"
-
-    def sent(self, reason: str) -> None:
-        """Count a request that was sent for ``reason``."""
-        self.routes[reason] = self.routes.get(reason, 0) + 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -18,8 +17,6 @@ from .routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 Key = tuple[str, str]
 """Tenant and program id. Two tenants may use the same id for different programs."""
 
-MAX_PROGRAMS = 50_000
-"""Maximum number of programs in a table."""
 MAX_REMEMBERED_DRAINS = 1024
 """Maximum number of absent replicas that are remembered in order to drain them when they return."""
 DEFAULT_MAX_RUNNING = 64
@@ -125,59 +122,6 @@ class RoutedProgram:
         )
 
 
-class ProgramTable:
-    """Programs that have not ended, least recently active first. If there are more than ``most``, the least
-    recently active program without a request is forgotten."""
-
-    def __init__(self, most: int = MAX_PROGRAMS) -> None:
-        self._most = most
-        self._programs: OrderedDict[Key, RoutedProgram] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._programs)
-
-    def __iter__(self) -> Iterator[RoutedProgram]:
-        return iter(self._programs.values())
-
-    def get(self, key: Key | None) -> RoutedProgram | None:
-        """The program with this key; ``None``: unknown."""
-        return self._programs.get(key) if key is not None else None
-
-    def has(self, program: RoutedProgram) -> bool:
-        """Whether this record is in the table. A removed program may still have open requests."""
-        return self._programs.get(program.key) is program
-
-    def add(self, program: RoutedProgram) -> RoutedProgram | None:
-        """Add a program as the most recently active one. Return the program that was forgotten to make room;
-        ``None``: none was."""
-        self._programs[program.key] = program
-        if len(self._programs) <= self._most:
-            return None
-        oldest = next((one for one in self if one.is_idle and one is not program), None)
-        if oldest is not None:
-            self.remove(oldest)
-        return oldest
-
-    def touched(self, program: RoutedProgram, now: float) -> None:
-        """Record that an event of a program arrived at ``now``: it becomes the most recently active one."""
-        program.last_s = now
-        self._programs.move_to_end(program.key)
-
-    def remove(self, program: RoutedProgram) -> None:
-        """Remove a program."""
-        del self._programs[program.key]
-
-    def silent_since(self, before_s: float) -> list[RoutedProgram]:
-        """Return the programs without a request whose last event was before the time ``before_s``."""
-        found = []
-        for program in self._programs.values():
-            if program.last_s >= before_s:
-                break
-            if program.is_idle:
-                found.append(program)
-        return found
-
-
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
     """A request in progress."""
@@ -195,6 +139,8 @@ class RoutedRequest:
     plus its expected output."""
     since_s: float
     """Time at which the request arrived."""
+    waiting_since_s: float
+    """Time at which the request last began to wait: when it arrived, or was taken from its replica."""
     output_tokens: int = 0
     """Output length that the client expects; 0: the client stated none."""
     prefix: tuple[int, ...] = ()
@@ -202,6 +148,8 @@ class RoutedRequest:
     """The replica that the request waits for or was sent to; ``None``: the request waits for any replica."""
     sent: SendRequest | None = None
     """The action that sent the request; ``None``: the request waits."""
+    prefill_id: str | None = None
+    """Id of the prefill engine of a sent request; ``None``: there is none."""
     sent_s: float = 0.0
     began: bool = False
     """Whether the client has the first byte of the answer."""
@@ -234,20 +182,8 @@ class RoutedRequest:
     oldest in its tenant's queue."""
     first_since_s: float = 0.0
     """Time at which the request first became the oldest in its tenant's queue."""
-    waiting_since_s: float = field(init=False)
-    """Time at which the request last began to wait: when it arrived, or was taken from its replica."""
     queue_key: tuple[float, ...] = ()
-    """Sort key of the request in its queue, lowest first. It changes only while the request is in no
-    queue."""
-
-    def __post_init__(self) -> None:
-        self.waiting_since_s = self.since_s
-        self.queue_key = (self.number,)
-
-    @property
-    def prefill_id(self) -> str | None:
-        """Id of the prefill engine of a sent request; ``None``: there is none."""
-        return getattr(self.sent, "prefill_id", None)
+    """Sort key of the request in its queue, lowest first. It is set when the request enters a queue."""
 
     def is_at(self, replica_id: str) -> bool:
         """Whether a replica has work for the request. A prefill engine has work until the prompt is
@@ -273,6 +209,9 @@ class Replica:
 
     seen: ReplicaRegistered
     """The last registration or report."""
+    replica_id: str
+    instance: str
+    """Id of the replica's process, which changes with each restart."""
     heard_s: float
     """Time of the replica's last report."""
     health: ReplicaHealth = ReplicaHealth.UP
@@ -300,22 +239,8 @@ class Replica:
     """Cache of the replica's resident programs; ``None``: to be grouped again."""
     groups_until_s: float = math.inf
     """Time from which ``groups`` is outdated."""
-    _view: ReplicaView | None = None
-
-    @property
-    def replica_id(self) -> str:
-        """Id of the replica."""
-        return self.seen.replica_id
-
-    @property
-    def instance(self) -> str:
-        """Id of the replica's process, which changes with each restart."""
-        return self.seen.instance
-
-    @property
-    def memory_tokens(self) -> int:
-        """KV capacity of device and host memory."""
-        return self.seen.capacity_tokens + self.seen.host_tokens
+    known_view: ReplicaView | None = None
+    """Cache of ``view``; ``None``: to be built again."""
 
     def load(self, *, queued: bool = False) -> float:
         """Return the load from the requests at the replica: the larger of their context tokens ÷ KV
@@ -327,57 +252,40 @@ class Replica:
         load = tokens / seen.capacity_tokens
         return max(load, requests / seen.max_running) if seen.max_running else load
 
-    def add_in_flight(self, request: RoutedRequest) -> None:
-        """Count a request as in flight at the replica."""
-        self.in_flight[request.request_id] = request
-        self.in_flight_tokens += request.context_tokens
-        self._view = None
-
-    def remove_in_flight(self, request: RoutedRequest) -> bool:
-        """Stop counting a request as in flight. Returns whether it was counted."""
-        if self.in_flight.pop(request.request_id, None) is None:
-            return False
-        self.in_flight_tokens -= request.context_tokens
-        self._view = None
-        return True
-
     def add_queued(self, tokens: int, requests: int) -> None:
         """Add to the number and context tokens of the replica's waiting requests; negative numbers
         subtract."""
         self.queued += requests
         self.queued_tokens += tokens
-        self._view = None
+        self.known_view = None
 
     def add_homed(self, program: RoutedProgram, tokens: int) -> None:
         """Add ``tokens`` to the size of a program whose home is the replica."""
         self.programs[program.key] = program
         self.homed_tokens += tokens
-        self._view = self.groups = None
+        self.known_view = self.groups = None
 
     def remove_homed(self, program: RoutedProgram) -> None:
         """Remove a program whose home was the replica."""
         del self.programs[program.key]
         self.homed_tokens -= program.size_tokens
-        self._view = self.groups = None
-
-    def changed(self) -> None:
-        """Note a change of health, sizes or reported load."""
-        self._view = self.groups = None
+        self.known_view = self.groups = None
 
     def view(self) -> ReplicaView:
         """Return the view of the replica for routing policies."""
-        if self._view is None:
-            self._view = ReplicaView(
+        if self.known_view is None:
+            memory_tokens = self.seen.capacity_tokens + self.seen.host_tokens
+            self.known_view = ReplicaView(
                 self.replica_id,
                 self.load(queued=True),
                 len(self.in_flight) + self.other_requests,
-                self.memory_tokens - self.homed_tokens,
+                memory_tokens - self.homed_tokens,
                 len(self.programs),
                 self.health is ReplicaHealth.UP,
                 self.queued,
-                self.memory_tokens,
+                memory_tokens,
             )
-        return self._view
+        return self.known_view
 
     def status(self) -> ReplicaStatus:
         """Return the status of the replica, for operators. The ``links`` of an engine of a pair are empty."""
@@ -416,13 +324,13 @@ class Replica:
         )
 
 
-class ReplicaFleet:
-    """All known replicas, in the order of registration. ``full_load``: a replica with at least this load
-    is full and gets no more requests; ``inf``: no replica is ever full."""
+class ReplicaFleet(dict[str | None, Replica]):
+    """All known replicas by id, in the order of registration; ``None`` is the id of none. ``full_load``: a
+    replica with at least this load is full and gets no more requests; ``inf``: no replica is ever full."""
 
     def __init__(self, full_load: float = math.inf) -> None:
+        super().__init__()
         self._full_load = full_load
-        self._replicas: dict[str, Replica] = {}
         self.capacity_tokens = 0
         """KV capacity of all replicas on their devices."""
         self.memory_tokens = 0
@@ -437,30 +345,9 @@ class ReplicaFleet:
         """Replicas to drain as soon as they register: replica id → instance. A replica that registers as
         another instance is not drained. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
 
-    def __iter__(self) -> Iterator[Replica]:
-        return iter(self._replicas.values())
-
-    def __len__(self) -> int:
-        return len(self._replicas)
-
-    def get(self, replica_id: str | None) -> Replica | None:
-        """The replica with this id; ``None``: unknown."""
-        return self._replicas.get(replica_id) if replica_id is not None else None
-
-    def views(self, shut: set[str]) -> list[ReplicaView]:
-        """Return views of all replicas, with the replicas ``shut`` marked as not accepting new programs."""
-        views = [replica.view() for replica in self]
-        if shut:
-            views = [one._replace(takes_new=False) if one.replica_id in shut else one for one in views]
-        return views
-
-    def is_full(self, replica: Replica) -> bool:
-        """Whether a replica gets no more requests, because its load has reached ``full_load``."""
-        return self._full_load < math.inf and replica.load() >= self._full_load
-
     def missing(self, replica: Replica) -> tuple[int, int]:
-        """Return (tokens, requests): how many context tokens in flight and how many requests in flight
-        must end until a full replica is no longer full. If the replica is not full, both are 0."""
+        """Return (tokens, requests) in flight that must end until a full replica is no longer full; (0, 0) if
+        it is not full."""
         if math.isinf(self._full_load):
             return 0, 0
         seen = replica.seen
@@ -475,7 +362,7 @@ class ReplicaFleet:
         """Return the view of the replica with the most free KV capacity; a replica without programs is
         preferred to all others. ``None``: no replica accepts new programs. ``but``: id of a replica to
         leave out."""
-        views = [view for one in self if (view := one.view()).takes_new and view.replica_id != but]
+        views = [view for one in self.values() if (view := one.view()).takes_new and view.replica_id != but]
         return max(views, key=lambda view: (not view.homed, view.room_tokens), default=None)
 
     def fitting(self, tokens: int) -> int:
@@ -487,11 +374,12 @@ class ReplicaFleet:
         """Process a registration or report of a replica. Returns whether waiting requests have to be routed
         again: the replica is new, has other sizes, or was suspect. The caller must have removed an earlier
         instance of the replica."""
-        replica = self._replicas.get(event.replica_id)
+        replica = self.get(event.replica_id)
         if replica is None:
             drained = self.drained.pop(event.replica_id, None) == event.instance
             health = ReplicaHealth.DRAINING if drained else ReplicaHealth.UP
-            replica = self._replicas[event.replica_id] = Replica(event, now, health)
+            replica = Replica(event, event.replica_id, event.instance, now, health)
+            self[replica.replica_id] = replica
         else:
             replica.heard_s, replica.probed_s = now, None
             if replica.seen == event and replica.health is not ReplicaHealth.SUSPECT:
@@ -506,30 +394,25 @@ class ReplicaFleet:
     def remove(self, replica: Replica) -> None:
         """Remove a replica. If it was draining, remember its instance in ``drained``."""
         if replica.health is ReplicaHealth.DRAINING:
-            self.remember_drain(replica.replica_id, replica.instance)
-        del self._replicas[replica.replica_id]
+            self.drained[replica.replica_id] = replica.instance
+            self.drained.move_to_end(replica.replica_id)
+            if len(self.drained) > MAX_REMEMBERED_DRAINS:
+                self.drained.popitem(last=False)
+        del self[replica.replica_id]
         self._sum_up()
-
-    def remember_drain(self, replica_id: str, instance: str) -> None:
-        """Remember to drain an absent replica when it registers as this instance."""
-        self.drained[replica_id] = instance
-        self.drained.move_to_end(replica_id)
-        if len(self.drained) > MAX_REMEMBERED_DRAINS:
-            self.drained.popitem(last=False)
 
     def changed(self, replica: Replica, now: float) -> None:
         """Update a replica after a change of its health, sizes or requests in flight."""
-        replica.changed()
-        if self.is_full(replica):
+        replica.known_view = replica.groups = None
+        if self._full_load < math.inf and replica.load() >= self._full_load:
             replica.idle_since_s = None
         elif replica.idle_since_s is None:
             replica.idle_since_s = now
             self.newly_idle = True
 
     def _sum_up(self) -> None:
-        self.capacity_tokens = sum(one.seen.capacity_tokens for one in self)
-        self.memory_tokens = sum(one.memory_tokens for one in self)
-        self.max_running = sum(one.seen.max_running or DEFAULT_MAX_RUNNING for one in self)
-        self.longest_tokens = max(
-            (one.seen.max_context_tokens or one.seen.capacity_tokens for one in self), default=0
-        )
+        seen = [one.seen for one in self.values()]
+        self.capacity_tokens = sum(one.capacity_tokens for one in seen)
+        self.memory_tokens = self.capacity_tokens + sum(one.host_tokens for one in seen)
+        self.max_running = sum(one.max_running or DEFAULT_MAX_RUNNING for one in seen)
+        self.longest_tokens = max((one.max_context_tokens or one.capacity_tokens for one in seen), default=0)

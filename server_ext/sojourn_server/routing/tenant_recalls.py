@@ -39,7 +39,6 @@ PREEMPTED_REASON = "made_way"
 class QueueingStrategy(Protocol):
     """The strategy whose queued and sent requests make way."""
 
-    tenants: TenantShares
     queues: dict[str, WaitingQueue]
 
     def all_queues(self) -> list[WaitingQueue]: ...
@@ -69,12 +68,13 @@ class TenantRecalls:
         policy: TenantPreemptionPolicy | NoTenantPreemption,
         core: RoutingCore,
         strategy: QueueingStrategy,
+        tenants: TenantShares,
     ) -> None:
         self._policy = policy
         self._core = core
         self._fleet = core.fleet
         self._strategy = strategy
-        self._tenants = strategy.tenants
+        self._tenants = tenants
 
     def make_way(self, now: float) -> int:
         """Preempt requests of less urgent tenants; return how many were recalled from a replica. Raises
@@ -135,7 +135,7 @@ class TenantRecalls:
         if not blocked.needs_tokens:
             return None
         memory = self._fleet.memory_tokens
-        roomy = [replica for replica in self._fleet if replica.view().takes_new]
+        roomy = [replica for replica in self._fleet.values() if replica.view().takes_new]
         for replica in nlargest(MAX_VICTIM_REPLICAS, roomy, key=lambda one: one.view().room_tokens):
             others = []
             for request in self._at_home(replica):
@@ -174,7 +174,11 @@ class TenantRecalls:
             if program is None or program.home != replica.replica_id or one.began or one.recalled:
                 continue
             is_alone = program.in_flight + program.waiting == 1
-            if is_alone and program.moved_at_turn != program.turns and self._core.programs.has(program):
+            if (
+                is_alone
+                and program.moved_at_turn != program.turns
+                and self._core.programs.get(program.key) is program
+            ):
                 found.append(one)
         return found[:MAX_VICTIM_CANDIDATES]
 

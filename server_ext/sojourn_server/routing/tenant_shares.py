@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping
 from itertools import islice
 
 from ..policies.fairness.fair_share import RunningTaskView, SharePolicy, TenantView, WaitingTenantView
-from .program_estimates import ProgramEstimator
-from .routing_limits import RoutingCounters, RoutingLimits
-from .routing_records import DEFAULT_MAX_RUNNING, Key, ReplicaFleet, RoutedProgram
+from .routing_core import RoutingCore
+from .routing_records import DEFAULT_MAX_RUNNING, Key, RoutedProgram
 from .waiting_queues import TenantQueue
 
 
@@ -23,19 +22,10 @@ class TenantShares:
     at once.
     """
 
-    def __init__(
-        self,
-        policy: SharePolicy,
-        fleet: ReplicaFleet,
-        estimator: ProgramEstimator,
-        limits: RoutingLimits,
-        counts: RoutingCounters,
-    ) -> None:
+    def __init__(self, policy: SharePolicy, core: RoutingCore) -> None:
         self._policy = policy
-        self._fleet = fleet
-        self._estimator = estimator
-        self._limits = limits
-        self._counts = counts
+        self._core = core
+        self._fleet = core.fleet
         self.in_flight_tokens: dict[str, int] = {}
         """Total context length of requests in flight, by tenant; only tenants with such requests."""
         self.homed_tokens: dict[str, int] = {}
@@ -45,29 +35,22 @@ class TenantShares:
         self._working: dict[str, dict[Key, RoutedProgram]] = {}
         """Programs with requests in progress, by tenant."""
         self.shares: Mapping[str, float] = {}
-        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed yet, or
-        tenants do not share capacity."""
+        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed yet."""
         self._due_s = -math.inf
         """Time of the next computation of the shares."""
-
-    @property
-    def are_used(self) -> bool:
-        """Whether tenants are served in turn, by their shares of capacity. If not, requests are served in
-        order of arrival."""
-        return self._policy.divides_capacity
 
     # -- usage ------------------------------------------------------------------
 
     def add_request(self, tenant: str, program: RoutedProgram | None) -> None:
         """Record that a request of the tenant, and of ``program`` if it has one, arrived."""
-        _add(self._open, tenant, 1)
-        if program is not None and self.are_used:
+        add_to_sum(self._open, tenant, 1)
+        if program is not None:
             program.task = None
             self._working.setdefault(tenant, {})[program.key] = program
 
     def remove_request(self, tenant: str, program: RoutedProgram | None) -> None:
         """Record that a request of the tenant, and of ``program`` if it has one, ended."""
-        _add(self._open, tenant, -1)
+        add_to_sum(self._open, tenant, -1)
         working = self._working.get(tenant)
         if (
             program is None
@@ -80,14 +63,6 @@ class TenantShares:
         if not working:
             del self._working[tenant]
 
-    def add_in_flight(self, tenant: str, tokens: int) -> None:
-        """Add ``tokens``, which may be negative, to the tenant's tokens in flight."""
-        _add(self.in_flight_tokens, tenant, tokens)
-
-    def add_homed(self, tenant: str, tokens: int) -> None:
-        """Add ``tokens``, which may be negative, to the total size of the tenant's programs with a home."""
-        _add(self.homed_tokens, tenant, tokens)
-
     def used(self, tenant: str, *, room: bool = False) -> float:
         """Return the fraction of all devices' KV capacity that a tenant's requests in flight use.
 
@@ -99,17 +74,13 @@ class TenantShares:
             used = max(used, self.homed_tokens.get(tenant, 0) / fleet.memory_tokens)
         return used
 
-    def used_shares(self) -> dict[str, float]:
-        """Return the used part of each tenant's share."""
-        return {tenant: self.used(tenant) / share for tenant, share in self.shares.items() if share > 0}
-
     # -- shares -----------------------------------------------------------------
 
     def update(self, now: float) -> None:
         """Compute the tenants' shares from the work left in their programs, once per ``SharePolicy.epoch_s``
         seconds. If the policy fails, the error is counted and the shares stay unchanged."""
         epoch_s = self._policy.epoch_s
-        if not self.are_used or 0 < self._due_s - now <= epoch_s:
+        if 0 < self._due_s - now <= epoch_s:
             return  # not due yet; a due time beyond one epoch means that the clock stepped back
         self._due_s = now + epoch_s
         # A tenant whose requests have no program has unknown work, so it gets the least share.
@@ -117,7 +88,7 @@ class TenantShares:
         try:
             self.shares = dict(self._policy.shares(views, now))
         except Exception as error:
-            self._counts.policy_failed(error)
+            self._core.counts.policy_failed(error)
 
     def _tasks(self, tenant: str, now: float) -> list[RunningTaskView]:
         """Return the tenant's programs that count for its share, each with its work and deadline."""
@@ -126,7 +97,7 @@ class TenantShares:
         for program in islice(programs, self._fleet.max_running or DEFAULT_MAX_RUNNING):
             task = program.task
             if task is None:
-                work_s = self._estimator.work_s(program)
+                work_s = self._core.estimator.work_s(program)
                 task = program.task = RunningTaskView(work_s, self._deadline_s(program))
             if program.deadline_s is not None and task.deadline_s < now + task.work_s:
                 task = RunningTaskView(task.work_s, now + task.work_s)
@@ -136,16 +107,14 @@ class TenantShares:
     def _deadline_s(self, program: RoutedProgram) -> float:
         if program.deadline_s is not None:
             return program.deadline_s
-        life_s = self._estimator.life_s(program)
-        usual_s = self._limits.usual_life_s if life_s is None else life_s
-        return program.began_s + self._limits.slo_factor * usual_s
+        life_s = self._core.estimator.life_s(program)
+        usual_s = self._core.limits.usual_life_s if life_s is None else life_s
+        return program.began_s + self._core.limits.slo_factor * usual_s
 
     def order(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
         """Return the tenants of ``queues``, in the order in which they are served. If the policy fails,
         tenants are ordered by the arrival of their oldest request. ``room``: True if the requests wait for
         KV capacity, False if they wait for a full replica."""
-        if len(queues) == 1:
-            return [tenant for tenant, _ in queues]
         waiting = [
             WaitingTenantView(tenant, self.used(tenant, room=room), queue.oldest.since_s)
             for tenant, queue in queues
@@ -153,11 +122,11 @@ class TenantShares:
         try:
             return self._policy.order(waiting, self.shares)
         except Exception as error:
-            self._counts.policy_failed(error)
+            self._core.counts.policy_failed(error)
             return [one.tenant for one in sorted(waiting, key=lambda one: (one.since_s, one.tenant))]
 
 
-def _add(sums: dict[str, int], tenant: str, more: int) -> None:
+def add_to_sum(sums: dict[str, int], tenant: str, more: int) -> None:
     """Add ``more`` to a tenant's sum, and delete the entry if the sum is 0."""
     left = sums.get(tenant, 0) + more
     if left:

@@ -208,7 +208,7 @@ class RoutingBackend:
     def shares_used(self) -> dict[str, float]:
         """Return, by tenant, the fraction of the capacity that it uses ÷ its share of the capacity. Empty if
         tenants do not share capacity."""
-        return self.core.shares_used()
+        return self.core.strategy.shares_used()
 
     def _take(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass one event to the core. Deliver the core's actions to requests, gateway and metrics."""
