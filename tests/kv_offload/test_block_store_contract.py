@@ -1,11 +1,9 @@
-"""What every ``BlockStore`` does, whatever its folder layout, and how each handles full, torn or shared
-ones."""
+"""What a ``SharedStore`` does, and how it handles full, torn or shared folders."""
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,10 @@ from faulty_file_system import (
     payload,
 )
 from sojourn_server.kv_offload.block_file import HEADER_BYTES, BlockCorrupt, BlockDefect
-from sojourn_server.kv_offload.block_store import BlockStore, blocks_per_full
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
-from sojourn_server.kv_offload.shared_store import SharedStore
-from sojourn_server.kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
+from sojourn_server.kv_offload.shared_store import SharedStore, blocks_per_full
 
 KEYS = [key(number) for number in range(12)]
-LAYOUT = VllmFsLayout(
-    model_name="org/tiny",
-    dtype="torch.float32",
-    engine_block_tokens=16,
-    blocks_per_file=4,
-    layer_names=["l.0", "l.1", "l.2"],
-)
 
 
 def shared(root: Path, name: str = "one", blocks: int = 10, **options: Any) -> SharedStore:
@@ -45,25 +34,17 @@ def shared(root: Path, name: str = "one", blocks: int = 10, **options: Any) -> S
     return SharedStore(own, files=files)
 
 
-def vllms(root: Path, name: str = "one", **options: Any) -> VllmFsStore:
-    return VllmFsStore(root, identity(), LAYOUT, **options)
-
-
-STORES: dict[str, Callable[..., Any]] = {"shared": shared, "vllm": vllms}
-every_store = pytest.mark.parametrize("open_store", STORES.values(), ids=STORES)
-
-
-def put(store: BlockStore, key: bytes, parent: bytes = b"") -> PutOutcome:
+def put(store: SharedStore, key: bytes, parent: bytes = b"") -> PutOutcome:
     return store.put(key, [payload(key)], parent=parent)
 
 
-def get(store: BlockStore, key: bytes) -> bytes:
+def get(store: SharedStore, key: bytes) -> bytes:
     found = bytearray(BLOCK_BYTES)
     store.get_into(key, [found])
     return bytes(found)
 
 
-def put_context(store: BlockStore, *numbers: int) -> list[PutOutcome]:
+def put_context(store: SharedStore, *numbers: int) -> list[PutOutcome]:
     outcomes = []
     parent = b""
     for number in numbers:
@@ -77,9 +58,8 @@ def the_file(root: Path, key: bytes) -> Path:
     return found
 
 
-@every_store
-def test_what_was_put_is_got_in_whatever_pieces(open_store: Callable[..., Any], tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_what_was_put_is_got_in_whatever_pieces(tmp_path: Path) -> None:
+    store = shared(tmp_path)
     text = payload(KEYS[0])
     assert store.put(KEYS[0], [text[:32], text[32:]]) is PutOutcome.STORED
     assert put(store, KEYS[0]) is PutOutcome.ALREADY
@@ -89,9 +69,8 @@ def test_what_was_put_is_got_in_whatever_pieces(open_store: Callable[..., Any], 
     store.close()
 
 
-@every_store
-def test_the_leading_ones_end_at_the_first_gap(open_store: Callable[..., Any], tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_the_leading_ones_end_at_the_first_gap(tmp_path: Path) -> None:
+    store = shared(tmp_path)
     assert put_context(store, 0, 1, 3) == [PutOutcome.STORED] * 3
     assert store.leading(KEYS[:5]) == 2
     assert store.leading(KEYS[2:]) == 0
@@ -99,20 +78,18 @@ def test_the_leading_ones_end_at_the_first_gap(open_store: Callable[..., Any], t
     store.close()
 
 
-@every_store
-def test_what_is_not_there_is_missing(open_store: Callable[..., Any], tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_what_is_not_there_is_missing(tmp_path: Path) -> None:
+    store = shared(tmp_path)
     with pytest.raises(BlockNotFound):
         get(store, KEYS[0])
     store.close()
 
 
-@every_store
 @pytest.mark.parametrize("change", ["cut", "longer", "empty"])
 def test_a_file_of_the_wrong_size_is_never_returned_and_its_place_is_free(
-    open_store: Callable[..., Any], tmp_path: Path, change: str
+    tmp_path: Path, change: str
 ) -> None:
-    store = open_store(tmp_path)
+    store = shared(tmp_path)
     put(store, KEYS[0])
     path = the_file(tmp_path, KEYS[0])
     content = path.read_bytes()
@@ -126,10 +103,9 @@ def test_a_file_of_the_wrong_size_is_never_returned_and_its_place_is_free(
     store.close()
 
 
-@every_store
-def test_a_disk_that_cannot_be_read_fails(open_store: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_read_fails(tmp_path: Path) -> None:
     files = FaultyFiles()
-    store = open_store(tmp_path, files=files)
+    store = shared(tmp_path, files=files)
     put(store, KEYS[0])
     files.before = broken("readv")
     with pytest.raises(StoreError):
@@ -138,13 +114,10 @@ def test_a_disk_that_cannot_be_read_fails(open_store: Callable[..., Any], tmp_pa
     store.close()
 
 
-@every_store
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_leaves_nothing_at_any_operation(
-    open_store: Callable[..., Any], tmp_path: Path, code: int
-) -> None:
+def test_a_full_disk_leaves_nothing_at_any_operation(tmp_path: Path, code: int) -> None:
     files = FaultyFiles(max_bytes=40)
-    store = open_store(tmp_path, files=files)
+    store = shared(tmp_path, files=files)
     put(store, KEYS[0])
     full = 0
     while True:
@@ -163,11 +136,8 @@ def test_a_full_disk_leaves_nothing_at_any_operation(
     store.close()
 
 
-@every_store
-def test_engines_that_share_a_file_system_read_each_others(
-    open_store: Callable[..., Any], tmp_path: Path
-) -> None:
-    one, two = open_store(tmp_path, name="one"), open_store(tmp_path, name="two")
+def test_engines_that_share_a_file_system_read_each_others(tmp_path: Path) -> None:
+    one, two = shared(tmp_path, name="one"), shared(tmp_path, name="two")
     put_context(one, 0, 1)
     put_context(two, 2)
     assert two.leading(KEYS[:4]) == 3
@@ -176,18 +146,14 @@ def test_engines_that_share_a_file_system_read_each_others(
     two.close()
 
 
-@every_store
-def test_many_writers_of_one_block_leave_one_whole_file(
-    open_store: Callable[..., Any], tmp_path: Path
-) -> None:
-    stores = [open_store(tmp_path, name=name) for name in "abcd"]
+def test_many_writers_of_one_block_leave_one_whole_file(tmp_path: Path) -> None:
+    stores = [shared(tmp_path, name=name) for name in "abcd"]
     threads = [threading.Thread(target=put, args=(store, KEYS[0])) for store in stores for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert [get(store, KEYS[0]) for store in stores] == [payload(KEYS[0])] * 4
-    assert not list(tmp_path.rglob("*.tmp"))
     assert not list(tmp_path.rglob("*.partial"))
     for store in stores:
         store.close()
@@ -282,19 +248,3 @@ def test_a_full_store_never_exceeds_its_budget_whoever_writes(tmp_path: Path) ->
 def test_a_full_block_is_a_whole_number_of_engine_blocks(engine: int, full: int) -> None:
     with pytest.raises(ValueError, match="not a whole number of engine blocks"):
         blocks_per_full(engine, full)
-
-
-# -- vLLM's folders ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changed", "what"),
-    [
-        ({"block_tokens": 32}, "files of 64 tokens each; expected 32"),
-        ({"layers": 2, "block_bytes": 64}, "3 layer names; expected 2"),
-        ({"tp_size": 2}, "supported for one worker"),
-    ],
-)
-def test_a_layout_of_other_blocks_is_refused(tmp_path: Path, changed: dict[str, Any], what: str) -> None:
-    with pytest.raises(ValueError, match=what):
-        VllmFsStore(tmp_path, identity(**changed), LAYOUT)

@@ -18,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 class MemoryStore:
-    """A ``BlockStore`` in a dictionary. It calls ``before`` before each read or write, which may wait and
+    """A ``SharedStore`` in a dictionary. It calls ``before`` before each read or write, which may wait and
     raise."""
 
     def __init__(self, of: KvIdentity | None = None) -> None:

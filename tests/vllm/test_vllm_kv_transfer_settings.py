@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("vllm")
 
 from sojourn_server.kv_offload.shared_store import SharedStore
-from sojourn_server.kv_offload.vllm_fs_store import VllmFsStore
 from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings, KVTransferSettings
 from sojourn_server.vllm.plugin_settings import SettingsError
 
@@ -129,15 +128,10 @@ def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:
     [
         ({"world_size": 4}, {}, "context parallel"),
         ({"decode_context_parallel_size": 2}, {}, "context parallel"),
-        (
-            {},
-            {"store_layout": "vllm-fs", "store_name": None, "store_bytes": None},
-            "vllm-fs, and 2 workers",
-        ),
         ({"rank": 1}, {"listen": "tcp:h:65535"}, "at most 65534"),
         ({}, {"buffer_bytes": FULL_BYTES}, f"{2 * FULL_BYTES}"),
     ],
-    ids=["prefill contexts", "decode contexts", "vllm-fs", "ports", "buffers"],
+    ids=["prefill contexts", "decode contexts", "ports", "buffers"],
 )
 def test_what_several_workers_cannot_do(
     tmp_path: Path, parallel: dict[str, int], extra: dict[str, Any], said: str
@@ -172,13 +166,6 @@ def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
     assert [words.split()[0] for words in found] == [f"org/name@{'1' * 40}", f"org/name@{'2' * 40}"]
 
 
-def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
-    settings = read(good(tmp_path, store_layout="vllm-fs", store_name=None, store_bytes=None))
-    store = settings.open_store()
-    assert isinstance(store, VllmFsStore)
-    assert len(list((tmp_path / "store").glob("*/config.json"))) == 1
-
-
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
@@ -187,8 +174,7 @@ def test_vllms_folder_can_be_the_store(tmp_path: Path) -> None:
         ({"listen": "p.sock"}, "listen: .*not an address"),
         ({"listen": "nixl:p"}, "listen: .*NIXL is not built in"),
         ({"store": 3}, "store is 3; expected a directory"),
-        ({"store_layout": "lmdb"}, "store_layout is 'lmdb'"),
-        ({"store_layout": "vllm-fs"}, "store_name is for store_layout sojourn"),
+        ({"store_layout": "vllm-fs"}, "unknown connector setting 'store_layout'"),
         ({"store_name": "a/b"}, "store_name is 'a/b'"),
         ({"store_name": None}, "store_name is None"),
         ({"store_bytes": 100}, "at least a Full Block of this model, 262144"),

@@ -1,11 +1,14 @@
-"""A ``BlockStore`` that combines one engine's files with the files of other engines on the same disk.
+"""Stores of Full Blocks that combine one engine's files with the files of other engines on the same disk.
+
+A Full Block is the KV of a fixed number of tokens: one layer after the other, and within a layer one engine
+block after the other. It can be divided into its layers (Layer Blocks) without a copy, so callers may pass
+one buffer per layer or one for all layers. The key of a Full Block is the chain hash of its last engine
+block, which identifies all tokens up to the block's end (DualPath §4.1, A.5).
 
 Each engine writes its own ``DiskStore`` and reads the stores of the others, its siblings. No coordination is
 needed, no file has two writers, and the files of a dead engine stay readable. An engine deletes only its own
-files, the last blocks of a context first.
-
-A look-up of a missing key tries to open a file in every sibling store. With dozens of engines ``VllmFsStore``
-is faster, because all engines share one folder there.
+files, the last blocks of a context first. A look-up of a missing key tries to open a file in every sibling
+store.
 """
 
 from __future__ import annotations
@@ -24,6 +27,21 @@ from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError, block_
 from .file_system import FileSystem, LocalFileSystem
 from .offload_jobs import ProbeResult
 from .store_folder import find_identity_stores
+
+FULL_BLOCK_TOKENS = 64
+"""Default number of tokens of a Full Block (DualPath §4.1)."""
+
+
+def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
+    """Return the number of engine blocks per Full Block. Raises ``ValueError`` if ``block_tokens`` is not a
+    positive multiple of ``engine_block_tokens``."""
+    if engine_block_tokens < 1 or block_tokens < engine_block_tokens or block_tokens % engine_block_tokens:
+        raise ValueError(
+            f"a Full Block of {block_tokens} tokens is not a whole number of engine blocks of "
+            f"{engine_block_tokens}; choose a multiple of the engine's --block-size"
+        )
+    return block_tokens // engine_block_tokens
+
 
 _MAX_STALE_RATIO = 2
 """``BlockPrefixTree`` removes the outdated items of its heap once the heap has more than this many items per
@@ -242,7 +260,8 @@ DISK_FULL_EVICTIONS = 2
 
 
 class SharedStore:
-    """A ``BlockStore`` that writes to this engine's ``DiskStore`` and also reads its siblings' stores."""
+    """Stores Full Blocks by key: writes to this engine's ``DiskStore``, and also reads its siblings' stores.
+    Thread-safe. Each call waits for the disk."""
 
     def __init__(
         self, own: DiskStore, *, files: FileSystem | None = None, clock: Callable[[], float] = time.monotonic
@@ -275,9 +294,12 @@ class SharedStore:
         self._own.close()
 
     def leading(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading ``keys`` the stores have. A later read may still find no block, because
+        an engine may delete blocks at any time."""
         return sum(1 for _ in takewhile(self._has, keys))
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
+        """Fill ``buffers`` with the block of ``key``, like ``DiskStore.get_into``."""
         failed: BlockCorrupt | StoreError | None = None
         try:
             self._own.get_into(key, buffers)
@@ -299,6 +321,8 @@ class SharedStore:
             raise
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
+        """Store ``buffers`` as the block of ``key``, like ``DiskStore.put``. If the block does not fit,
+        evict others."""
         outcome = self._own.put(key, buffers, parent=parent)
         if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL):
             outcome = self._put_evicting(key, buffers, parent, outcome)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..kv_offload.block_file import OffloadError
-from ..kv_offload.block_store import BlockStore
+from ..kv_offload.shared_store import SharedStore
 from ..kv_offload.transfer_thread import TransferThread
 from .transfer_actions import ReadBlock, WriteBlock
 
@@ -22,7 +22,7 @@ class StoreThreads:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: SharedStore,
         readers: int,
         *,
         read_done: Callable[[int, str | None], object],

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..kv_offload.block_store import BlockStore
+from ..kv_offload.shared_store import SharedStore
 from .load_table import ReadingPeer
 from .peer_transport import (
     ByteStream,
@@ -68,7 +68,7 @@ class TransferManager:
 
     def __init__(
         self,
-        store: BlockStore,
+        store: SharedStore,
         limits: TransferLimits,
         rates: LinkRates | None = None,
         *,

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..kv_offload.block_store import FULL_BLOCK_TOKENS, blocks_per_full
+from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, blocks_per_full
 from ..kv_offload.store_folder import is_store_name
 from ..kv_transfer.peer_transport import UnknownTransport, check_address
 from .kv_offload_options import GIB, check_size

@@ -54,7 +54,6 @@ _NAMES = {
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common": (
         "OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferJob"
     ),
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config": "build_offloading_config",
     "vllm.engine.protocol": "EngineClient",
     "vllm.forward_context": "ForwardContext",
     "vllm.platforms": "current_platform",

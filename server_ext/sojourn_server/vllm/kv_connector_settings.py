@@ -18,10 +18,8 @@ option               meaning
 listen               address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT. Further workers
                      listen at the next ports, or at unix:PATH.rank1 and so on
 store                directory that all engines of the fleet share
-store_layout         "sojourn" (default): one store per engine, which all engines read;
-                     "vllm-fs": the one folder of vLLM's own fs tier
-store_name           name of this engine's store ("sojourn" only)
-store_bytes          budget of this engine's store ("sojourn" only)
+store_name           name of this engine's store
+store_bytes          budget of this engine's store
 buffer_bytes         host memory for blocks being transferred
 storage_read_rate, storage_write_rate, compute_rate
                      maximum bytes per second from the store, to it, and to other engines; default: unlimited
@@ -45,12 +43,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.block_file import HEADER_BYTES, KvIdentity
-from ..kv_offload.block_store import FULL_BLOCK_TOKENS, BlockStore, blocks_per_full
 from ..kv_offload.disk_store import DiskStore
-from ..kv_offload.shared_store import SharedStore, SiblingStores
+from ..kv_offload.shared_store import (
+    FULL_BLOCK_TOKENS,
+    SharedStore,
+    SiblingStores,
+    blocks_per_full,
+)
 from ..kv_offload.store_folder import is_store_name
 from ..kv_offload.tier_limits import MAX_STAGE_WAIT_S, TierLimits
-from ..kv_offload.vllm_fs_store import VllmFsLayout, VllmFsStore
 from ..kv_transfer.peer_transport import UnknownTransport, check_address
 from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.transfer_limits import (
@@ -79,13 +80,12 @@ if TYPE_CHECKING:
 
     from .compat import KVCacheConfig, VllmConfig
 
-LAYOUTS = ("sojourn", "vllm-fs")
 ROLES = ("prefill", "decode")
 _STORE_NAME = "letters, digits, '.', '_' and '-', at most 64"
 _RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
 _OFFLOAD_OPTIONS = ("host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s", "kv_layout")
 _TRANSFER_OPTIONS = (
-    "listen", "store", "store_layout", "store_name", "store_bytes", "buffer_bytes", *_RATES, "block_tokens",
+    "listen", "store", "store_name", "store_bytes", "buffer_bytes", *_RATES, "block_tokens",
     "save", "read_width", "patience_s", "lease_s", "waiting_write_bytes", "role", "node", "keep_on_reset",
 )  # fmt: skip
 
@@ -226,14 +226,12 @@ class KVTransferSettings(KVConnectorSettings):
     store: str
     store_name: str
     store_bytes: int
-    """Budget of this engine's store, all workers together; 0 for the layout of vLLM's fs tier."""
+    """Budget of this engine's store, all workers together."""
     save: bool
     per_full: int
     """Number of engine blocks per Full Block."""
     limits: TransferLimits
     rates: LinkRates
-    fs_layout: VllmFsLayout | None
-    """Layout of vLLM's folder if the store has that layout; otherwise ``None``."""
     longest_blocks: int
     """Number of Full Blocks of the longest prompt that the engine accepts."""
     role: str | None
@@ -261,22 +259,6 @@ class KVTransferSettings(KVConnectorSettings):
             raise SettingsError(str(error)) from error
         identity = _identity(vllm_config, kv_cache_config, per_full)
         block_bytes, ranks = _all_ranks_block_bytes(vllm_config, identity), identity.tp_size
-        fs_layout, name, store_bytes = None, "", 0
-        if options.choice("store_layout", LAYOUTS, LAYOUTS[0]) == "vllm-fs":
-            for only in ("store_name", "store_bytes"):
-                if only in options:
-                    raise SettingsError(f"{only} is for store_layout sojourn; vLLM's folder has no budget")
-            if ranks > 1:
-                raise SettingsError(
-                    f"store_layout is vllm-fs, and {ranks} workers share this model; expected the layout "
-                    "sojourn, or one worker"
-                )
-            fs_layout = _fs_layout(vllm_config, kv_cache_config, per_full)
-        else:
-            name = options.store_name("store_name", f"{_STORE_NAME}, different for each engine")
-            store_bytes = options.size(
-                "store_bytes", block_bytes, "a Full Block of this model", flag="--kv-store-gib"
-            )
         listen = options.text("listen", "unix:PATH or tcp:HOST:PORT")
         try:
             listen = rank_address(listen, identity.tp_rank, ranks)
@@ -290,8 +272,10 @@ class KVTransferSettings(KVConnectorSettings):
             block_bytes=block_bytes,
             shape=_shape(vllm_config),
             store=options.text("store", "a directory"),
-            store_name=name,
-            store_bytes=store_bytes,
+            store_name=options.store_name("store_name", f"{_STORE_NAME}, different for each engine"),
+            store_bytes=options.size(
+                "store_bytes", block_bytes, "a Full Block of this model", flag="--kv-store-gib"
+            ),
             save=options.flag("save", True),
             block_tokens=block_tokens,
             per_full=per_full,
@@ -299,7 +283,6 @@ class KVTransferSettings(KVConnectorSettings):
             identity=identity,
             limits=_transfer_limits(options, identity, block_bytes, bool(kv_cache_config.kv_cache_tensors)),
             rates=_rates(options, ranks),
-            fs_layout=fs_layout,
             longest_blocks=-(-vllm_config.model_config.max_model_len // full_tokens),
             role=options.choice("role", ROLES, None),
             node=options.text("node", "a machine's name") if "node" in options else socket.gethostname(),
@@ -312,11 +295,9 @@ class KVTransferSettings(KVConnectorSettings):
         short = self.limits.slots < self.longest_blocks
         return self.longest_blocks * self.block_bytes if short else 0
 
-    def open_store(self) -> BlockStore:
+    def open_store(self) -> SharedStore:
         """Open and return this worker's store. Raises ``OffloadError`` if it is in use or has KV of another
         identity."""
-        if self.fs_layout is not None:
-            return VllmFsStore(self.store, self.identity, self.fs_layout)
         folder, budget_bytes = self.store, self.store_bytes
         if self.ranks > 1:
             folder, budget_bytes = rank_folder(folder, self.identity), budget_bytes // self.ranks
@@ -380,26 +361,6 @@ def _identity(
         vllm_version=running_vllm(),
         tp_rank=parallel.rank % ranks,
         tp_size=ranks,
-    )
-
-
-def _fs_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int) -> VllmFsLayout:
-    """Return the layout of the files that vLLM's fs tier would write for this engine. ``per_full``: number of
-    engine blocks per file. Raises ``SettingsError`` if vLLM would use its canonical layout."""
-    from .compat import build_offloading_config
-
-    config = build_offloading_config(vllm_config, kv_cache_config)
-    if config.canonical_layout:
-        raise SettingsError("vLLM would use its canonical layout, which differs from Full Blocks")
-    replicated = bool(config.replicated_layout)
-    return VllmFsLayout(
-        model_name=config.model.name,
-        dtype=str(config.model.dtype),
-        engine_block_tokens=config.cache.tokens_per_hash,
-        blocks_per_file=per_full,
-        layer_names=list(config.groups[0].layer_names),
-        parallel_agnostic=bool(config.parallel.is_parallelism_agnostic or replicated),
-        extra={"replicated_layout": True} if replicated else {},
     )
 
 

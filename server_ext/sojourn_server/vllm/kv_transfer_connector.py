@@ -27,9 +27,9 @@ from .plugin_settings import SettingsError
 if TYPE_CHECKING:
     import torch
 
-    from ..kv_offload.block_store import BlockStore
     from ..kv_offload.cpu_device_backend import KvBlockArrays
     from ..kv_offload.cuda_block_arrays import CudaBlockArrays
+    from ..kv_offload.shared_store import SharedStore
     from ..kv_transfer.transfer_manager import TransferManager
     from ..kv_transfer.transfer_stats import StatsServer
     from ..kv_transfer.transfer_worker import TransferWorker
@@ -83,7 +83,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self.settings = KVTransferSettings.read(vllm_config, kv_cache_config)
         self._requests: dict[str, Request] = {}
         self._traffic: TransferManager | None = None
-        self._store: BlockStore | None = None
+        self._store: SharedStore | None = None
         self._kv: CudaBlockArrays | None = None
         """Object that copies the device's blocks and must be closed; ``None`` on a CPU."""
         self._warned_context_too_large = False
