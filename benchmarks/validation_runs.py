@@ -183,7 +183,7 @@ def play_in_simulator(
     from sojourn_server.simulator.latency.latency_selection import load_latency_model
     from sojourn_server.simulator.run_log import RunLog
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-    from sojourn_server.simulator.simulation import Simulation, SimulationOptions
+    from sojourn_server.simulator.simulation import Simulation
     from sojourn_server.simulator.simulator_policies import find_policy
     from sojourn_server.simulator.workloads.arrival_processes import FiniteClosedLoop
     from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
@@ -219,11 +219,11 @@ def play_in_simulator(
             stagger_s=scenario.stagger_s,
         ),
         log,
-        # A replay's forced tokens contain no tool calls. Its server learns of tools from events only.
-        SimulationOptions(samples=0, outputs_contain_tool_calls=False),
         front=chosen.request_router(),
         standalone=True,
         with_hints=chosen.settings is not None,
+        # A replay's forced tokens contain no tool calls. Its server learns of tools from events only.
+        with_tool_calls=False,
     ).run()
     if log.notes or log.hook_failures or log.refused_hints:
         raise BenchmarkError(

@@ -6,7 +6,7 @@ import random
 import zlib
 from typing import NamedTuple
 
-from sojourn_server.simulator.run_log import OccupancySample, ProgramLog, RunLog, TurnLog
+from sojourn_server.simulator.run_log import ProgramLog, RunLog, TurnLog
 
 BLOCK = 16
 POOL_BLOCKS = 25_000
@@ -90,7 +90,6 @@ def synthetic_run_log(
     run.programs.sort(key=lambda life: (life.arrived_s, life.program_id))
     steps = int(60 * manner.preempted * load * 10)
     run.preemption_steps = sorted(generator.randrange(run.steps) for _ in range(steps))
-    run.occupancy = _occupancy(run, manner)
     return run
 
 
@@ -165,41 +164,3 @@ def _program(
 
 def _before(at_s: float, run: RunLog) -> float | None:
     return at_s if at_s <= run.virtual_s else None
-
-
-def _occupancy(run: RunLog, manner: PolicyBehavior) -> list[OccupancySample]:
-    samples = []
-    step_s = 5.0
-    for number in range(int(run.virtual_s / step_s) + 1):
-        at_s = number * step_s
-        held = {"running": 0, "acting": 0, "waiting": 0}
-        blocks = {"running": 0, "acting": 0, "waiting": 0}
-        for life in run.programs:
-            if life.arrived_s > at_s or (life.finished_s is not None and life.finished_s <= at_s):
-                continue
-            turn = max((t for t in life.turns if t.submitted_s <= at_s), key=lambda t: t.turn)
-            if turn.finished_s is not None and turn.finished_s <= at_s:
-                state = "acting"
-            elif turn.admitted_s is not None and turn.admitted_s <= at_s:
-                state = "running"
-            else:
-                state = "waiting"
-            held[state] += 1
-            blocks[state] += turn.prompt_tokens // BLOCK
-        running = min(run.pool_blocks, blocks["running"])
-        idle = min(run.pool_blocks - running, int(blocks["acting"] * (1 - manner.lost)))
-        other = min(run.pool_blocks - running - idle, blocks["waiting"] + number * 200)
-        samples.append(
-            OccupancySample(
-                at_s=at_s,
-                running=running,
-                idle=idle,
-                other=other,
-                free=run.pool_blocks - running - idle - other,
-                host=min(run.host_blocks, int(blocks["acting"] * manner.host) + number * 150),
-                programs_waiting=held["waiting"],
-                programs_acting=held["acting"],
-                programs_running=held["running"],
-            )
-        )
-    return samples

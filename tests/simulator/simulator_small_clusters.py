@@ -10,7 +10,7 @@ from sojourn_server.simulator.event_queue import VirtualClock
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulated_gateway import SimulatedGateway
-from sojourn_server.simulator.simulation import Simulation, SimulationOptions
+from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulator_policies import ClusterPolicy, find_cluster_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
@@ -28,7 +28,6 @@ class SmallCluster:
         blocks: int = 100,
         host_blocks: int = 200,
         disk_blocks: int = 0,
-        samples: int = 0,
         until_s: float | None = None,
         call_s: float = 0.0,
         max_num_seqs: int = 8,
@@ -69,9 +68,9 @@ class SmallCluster:
             latency,
             loop,
             self.log,
-            SimulationOptions(until_s=until_s, samples=samples),
             front=self.front,
             with_hints=settings is not None,
+            until_s=until_s,
         )
         self.simulation.observe_programs(seen)
         self.simulation.run()

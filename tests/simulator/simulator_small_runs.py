@@ -9,7 +9,7 @@ from simulator_small_workload import BLOCK, FlatLatency, SmallLoop
 from sojourn_server.simulator.event_queue import VirtualClock
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-from sojourn_server.simulator.simulation import Simulation, SimulationOptions
+from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulator_policies import Bound, SimulatorPolicy, find_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
@@ -28,7 +28,6 @@ class SmallRun:
         blocks: int = POOL_BLOCKS,
         host_blocks: int = 200,
         disk_blocks: int = 0,
-        samples: int = 0,
         until_s: float | None = None,
         call_s: float = 0.0,
         asynchronous: bool = False,
@@ -73,10 +72,10 @@ class SmallRun:
             latency,
             loop,
             self.log,
-            SimulationOptions(until_s=until_s, samples=samples),
             front=request_router,
             standalone=True,
             with_hints=settings is not None,
+            until_s=until_s,
         )
         if prepare is not None:
             prepare(simulation)

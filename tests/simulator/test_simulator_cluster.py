@@ -75,7 +75,7 @@ def alike(log: RunLog) -> bytes:
         for program in log.programs
     ]
     same = msgspec.structs.replace(
-        log, policy="", programs=programs, replicas=[], routes={}, occupancy=[], wall_s=0.0, scheduler_s=0.0
+        log, policy="", programs=programs, replicas=[], routes={}, wall_s=0.0, scheduler_s=0.0
     )
     return msgspec.json.encode(same)
 
@@ -90,18 +90,12 @@ ALONE = (
 @pytest.mark.parametrize("call_s", [0.0, 0.02])
 def test_one_replica_lives_as_one_engine_does(engine: str, call_s: float):
     """To the byte: times, tokens, preemptions, what was found where, copies."""
-    alone = SmallRun(engine, small_workload(seed=3), call_s=call_s, until_s=20.0, samples=10)
+    alone = SmallRun(engine, small_workload(seed=3), call_s=call_s, until_s=20.0)
     behind = SmallCluster(
-        f"round-robin/{engine}",
-        small_workload(seed=3),
-        replicas=1,
-        call_s=call_s,
-        until_s=20.0,
-        samples=10,
+        f"round-robin/{engine}", small_workload(seed=3), replicas=1, call_s=call_s, until_s=20.0
     )
     assert alike(behind.log) == alike(alone.log)
     assert behind.log.steps
-    assert len(behind.log.occupancy) == len(alone.log.occupancy)
     assert {turn.replica for turn in turns(behind.log)} == {"r0"}
 
 
@@ -139,15 +133,11 @@ def test_every_policy_brings_every_program_to_its_end(policy: str):
 
 @pytest.mark.parametrize("policy", ["random", "saga", "mori", "thunderagent-offload"])
 def test_the_same_seed_gives_the_same_bytes(policy: str):
-    logs = [
-        SmallCluster(policy, small_workload(seed=4, programs=20), samples=10, until_s=15.0).log
-        for _ in range(2)
-    ]
+    logs = [SmallCluster(policy, small_workload(seed=4, programs=20), until_s=15.0).log for _ in range(2)]
     first, second = (
         msgspec.json.encode(msgspec.structs.replace(log, wall_s=0.0, scheduler_s=0.0)) for log in logs
     )
     assert first == second
-    assert logs[0].occupancy
 
 
 def test_what_another_replica_computed_is_computed_again_and_said_to_have_moved():

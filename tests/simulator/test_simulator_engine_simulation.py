@@ -83,10 +83,10 @@ def test_a_step_is_planned_before_the_one_before_it_has_ended():
 
 def test_the_same_seed_gives_the_same_bytes():
     for policy in ("stock", "continuum", "thunderagent-offload"):
-        first = SmallRun(policy, small_workload(seed=4), samples=20, until_s=20.0)
-        second = SmallRun(policy, small_workload(seed=4), samples=20, until_s=20.0)
+        first = SmallRun(policy, small_workload(seed=4), until_s=20.0)
+        second = SmallRun(policy, small_workload(seed=4), until_s=20.0)
         assert repeatable(first.log) == repeatable(second.log)
-        assert first.log.occupancy
+        assert first.log.steps
 
 
 def test_pressure_makes_stock_compute_again_and_a_pool_without_end_does_not():
@@ -196,14 +196,6 @@ def test_host_memory_below_something_that_is_no_preset_is_refused():
         find_policy("stock+host")
 
 
-@pytest.mark.parametrize("policy", ["lru-offload", "observe+host"])
-def test_samples_tell_what_lies_in_host_memory(policy):
-    run = SmallRun(policy, small_workload(seed=12), samples=50, until_s=30.0)
-    hosts = [sample.host for sample in run.log.occupancy]
-    assert 0 < max(hosts) <= 200
-    assert hosts == sorted(hosts)  # it fills, and what it drops it replaces
-
-
 def test_a_request_travels_before_it_reaches_the_engine():
     for policy in ("stock", "continuum", "thunderagent"):
         run = SmallRun(policy, small_workload(seed=11), call_s=0.125)
@@ -254,16 +246,6 @@ def test_a_router_that_lets_nobody_in_is_said_and_does_not_hang():
     log = SmallRun(replace(find_policy("stock"), request_router=Shut), small_workload(seed=9)).log
     assert any("given up" in note for note in log.notes)
     assert all(turn.entered_s is None for turn in turns(log))
-
-
-def test_looking_changes_nothing():
-    for policy in ("stock", "continuum"):
-        seen = SmallRun(policy, small_workload(seed=10), samples=200, until_s=30.0)
-        unseen = SmallRun(policy, small_workload(seed=10), until_s=30.0)
-        assert seen.decisions == unseen.decisions
-        for sample in seen.log.occupancy:
-            assert sample.running + sample.idle + sample.other + sample.free == 99
-            assert min(sample.running, sample.idle, sample.other, sample.free) >= 0
 
 
 def test_stock_runs_without_anything_of_ours_in_its_process(tmp_path):

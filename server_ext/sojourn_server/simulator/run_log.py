@@ -97,27 +97,6 @@ class ProgramLog(msgspec.Struct, kw_only=True):
         return None if self.finished_s is None else self.finished_s - self.arrived_s
 
 
-class OccupancySample(msgspec.Struct, kw_only=True):
-    """Use of the KV memory, in blocks, and numbers of programs by state, at one moment."""
-
-    at_s: float
-    running: int
-    """Blocks of running requests."""
-    idle: int
-    """Cached or leased blocks of programs that are between two turns."""
-    other: int
-    """Other cached or leased blocks, such as those of programs that are over or waiting."""
-    free: int
-    host: int = 0
-    """Blocks in host memory."""
-    programs_waiting: int = 0
-    """Programs whose request waits in the engine or at the router."""
-    programs_acting: int = 0
-    """Programs that are between two turns."""
-    programs_running: int = 0
-    """Programs whose request the engine runs."""
-
-
 class ReplicaLog(msgspec.Struct, kw_only=True):
     """One of several engines of a run."""
 
@@ -151,7 +130,6 @@ class RunLog(msgspec.Struct, kw_only=True):
     disk_blocks: int = 0
     block_size: int = 16
     programs: list[ProgramLog] = msgspec.field(default_factory=list)
-    occupancy: list[OccupancySample] = msgspec.field(default_factory=list)
     preemption_steps: list[int] = msgspec.field(default_factory=list)
     """Step number of every preemption. On engine n, counted from 0, n × ``REPLICA_STEP_OFFSET`` is added."""
     steps: int = 0

@@ -10,14 +10,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .event_queue import EventQueue, VirtualClock
 from .latency.latency_protocol import LatencyModel
 from .request_router import RequestRouter
-from .run_log import REPLICA_STEP_OFFSET, OccupancySample, ReplicaLog, RunLog
-from .simulated_clients import SimulatedClients, SimulatedOutputs
+from .run_log import REPLICA_STEP_OFFSET, ReplicaLog, RunLog
+from .simulated_clients import SimulatedClients
 from .simulated_engine import STOP_TOKEN, SimulatedEngine
 from .simulated_gateway import GatewayClients, SimulatedGateway, isolated_completion_s
 from .simulated_replica import NEVER_S, SimulatedReplica
@@ -30,21 +29,8 @@ STALL_TIMEOUT_S = 3600.0
 CLUSTER_STALL_CHECK_PASSES = 4096
 """Iterations of the loop between two stall checks of a cluster. A standalone engine is checked in every
 iteration."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationOptions:
-    """Length of a run in virtual seconds, and what the run records."""
-
-    until_s: float | None = None
-    """End of the run; with ``None`` it ends when all programs have finished."""
-    samples: int = 200
-    """Number of occupancy samples over the whole run; 0 for none. Without ``until_s``, none are taken."""
-    outputs_contain_tool_calls: bool = True
-    """Whether a finished output contains its tool calls, as a real output does. If false, servers know of
-    tools by client events only."""
-    max_virtual_s: float = 30 * 86400.0
-    """End of a run without ``until_s``. A run that reaches it gets a note."""
+MAX_VIRTUAL_S = 30 * 86400.0
+"""End of a run without ``until_s``. A run that reaches it gets a note."""
 
 
 class Simulation:
@@ -52,7 +38,10 @@ class Simulation:
 
     ``engines`` are pairs: an engine, and the simulated transfers of its host memory or ``None``. All engines
     have the same options. ``front`` is the gateway's routing core or a router. ``with_hints``: whether
-    clients send hints and events. ``on_progress`` gets the log and the virtual seconds so far.
+    clients send hints and events. ``with_tool_calls``: whether a finished output contains its tool calls, as
+    a real output does; if false, servers know of tools by client events only. ``until_s``: end of the run;
+    with ``None`` it ends when all programs have finished. ``on_progress`` gets the log and the virtual
+    seconds so far.
 
     ``standalone`` means a single engine outside a cluster. Its logs name no replica. Client events that occur
     during a step keep their own times, but are handled at the end of the step.
@@ -65,17 +54,18 @@ class Simulation:
         latency: LatencyModel,
         loop: ArrivalProcess,
         log: RunLog,
-        options: SimulationOptions,
         *,
         front: SimulatedGateway | RequestRouter,
         standalone: bool = False,
         with_hints: bool,
+        with_tool_calls: bool = True,
+        until_s: float | None = None,
         on_progress: Callable[[RunLog, float], None] = lambda log, now: None,
     ) -> None:
         assert not standalone or len(engines) == 1
         self._clock = clock
         self._log = log
-        self._options = options
+        self._until_s = until_s
         self._standalone = standalone
         self._front = front
         self._on_progress = on_progress
@@ -118,7 +108,21 @@ class Simulation:
         self._stepped_s = 0.0
         """End of the latest step."""
         for sim_replica in self.replicas:
-            install_scripted_outputs(sim_replica.engine, sim_replica.account, self.clients.outputs, options)
+            self._script_outputs(sim_replica, with_tool_calls)
+
+    def _script_outputs(self, sim_replica: SimulatedReplica, with_tool_calls: bool) -> None:
+        """Make an engine emit the planned output tokens of each request."""
+        live = sim_replica.account.live
+
+        def next_token(request: Any) -> int:
+            output = live[request.request_id].output
+            index = request.num_output_tokens
+            # The last token is never computed and in no block, so it may differ from the next prompt's token.
+            return output[index] if index + 1 < len(output) else STOP_TOKEN
+
+        sim_replica.engine.tokens = next_token
+        if sim_replica.engine.adapter is not None and with_tool_calls:
+            sim_replica.engine.adapter.reader = self.clients.outputs
 
     def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
         """Let clients and gateway learn from ``programs``, as if each program had run alone on an engine
@@ -138,11 +142,9 @@ class Simulation:
     def run(self) -> RunLog:
         """Run to the end. Fills and returns the log."""
         started = shown = time.perf_counter()
-        options, clock, event_queue, clients = self._options, self._clock, self._event_queue, self.clients
-        end_s = options.until_s if options.until_s is not None else options.max_virtual_s
+        clock, event_queue, clients = self._clock, self._event_queue, self.clients
+        end_s = self._until_s if self._until_s is not None else MAX_VIRTUAL_S
         clients.begin()
-        if options.samples and options.until_s:
-            self._sample_every(options.until_s / options.samples)
         passes = 0
         while True:
             event_queue.run_due_events(clock.now_s)
@@ -172,7 +174,7 @@ class Simulation:
                 self._on_progress(self._log, clock.now_s)
             if (self._standalone or passes % CLUSTER_STALL_CHECK_PASSES == 0) and self._is_stuck():
                 break
-        if options.until_s is None and clock.now_s >= end_s:
+        if self._until_s is None and clock.now_s >= end_s:
             self._log.notes.append(f"given up after {end_s:.0f} virtual s")
         return self._close(started)
 
@@ -250,40 +252,6 @@ class Simulation:
             annotate_from_scheduler(turn.log, engine.adapter.program_scheduler)
         self.clients.answered(turn)
 
-    # -- occupancy ------------------------------------------------------------------
-
-    def _sample_every(self, every_s: float) -> None:
-        def sample() -> None:
-            self._log.occupancy.append(self._sample())
-            self._event_queue.schedule_at(self._clock.now_s + every_s, sample, background=True)
-
-        self._event_queue.schedule_at(every_s, sample, background=True)
-
-    def _sample(self) -> OccupancySample:
-        """Occupancy now. Block counts are means over the engines, because pool sizes are per engine."""
-        active = self.clients.active
-        acting = [program for program in active.values() if program.state == "acting"]
-        held = 0
-        samples = []
-        for sim_replica in self.replicas:
-            contexts = [
-                p.hashes for p in acting if self._standalone or p.log.turns[-1].replica == sim_replica.replica
-            ]
-            running = {request.request_id for request in sim_replica.engine.scheduler.running}
-            held += sum(1 for request_id in running if request_id in sim_replica.account.live)
-            samples.append(sample_occupancy(sim_replica.engine, contexts, self._clock.now_s))
-        means = {
-            field: round(sum(getattr(sample, field) for sample in samples) / len(samples))
-            for field in ("running", "idle", "other", "free", "host")
-        }
-        return OccupancySample(
-            at_s=self._clock.now_s,
-            **means,
-            programs_waiting=len(active) - len(acting) - held,
-            programs_acting=len(acting),
-            programs_running=held,
-        )
-
     def _close(self, started: float) -> RunLog:
         log = self._log
         log.virtual_s = self._clock.now_s
@@ -313,67 +281,3 @@ class Simulation:
             sim_replica.account.cut_off(self._clock.now_s)
         log.wall_s = time.perf_counter() - started
         return log
-
-
-def install_scripted_outputs(
-    engine: SimulatedEngine, account: TokenAccounting, outputs: SimulatedOutputs, options: SimulationOptions
-) -> None:
-    """Make ``engine`` emit the output tokens that ``account`` holds for each request.
-
-    With ``outputs_contain_tool_calls``, sojourn's adapter reads tool calls from ``outputs``.
-    """
-
-    def next_token(request: Any) -> int:
-        output = account.live[request.request_id].output
-        index = request.num_output_tokens
-        # The last token is never computed and in no block, so it may differ from the next prompt's token.
-        return output[index] if index + 1 < len(output) else STOP_TOKEN
-
-    engine.tokens = next_token
-    if engine.adapter is not None and options.outputs_contain_tool_calls:
-        engine.adapter.reader = outputs
-
-
-HASH_STRIDE = 8
-"""A sample looks up only the first of this many consecutive blocks of a context. If the first is cached, all
-count as cached. The error is small, because consecutive blocks are evicted together."""
-
-
-def sample_occupancy(
-    engine: SimulatedEngine, contexts: Sequence[Sequence[bytes]], at_s: float
-) -> OccupancySample:
-    """Sample the KV memory of an engine. ``contexts`` has the block hashes of each program that is between
-    two turns; the cached blocks among them count as ``idle``. The sample counts no programs."""
-    pool = engine.pool
-    total = pool.num_gpu_blocks - 1
-    unused = pool.get_num_free_blocks()
-    leased = 0 if engine.adapter is None else engine.adapter.leased_blocks()
-    cached = sum(1 for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None)
-    idle = sum(_count_cached_blocks(engine, hashes) for hashes in contexts)
-    idle = min(idle, cached + leased)
-    return OccupancySample(
-        at_s=at_s,
-        running=total - unused - leased,
-        idle=idle,
-        other=cached + leased - idle,
-        free=unused - cached,
-        host=count_host_blocks(engine),
-    )
-
-
-def count_host_blocks(engine: SimulatedEngine) -> int:
-    """Blocks in host memory, including those being copied; 0 without host memory."""
-    connector = engine.scheduler.connector
-    if connector is None:
-        return 0
-    if engine.options.own_tiers:
-        return len(connector.planner.host)
-    # vLLM has no public counter, so subtract freed chunks from allocated ones (kv_offload/cpu/manager.py).
-    manager = connector.scheduler.manager
-    return int(manager._num_allocated_chunks - len(manager._free_list))
-
-
-def _count_cached_blocks(engine: SimulatedEngine, hashes: Sequence[bytes]) -> int:
-    find = engine.pool.get_cached_block
-    found = sum(1 for block_hash in hashes[::HASH_STRIDE] if find(block_hash, [0]) is not None)
-    return min(len(hashes), found * HASH_STRIDE)

@@ -29,13 +29,6 @@ the log has a note."""
 HISTORY_SEED = 1_000_003
 """Added to a run's seed, this gives the seed of the programs of ``RunSpec.history_programs``."""
 
-OCCUPANCY_SAMPLES = 200
-"""Occupancy samples of a run."""
-UNBOUNDED_OCCUPANCY_SAMPLES = 20
-"""Occupancy samples of a run of ``unlimited``, which has a million blocks. Also the minimum for a run of a
-cluster with another policy."""
-
-
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
 """Part of an error message: which policies have a disk."""
 
@@ -120,7 +113,7 @@ def run_simulation(
     latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
     shape = _context_fitting_pool(shape)
     loop = arrivals or _arrival_process(spec, shape)
-    from .simulation import Simulation, SimulationOptions
+    from .simulation import Simulation
 
     replicas = spec.replicas
     clock = VirtualClock()
@@ -130,23 +123,18 @@ def run_simulation(
     def report_progress(log: RunLog, now: float) -> None:
         on_progress(now, sum(program.finished_s is not None for program in log.programs))
 
-    # A sample visits every block of every engine, so clusters take fewer samples.
-    samples = max(UNBOUNDED_OCCUPANCY_SAMPLES, OCCUPANCY_SAMPLES // (replicas or 1))
     simulation = Simulation(
         [(engine, _host_transfers(policy, shape, latency, engine)) for engine in engines],
         clock,
         latency,
         loop,
         log,
-        SimulationOptions(
-            until_s=spec.until_s,
-            samples=UNBOUNDED_OCCUPANCY_SAMPLES if policy.bound is Bound.UNLIMITED else samples,
-        ),
         front=policy.request_router()
         if replicas is None
         else find_cluster_policy(spec.policy).front(replicas),
         standalone=replicas is None,
         with_hints=policy.settings is not None,
+        until_s=spec.until_s,
         on_progress=report_progress,
     )
     if spec.history_programs:
