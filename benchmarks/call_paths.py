@@ -6,7 +6,7 @@ Counts with ``sys.setprofile``: calls of functions in this repository's packages
 files, and how often the path changes from one file to another. A resumed coroutine is no new call. A reader
 of the code follows these calls, and an interpreter pays for each of them. Each path runs several times in one
 process, without sockets between client and server, and the run with the fewest calls is shown: others may
-include a timer's calls.
+include a timer's calls. The engine is vLLM's scheduler without a model; what drives it does not count.
 
 A path is a function below, named in ``PATHS``, that yields its name and counts for each of its variants.
 """
@@ -26,8 +26,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
+from result_pages import show
 from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayOptions
 from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
@@ -37,6 +36,16 @@ ROUNDS = 5
 """Number of runs of a path. The one with the fewest calls counts."""
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(f"{ROOT / name}/" for name in ("sdk/sojourn", "server_ext/sojourn_server"))
+DRIVER = f"{ROOT}/server_ext/sojourn_server/simulator/"
+POLICIES = ("fixed-ttl", "sojourn")
+"""The policy with the fewest parts, and the default."""
+AIMS = {
+    "second turn of a program": "120 calls, 15 files",
+    "a request arrives": "30 calls, 8 files",
+    "schedule() evicts 31 blocks": "120 calls",
+    "schedule() with nothing to do": "15 calls",
+}
+"""Path, without its engine or gateway → most calls and files that it should have."""
 POLL_S = 3600.0
 """Seconds between two polls of an engine, so that no poll falls into a path."""
 
@@ -60,11 +69,14 @@ class Calls:
         self._frames.clear()
 
     def _note(self, frame: FrameType, event: str, argument: object) -> None:
-        if event != "call" or id(frame) in self._seen or not frame.f_code.co_filename.startswith(OURS):
+        if event != "call" or id(frame) in self._seen:
+            return
+        file = frame.f_code.co_filename
+        if not file.startswith(OURS) or file.startswith(DRIVER):
             return
         self._frames.append(frame)
         self._seen.add(id(frame))
-        self.names.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+        self.names.append((file, frame.f_code.co_qualname))
 
     @property
     def row(self) -> list[int]:
@@ -190,7 +202,74 @@ def gateway_paths() -> Iterator[tuple[str, Calls]]:
     yield from asyncio.run(run())
 
 
-PATHS: dict[str, Callable[[], Iterator[tuple[str, Calls]]]] = {"gateway": gateway_paths}
+# -- the engine -------------------------------------------------------------------------
+
+BLOCK_TOKENS, BLOCKS = 16, 64
+
+
+def run_engine(policy: str) -> Iterator[tuple[str, Calls]]:
+    """Yield the paths of one engine, whose pool is full of the KV of idle programs.
+
+    A turn does not tell that it calls a tool, so a policy with leases grants one (on 18 blocks) when the
+    event of the tool arrives."""
+    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+
+    now_s = 0.0
+    settings = {"policy": policy, "strict": True}
+    options = SimulatedEngineOptions(blocks=BLOCKS + 1, block_size=BLOCK_TOKENS, sojourn=settings)
+    engine = SimulatedEngine(options, lambda: now_s)
+
+    def tell(kind: str, number: int) -> None:
+        facts = {"program_id": f"p{number}", "seq": 1, "call_id": "c", "tool": "bash"}
+        engine.tell({"type": kind, **facts})
+
+    def add(number: int, blocks: int, turn: int = 0) -> None:
+        prompt = range(1000 * number, 1000 * number + blocks * BLOCK_TOKENS)
+        engine.add(f"p{number}/{turn}", prompt, program_id=f"p{number}")
+
+    for number, blocks in enumerate((4, 18, 14, 14, 14)):
+        add(number, blocks)
+        engine.run()
+    for number in (0, 1):  # the first calls of a kind may do more
+        with Calls() as run:
+            tell("tool_start", number)
+    yield "a tool starts after its turn", run
+    now_s += 1.0
+    for number in (0, 1):
+        tell("tool_stop", number)
+    with Calls() as run:
+        add(1, 19, turn=1)
+    yield "a request arrives", run
+    with Calls() as run:
+        planned = engine.plan()
+    assert planned.num_scheduled_tokens
+    yield "schedule() admits it", run
+    engine.update_from_output(planned)
+    now_s += 1000.0  # all leases are over
+    engine.plan()
+    with Calls() as run:
+        engine.plan()
+    yield "schedule() with nothing to do", run
+    add(9, 31)
+    assert all(block.block_hash is not None for block in engine.pool.blocks[1:]), "the pool is not full"
+    with Calls() as run:
+        planned = engine.plan()
+    assert planned.num_scheduled_tokens == {"p9/0": 31 * BLOCK_TOKENS}
+    yield "schedule() evicts 31 blocks", run
+
+
+def engine_paths() -> Iterator[tuple[str, Calls]]:
+    """The engine's paths under each of ``POLICIES``."""
+    for policy in POLICIES:
+        runs = [list(run_engine(policy)) for _ in range(ROUNDS)]
+        for same in zip(*runs, strict=True):
+            yield f"engine, {policy}: {same[0][0]}", fewest([calls for _, calls in same])
+
+
+PATHS: dict[str, Callable[[], Iterator[tuple[str, Calls]]]] = {
+    "gateway": gateway_paths,
+    "engine": engine_paths,
+}
 """Functions that run paths, by the name on the command line."""
 
 
@@ -200,15 +279,13 @@ def main() -> None:
     parser.add_argument("paths", nargs="*", choices=[*PATHS, []], help="default: all")
     parser.add_argument("--list", action="store_true", help="print each call of each path too")
     options = parser.parse_args()
-    console = Console()
-    table = Table("path", "calls", "functions", "files", "changes of file")
+    lines = []
     for name in options.paths or PATHS:
         for title, calls in PATHS[name]():
-            table.add_row(title, *map(str, calls.row))
-            if options.list:
-                for file, function in calls.names:
-                    console.print(f"{Path(file).relative_to(ROOT)} {function}", highlight=False)
-    console.print(table)
+            lines.append((title, *map(str, calls.row), AIMS.get(title.partition(": ")[2], "")))
+            for file, function in calls.names if options.list else ():
+                print(Path(file).relative_to(ROOT), function)
+    show(("path", "calls", "functions", "files", "changes of file", "at most"), lines)
 
 
 if __name__ == "__main__":
