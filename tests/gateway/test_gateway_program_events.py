@@ -198,6 +198,31 @@ async def test_a_request_does_not_wait_long_for_an_engine_that_does_not_listen()
             assert (await asyncio.wait_for(it.chat("p"), 30)).status == 200
 
 
+async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post() -> None:
+    fleet = Fleet()
+    fleet.homes = {"bad": "a", "good": "a"}
+
+    async def post(*events: AnyEvent) -> list[Outcome]:
+        batch = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(one)) for one in events])
+        return [one.outcome for one in await fleet.events.forward_batch(batch, "", None)]
+
+    starts = [ProgramStart(program_id=name, seq=number) for number, name in enumerate(fleet.homes)]
+    assert await post(*starts) == [Outcome.APPLIED, Outcome.APPLIED]
+    fleet.instances["a"] += 1
+    fleet.views["a"] = {}
+    fleet.rejects = "bad"
+    tools = [
+        ToolStart(program_id=name, seq=2 + number, call_id="c", tool="sh")
+        for number, name in enumerate(fleet.homes)
+    ]
+    assert await post(*tools) == [Outcome.REJECTED, Outcome.APPLIED]
+    assert fleet.views["a"]["good"].started
+    assert fleet.views["a"]["good"].running == {"c"}
+    posts = fleet.posts
+    await fleet.events.replay_before_request(("", "bad"), "a")
+    assert fleet.posts == posts, "what was rejected is not sent again"
+
+
 # -- who is left ------------------------------------------------------------------------
 
 
@@ -310,6 +335,16 @@ async def test_graphs_that_are_spelt_out_come_in_batches_that_engines_take(
         assert [event["graph"] for event in other.events] == [graph(n) for n in range(4)]
 
 
+async def test_the_end_of_a_program_whose_kv_is_gone_reaches_the_engine_that_served_it_last() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        last = of(fakes, (await it.chat("p")).headers["X-Sojourn-Replica"])
+        last.lost = ["p"]
+        await until(lambda: it.gateway.routing_backend.home("default", "p") is None)
+        [outcome] = await it.events({**END, "program_id": "p"})
+        assert outcome["outcome"] == "applied"
+        assert [fake.of("p") for fake in fakes] == [["program_end"] if fake is last else [] for fake in fakes]
+
+
 async def test_an_end_that_an_engine_does_not_know_or_take_names_its_program() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         end = {"type": "program_end", "program_id": "nobody", "seq": 3}
@@ -382,6 +417,9 @@ class Fleet:
         self.deaf: dict[str, str] = {}
         """``drops`` or ``loses its answer``, by engine."""
         self.homes: dict[str, str] = {}
+        self.rejects = ""
+        """Program whose events engines reject."""
+        self.posts = 0
         self.events = ProgramEvents(self, self, lambda: self, self.describe, clock=lambda: self.now_s)  # type: ignore[arg-type, return-value]
 
     def describe(self, engine: str) -> EngineDescription:
@@ -404,14 +442,20 @@ class Fleet:
         engine, how = url[0], self.deaf.get(url[0])
         batch = decode_batch(data if isinstance(data, bytes) else data.read())
         events = [decode_event(raw) for raw in batch.events]
+        self.posts += 1
         for event in events if how != "drops" else ():
+            if event.program_id == self.rejects:
+                continue
             if isinstance(event, ProgramEnd):
                 self.views[engine].pop(event.program_id, None)
             else:
                 self.views[engine].setdefault(event.program_id, View()).apply(batch.emitter, event)
         if how is not None:
             return Answer(500)
-        outcomes = [EventOutcome(outcome=Outcome.APPLIED, program_id=e.program_id, seq=e.seq) for e in events]
+        outcomes = [
+            EventOutcome(outcome=Outcome.REJECTED if e.program_id == self.rejects else Outcome.APPLIED)
+            for e in events
+        ]
         return Answer(200, encode(OutcomeBatch(outcomes=outcomes)))
 
 

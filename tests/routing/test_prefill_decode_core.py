@@ -212,6 +212,18 @@ def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> No
     assert not it.programs
 
 
+def test_what_an_engine_has_in_flight_counts_the_requests_of_all_gateways_once() -> None:
+    it = core("p1", "d1")
+    it.take(asked("a"), 1.0)
+    report = routing_events.KvReported(
+        replica_id="d1", instance="1", programs=(), requests=3, request_tokens=2500
+    )
+    for now in (2.0, 3.0):
+        it.take(report, now)
+    assert [one.in_flight for one in it.replica_statuses()] == [1, 3]
+    assert it.replica_statuses()[1].load == 0.25
+
+
 def test_a_prefill_engine_with_too_much_to_do_gets_nothing_until_a_prompt_is_computed() -> None:
     it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=1500)))
     assert [len(it.take(asked(name), 1.0)) for name in "abc"] == [1, 1, 0]

@@ -231,8 +231,8 @@ class RoutingCore:
         return program.home if program is not None and not program.is_over else None
 
     def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Return the id of the decode engine that gave a program's last answer; ``None``: unknown, or
-        engines do not work in pairs."""
+        """Return the id of the engine that served a program last: its last home, or the decode engine of its
+        last answer. ``None``: unknown, or the program is still at its first home."""
         program = self.programs.get((tenant, program_id))
         return program.answered_by if program is not None and not program.is_over else None
 
@@ -498,7 +498,8 @@ class RoutingCore:
                 program.turns += 1
                 program.answered_by = sent.replica_id
                 # The context shrinks if the client truncated it.
-                program.context_tokens = (event.prompt_tokens or request.context_tokens) + event.output_tokens
+                tokens = (event.prompt_tokens or request.context_tokens) + event.output_tokens
+                program.context_tokens = program.size_tokens = tokens
             return
         program.turns += 1
         prompt_tokens = max(event.prompt_tokens, request.context_tokens)
@@ -620,6 +621,7 @@ class RoutingCore:
         size_tokens = program.size_tokens
         if replica is not None:
             replica.remove_homed(program)
+        program.answered_by = program.home or program.answered_by
         program.home, program.cached, program.size_tokens = None, False, 0
         if replica is not None:
             self.strategy.homed(program, -size_tokens)

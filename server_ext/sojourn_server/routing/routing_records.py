@@ -52,11 +52,12 @@ class RoutedProgram:
     cached: bool = False
     """Whether the program's KV is at its home, as far as known."""
     answered_by: str | None = None
-    """Id of the decode engine of the last answer; only with pairs."""
+    """Id of the last home that the program has left, or with pairs of the decode engine of its last answer."""
     context_tokens: int = 0
     """Longest context of the program so far. With pairs: the number of tokens whose KV is in storage."""
     size_tokens: int = 0
-    """Expected longest context, which is counted for the program at its home; 0 without a home."""
+    """Expected longest context, which is counted for the program at its home; 0 without a home. With pairs:
+    the number of tokens whose KV is in storage."""
     turns: int = 0
     """Number of answered requests."""
     in_flight: int = 0
@@ -108,14 +109,13 @@ class RoutedProgram:
     def status(self) -> ProgramRouteStatus:
         """Status of the program, for operators."""
         tenant, name = self.key
-        size = self.size_tokens or (self.context_tokens if self.answered_by else 0)
         return ProgramRouteStatus(
             name,
             tenant,
             self.home,
             self.turns,
             self.context_tokens,
-            size,
+            self.size_tokens,
             self.moves,
             self.in_flight,
             self.waiting,
@@ -292,14 +292,14 @@ class Replica:
         seen, view = self.seen, self.view()
         if isinstance(seen, PairEngineRegistered):
             # A prefill engine has no bound on its requests.
-            tokens = self.in_flight_tokens
+            tokens = self.in_flight_tokens + self.other_tokens
             load = self.load() if seen.role.value == "decode" else tokens / seen.capacity_tokens
             return PairEngineStatus(
                 self.replica_id,
                 seen.instance,
                 self.health.value,
                 round(load, 4),
-                len(self.in_flight),
+                view.in_flight,
                 0,
                 0,
                 seen.capacity_tokens,

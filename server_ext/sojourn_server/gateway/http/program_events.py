@@ -230,8 +230,8 @@ class ProgramEvents:
         """Record the events of a client's batch, and forward each to its program's home. Return one outcome
         per event, in order.
 
-        If a program has no home, its ``ProgramEnd`` goes to the engine that gave its last answer. Its other
-        events are not sent yet.
+        If a program has no home, because its KV is gone or it is served by pairs, its ``ProgramEnd`` goes to
+        the engine that served it last. Its other events are not sent yet.
         """
         backend = self._routing_backend
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
@@ -246,7 +246,7 @@ class ProgramEvents:
             key = (tenant, event.program_id)
             home_id = backend.home(*key)
             if home_id is None and isinstance(event, ProgramEnd):
-                home_id = backend.answered_by(*key)  # prefill and decode engines are no homes
+                home_id = backend.answered_by(*key)
             home = self._replicas.get(home_id)
             if home is not None:
                 sent.append((number, key, self._record(key, event, batch.emitter, authorization)))
@@ -464,6 +464,7 @@ class ProgramEvents:
             place = self._instance(address)
             records = [record for key in keys if (record := self._programs.get(key)) is not None]
             before = [record.place for record in records]
+            lacking_still: set[_Program] = set()
             lacking = [
                 (one.emitter if one in record.unsent else self._emitter, one.authorization, record, one)
                 for record in records
@@ -471,12 +472,14 @@ class ProgramEvents:
             ]
             for (emitter, shown), part in groupby(lacking, lambda one: one[:2]):
                 here = [(record, entry) for *_, record, entry in part]
-                accepted = await self._post_part(address.url, tenant, emitter, shown, here)
-                turn.failures += accepted is None
-                if not accepted:
+                refused = await self._post_part(address.url, tenant, emitter, shown, here)
+                if refused is None:
+                    turn.failures += 1
                     return
+                lacking_still |= refused
             for record, earlier in zip(records, before, strict=True):
-                if record.place == earlier:  # else the program has moved meanwhile
+                # If the place has changed, the program has moved meanwhile.
+                if record.place == earlier and record not in lacking_still:
                     record.place = place
 
     async def _post_part(
@@ -486,11 +489,11 @@ class ProgramEvents:
         emitter: str,
         authorization: str | None,
         part: list[tuple[_Program, _Entry]],
-    ) -> bool | None:
-        """Post events of one emitter. Return whether the engine has accepted the state that it lacked;
-        ``None``: it did not answer."""
+    ) -> set[_Program] | None:
+        """Post events of one emitter. Return the programs whose state the engine lacks still, because it
+        refuses the key; ``None``: it did not answer. State that it rejects is dropped."""
         raw = [self._encoded(tenant, entry, emitter) for _, entry in part]
-        is_accepted = True
+        refused: set[_Program] = set()
         for start, events in _batches(raw):
             batch = EventBatch(v=WIRE_VERSION, emitter=emitter, events=events)
             here = part[start : start + len(events)]
@@ -502,12 +505,15 @@ class ProgramEvents:
                     entry.outcome = msgspec.structs.replace(
                         outcome, program_id=event.program_id, seq=event.seq
                     )
-                    is_accepted &= outcome.outcome is not Outcome.REJECTED or emitter != self._emitter
+                    if outcome is _KEY_REFUSED:
+                        refused |= {record} if emitter == self._emitter else set()
+                    elif outcome.outcome is Outcome.REJECTED:
+                        record.state = {name: one for name, one in record.state.items() if one is not entry}
                 if outcome is not None or isinstance(event, (Heartbeat, ProgramEnd)):
                     self._answered(record, entry)
             if outcomes is None:
                 return None
-        return is_accepted
+        return refused
 
     def _encoded(self, tenant: str, entry: _Entry, emitter: str) -> msgspec.Raw:
         """Encode an event with its present ``age_s``, its graph, and the engines' names of programs. If the
@@ -568,10 +574,8 @@ class ProgramEvents:
             headers={"Content-Type": "application/json"},
             timeout_s=ANSWER_TIMEOUT_S,
         )
-        if answer is not None and answer.status in (401, 403, 404):
-            refused = EventOutcome(outcome=Outcome.REJECTED, reason="the engine refuses this key")
-            stock = EventOutcome(outcome=Outcome.MISSING, reason="its replica runs without sojourn")
-            return [stock if answer.status == 404 else refused] * len(batch.events)
+        if answer is not None and (same := _ANSWERS.get(answer.status)) is not None:
+            return [same] * len(batch.events)
         if answer is None or answer.status != 200:
             return None
         try:
@@ -584,6 +588,13 @@ class ProgramEvents:
 
 _STATE_NAMES: dict[type, str] = {ProgramStart: "start of the program", AegReport: "its graph"}
 """Names in ``_Program.state`` besides call ids, which have no spaces."""
+
+
+_KEY_REFUSED = EventOutcome(outcome=Outcome.REJECTED, reason="the engine refuses this key")
+_REJECTED = EventOutcome(outcome=Outcome.REJECTED, reason="the engine does not take the event")
+_STOCK = EventOutcome(outcome=Outcome.MISSING, reason="its replica runs without sojourn")
+_ANSWERS = {400: _REJECTED, 401: _KEY_REFUSED, 403: _KEY_REFUSED, 404: _STOCK, 413: _REJECTED}
+"""The outcome of all events of a batch, by the status of the engine's answer."""
 
 
 def _batches(events: list[msgspec.Raw]) -> Iterator[tuple[int, list[msgspec.Raw]]]:
