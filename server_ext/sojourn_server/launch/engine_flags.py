@@ -1,4 +1,5 @@
-"""The flags on an engine's command line and in the YAML file of its ``--config``, read as vLLM reads them."""
+"""The flags of ``sojourn serve``: our own, each declared as a field of an options class, and vLLM's, on the
+command line and in the YAML file of its ``--config``, read as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,17 @@ from typing import Any
 from .launch_errors import InvalidOption
 
 _PARALLELISM_FLAGS = ("--tensor-parallel-size", "--pipeline-parallel-size")
+
+
+def own_flag(
+    name: str, help: str, *, default: Any = None, shown_default: str | None = None, is_path: bool = False
+) -> Any:
+    """Return a field that is also a flag of ``sojourn serve``: ``name`` with its ``help``. ``shown_default``:
+    the default in the help, if it is not ``default``. ``is_path``: the value is a path."""
+    return field(
+        default=default,
+        metadata={"flag": name, "help": help, "shown_default": shown_default, "is_path": is_path},
+    )
 
 
 @dataclass(frozen=True, slots=True)

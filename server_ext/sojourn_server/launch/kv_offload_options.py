@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kv_offload.store_folder import is_store_name
+from .engine_flags import own_flag
 from .launch_errors import InvalidOption
 
 GIB = 1 << 30
@@ -28,16 +29,21 @@ supports this one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvOffloadOptions:
-    """Options of KV offload to host memory and disk. Sizes are in GiB. An option that is not given is
-    ``None``."""
+    """Options of KV offload to host memory and disk. An option that is not given is ``None``."""
 
-    host_gib: float | None = None
-    disk: str | None = None
-    """Directory for blocks on disk. The engine creates it if it is missing."""
-    disk_gib: float | None = None
-    disk_name: str | None = None
-    """Name of this engine's store in a directory that several engines share."""
-    backend: str = "sojourn"
+    host_gib: float | None = own_flag("--kv-host-gib", "Host memory for KV evicted from the device, GiB")
+    disk: str | None = own_flag(
+        "--kv-disk", "Directory for KV evicted from host memory; made if it is missing", is_path=True
+    )
+    disk_gib: float | None = own_flag("--kv-disk-gib", "Capacity of the directory, GiB")
+    disk_name: str | None = own_flag(
+        "--kv-disk-name", "This engine's name in a directory that several engines share"
+    )
+    backend: str = own_flag(
+        "--tier-backend",
+        "Code that moves KV: sojourn, or vllm for its own connector (CUDA only)",
+        default="sojourn",
+    )
 
     @property
     def any(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, blocks_per_full
 from ..kv_offload.store_folder import is_store_name
 from ..kv_transfer.peer_transport import UnknownTransport, check_address
+from .engine_flags import own_flag
 from .kv_offload_options import GIB, check_size
 from .launch_errors import InvalidOption
 
@@ -32,26 +33,44 @@ _MAX_NAME_CHARS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDecodeOptions:
-    """Options of a prefill or decode engine; ``None`` means the default."""
+    """Options of a prefill or decode engine; ``None`` means the default. All need a role."""
 
-    role: str | None = None
-    """One of ``ROLES``; ``None`` for an engine without a pair. The other options need a role."""
-    store: str | None = None
-    """Existing directory that all prefill and decode engines share; on several machines, a shared mount."""
-    store_gib: float | None = None
-    """Capacity of this engine's part of the store."""
-    store_name: str | None = None
-    """Name of this engine's part of the store. It must be unique, and the same after a restart."""
-    listen: str | None = None
-    """Address on which the engine listens for the other engines."""
-    node: str | None = None
-    """Name of the machine whose storage link the engine uses."""
-    buffer_gib: float | None = None
-    """Size of the host memory for KV in transfer."""
-    storage_gbit: float | None = None
-    compute_gbit: float | None = None
-    """``storage_gbit``: maximum rate of reads from the store, and also of writes to it. ``compute_gbit``:
-    maximum rate of KV sent to other engines. Both are in Gbit/s; ``None`` means no limit."""
+    role: str | None = own_flag(
+        "--role",
+        "Serve as the prefill or decode engine of a pair. KV goes through --kv-store, so leases are useless "
+        "here and the default policy is observe",
+    )
+    store: str | None = own_flag(
+        "--kv-store", "Existing directory that all engines of the pair share", is_path=True
+    )
+    store_gib: float | None = own_flag(
+        "--kv-store-gib", "Capacity of this engine in the store, GiB", shown_default=f"{DEFAULT_STORE_GIB:g}"
+    )
+    store_name: str | None = own_flag(
+        "--kv-store-name",
+        "This engine's name in the store; unique, and the same after a restart",
+        shown_default="node-role-port",
+    )
+    listen: str | None = own_flag(
+        "--kv-listen",
+        "Address for the other engines of the pair: tcp:HOST:PORT or unix:PATH; port 0 is any free port. "
+        "Engines on other machines need a HOST of their network. There is no authentication",
+        shown_default=DEFAULT_LISTEN_ADDRESS,
+    )
+    node: str | None = own_flag(
+        "--kv-node", "Machine whose storage link this engine uses", shown_default="host's name"
+    )
+    buffer_gib: float | None = own_flag(
+        "--kv-buffer-gib",
+        "Host memory for KV in transfer, GiB; the longest prompt must fit",
+        shown_default=f"{DEFAULT_BUFFER_GIB:g}",
+    )
+    storage_gbit: float | None = own_flag(
+        "--storage-nic-gbit", "Limit of the storage link, Gbit/s each way", shown_default="no limit"
+    )
+    compute_gbit: float | None = own_flag(
+        "--compute-nic-gbit", "Limit of transfers to other engines, Gbit/s", shown_default="no limit"
+    )
 
     @property
     def any(self) -> bool:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..policies.preset_store import DEFAULT_PRESET
 from ..vllm.compat import API_SERVER_MODULE, CLI_MODULE
-from .engine_flags import EngineFlags, engine_workers, flag_name, parallel_size
+from .engine_flags import EngineFlags, engine_workers, flag_name, own_flag, parallel_size
 from .kv_offload_options import (
     OFFLOAD_CONNECTOR,
     KvOffloadOptions,
@@ -34,6 +35,9 @@ from .redaction import redacted
 
 STOCK_POLICY = "stock"
 """Name of the policy that runs plain vLLM, without sojourn's scheduler."""
+PREFILL_DECODE_POLICY = "observe"
+"""Default policy of a prefill or decode engine. It grants no leases, because at a turn's end the KV is in
+storage, and the next turn may go to another engine."""
 
 PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
@@ -102,19 +106,38 @@ class ServeOptions:
     model: str
     model_path: str
     """Directory or hub id of the model that ``model`` names."""
-    policy: str
-    policy_file: str | None = None
-    allow_policy_modules: str | None = None
-    """Installed packages whose classes the policy file may name, separated by commas."""
+    policy: str = own_flag(
+        "--policy",
+        "Name of a preset, or stock for plain vLLM",
+        shown_default=f"{DEFAULT_PRESET}; with --role {PREFILL_DECODE_POLICY}",
+    )
+    policy_file: str | None = own_flag(
+        "--policy-file",
+        "TOML preset in place of a named policy. Python files that it names beside it are executed",
+        is_path=True,
+    )
+    allow_policy_modules: str | None = own_flag(
+        "--allow-policy-modules",
+        "Installed packages whose classes --policy-file may name, separated by commas",
+    )
+    history_file: str | None = own_flag(
+        "--sojourn-history", "File for the histories of tools and lengths", is_path=True
+    )
+    network_file: str | None = own_flag(
+        "--sojourn-network", "File for the predictor of tetris-learned", is_path=True
+    )
+    profile_file: str | None = own_flag("--sojourn-profile", "TOML written by sojourn profile", is_path=True)
+    lease_budget_fraction: float | None = own_flag(
+        "--sojourn-lease-budget", "Share of the KV cache for leases, 0 to 1"
+    )
+    max_ttl_s: float | None = own_flag("--sojourn-max-ttl-s", "Longest lease from a hint, seconds")
+    compute_quota_s: float | None = own_flag(
+        "--compute-quota-s",
+        "Maximum attention time per step, seconds, estimated from --sojourn-profile",
+        shown_default="no limit",
+    )
     reads_hidden_states: bool = False
     """Whether the policy reads hidden states, which need sojourn's worker class."""
-    history_file: str | None = None
-    network_file: str | None = None
-    profile_file: str | None = None
-    lease_budget_fraction: float | None = None
-    """Maximum share of the KV cache that leases hold, 0 to 1."""
-    max_ttl_s: float | None = None
-    """Maximum duration in seconds of a lease that a client's hint asks for."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further plugin settings: keys of ``additional_config.sojourn``."""
     tiers: KvOffloadOptions = field(default_factory=KvOffloadOptions)
@@ -365,6 +388,7 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
         "profile_file": options.profile_file,
         "lease_budget_fraction": budget,
         "max_hinted_ttl_s": max_ttl_s,
+        "compute_quota_s": options.compute_quota_s,
     }
     return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
 
