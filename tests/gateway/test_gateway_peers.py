@@ -178,16 +178,32 @@ async def test_a_drain_reaches_all_gateways() -> None:
             assert states == {fakes[0].name: "draining", fakes[1].name: "up"}
 
 
+async def test_a_drain_that_another_gateway_did_not_take_says_so() -> None:
+    async with engines(2) as fakes, gateways(fakes, admin_key="root") as (one, other):
+        gone = f"http://127.0.0.1:{free_ports(1)[0]}"
+        await one.gateway.peers.set_urls([one.url, other.url, gone])
+        url = f"{one.url}/sojourn/v1/replicas/{fakes[0].name}/drain"
+        async with one.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
+            assert answer.status == 502
+            told = (await answer.json())["error"]
+        assert gone in told["message"]
+        assert other.url not in told["message"]
+        for it in (one, other):
+            states = {state.replica: state.health for state in await it.gateway.routing_backend.replicas()}
+            assert states[fakes[0].name] == "draining"
+
+
 async def start(engine_urls: list[str], urls: list[str], own: str) -> asyncio.subprocess.Process:
     command = [sys.executable, "-m", "sojourn_server.cli", "gateway", "--engines", ",".join(engine_urls)]
     command += ["--port", own.rpartition(":")[2], "--peers", ",".join(urls), "--log-level", "error"]
     return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
 
 
-async def test_of_two_gateway_processes_one_is_killed_under_load_and_no_later_request_fails() -> None:
+async def test_of_three_engines_and_two_gateways_one_each_is_killed_and_no_later_request_fails() -> None:
+    """They are processes, killed under load. Each stream that breaks gets an error event."""
     async with AsyncExitStack() as stack:
         command = [sys.executable, str(Path(__file__).with_name("fake_engine_process.py")), "127.0.0.1"]
-        ports = free_ports(4)
+        ports = free_ports(5)
         running: list[asyncio.subprocess.Process] = []
 
         async def end() -> None:
@@ -197,24 +213,24 @@ async def test_of_two_gateway_processes_one_is_killed_under_load_and_no_later_re
                 await process.wait()
 
         stack.push_async_callback(end)
-        for port in ports[:2]:
+        for port in ports[:3]:
             running.append(await asyncio.create_subprocess_exec(*command, str(port)))
-        engine_urls = [f"http://127.0.0.1:{port}" for port in ports[:2]]
-        urls = [f"http://127.0.0.1:{port}" for port in ports[2:]]
+        engine_urls = [f"http://127.0.0.1:{port}" for port in ports[:3]]
+        urls = [f"http://127.0.0.1:{port}" for port in ports[3:]]
         for url in urls:
             running.append(await start(engine_urls, urls, url))
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
 
-        async def ready(url: str) -> bool:
+        async def ready(url: str, up: int) -> bool:
             try:
                 async with http.get(f"{url}/health") as answer:
-                    return bool((await answer.json())["up"] == 2)
+                    return bool((await answer.json())["up"] == up)
             except aiohttp.ClientError:
                 return False
 
         for url in urls:
-            await until(lambda url=url: ready(url))
+            await until(lambda url=url: ready(url, 3))
         dead, alive = urls
 
         async def turn(program: str, **more: Any) -> tuple[int, str, str | None]:
@@ -232,7 +248,8 @@ async def test_of_two_gateway_processes_one_is_killed_under_load_and_no_later_re
         )
         homes = {name: home for name, (_, _, home) in began.items()}
         assert {status for status, _, _ in began.values()} == {200}
-        assert len(set(homes.values())) == 2
+        assert set(homes.values()) == {url.removeprefix("http://") for url in engine_urls}
+        lost_home = f"127.0.0.1:{ports[0]}"
 
         async def known_homes() -> bool:
             """Each gateway knows its own programs' homes, and from the engines the others'."""
@@ -250,17 +267,23 @@ async def test_of_two_gateway_processes_one_is_killed_under_load_and_no_later_re
         }
         passed = {name for name in names if owners[name] == dead}
         await asyncio.sleep(0.5)
-        os.kill(running[2].pid, signal.SIGKILL)
+        for killed in (running[0], running[3]):
+            os.kill(killed.pid, signal.SIGKILL)
         later = [asyncio.ensure_future(turn(name)) for _ in range(5) for name in names]
         answers = await asyncio.gather(*slow, *later)
         assert {status for status, _, _ in answers} == {200}
-        assert [home for _, _, home in answers] == list(homes.values()) * 6, "all stay where their KV is"
+        for (_, _, home), before in zip(answers, list(homes.values()) * 6, strict=True):
+            assert before in (home, lost_home), "all others stay where their KV is"
         for name, stream in streams.items():
             status, text, _ = await stream
             assert status == 200
-            assert ('"type":"replica_lost"' in text) is (name in passed), text[-200:]
+            assert ('"type":"replica_lost"' in text) is (name in passed or homes[name] == lost_home), text[
+                -200:
+            ]
             assert text.endswith("data: [DONE]\n\n")
-        running[2] = await start(engine_urls, urls, dead)
-        await until(lambda: ready(dead))
+        homes = {name: home for name, (_, _, home) in zip(names, answers[-len(names) :], strict=True)}
+        assert lost_home not in homes.values()
+        running[3] = await start(engine_urls, urls, dead)
+        await until(lambda: ready(dead, 2))
         again = await asyncio.gather(*map(turn, names))
         assert [(status, home) for status, _, home in again] == [(200, home) for home in homes.values()]

@@ -218,10 +218,14 @@ class Peers:
         await asyncio.gather(*(post(owner, owned) for owner, owned in places.items()))
         return found
 
-    async def repeat(self, path: str, headers: RawHeaders) -> None:
-        """Repeat a client's order at all other gateways, unless another one has passed it on."""
-        if not is_passed(headers):
-            await asyncio.gather(*(self._post(url, path, headers, b"") for url in self.alive))
+    async def repeat(self, path: str, headers: RawHeaders) -> list[str]:
+        """Repeat a client's order at all other gateways, unless another one has passed it on. Return the URLs
+        of those that did not take it or do not answer."""
+        if is_passed(headers):
+            return []
+        alive = self.alive
+        taken = await asyncio.gather(*(self._post(url, path, headers, b"") for url in alive))
+        return [url for url in self._peers if not dict(zip(alive, taken, strict=True)).get(url)]
 
     async def _post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> bytes:
         """Send a POST to another gateway. Return the body of its answer; empty if there is none."""

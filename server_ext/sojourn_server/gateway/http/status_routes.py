@@ -354,8 +354,8 @@ class StatusRoutes:
         event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
     ) -> Response:
         """Report ``event`` about the replica that the path names, and answer with the replica's status.
-        Raises ``ApiError`` without the admin key. Also raises it if a drain is to start at an absent
-        replica."""
+        Raises ``ApiError`` without the admin key, if a drain is to start at an absent replica, or if another
+        gateway has not taken the order."""
         if self._access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
@@ -364,7 +364,7 @@ class StatusRoutes:
         if event is routing_events.ReplicaDrainStarted:
             self._replica(replica_id)
         self._routing_backend.tell(event(replica_id))
-        await self._peers.repeat(request.scope["path"], request.scope["headers"])
+        missed = await self._peers.repeat(request.scope["path"], request.scope["headers"])
         if self._replicas.get(replica_id) is not None:
             logger.info("%s: %s", replica_id, event.__name__)
         else:
@@ -373,6 +373,9 @@ class StatusRoutes:
         states = await self._routing_backend.replicas()
         if event is routing_events.ReplicaDrainStarted and not any(state.health == "up" for state in states):
             logger.warning("every replica is drained or gone: requests wait until one is available")
+        if missed:
+            what = f"this gateway has taken the order, but not {', '.join(missed)}"
+            raise ApiError(502, what, "send it again when they answer")
         return json_response(next((state for state in states if state.replica == replica_id), None))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
