@@ -1,8 +1,8 @@
 """The KV transfer connector with a control socket, loaded by name in the engines of a benchmark.
 
 The connector listens on a Unix socket in a folder, which an environment variable names
-(``prefill_decode_engines.WATCHES``). It answers each line of JSON with one line. ``{}`` returns statistics,
-such as the bytes moved by links. ``{"layerwise": false}`` also turns layerwise transfer off.
+(``prefill_decode_engines.WATCHES``). It answers each line with a line of JSON: statistics, such as the bytes
+moved by links.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import threading
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +36,19 @@ class WatchedPaths(PathsConnector):
 
     def _answer(self, client: socket.socket) -> None:
         with client, client.makefile("rw") as lines:
-            for asked in lines:
-                lines.write(json.dumps(self._look(json.loads(asked))) + "\n")
+            for _ in lines:
+                lines.write(json.dumps(self._look()) + "\n")
                 lines.flush()
 
-    def _look(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _look(self) -> dict[str, Any]:
         worker, traffic = self._worker, self._traffic
         assert worker is not None
         assert traffic is not None
-        if "layerwise" in asked:
-            worker.layerwise = asked["layerwise"]
         return {
             "links": {
                 name: {"moved_bytes": link["moved_bytes"], "queued_bytes": link["queued_bytes"]}
                 for name, link in traffic.stats()["links"].items()
             },
-            "times": asdict(worker.times),
             "open": worker.open_operations,
             "clean": traffic.do(lambda now: traffic.core.is_clean),
             "block_bytes": self.settings.identity.block_bytes,

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,21 +23,10 @@ WATCHES = "SOJOURN_PD_WATCH"
 """Environment variable with the folder of the connectors' control sockets."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Settings of all engines of a run. Rates are in bytes per second; ``None`` means unlimited."""
-
-    model: str
-    storage_rate: float | None = None
-    compute_rate: float | None = None
-    pool_tokens: int
-    """KV pool of each engine in tokens. It is also the longest context, up to 16,384 tokens."""
-    buffer_bytes: int
-    batched_tokens: int = 1024
-    threads: dict[PairRole, int] = field(default_factory=dict)
-    """Number of compute threads by role; one for a missing role."""
-    storing: tuple[PairRole, ...] = (PairRole.PREFILL, PairRole.DECODE)
-    """Roles of the engines that store the Full Blocks they compute."""
+TOKEN_BYTES = 512
+"""KV bytes per token of the model ``tiny`` in 32-bit floats."""
+MEGABYTES_S = 4.0
+"""Rate of each engine's storage link."""
 
 
 class Look(NamedTuple):
@@ -47,10 +35,6 @@ class Look(NamedTuple):
     read_bytes: int
     """Bytes read from storage since the start."""
     read_queue_bytes: int
-    sent_bytes: int
-    """Bytes sent to peers since the start."""
-    times: dict[str, float]
-    """Fields of ``TransferStepTimes``."""
     is_idle: bool
     block_bytes: int
     counts: dict[str, int]
@@ -59,7 +43,7 @@ class Look(NamedTuple):
 class Engine:
     """One engine, and its connector's control socket."""
 
-    def __init__(self, name: str, role: PairRole, settings: EngineSettings, folder: Path) -> None:
+    def __init__(self, name: str, role: PairRole, model: str, pool_tokens: int, folder: Path) -> None:
         self.name = name
         self.role = role
         self.peer = f"unix:{folder / name}.sock"
@@ -68,9 +52,9 @@ class Engine:
         self._line: socket.socket | None = None
         self._lock = threading.Lock()
         self.server = EngineServer(
-            settings.model,
+            model,
             policy="stock",
-            serve_args=serve_args(name, role, settings, folder, self.peer),
+            serve_args=serve_args(name, pool_tokens, folder, self.peer),
             env={
                 "PYTHONHASHSEED": "0",
                 "PYTHONPATH": str(HERE),
@@ -79,7 +63,7 @@ class Engine:
                 # process of its own, which would spin for a second after each step, and threads sleep.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": str(settings.threads.get(role, 1)),
+                "OMP_NUM_THREADS": "1",
                 "OMP_WAIT_POLICY": "PASSIVE",
                 WATCHES: str(folder),
             },
@@ -99,23 +83,21 @@ class Engine:
             why = str(failed).partition("\n")[0]
             raise ServerStartError(f"{self.name}: {why}\n{self.server.log_tail(200)}") from None
 
-    def look(self, **asked: Any) -> Look:
-        """Send ``asked`` to the connector's control socket. Return the connector's statistics."""
+    def look(self) -> Look:
+        """Return the connector's statistics, from its control socket."""
         with self._lock:
             if self._line is None:
                 self._line = socket.socket(socket.AF_UNIX)
                 self._line.settimeout(PATIENCE_S)
                 self._line.connect(str(self._watch))
                 self._lines = self._line.makefile("rw")
-            self._lines.write(json.dumps(asked) + "\n")
+            self._lines.write("\n")
             self._lines.flush()
             told = json.loads(self._lines.readline())
         reads = told["links"]["storage read"]
         return Look(
             read_bytes=reads["moved_bytes"],
             read_queue_bytes=reads["queued_bytes"],
-            sent_bytes=told["links"]["compute network"]["moved_bytes"],
-            times=told["times"],
             is_idle=told["clean"] and not told["open"],
             block_bytes=told["block_bytes"],
             counts=told["counts"],
@@ -132,25 +114,20 @@ class Engine:
         self.server.stop()
 
 
-def serve_args(
-    name: str, role: PairRole, settings: EngineSettings, folder: Path, peer: str
-) -> tuple[str, ...]:
-    """Return vLLM's flags for the engine."""
+def serve_args(name: str, pool_tokens: int, folder: Path, peer: str) -> tuple[str, ...]:
+    """Return vLLM's flags for the engine. Its KV pool is also the longest context, up to 16,384 tokens."""
     extra: dict[str, Any] = {
         "listen": peer,
         "store": str(folder / "store"),
         "store_name": name,
         "store_bytes": 1 << 36,
-        "buffer_bytes": settings.buffer_bytes,
-        "save": role in settings.storing,
+        "buffer_bytes": 2 * pool_tokens * TOKEN_BYTES,
+        "save": True,
+        "storage_read_rate": MEGABYTES_S * 1e6,
         "keep_on_reset": True,  # between two runs, only the KV on the device is cleared
         # On a busy machine threads may be delayed for a while. That must not fail the run.
         "patience_s": 10.0,
     }
-    for key in ("storage_rate", "compute_rate"):
-        rate = getattr(settings, key)
-        if rate is not None:
-            extra["storage_read_rate" if key == "storage_rate" else key] = rate
     transfer = {
         "kv_connector": "WatchedPaths",
         "kv_connector_module_path": "instrumented_connector",
@@ -158,7 +135,7 @@ def serve_args(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-    blocks = settings.pool_tokens // BLOCK_TOKENS
+    blocks = pool_tokens // BLOCK_TOKENS
     return (
         "--kv-transfer-config", json.dumps(transfer),
         "--no-async-scheduling",
@@ -169,16 +146,16 @@ def serve_args(
         "--kv-cache-memory-bytes", str(1 << 30),
         "--max-model-len", str(min(blocks * BLOCK_TOKENS, 16_384)),
         "--max-num-seqs", "64",
-        "--max-num-batched-tokens", str(settings.batched_tokens),
+        "--max-num-batched-tokens", "1024",
     )  # fmt: skip
 
 
 @contextmanager
-def started(pairs: int, settings: EngineSettings, folder: Path) -> Iterator[list[Engine]]:
+def started(pairs: int, model: str, pool_tokens: int, folder: Path) -> Iterator[list[Engine]]:
     """Start ``pairs`` prefill engines and as many decode engines at the same time. Yield them, then stop
     them."""
     engines = [
-        Engine(f"{letter}{number}", role, settings, folder)
+        Engine(f"{letter}{number}", role, model, pool_tokens, folder)
         for number in range(pairs)
         for letter, role in (("p", PairRole.PREFILL), ("d", PairRole.DECODE))
     ]

@@ -3,7 +3,7 @@
     python benchmarks/prefill_decode_pair.py --out benchmarks/results
     python benchmarks/prefill_decode_pair.py --pairs 2 --out benchmarks/results
 
-Prefill and decode engines of vLLM run on this machine's CPU. ``--megabytes-s`` limits their storage links, so
+Prefill and decode engines of vLLM run on this machine's CPU. ``MEGABYTES_S`` limits their storage links, so
 that reading dominates. The model has the shape of ``tiny`` and weights that make each token depend on all
 previous ones. First every request is computed without stored KV, and its KV is stored. These outputs are the
 reference for every arm; a difference fails the run. Then all requests are sent at once, each as a prefill
@@ -30,9 +30,8 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import httpx
-from prefill_decode_engines import PATIENCE_S, Engine, EngineSettings, all_idle, loud_model, started
-from prefill_decode_requests import PairResponse, http_client, text_of, through
-from prefill_decode_router import TOKEN_BYTES, Router, RoutingQuery
+from prefill_decode_engines import MEGABYTES_S, PATIENCE_S, Engine, all_idle, loud_model, started
+from prefill_decode_router import PairResponse, Router, RoutingQuery, http_client, text_of, through
 from result_pages import marked, opening, show, write_result
 from rich.progress import Progress
 from sojourn_server.policies.prefill_decode.prefill_decode_views import (
@@ -47,6 +46,14 @@ from sojourn_server.policies.prefill_decode.read_side_policies import (
 from sojourn_server.simulator.report.results_file import made_with
 
 VOCABULARY = range(10, 4000)
+HIT_TOKENS, ALONE_TOKENS = 6_000, 8_000
+"""Stored tokens of each request of a burst, and of the one that is alone."""
+APPEND_TOKENS, OUTPUT_TOKENS = 50, 8
+"""New tokens of a request. Together they stay below a Full Block: else it would be stored, and the next arm
+had less to do. An engine stores 32 Full Blocks a step, so fewer outputs would not store all."""
+WINDOW_S = 1.0
+"""Windows in which links are compared."""
+SEED = 0
 SAMPLE_S = 0.1
 """Seconds between two samples of the links."""
 MOST_OFF = 1e-3
@@ -103,8 +110,8 @@ class Bench:
         questions = [question for asked in self.cases.values() for question in asked]
         for number, question in enumerate(questions):
             prefill, decode = pairs[number % len(pairs)]
-            body = text_of(self.model, question.prompt, self.options.output_tokens)
-            self.expected[question.name] = await through(http, prefill, decode, body, f"fill {number}", 0.0)
+            body = text_of(self.model, question.prompt, OUTPUT_TOKENS)
+            self.expected[question.name] = await through(http, prefill, decode, body, f"fill {number}", False)
             self.told(f"computing {question.name}")
         await self.settle()
 
@@ -122,7 +129,7 @@ class Bench:
         """Send all requests of a case at once, and return the figures. Raises ``RuntimeError`` for an
         unexpected answer."""
         questions = self.cases[case]
-        router = Router(self.engines, ARMS[arm](), self.options)
+        router = Router(self.engines, ARMS[arm](), pool_tokens(self.options))
         for question in questions:
             router.know(question)
         samples: list[Sample] = []
@@ -133,7 +140,7 @@ class Bench:
                 *(
                     router.answer(
                         http, self.model, question, f"{arm} {next(self._transfers)}",
-                        self.options.output_tokens,
+                        OUTPUT_TOKENS,
                     )
                     for question in questions
                 )
@@ -161,7 +168,7 @@ class Bench:
             "read_bytes": read,
             "busy_s": busy_s(samples),
             "max_over_mean": max(read.values()) / mean(read.values()),
-            "windows_max_over_mean": windows(samples, self.options.window_s),
+            "windows_max_over_mean": windows(samples, WINDOW_S),
             "most_off": off,
             "lines": [
                 {
@@ -186,16 +193,16 @@ class Bench:
 
 def cases(options: argparse.Namespace) -> dict[str, list[RoutingQuery]]:
     """Return the requests of each case: many at once, and one longer request alone."""
-    draw = random.Random(options.seed)
+    draw = random.Random(SEED)
 
     def question(name: str, tokens: int) -> RoutingQuery:
         blocks = math.ceil(tokens / FULL_BLOCK_TOKENS)
-        prompt = draw.choices(VOCABULARY, k=blocks * FULL_BLOCK_TOKENS + options.append_tokens)
+        prompt = draw.choices(VOCABULARY, k=blocks * FULL_BLOCK_TOKENS + APPEND_TOKENS)
         return RoutingQuery(name, prompt, blocks)
 
     return {
-        "burst": [question(f"request {number}", options.hit_tokens) for number in range(options.requests)],
-        "alone": [question("the one alone", options.alone_tokens)],
+        "burst": [question(f"request {number}", HIT_TOKENS) for number in range(options.requests)],
+        "alone": [question("the one alone", ALONE_TOKENS)],
     }
 
 
@@ -313,11 +320,11 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
     return (
         f"{opening('Pairs of real engines on slow links', made, wall_s)}\n\n"
         f"Of vLLM's CPU engines {engines}, a model of the shape of `tiny` in 32-bit floats, each engine with "
-        f"a storage link of {options.megabytes_s:g} MB/s of its own. {options.requests} requests at once, of "
-        f"{math.ceil(options.hit_tokens / FULL_BLOCK_TOKENS) * FULL_BLOCK_TOKENS:,} stored tokens each and "
-        f"{options.append_tokens} new ones, and one alone of {options.alone_tokens:,}; "
-        f"{options.output_tokens} tokens of output. Medians of {options.rounds} rounds, "
-        f"each with {RUNS['alone']} of the one alone, seed {options.seed}. "
+        f"a storage link of {MEGABYTES_S:g} MB/s of its own. {options.requests} requests at once, of "
+        f"{math.ceil(HIT_TOKENS / FULL_BLOCK_TOKENS) * FULL_BLOCK_TOKENS:,} stored tokens each and "
+        f"{APPEND_TOKENS} new ones, and one alone of {ALONE_TOKENS:,}; "
+        f"{OUTPUT_TOKENS} tokens of output. Medians of {options.rounds} rounds, "
+        f"each with {RUNS['alone']} of the one alone, seed {SEED}. "
         "Who reads is chosen by the gateway's core with its own books alone: it is told exactly what is "
         "stored, and is not told what waits for the links, as a gateway is that polls engines. "
         "All arms say the tokens that the same pairs say of the same prompts before anything is stored, when "
@@ -327,7 +334,7 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
         f"{marked(HEAD, (cells(row, options) for row in rows))}\n\n"
         "*First token* is the median of the requests, at the client. *Links busy* is the share of the time "
         "in which a storage link has something to read, over all links; *max / mean* what the busiest has "
-        f"read in all, and *in windows* in windows of {options.window_s:g} s, by bytes.\n\n"
+        f"read in all, and *in windows* in windows of {WINDOW_S:g} s, by bytes.\n\n"
         "{by hand}\n"
     )
 
@@ -363,47 +370,23 @@ def file_name(options: argparse.Namespace) -> str:
     return "prefill_decode_pair" if options.pairs == 1 else f"prefill_decode_pair_{options.pairs}"
 
 
-def settings_of(options: argparse.Namespace, model: str) -> EngineSettings:
-    """Return settings with memory for all requests at once, because the benchmark measures reading."""
-    return EngineSettings(
-        model=model,
-        storage_rate=options.megabytes_s * 1e6,
-        pool_tokens=options.pool_tokens,
-        buffer_bytes=2 * options.pool_tokens * TOKEN_BYTES,
-    )
+def pool_tokens(options: argparse.Namespace) -> int:
+    """Return the tokens that all requests together may need on one engine, since reading is measured."""
+    return max(options.requests * (HIT_TOKENS + 2 * FULL_BLOCK_TOKENS), ALONE_TOKENS + 2 * FULL_BLOCK_TOKENS)
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options. ``pool_tokens`` is the number of tokens that all requests together may need on one
-    engine."""
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1, help="engines that prefill, and as many that decode")
     parser.add_argument("--requests", type=int, default=20, help="at once")
-    parser.add_argument("--hit-tokens", type=int, default=6_000, help="of each that are stored")
-    parser.add_argument("--alone-tokens", type=int, default=8_000, help="the same of the one that is alone")
-    parser.add_argument("--append-tokens", type=int, default=50, help="new in each")
-    parser.add_argument("--output-tokens", type=int, default=8)
-    parser.add_argument("--megabytes-s", type=float, default=4.0, help="of each storage link")
-    parser.add_argument("--window-s", type=float, default=1.0, help="over which links are compared")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, help="folder to write prefill_decode_pair.json, .md and .svg into"
     )
     options = parser.parse_args(arguments)
-    if min(options.pairs, options.requests, options.rounds, options.append_tokens) < 1:
-        parser.error("expected at least one pair, one request, one round and one new token")
-    if options.append_tokens + options.output_tokens >= FULL_BLOCK_TOKENS:
-        parser.error(
-            f"what is new of a request has to stay below a Full Block, {FULL_BLOCK_TOKENS} tokens: else it "
-            "would be stored, and the next arm had less to do"
-        )
-    if min(options.hit_tokens, options.alone_tokens) < 2 * FULL_BLOCK_TOKENS:
-        parser.error(f"expected at least {2 * FULL_BLOCK_TOKENS} stored tokens: two Full Blocks")
-    if options.output_tokens < max(options.hit_tokens, options.alone_tokens) / (32 * FULL_BLOCK_TOKENS):
-        parser.error("an engine stores 32 Full Blocks a step: ask for more output or fewer stored tokens")
-    longest = max(options.hit_tokens, options.alone_tokens) + 2 * FULL_BLOCK_TOKENS
-    options.pool_tokens = max(options.requests * (options.hit_tokens + 2 * FULL_BLOCK_TOKENS), longest)
+    if min(options.pairs, options.requests, options.rounds) < 1:
+        parser.error("expected at least one pair, one request and one round")
     return options
 
 
@@ -421,15 +404,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             progress.update(task, description=what, advance=1)
 
         model = loud_model(folder / "model")
-        with started(options.pairs, settings_of(options, model), folder) as engines:
+        with started(options.pairs, model, pool_tokens(options), folder) as engines:
             bench = Bench(engines, model, options, told)
             found = asyncio.run(measure(bench, options.rounds))
             names = [engine.name for engine in engines]
     rows = rows_of(found)
     show(HEAD, [cells(row, options) for row in rows], title=f"{options.pairs} and {options.pairs} engines")
     if options.out is not None:
-        settings = {key: value for key, value in vars(options).items() if key != "out"}
-        document = {"options": settings, "engines": names, "rows": rows}
+        made_of = {"pairs": options.pairs, "requests": options.requests, "rounds": options.rounds}
+        document = {"options": made_of, "engines": names, "rows": rows}
         plot(rows, names, options.out / f"{file_name(options)}.svg")
         text = page(rows, options, made, time.monotonic() - began_s)
         write_result(options.out, file_name(options), made, document, text)

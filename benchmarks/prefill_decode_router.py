@@ -1,5 +1,5 @@
 """The gateway's routing core without a gateway. It chooses the engines and the side that reads KV from
-storage.
+storage; a request is then sent as a prefill and a decode request, as the gateway does, and measured.
 
 The core decides from its own records. A gateway also polls engines for the queues of their links; here no
 queue is reported (``NicQueueReported``). The stored part of a prompt is known exactly, not learned from
@@ -8,15 +8,16 @@ answers.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import httpx
-from prefill_decode_engines import Engine
-from prefill_decode_requests import PairResponse, text_of, through
+from prefill_decode_engines import MEGABYTES_S, PATIENCE_S, TOKEN_BYTES, Engine
+from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.prefill_decode_bodies import decode_body, parse_transfer_params, prefill_body
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
 from sojourn_server.policies.prefill_decode.read_side_policies import ReadSidePolicy
@@ -31,8 +32,7 @@ from sojourn_server.routing.routing_events import (
     SendRequestToPair,
 )
 
-TOKEN_BYTES = 512
-"""KV bytes per token of the model ``tiny`` in 32-bit floats."""
+API = ClientApi.COMPLETIONS
 TENANT = "benchmark"
 
 
@@ -48,7 +48,7 @@ class RoutingQuery(NamedTuple):
 class Router:
     """The gateway's routing core for one arm, with the parts of a gateway that the core needs."""
 
-    def __init__(self, engines: Sequence[Engine], side: ReadSidePolicy, options: argparse.Namespace) -> None:
+    def __init__(self, engines: Sequence[Engine], side: ReadSidePolicy, pool_tokens: int) -> None:
         self._core = RoutingCore(PairStrategy(PairScheduler(side=side)))
         self._engines = {engine.name: engine for engine in engines}
         self._waiting: dict[str, asyncio.Future[SendRequestToPair]] = {}
@@ -59,8 +59,8 @@ class Router:
                 instance=engine.name,
                 role=engine.role,
                 node=engine.name,
-                capacity_tokens=options.pool_tokens,
-                block_s=FULL_BLOCK_TOKENS * TOKEN_BYTES / (options.megabytes_s * 1e6),
+                capacity_tokens=pool_tokens,
+                block_s=FULL_BLOCK_TOKENS * TOKEN_BYTES / (MEGABYTES_S * 1e6),
                 peer=engine.peer,
             )
             self._take(seen)
@@ -117,3 +117,93 @@ class Router:
         for name, send in self._sent.items():
             self._waiting[name].set_result(send)
         self._sent.clear()
+
+
+class PairResponse(NamedTuple):
+    """Answer of the decode engine, and times in seconds since the request was sent."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    prefilled_s: float
+    """Seconds until the prefill engine had answered."""
+    first_s: float
+    """Seconds until the decode engine's first token."""
+    done_s: float
+
+
+def http_client() -> httpx.AsyncClient:
+    """Return the HTTP client for all requests of a run."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(timeout=PATIENCE_S, limits=limits, trust_env=False)
+
+
+def text_of(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
+    """Return the body of the request that a client would send."""
+    return json.dumps(
+        {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stream": True,
+        }
+    ).encode()
+
+
+async def through(
+    http: httpx.AsyncClient,
+    prefill: Engine,
+    decode: Engine,
+    body: bytes,
+    transfer: str,
+    decode_reads: bool,
+    prefilled: Callable[[], None] = lambda: None,
+    began: Callable[[], None] = lambda: None,
+) -> PairResponse:
+    """Send a request to the prefill engine, then to the decode engine, and return the answer. Calls
+    ``prefilled`` after the prefill engine's answer, and ``began`` at the first token. Raises
+    ``httpx.HTTPError`` or ``RuntimeError`` if an engine fails."""
+    sent_s = time.monotonic()
+    first = await _post(http, prefill, prefill_body(API, body, transfer, decode.peer, decode_reads))
+    told = parse_transfer_params(first)
+    if told is None:
+        raise RuntimeError(f"{prefill.name} does not say where the KV is: {first[:200]!r}")
+    prefilled_s = time.monotonic() - sent_s
+    prefilled()
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    first_s = 0.0
+    async with http.stream(
+        "POST", decode.url + API.value, content=decode_body(body, told), headers=_JSON
+    ) as answer:
+        if answer.is_error:
+            raise RuntimeError(
+                f"{decode.name} answers {answer.status_code}: {(await answer.aread())[:300]!r}"
+            )
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"{decode.name}: {event['error']}")
+            for choice in event["choices"]:
+                if choice.get("token_ids"):
+                    if not tokens:
+                        first_s = time.monotonic() - sent_s
+                        began()
+                    tokens += choice["token_ids"]
+                    logprobs += choice["logprobs"]["token_logprobs"]
+    return PairResponse(tuple(tokens), tuple(logprobs), prefilled_s, first_s, time.monotonic() - sent_s)
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+async def _post(http: httpx.AsyncClient, engine: Engine, body: bytes) -> bytes:
+    answer = await http.post(engine.url + API.value, content=body, headers=_JSON)
+    if answer.is_error:
+        raise RuntimeError(f"{engine.name} answers {answer.status_code}: {answer.content[:300]!r}")
+    return answer.content

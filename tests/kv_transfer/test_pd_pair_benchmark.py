@@ -58,7 +58,8 @@ def test_each_arm_has_its_own_readers(
     questions = prefill_decode_pair.cases(options)[case]
 
     async def ask() -> None:
-        router = router_module.Router(FOUR, prefill_decode_pair.ARMS[arm](), options)
+        side, tokens = prefill_decode_pair.ARMS[arm](), prefill_decode_pair.pool_tokens(options)
+        router = router_module.Router(FOUR, side, tokens)
         for question in questions:
             router.know(question)
         await asyncio.gather(
@@ -78,21 +79,9 @@ def test_what_is_stored_is_whole_blocks_and_nothing_new_fills_another(prefill_de
     assert len(cases["burst"]) == 20
     for question in [*cases["burst"], *cases["alone"]]:
         assert question.stored_blocks == len(question.prompt) // 64
-        assert (len(question.prompt) + options.output_tokens) // 64 == question.stored_blocks
+        assert (len(question.prompt) + prefill_decode_pair.OUTPUT_TOKENS) // 64 == question.stored_blocks
     assert cases["burst"][0].stored_blocks * 64 >= 6_000
     assert prefill_decode_pair.cases(options) == cases, "all arms send the same"
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        ["--append-tokens", "60"], ["--pairs", "0"], ["--rounds", "0"], ["--hit-tokens", "100"],
-        ["--output-tokens", "2"],
-    ],
-)  # fmt: skip
-def test_what_it_cannot_do_is_refused(prefill_decode_pair: Any, option: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        prefill_decode_pair.read_options(option)
 
 
 def samples(prefill_decode_pair: Any, *read: tuple[int, int]) -> list[Any]:
