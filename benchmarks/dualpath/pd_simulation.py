@@ -32,7 +32,7 @@ from statistics import fmean
 
 import msgspec
 from pd_cluster import PdCluster, PdModel, Trajectory, Workload, load_trajectories, sample_agents
-from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler, PrefillSelectionLimits
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
     AttentionCosts,
     PrefillCandidate,
@@ -43,7 +43,6 @@ from sojourn_server.policies.prefill_decode.prefill_decode_views import (
     EnginePair,
     PdRequest,
 )
-from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 from sojourn_server.simulator.event_queue import EventQueue
 
 HIGH_PRIORITY_SHARE = 0.99

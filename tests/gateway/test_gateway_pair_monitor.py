@@ -227,7 +227,7 @@ async def test_how_many_an_engine_runs_at_once_is_learnt() -> None:
     async with pairs(1, 1) as (it, _, decode):
         engine = engines_of(it)[decode[0].name]
         assert engine.seen.max_running == 64
-        [view] = core_of(it).strategy.pairs.decode.available()
+        [view] = core_of(it).strategy.pairs.decode.values()
         assert view.most_requests == 64
 
 

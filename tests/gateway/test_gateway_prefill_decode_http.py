@@ -51,7 +51,7 @@ async def test_a_request_that_has_no_one_context_is_all_the_decode_engines(more:
         decode.hold = asyncio.Event()
         asking = asyncio.ensure_future(it.chat("p", max_tokens=7, kv_transfer_params=forged, **more))
         await until(lambda: decode.requests)
-        [view] = core_of(it).strategy.pairs.prefill.available()
+        [view] = core_of(it).strategy.pairs.prefill.values()
         assert view.tokens == 0
         decode.hold.set()
         assert (await asking).status == 200
@@ -67,7 +67,7 @@ async def test_the_prefill_engine_is_free_while_the_answer_is_written() -> None:
         decode.hold = asyncio.Event()
         asking = asyncio.ensure_future(it.chat())
         await until(lambda: decode.requests)
-        [view] = core_of(it).strategy.pairs.prefill.available()
+        [view] = core_of(it).strategy.pairs.prefill.values()
         assert view.tokens == 0
         assert core_of(it).requests
         decode.hold.set()

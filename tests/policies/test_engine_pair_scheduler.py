@@ -1,4 +1,4 @@
-"""Pairs of engines: queues, freed capacity, and state that adds up after random events."""
+"""Pairs of engines: the rules of choice by hand, freed capacity, and a state that adds up."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
+    DecodeEngine,
+    PairScheduler,
+    PrefillEngine,
+    PrefillSelectionLimits,
+    StorageNic,
+    choose_decode,
+    choose_prefill,
+    high_token_threshold,
+)
 from sojourn_server.policies.prefill_decode.prefill_decode_views import EnginePair, PdRequest
-from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 
 BLOCK_S = 0.1
 
@@ -40,9 +48,126 @@ def queue_lengths(pairs: PairScheduler) -> tuple[int, int, int]:
     return sum(f.prefill is None for f in flights), sum(f.decode is None for f in flights), len(flights)
 
 
-def decode_loads(pairs: PairScheduler) -> list[tuple[int, int, int]]:
-    """Free KV tokens, tokens and requests of each decode engine."""
-    return [(one.free_kv_tokens, one.tokens, one.requests) for one in pairs.decode.available()]
+def available(pairs: PairScheduler) -> list[DecodeEngine]:
+    """The decode engines that are not suspended."""
+    return [engine for engine in pairs.decode.values() if not engine.is_suspended]
+
+
+def queue_s(pairs: PairScheduler, node: int, now: float) -> float:
+    """Seconds of reads queued at a node."""
+    return pairs.nics[node].busy_until_s - now
+
+
+def request(name: int, tokens: int, kv_tokens: int | None = None) -> PdRequest:
+    return PdRequest(name, tokens, kv_tokens=tokens if kv_tokens is None else kv_tokens)
+
+
+def engine(
+    number: int, free: int, tokens: int = 0, requests: int = 0, most: float = math.inf
+) -> DecodeEngine:
+    return DecodeEngine(number, StorageNic(1.0), 0, free, free, tokens, requests, most)
+
+
+def test_z_is_an_even_share_and_a_bit() -> None:
+    engines = [engine(0, 30, 100), engine(1, 30, 50)]
+    assert high_token_threshold(engines, [request(0, 50)], 1.05) == pytest.approx(105.0)
+
+
+def test_z_counts_of_the_queue_what_fits_if_memory_were_in_one_piece() -> None:
+    engines = [engine(0, 30), engine(1, 30)]
+    queue = [request(0, 25), request(1, 25), request(2, 25), request(3, 1)]
+    assert high_token_threshold(engines, queue, 1.0) == 25.0  # the first two; the fourth is behind the third
+
+
+def test_z_counts_of_the_queue_no_more_than_can_run() -> None:
+    engines = [engine(0, 99, 40, 2, 3), engine(1, 99, 10, 1, 1)]
+    assert high_token_threshold(engines, [request(0, 10), request(1, 10)], 1.0) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("case", "engines", "chosen"),
+    [
+        # (free, tokens, requests, most requests); the request: 10 tokens, 10 of KV; Z = 100
+        ("fewest requests of those below Z", [(99, 50, 5), (99, 80, 2), (99, 10, 9)], 1),
+        ("engines above Z come last", [(99, 95, 0), (99, 90, 8)], 1),
+        ("all pass Z: fewest tokens", [(99, 120, 0), (99, 99, 7), (99, 105, 1)], 1),
+        ("memory comes first", [(9, 0, 0), (10, 200, 9)], 1),
+        ("no engine has the memory", [(9, 0, 0), (5, 0, 0)], None),
+        ("ties: fewer tokens, then the lowest number", [(99, 30, 2), (99, 20, 2), (99, 20, 2)], 1),
+        ("an engine at its limit gets none", [(99, 10, 2, 2), (99, 95, 9, 10)], 1),
+        ("all run as many as they can", [(99, 10, 2, 2), (99, 0, 1, 1)], None),
+    ],
+)
+def test_phase_2(case: str, engines: list[tuple[int, ...]], chosen: int | None) -> None:
+    views = [engine(n, *load) for n, load in enumerate(engines)]
+    found = choose_decode(views, request(0, 10), most_tokens=100)
+    assert (found.number if found is not None else None) == chosen, case
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens", "queue_s", "chosen"),
+    [
+        ("fewest tokens where all queues are short", (50, 20, 30), (0, 0, 0), 1),
+        ("a short queue goes before fewer tokens", (90, 20, 30), (1, 9, 9), 0),
+        ("in the class of long queues again fewest tokens", (90, 20, 30), (9, 9, 9), 1),
+        ("a queue of α is short still", (90, 20, 30), (3, 3.1, 9), 0),
+        ("an engine at β is not over it", (100, 101, 101), (9, 0, 0), 0),
+        ("over β no engine is chosen, however short its queue", (101, 20, 30), (0, 9, 9), 1),
+        ("a tie goes to the lowest number", (30, 20, 20), (0, 0, 0), 1),
+        ("all over β: the request waits", (101, 102, 103), (0, 0, 0), None),
+    ],
+)
+def test_the_three_classes_of_prefill_engines(
+    case: str, tokens: tuple[int, ...], queue_s: tuple[float, ...], chosen: int | None
+) -> None:
+    engines = [
+        PrefillEngine(number, StorageNic(1.0, busy_until_s=5.0 + busy_s), count)
+        for number, (count, busy_s) in enumerate(zip(tokens, queue_s, strict=True))
+    ]
+    found = choose_prefill(engines, short_queue_s=3.0, most_tokens=100, now=5.0)
+    assert (found.number if found is not None else None) == chosen, case
+
+
+def test_a_node_that_has_read_its_queue_or_reports_less_is_chosen_again() -> None:
+    pairs = fleet(prefill_nodes=2, engines=1, most_tokens=1000.0, kv=10_000)
+    pairs.report(0, 5.0, 0.0)
+    pairs.submit(ask(0, blocks=0))
+    assert [pair.prefill for pair in pairs.dispatch(1.9)] == [1], "3.1 s are left to read"
+    pairs.submit(ask(1, tokens=10, blocks=0))
+    assert [pair.prefill for pair in pairs.dispatch(2.0)] == [0]
+    pairs.report(0, 50.0, 2.0)
+    pairs.submit(ask(2, tokens=10, blocks=0))
+    assert [pair.prefill for pair in pairs.dispatch(2.0)] == [1]
+    pairs.report(0, 1.0, 2.0)
+    pairs.submit(ask(3, tokens=10, blocks=0))
+    assert [pair.prefill for pair in pairs.dispatch(2.0)] == [0]
+
+
+def test_a_group_at_its_limit_comes_after_one_with_more_tokens() -> None:
+    """Two engines in one group and one in another, each for one request at once; then one without a limit."""
+    pairs = fleet(decode_nodes=3, engines=1, most_tokens=math.inf, kv=1000)
+    for number, group in ((11, 1), (12, 1), (13, 2)):
+        pairs.add_decode(number, group, group, 1000)
+        pairs.set_decode_request_limit(number, 1)
+    for number in (1, 2, 3):
+        pairs.remove_decode(number)
+    pairs.add_decode(14, 2, 2, 1000)
+    for name, tokens in enumerate((10, 500, 10)):
+        pairs.submit(ask(name, tokens, 0))
+    assert {pair.request.request_id: pair.decode for pair in pairs.dispatch(0.0)} == {0: 11, 2: 12, 1: 13}
+    pairs.submit(ask(3, 10, 0))
+    assert [pair.decode for pair in pairs.dispatch(0.0)] == [14]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40))
+def test_phase_1_levels_groups(sizes: list[int]) -> None:
+    pairs = fleet(decode_nodes=4, engines=1, most_tokens=math.inf, kv=10**6)
+    loads = dict.fromkeys(range(1, 5), 0)
+    for name, tokens in enumerate(sizes):
+        expected = min(loads, key=lambda group: (loads[group], group))
+        pairs.submit(ask(name, tokens, 0))
+        assert [pair.decode for pair in pairs.dispatch(0.0)] == [expected]
+        loads[expected] += tokens
 
 
 def test_a_request_gets_a_pair_and_a_side() -> None:
@@ -51,15 +176,15 @@ def test_a_request_gets_a_pair_and_a_side() -> None:
     assert pairs.dispatch(0.0) == [EnginePair(ask(1), 0, 2, decode_reads=False)]
     pairs.submit(ask(2))  # the first one is being read at the prefill side
     assert pairs.dispatch(0.0) == [EnginePair(ask(2), 1, 3, decode_reads=True)]
-    assert pairs.queues.queue_s(0, 0.1) == pytest.approx(0.3)
-    assert pairs.queues.queue_s(1, 0.1) == pytest.approx(0.3)
+    assert queue_s(pairs, 0, 0.1) == pytest.approx(0.3)
+    assert queue_s(pairs, 1, 0.1) == pytest.approx(0.3)
 
 
 def test_a_request_without_stored_blocks_queues_no_read() -> None:
     pairs = fleet()
     pairs.submit(ask(1, blocks=0))
     assert pairs.dispatch(0.0) == [EnginePair(ask(1, blocks=0), 0, 2, decode_reads=False)]
-    assert pairs.queues.queue_s(0, 0.0) <= 0.0
+    assert queue_s(pairs, 0, 0.0) <= 0.0
 
 
 def test_first_come_first_served_while_all_prefill_engines_are_over_beta() -> None:
@@ -88,6 +213,14 @@ def test_what_makes_no_sense_is_refused() -> None:
     assert len(pairs.in_flight) == 1
     with pytest.raises(KeyError):
         pairs.add_decode(9, 77, 0, 100)
+    with pytest.raises(KeyError):
+        pairs.add_prefill(9, 77)
+    with pytest.raises(ValueError, match=r"short_queue_s is -1\.0, expected seconds ≥ 0"):
+        PrefillSelectionLimits(short_queue_s=-1.0)
+    with pytest.raises(ValueError, match="expected seconds"):
+        pairs.report(0, math.nan, 0.0)
+    with pytest.raises(ValueError, match="expected seconds"):
+        pairs.add_node(5, 0.0)
 
 
 story = st.lists(
@@ -128,17 +261,15 @@ def test_every_request_is_served_once_and_the_state_adds_up(events: list[tuple[s
             assert mine not in paired
             paired[mine] = pair
         # A request with a prefill engine that waits for memory counts there too.
-        assert sum(view.tokens for view in pairs.prefill.available()) >= sum(
+        assert sum(view.tokens for view in pairs.prefill.values()) >= sum(
             pair.request.tokens for mine, pair in paired.items() if mine not in done
         )
-        assert all(view.free_kv_tokens >= 0 for view in pairs.decode.available())
+        assert all(view.free_kv_tokens >= 0 for view in available(pairs))
         assert len(pairs.in_flight) == len(open_)
     for mine in list(open_):
         pairs.end(mine)
-    assert all(view.tokens == 0 for view in pairs.prefill.available())
-    assert all(
-        (view.free_kv_tokens, view.tokens, view.requests) == (200, 0, 0) for view in pairs.decode.available()
-    )
+    assert all(view.tokens == 0 for view in pairs.prefill.values())
+    assert all((view.free_kv_tokens, view.tokens, view.requests) == (200, 0, 0) for view in available(pairs))
 
 
 fleet_story = st.lists(
@@ -198,7 +329,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
             try:
                 pairs.submit(request)
             except ValueError:
-                assert amount > pairs.decode.largest_kv_tokens() > 0
+                assert amount > pairs.largest_kv_tokens() > 0
             else:
                 waiting.add(name)
         elif what == "end" and (waiting or paired):
@@ -217,6 +348,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
         elif what == "decode engine comes":
             decode.add(number := next(numbers))
             pairs.add_decode(number, amount, amount, more)
+            pairs.set_decode_request_limit(number, (1, 3, math.inf)[more % 3])
             kept[number] = more
         elif what in ("suspended", "resumed") and prefill | decode:
             number = sorted(prefill | decode)[amount % len(prefill | decode)]
@@ -228,11 +360,11 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
         if amount % 3:
             dispatch(float(name))
         assert len(pairs.in_flight) == len(waiting) + len(paired)
-        for view in pairs.decode.available():
+        for view in available(pairs):
             # Suspended or not: a request that has not ended still takes memory.
             there = [pair.request for pair in paired.values() if pair.decode == view.number]
             assert view.free_kv_tokens <= kept[view.number] - sum(one.kv_tokens for one in there)
-            assert view.requests >= len(there)
+            assert view.most_requests >= view.requests >= len(there)
             assert view.free_kv_tokens >= 0
     for number in sorted(suspended):
         resume(number)
@@ -248,9 +380,9 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
             pairs.end(mine)
             del paired[mine]
     assert not waiting
-    assert all(view.tokens == 0 for view in pairs.prefill.available())
-    assert all((view.tokens, view.requests) == (0, 0) for view in pairs.decode.available())
-    assert all(group.tokens == 0 for group in pairs.decode._groups.values())
+    assert all(view.tokens == 0 for view in pairs.prefill.values())
+    assert all((view.tokens, view.requests) == (0, 0) for view in available(pairs))
+    assert all(group.tokens == 0 for group in pairs._groups.values())
 
 
 def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
@@ -258,7 +390,7 @@ def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
     pairs.add_node(0, 0.01)
     pairs.add_prefill(0, 0)
     pairs.add_decode(0, 0, 0, 1_000_000)
-    assert pairs.prefill.most_tokens == math.inf, "nothing is known yet"
+    assert pairs.most_prefill_tokens == math.inf, "nothing is known yet"
     now = 0.0
     for number in range(20):  # a prompt of 1,000 tokens takes 2 s, and the engine rests for a minute after it
         pairs.submit(PdRequest(number, 1000))
@@ -268,7 +400,7 @@ def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
         pairs.dispatch(now)
         pairs.end(number)
         now += 60.0
-    assert pairs.prefill.most_tokens == pytest.approx(2500.0)
+    assert pairs.most_prefill_tokens == pytest.approx(2500.0)
     for number in range(100, 110):
         pairs.submit(PdRequest(number, 1000))
     assert [pair.request.request_id for pair in pairs.dispatch(now)] == [100, 101, 102]

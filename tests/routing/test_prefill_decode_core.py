@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from routing_builders import only
-from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler, PrefillSelectionLimits
 from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
-from sojourn_server.policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.pair_strategy import PairStrategy
 from sojourn_server.routing.routing_core import RoutingCore
@@ -79,7 +78,7 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
     it.take(routing_events.RequestFinished("c", 10, "d1"), 200.0)
     it.take(routing_events.ProgramEnded("p", "t"), 300.0)
     assert not only(it.take(asked("d", 6600, "p"), 300.0)).decode_reads
-    assert it.strategy.pairs.queues.queue_s(1, 300.0) <= 0.0  # nothing of an ended program is looked for
+    assert it.strategy.pairs.nics[1].busy_until_s <= 300.0  # nothing of an ended program is looked for
 
 
 def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
@@ -148,9 +147,9 @@ def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None
     else:
         it.take(routing_events.ReplicaDrainStarted("d1"), 2.0)
         assert it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0) == []
-    [view] = it.strategy.pairs.decode.available()
+    [view] = it.strategy.pairs.decode.values()
     assert (view.free_kv_tokens, view.requests) == (100, 2)
-    assert it.strategy.pairs.prefill.available()[0].tokens == 1200  # c waits there for memory
+    assert it.strategy.pairs.prefill[0].tokens == 1200  # c waits there for memory
     assert only(it.take(routing_events.RequestFinished("b", 1, "d1"), 4.0)).request_id == "c"
 
 
@@ -306,7 +305,7 @@ def test_an_expected_output_reserves_no_more_than_the_longest_context() -> None:
     for name in "abcde":
         assert only(it.take(asked(name, 100, output_tokens=2**31), 1.0)).replica_id == "d1"
     assert it.take(asked("f", 100, output_tokens=2**31), 1.0) == []
-    [view] = it.strategy.pairs.decode.available()
+    [view] = it.strategy.pairs.decode.values()
     assert view.free_kv_tokens == KV_TOKENS - 5 * 2_000
     assert view.tokens == 500
 
@@ -477,7 +476,7 @@ class Life(RuleBasedStateMachine):
                     self.open.discard(name)
                     self.sent.pop(name, None)
         assert not self.open
-        assert all(view.tokens == 0 for view in self.core.strategy.pairs.prefill.available())
+        assert all(view.tokens == 0 for view in self.core.strategy.pairs.prefill.values())
 
 
 TestLife = Life.TestCase

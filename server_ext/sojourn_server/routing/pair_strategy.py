@@ -98,7 +98,7 @@ class PairStrategy(RoutingStrategy):
         that really is too long is rejected by its engine."""
         tokens = max(1, request.context_tokens)
         kv_tokens = tokens + request.output_tokens
-        limits = self.pairs.decode.largest_kv_tokens(), self._longest(PairRole.DECODE)
+        limits = self.pairs.largest_kv_tokens(), self._longest(PairRole.DECODE)
         if decode_tokens := min((limit for limit in limits if limit), default=0):
             tokens, kv_tokens = min(tokens, decode_tokens), min(kv_tokens, decode_tokens)
         program = request.program

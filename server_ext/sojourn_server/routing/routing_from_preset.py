@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..policies.cluster_preset import ClusterPreset
-from ..policies.prefill_decode.decode_engine_selection import HIGH_TOKENS_RATIO
-from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
-from ..policies.prefill_decode.prefill_engine_selection import PrefillSelectionLimits
+from ..policies.prefill_decode.engine_pair_scheduler import (
+    HIGH_TOKENS_RATIO,
+    PairScheduler,
+    PrefillSelectionLimits,
+)
 from ..policies.prefill_decode.read_side_policies import (
     PrefillSideRead,
     ReadSidePolicy,

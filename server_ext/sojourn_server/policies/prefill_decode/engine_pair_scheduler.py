@@ -3,15 +3,225 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from .decode_engine_selection import HIGH_TOKENS_RATIO, DecodeEngineSelector
 from .prefill_decode_views import EnginePair, PdRequest, StorageReadView
-from .prefill_engine_selection import PrefillEngineSelector, PrefillSelectionLimits, PrefillSpeed
 from .read_side_policies import ReadSidePolicy, ShorterQueueRead
-from .storage_read_queues import StorageReadQueues
+
+SPEED_WINDOW_S = 60.0
+"""Seconds of engines' work over which their speed is averaged, with exponential weights."""
+MIN_SPEED_S = 1.0
+"""The speed counts as known after this many seconds of engines' work."""
+HIGH_TOKENS_RATIO = 1.05
+"""An engine's token count is high if it exceeds this multiple of the group's mean tokens per engine (see
+``high_token_threshold``). The rule is our reading of the paper, whose formula is illegible in our copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSelectionLimits:
+    """Limits for the selection, the paper's α and β.
+
+    In the paper, both limits are token counts: α is what a node reads within a fixed time, and β what an
+    engine computes within a fixed time. Both times are illegible in the text available to us; router and
+    simulator use 3 s and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count,
+    a time, or both (then the lower limit applies). The measured speed of the engines converts the time to
+    tokens. Raises ``ValueError`` for limits < 0, and for ``most_tokens_s`` of 0.
+    """
+
+    short_queue_s: float = 3.0
+    """α: engines on nodes whose storage NIC has a longer read queue are chosen last."""
+    most_tokens: float = math.inf
+    """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit."""
+    most_tokens_s: float = math.inf
+    """β as seconds of an engine's computation. This limit does not apply until the engines' speed is
+    known."""
+
+    def __post_init__(self) -> None:
+        if not (self.short_queue_s >= 0 and self.most_tokens >= 0 and self.most_tokens_s > 0):
+            raise ValueError(
+                f"short_queue_s is {self.short_queue_s}, expected seconds ≥ 0; most_tokens is "
+                f"{self.most_tokens}, expected ≥ 0; most_tokens_s is {self.most_tokens_s}, "
+                "expected seconds > 0"
+            )
+
+
+class PrefillSpeed:
+    """The mean number of prompt tokens that a prefill engine finishes per second while it has requests.
+
+    Tokens that are read from storage count like computed tokens, both here and in an engine's unfinished
+    tokens. The end of a request takes effect at the next call to ``advance``.
+    """
+
+    def __init__(self) -> None:
+        self._unfinished: dict[int, int] = {}
+        """Engine → number of its requests. Engines without requests are absent."""
+        self._since_s: dict[int, float] = {}
+        """Engine → time up to which its work is counted."""
+        self._done: list[tuple[int, int]] = []
+        """(engine, prompt tokens) of each request that left since ``advance``; 0 tokens if not computed."""
+        self._work_s = self._tokens = 0.0
+
+    def begin(self, engine: int, now: float) -> None:
+        """Record that an engine got a request."""
+        if not self._unfinished.get(engine):
+            self._since_s[engine] = now
+        self._unfinished[engine] = self._unfinished.get(engine, 0) + 1
+
+    def end(self, engine: int, tokens: int) -> None:
+        """Record that a request left an engine. ``tokens``: length of the request's prompt; 0 if the prompt
+        was not computed."""
+        self._done.append((engine, tokens))
+
+    def advance(self, now: float) -> None:
+        """Count the requests that ended since the last call."""
+        for engine, tokens in self._done:
+            since_s = self._since_s.get(engine)
+            if since_s is None:
+                continue
+            spent_s = max(0.0, now - since_s)
+            kept = max(0.0, 1.0 - spent_s / SPEED_WINDOW_S)
+            self._work_s = self._work_s * kept + spent_s
+            self._tokens = self._tokens * kept + tokens
+            self._since_s[engine] = now
+            self._unfinished[engine] -= 1
+            if not self._unfinished[engine]:
+                del self._unfinished[engine], self._since_s[engine]
+        self._done.clear()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Mean tokens per second of work; ``None``: unknown."""
+        return self._tokens / self._work_s if self._work_s >= MIN_SPEED_S and self._tokens else None
+
+
+@dataclass(slots=True, eq=False)
+class StorageNic:
+    """A node's storage NIC and its read queue, in seconds of reading (DualPath §6.1, ``read_q``).
+
+    The queue is an estimate. Each read that the scheduler assigns is added. The NIC does one read after the
+    other, so the queue shrinks by one second per second. A node's report of its real queue replaces the
+    estimate."""
+
+    block_s: float
+    """Seconds per Full Block."""
+    busy_until_s: float = -math.inf
+    """Time at which all assigned reads are done; in the past: the NIC is idle since then."""
+
+    def add_read(self, blocks: int, now: float) -> None:
+        """Add a read of ``blocks`` Full Blocks."""
+        self.busy_until_s = max(self.busy_until_s, now) + blocks * self.block_s
+
+    def report(self, queue_s: float, now: float) -> None:
+        """Replace the estimate by the reported ``queue_s``; 0 means that the NIC is idle. Raises
+        ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
+        if not 0 <= queue_s < math.inf:
+            raise ValueError(f"queue_s is {queue_s}; expected seconds, finite and ≥ 0")
+        # An idle NIC keeps the time at which it became idle.
+        self.busy_until_s = now + queue_s if queue_s else min(self.busy_until_s, now)
+
+
+@dataclass(slots=True, eq=False)
+class PrefillEngine:
+    """A prefill engine and its load."""
+
+    number: int
+    nic: StorageNic
+    tokens: int = 0
+    """Prompt tokens of the requests that are assigned to the engine and not prefilled yet."""
+    is_suspended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class DecodeEngine:
+    """A decode engine and its assigned requests that have not ended."""
+
+    number: int
+    nic: StorageNic
+    group: int
+    """Number of the engine's group. The engines of a group share a queue. All engines of a node are in one
+    group."""
+    kv_tokens: int
+    """KV memory in tokens."""
+    free_kv_tokens: int
+    """Free KV memory in tokens. A request's memory counts as used from its assignment on. The engine
+    allocates it later, when decoding begins; the early count prevents preemptions."""
+    tokens: int = 0
+    """Prompt tokens of the assigned requests."""
+    requests: int = 0
+    """Number of the assigned requests."""
+    most_requests: float = math.inf
+    """Request limit; ``inf``: unknown. The paper has none. A request counts as soon as the engine is chosen,
+    because a request in an engine's own queue holds KV buffers."""
+    is_suspended: bool = False
+
+    def assign(self, request: PdRequest, sign: int = 1) -> None:
+        """Count a request on the engine; with ``sign`` −1, stop counting it."""
+        self.free_kv_tokens -= sign * request.kv_tokens
+        self.tokens += sign * request.tokens
+        self.requests += sign
+
+
+def choose_prefill(
+    engines: Iterable[PrefillEngine], short_queue_s: float, most_tokens: float, now: float
+) -> PrefillEngine | None:
+    """Return the engine for the next request; ``None``: the request must wait.
+
+    Of the engines with at most ``most_tokens`` (β) unfinished tokens, those on nodes with a read queue of at
+    most ``short_queue_s`` (α) are preferred. Of these, the engine with the fewest tokens is chosen. Ties go
+    to the lowest number.
+    """
+    below = [engine for engine in engines if not engine.is_suspended and engine.tokens <= most_tokens]
+    return min(
+        below,
+        key=lambda one: (one.nic.busy_until_s - short_queue_s > now, one.tokens, one.number),
+        default=None,
+    )
+
+
+def high_token_threshold(
+    engines: Sequence[DecodeEngine], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
+) -> float:
+    """Return Z, the threshold above which an engine's token count is high.
+
+    Z is ``ratio`` times the group's tokens divided by its number of engines. The group's tokens include those
+    of the first requests in ``queue``: as many as fit into the free request slots and the free memory of all
+    engines.
+    """
+    free = tokens = 0
+    places: float = 0
+    for engine in engines:
+        free += engine.free_kv_tokens
+        tokens += engine.tokens
+        places += max(0, engine.most_requests - engine.requests)
+    for request in queue:
+        free -= request.kv_tokens
+        places -= 1
+        if free < 0 or places < 0:
+            break
+        tokens += request.tokens
+    return ratio * tokens / len(engines)
+
+
+def choose_decode(
+    engines: Iterable[DecodeEngine], request: PdRequest, most_tokens: float
+) -> DecodeEngine | None:
+    """Return the engine for a request (phase 2). ``None``: no engine has both enough free memory and a free
+    request slot.
+
+    If some of these engines would have at most ``most_tokens`` tokens with the request, the one with the
+    fewest requests is chosen. Ties go to the fewest tokens, then to the lowest number. If all would have
+    more, the one with the fewest tokens is chosen. Ties go to the fewest requests, then to the lowest number.
+    """
+    fitting = [
+        engine
+        for engine in engines
+        if engine.free_kv_tokens >= request.kv_tokens and engine.requests < engine.most_requests
+    ]
+    below = [engine for engine in fitting if engine.tokens + request.tokens <= most_tokens]
+    if below:
+        return min(below, key=lambda engine: (engine.requests, engine.tokens, engine.number))
+    return min(fitting, key=lambda engine: (engine.tokens, engine.requests, engine.number), default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -19,21 +229,65 @@ class _RequestInFlight:
     """A submitted request that has not ended."""
 
     request: PdRequest
-    prefill: int | None = None
-    """Number of the request's prefill engine; ``None``: not chosen yet."""
-    decode: int | None = None
-    """Number of the request's decode engine; ``None``: not chosen yet."""
+    group: _DecodeGroup | None = None
+    """The decode group in whose queue the request waits; ``None``: in none."""
+    prefill: PrefillEngine | None = None
+    """``None``: not chosen yet."""
+    decode: DecodeEngine | None = None
+    """``None``: not chosen yet."""
     prefilled: bool = False
     """Whether the prompt is computed."""
+
+
+@dataclass(slots=True, eq=False)
+class _DecodeGroup:
+    """Available decode engines that share one queue."""
+
+    number: int
+    engines: list[DecodeEngine] = field(default_factory=list)
+    queue: dict[int | str, _RequestInFlight] = field(default_factory=dict)
+    """Requests that wait for an engine of the group, in order, by id."""
+    queued_tokens: int = 0
+
+    @property
+    def largest(self) -> int:
+        """KV capacity in tokens of the group's largest engine."""
+        return max(engine.kv_tokens for engine in self.engines)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the requests on the group's engines and in its queue. If the queue did not count, all
+        requests of a burst would go to one group."""
+        return self.queued_tokens + sum(engine.tokens for engine in self.engines)
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the group has as many requests, queued ones included, as its engines may have."""
+        requests = len(self.queue) + sum(engine.requests for engine in self.engines)
+        return requests >= sum(engine.most_requests for engine in self.engines)
+
+    def enqueue(self, flight: _RequestInFlight) -> None:
+        """Add a request to the end of the queue."""
+        flight.group = self
+        self.queue[flight.request.request_id] = flight
+        self.queued_tokens += flight.request.tokens
+
+    def dequeue(self, flight: _RequestInFlight) -> None:
+        """Remove a request from the queue."""
+        flight.group = None
+        del self.queue[flight.request.request_id]
+        self.queued_tokens -= flight.request.tokens
 
 
 class PairScheduler:
     """Assigns a prefill and a decode engine to each request. It has no clock and does no I/O.
 
     A request waits at the same time in the queue for prefill engines, first come first served, and in the
-    queue of a decode group. When both engines are chosen, ``side`` decides which of their nodes reads the
-    request's KV from storage. In the paper, engines fetch requests periodically. Here any event may free
-    capacity, so call ``dispatch`` after each event. ``dispatch`` returns the requests that can start.
+    queue of a decode group: of the groups with a large enough engine and below their request limit, the one
+    with the fewest tokens (DualPath's phase 1). ``choose_prefill`` and ``choose_decode`` choose the engines.
+    When both are chosen, ``side`` decides which of their nodes reads the request's KV from storage. In the
+    paper, engines fetch requests periodically. Here any event may free capacity, so call ``dispatch`` after
+    each event. ``dispatch`` returns the requests that can start.
 
     A router and a simulator that report the same events get the same pairs. This holds while no request waits
     and the nodes report their read queues correctly.
@@ -45,20 +299,28 @@ class PairScheduler:
         side: ReadSidePolicy | None = None,
         high_tokens_ratio: float = HIGH_TOKENS_RATIO,
     ) -> None:
-        self.queues = StorageReadQueues()
-        """The read queues of the nodes' storage NICs."""
+        """Raises ``ValueError`` unless ``high_tokens_ratio`` is above 0."""
+        if not high_tokens_ratio > 0:
+            raise ValueError(f"high_tokens_ratio is {high_tokens_ratio}; expected above 0")
+        self.nics: dict[int, StorageNic] = {}
+        """Node → its storage NIC."""
+        self.prefill: dict[int, PrefillEngine] = {}
+        self.decode: dict[int, DecodeEngine] = {}
         self.limits = limits or PrefillSelectionLimits()
-        self.prefill = PrefillEngineSelector(self.limits, self.queues)
+        self.most_prefill_tokens = self.limits.most_tokens
+        """β in tokens, at present."""
         self._speed = PrefillSpeed() if self.limits.most_tokens_s < math.inf else None
         """Measured speed of prefill engines; ``None`` if ``limits.most_tokens_s`` is ``inf``."""
-        self.decode = DecodeEngineSelector(high_tokens_ratio)
         self._side = side or ShorterQueueRead()
-        self._unplaced_queue: deque[_RequestInFlight] = deque()
-        """Requests that wait for a prefill engine."""
+        self._high_tokens_ratio = high_tokens_ratio
+        self._groups: dict[int, _DecodeGroup] = {}
+        """Decode groups with an available engine."""
+        self._prefill_queue: dict[int | str, _RequestInFlight] = {}
+        """Requests that wait for a prefill engine, in order."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
         """Requests in no queue. Either no available decode engine is large enough for them, or all groups
         with such an engine are at their request limit. They are queued as soon as a group with such an engine
-        is below its limit."""
+        is below its limit: another group may have a free slot first."""
         self.in_flight: dict[int | str, _RequestInFlight] = {}
         """Requests that were submitted and have not ended, in order of arrival."""
 
@@ -67,74 +329,94 @@ class PairScheduler:
     def add_node(self, node: int, block_s: float) -> None:
         """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds, or change its speed. Raises
         ``ValueError`` unless ``block_s`` is finite and above 0."""
-        self.queues.add(node, block_s)
+        if not 0 < block_s < math.inf:
+            raise ValueError(f"node {node}: block_s is {block_s}; expected seconds, finite and above 0")
+        self.nics.setdefault(node, StorageNic(block_s)).block_s = block_s
 
     def remove_node(self, node: int) -> None:
         """Remove a node without engines."""
-        self.queues.remove(node)
+        del self.nics[node]
 
     def add_prefill(self, number: int, node: int) -> None:
         """Add a prefill engine, whose number no earlier one had. Raises ``KeyError`` for an unknown node."""
-        self.prefill.add(number, node)
+        self.prefill[number] = PrefillEngine(number, self.nics[node])
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
         """Add a decode engine with KV memory for ``kv_tokens`` tokens, whose number no earlier engine had.
         Raises ``ValueError`` for ``kv_tokens`` below 1, and ``KeyError`` for an unknown node."""
-        self.queues.block_s(node)
         if kv_tokens < 1:
             raise ValueError(f"decode engine {number}: kv_tokens is {kv_tokens}; expected at least 1")
-        self.decode.add(number, node, group, kv_tokens)
+        self.decode[number] = DecodeEngine(number, self.nics[node], group, kv_tokens, kv_tokens)
+        self._enter_group(self.decode[number])
 
     def set_decode_request_limit(self, number: int, most_requests: float) -> None:
-        """Set a decode engine's request limit. ``inf``, the initial value, means unknown. Raises
-        ``ValueError`` for a limit below 1."""
-        self.decode.set_request_limit(number, most_requests)
+        """Set a decode engine's request limit. ``inf``, the initial value, means unknown. Requests on the
+        engine stay there, even above the limit. Raises ``ValueError`` for a limit below 1."""
+        if not most_requests >= 1:
+            raise ValueError(f"decode engine {number}: most_requests is {most_requests}; expected at least 1")
+        self.decode[number].most_requests = most_requests
 
     # A removed or suspended engine keeps the requests that have both engines; a suspended one still counts
     # them as load. All others are queued again. Unknown numbers raise ``KeyError``.
 
     def remove_prefill(self, number: int) -> None:
         """Remove a prefill engine."""
-        del self.prefill.engines[number]
-        self._requeue_unpaired(())
+        del self.prefill[number]
+        self._requeue_unpaired()
 
     def remove_decode(self, number: int) -> None:
         """Remove a decode engine."""
-        self._requeue_unpaired(self.decode.remove(number))
+        self.suspend_decode(number)
+        del self.decode[number]
 
     def suspend_prefill(self, number: int) -> None:
         """Make a prefill engine unavailable until ``resume_prefill``."""
-        self.prefill.engines[number].is_suspended = True
-        self._requeue_unpaired(())
+        self.prefill[number].is_suspended = True
+        self._requeue_unpaired()
 
     def suspend_decode(self, number: int) -> None:
         """Make a decode engine unavailable until ``resume_decode``."""
-        self._requeue_unpaired(self.decode.suspend(number))
+        engine = self.decode[number]
+        if not engine.is_suspended:
+            engine.is_suspended = True
+            self._groups[engine.group].engines.remove(engine)
+        self._requeue_unpaired()
 
     def resume_prefill(self, number: int) -> None:
         """Make a suspended prefill engine available again."""
-        self.prefill.engines[number].is_suspended = False
+        self.prefill[number].is_suspended = False
 
     def resume_decode(self, number: int) -> None:
         """Make a suspended decode engine available again."""
-        self.decode.resume(number)
+        engine = self.decode[number]
+        if engine.is_suspended:
+            engine.is_suspended = False
+            self._enter_group(engine)
+
+    def _enter_group(self, engine: DecodeEngine) -> None:
+        self._groups.setdefault(engine.group, _DecodeGroup(engine.group)).engines.append(engine)
+
+    def largest_kv_tokens(self) -> int:
+        """Return the KV capacity, in tokens, of the largest available decode engine; 0 without one."""
+        return max((group.largest for group in self._groups.values()), default=0)
 
     # -- events ------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:
         """Add a request. Raises ``ValueError`` if the request's id is in flight already, if the request has
-        no tokens, or if all decode engines are too small."""
+        no tokens, or if all available decode engines are too small: it would block the queue for ever."""
         if request.request_id in self.in_flight:
             raise ValueError(f"request {request.request_id!r} is already in flight; expected a new id")
         if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
             raise ValueError(f"{request}; expected at least one token, and nothing below 0")
-        self._place_unplaced()  # earlier requests first
+        if self._groups and request.kv_tokens > (largest := self.largest_kv_tokens()):
+            raise ValueError(
+                f"request {request.request_id!r} needs {request.kv_tokens:,} tokens of KV; expected at "
+                f"most {largest:,}, the capacity of the largest decode engine"
+            )
         flight = _RequestInFlight(request)
-        if self.decode.enqueue(request):
-            self._unplaced_queue.append(flight)
-        else:
-            self._unplaced[request.request_id] = flight
-        self.in_flight[request.request_id] = flight
+        self.in_flight[request.request_id] = self._unplaced[request.request_id] = flight
+        self._place_unplaced()
 
     def prefilled(self, request_id: int | str) -> None:
         """Record that a request's prompt is computed. The request no longer counts as load of its prefill
@@ -142,30 +424,26 @@ class PairScheduler:
         flight = self.in_flight[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
-            self.prefill.finish(flight.prefill, flight.request.tokens)
-            self._left_prefill(flight.prefill, flight.request.tokens)
+            self._leave_prefill(flight, flight.request.tokens)
 
     def end(self, request_id: int | str) -> None:
         """Remove a request that was answered or cancelled, at any stage. Raises ``KeyError`` for an unknown
         request."""
         flight = self.in_flight.pop(request_id)
-        if self._unplaced.pop(request_id, None) is not None:
-            return
-        if flight.prefill is None:
-            self._unplaced_queue.remove(flight)
-        elif not flight.prefilled:
-            self.prefill.finish(flight.prefill, flight.request.tokens)
-            self._left_prefill(flight.prefill, 0)
+        self._unplaced.pop(request_id, None)
+        self._prefill_queue.pop(request_id, None)
+        if flight.group is not None:
+            flight.group.dequeue(flight)
+        if not flight.prefilled:
+            self._leave_prefill(flight, 0)
         if flight.decode is not None:
-            self.decode.finish(flight.decode, flight.request)
-        else:
-            self.decode.withdraw(flight.request)
+            flight.decode.assign(flight.request, -1)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
         """Record a node's report that ``queue_s`` seconds of reads are queued at its storage NIC.
 
-        Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
-        self.queues.report(node, queue_s, now)
+        Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0, and ``KeyError`` for an unknown node."""
+        self.nics[node].report(queue_s, now)
 
     # -- decisions ---------------------------------------------------------------------
 
@@ -175,30 +453,48 @@ class PairScheduler:
         self._place_unplaced()
         self._update_token_limit(now)
         ready: list[_RequestInFlight] = []
-        queue = self._unplaced_queue
-        while queue:
-            number = self.prefill.choose(now)
-            if number is None:
+        for flight in list(self._prefill_queue.values()):
+            engine = choose_prefill(
+                self.prefill.values(), self.limits.short_queue_s, self.most_prefill_tokens, now
+            )
+            if engine is None:
                 break
-            flight = queue.popleft()
-            self.prefill.assign(number, flight.request.tokens)
+            del self._prefill_queue[flight.request.request_id]
+            flight.prefill = engine
+            engine.tokens += flight.request.tokens
             if self._speed is not None:
-                self._speed.begin(number, now)
-            flight.prefill = number
+                self._speed.begin(engine.number, now)
             if flight.decode is not None:
                 ready.append(flight)
-        for request, chosen in self.decode.assign_queued():
-            flight = self.in_flight[request.request_id]
-            flight.decode = chosen
-            if flight.prefill is not None:
-                ready.append(flight)
+        ready += (flight for flight in self._assign_decode() if flight.prefill is not None)
         return [self._pair(flight, now) for flight in ready]
 
-    def _left_prefill(self, engine: int, tokens: int) -> None:
-        """Record that a request left a prefill engine. ``tokens``: length of its prompt; 0 if not
-        computed."""
-        if self._speed is not None:
-            self._speed.end(engine, tokens)
+    def _assign_decode(self) -> Iterator[_RequestInFlight]:
+        """Assign queued requests to decode engines, and yield them. The requests of a group come in the order
+        of its queue."""
+        for group in self._groups.values():
+            if not group.queue:
+                continue
+            queued = list(group.queue.values())
+            most = high_token_threshold(
+                group.engines, (flight.request for flight in queued), self._high_tokens_ratio
+            )
+            for flight in queued:
+                engine = choose_decode(group.engines, flight.request, most)
+                if engine is None:
+                    break
+                group.dequeue(flight)
+                flight.decode = engine
+                engine.assign(flight.request)
+                yield flight
+
+    def _leave_prefill(self, flight: _RequestInFlight, computed_tokens: int) -> None:
+        """Stop counting a request on its prefill engine, if it has one. ``computed_tokens``: length of its
+        prompt; 0 if not computed."""
+        if flight.prefill is not None:
+            flight.prefill.tokens -= flight.request.tokens
+            if self._speed is not None:
+                self._speed.end(flight.prefill.number, computed_tokens)
 
     def _update_token_limit(self, now: float) -> None:
         """Set the token limit of prefill engines (the paper's β): the tokens that an engine computes in
@@ -208,47 +504,39 @@ class PairScheduler:
         self._speed.advance(now)
         tokens_per_s = self._speed.tokens_per_s
         if tokens_per_s is not None:
-            self.prefill.most_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
+            self.most_prefill_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
 
     def _place_unplaced(self) -> None:
         """Queue those requests of ``_unplaced`` for which a decode group has a large enough engine and is
         below its request limit."""
-        decode = self.decode
-        if not self._unplaced or not decode.has_room():
-            return
-        largest = decode.largest_kv_tokens()
-        housed = []
-        for request_id, flight in self._unplaced.items():
-            if not decode.has_room():
+        for request_id, flight in list(self._unplaced.items()):
+            open_groups = [group for group in self._groups.values() if not group.is_at_limit]
+            if not open_groups:
                 break
-            if flight.request.kv_tokens <= largest and decode.enqueue(flight.request):
-                self._unplaced_queue.append(flight)
-                housed.append(request_id)
-        for request_id in housed:
-            del self._unplaced[request_id]
+            fitting = [group for group in open_groups if group.largest >= flight.request.kv_tokens]
+            if fitting:
+                min(fitting, key=lambda group: (group.tokens, group.number)).enqueue(flight)
+                self._prefill_queue[request_id] = flight
+                del self._unplaced[request_id]
 
-    def _requeue_unpaired(self, left: Iterable[PdRequest]) -> None:
+    def _requeue_unpaired(self) -> None:
         """Queue again, in order of arrival, all requests that lack an engine. Called after an engine has
         left.
 
-        ``left`` are the requests that the engine's group has already dropped from its queue. Requests that
-        have one of the two engines give it up. So prefill and decode queues keep the same order. In different
-        orders there could be a deadlock: request A holds the prefill engine that B needs, and waits for
-        memory that B holds.
+        Requests that have one of the two engines give it up. So prefill and decode queues keep the same
+        order. In different orders there could be a deadlock: request A holds the prefill engine that B needs,
+        and waits for memory that B holds.
         """
-        unqueued_ids = {request.request_id for request in left}
+        self._groups = {number: group for number, group in self._groups.items() if group.engines}
         unpaired = [one for one in self.in_flight.values() if one.prefill is None or one.decode is None]
         for flight in unpaired:
-            request_id = flight.request.request_id
-            if flight.prefill is not None:
-                self.prefill.finish(flight.prefill, flight.request.tokens)
-                self._left_prefill(flight.prefill, 0)
+            self._leave_prefill(flight, 0)
             if flight.decode is not None:
-                self.decode.finish(flight.decode, flight.request)
-            elif request_id not in unqueued_ids and request_id not in self._unplaced:
-                self.decode.withdraw(flight.request)
+                flight.decode.assign(flight.request, -1)
+            if flight.group is not None:
+                flight.group.dequeue(flight)
             flight.prefill = flight.decode = None
-        self._unplaced_queue.clear()
+        self._prefill_queue.clear()
         self._unplaced = {one.request.request_id: one for one in unpaired}
         self._place_unplaced()
 
@@ -257,12 +545,10 @@ class PairScheduler:
         request, prefill, decode = flight.request, flight.prefill, flight.decode
         assert prefill is not None
         assert decode is not None
-        blocks = request.hit_blocks
-        if not blocks:
-            return EnginePair(request, prefill, decode, decode_reads=False)
-        queues = self.queues
-        one, other = self.prefill.engines[prefill].node, self.decode.engines[decode].node
-        view = StorageReadView(queues.queue_s(one, now), queues.queue_s(other, now), one == other)
-        decode_reads = self._side.decode_reads(view)
-        queues.add_read(other if decode_reads else one, blocks, now)
-        return EnginePair(request, prefill, decode, decode_reads)
+        decode_reads = False
+        if request.hit_blocks:
+            one, other = prefill.nic, decode.nic
+            view = StorageReadView(one.busy_until_s - now, other.busy_until_s - now, one is other)
+            decode_reads = self._side.decode_reads(view)
+            (other if decode_reads else one).add_read(request.hit_blocks, now)
+        return EnginePair(request, prefill.number, decode.number, decode_reads)
