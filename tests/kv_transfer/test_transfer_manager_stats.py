@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from script_modules import benchmark
 from simulated_transfers import LAYERS, identity, keys, layers_of
-from sojourn_server.kv_transfer.transfer_stats import TransferStepTimes, transfer_manager_stats
+from sojourn_server.kv_transfer.transfer_stats import transfer_manager_stats
 from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, manager
 
 CONTEXT = keys(*range(4))
@@ -84,13 +84,12 @@ def assert_in_time(gate: threading.Event) -> None:
 
 def test_the_connector_of_the_benchmarks_reads_the_state_of_the_links() -> None:
     pytest.importorskip("vllm")
-    worker = SimpleNamespace(times=TransferStepTimes(), open_operations=0, counts={}, layerwise=True)
+    worker = SimpleNamespace(open_operations=0, counts={})
     with benchmark("instrumented_connector") as script, manager(MemoryStore(), "p") as here:
         connector = SimpleNamespace(
             _worker=worker, _traffic=here, settings=SimpleNamespace(identity=identity())
         )
-        told = script.WatchedPaths._look(connector, {"layerwise": False})
+        told = script.WatchedPaths._look(connector)
     assert json.loads(json.dumps(told)) == told
     still = {"queued_bytes": 0, "moved_bytes": 0}
     assert told["links"] == dict.fromkeys(("storage read", "storage write", "compute network"), still)
-    assert worker.layerwise is False
