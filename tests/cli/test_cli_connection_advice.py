@@ -13,7 +13,7 @@ from sojourn_server.cli.live_client import LiveClient
 
 
 def asked(url: str) -> doctor.Check:
-    checks = list(doctor._url_checks(url, None, "--api-key", lambda what: None))
+    checks = list(doctor._url_checks(url, None, "--api-key"))
     assert len(checks) == 1
     assert checks[0].ok is False
     return checks[0]

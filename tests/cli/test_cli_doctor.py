@@ -118,8 +118,6 @@ TIERS = {
         ({**TIERS, "host": {"blocks": 1, "bytes": 1 << 41}}, True, "host memory for 2,048 GiB or 1 blocks"),
         ({**TIERS, "on": False, "off_because": "an error of ours"}, False, "turned off: an error of ours"),
         (None, None, "none below the device"),
-        ({"on": True, "host": {"bytes": "8"}}, True, "host memory of unknown size"),
-        ([1], None, "not understood: [1]"),
     ],
 )
 def test_tiers_below_the_device_are_shown(told, ok, said):

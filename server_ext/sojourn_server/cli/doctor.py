@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from sojourn.errors import install_command
 from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
 from .api_key_option import api_key_option, key_source
 from .console import complete_url, console, json_option, write_json
-from .doctor_server import Announce, Check, server_checks
+from .doctor_server import Check, server_checks
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
@@ -46,7 +47,9 @@ def doctor(
     # The report is the result, so it goes to stdout, unless the JSON goes to stdout.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []
-    for check in _all(url, api_key, key_source(context), _announce):
+    found = iter(()) if url is None else _url_checks(url, api_key, key_source(context))
+    # With a URL the report is about that server, which has imported its engine already.
+    for check in itertools.chain(found, environment_checks(import_engine=url is None)):
         checks.append(check)
         _print(check, report)
     failed = [check for check in checks if check.ok is False]
@@ -63,14 +66,7 @@ def _announce(what: str) -> None:
         console.print(f"[dim]… {what}[/]", highlight=False, soft_wrap=True)
 
 
-def _all(url: str | None, api_key: str | None, key_source: str, announce: Announce) -> Iterator[Check]:
-    if url is not None:
-        yield from _url_checks(url, api_key, key_source, announce)
-    # With a URL the report is about that server, which has imported its engine already.
-    yield from environment_checks(announce, import_engine=url is None)
-
-
-def _url_checks(url: str, api_key: str | None, key_source: str, announce: Announce) -> Iterator[Check]:
+def _url_checks(url: str, api_key: str | None, key_source: str) -> Iterator[Check]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     base = url.rstrip("/").removesuffix("/v1")
     try:
@@ -85,7 +81,7 @@ def _url_checks(url: str, api_key: str | None, key_source: str, announce: Announ
         yield Check("server", False, f"{url}: {error}", "give a URL like http://127.0.0.1:8000")
         return
     with client:
-        announce(f"asking {base}, up to {_TIMEOUT_S:g} s for each answer")
+        _announce(f"asking {base}, up to {_TIMEOUT_S:g} s for each answer")
         yield from server_checks(client, key_source)
 
 
@@ -101,9 +97,7 @@ def _print(check: Check, report: Console) -> None:
 # --- this environment ---------------------------------------------------------------------------
 
 
-def environment_checks(
-    announce: Announce = lambda what: None, *, import_engine: bool = True
-) -> Iterator[Check]:
+def environment_checks(*, import_engine: bool = True) -> Iterator[Check]:
     """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models.
 
     ``import_engine``: also import the engine's model library, which takes seconds."""
@@ -118,7 +112,7 @@ def environment_checks(
         version or "not installed as a distribution, so vLLM cannot find the plugin",
         "" if version else f"run {install_command('server')}",
     )
-    yield from _engine_checks(announce, import_engine)
+    yield from _engine_checks(import_engine)
     yield _memory_check()
     for name in _COMPANIONS:
         version = versions.get(name)
@@ -134,7 +128,7 @@ def environment_checks(
     yield from _model_checks()
 
 
-def _engine_checks(announce: Announce, import_engine: bool) -> Iterator[Check]:
+def _engine_checks(import_engine: bool) -> Iterator[Check]:
     from sojourn_server.vllm.compat import (
         TESTED_VLLM,
         TESTED_WITHOUT_ENGINE,
@@ -167,7 +161,7 @@ def _engine_checks(announce: Announce, import_engine: bool) -> Iterator[Check]:
         )
     if not import_engine:
         return
-    announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:g} s")
+    _announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:g} s")
     yield from _import_checks(needs_gpu=not is_cpu_build() and not _ROCM_DEVICE.exists())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -10,15 +10,11 @@ from uuid import uuid4
 import httpx
 import msgspec
 
-from ..gateway.http.proxy_headers import GATEWAY
+from ..gateway.http.client_apis import GATEWAY
 from .api_key_option import PASS_KEY
 from .connection_advice import connection_advice
 
 STREAM_PATH = "/sojourn/v1/stream?once=1"
-
-
-Announce = Callable[[str], None]
-"""A function that shows a line before a slow check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +59,22 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
     found = gateway_checks(client) if _is_gateway_answer(models) else []
     yield from found
     served = _model_ids(models)
+    with_key = "Authorization" in client.headers
     if not isinstance(models, str) and models.status_code in (401, 403):
-        yield _key_check(client, key_source)
+        if not with_key:
+            yield Check("API key", False, "the server needs one", PASS_KEY)
+            return
+        yield Check(
+            "API key",
+            False,
+            f"the key of {key_source} is not the server's key",
+            "compare it with the server's --api-key, or a gateway's --tenants",
+        )
         return
     if not served:
         what = "see the replicas' logs" if found else "is this an OpenAI-compatible server?"
         yield Check("models", False, f"/v1/models: {_error_summary(models)}", what)
         return
-    with_key = "Authorization" in client.headers
     yield Check("API key", True, f"accepted, or none needed ({key_source})" if with_key else "none needed")
     yield Check("models", True, ", ".join(served))
     yield from _plugin_checks(client)
@@ -114,8 +118,8 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
             f"{', '.join(silent)}: no answer, or not an answer of sojourn",
             "see their logs",
         )
-    if "tiers" in document:  # not in answers of older servers
-        yield _tiers_check(document["tiers"], document.get("paths"), document.get("pairs"))
+    if "tiers" in document:
+        yield _tiers_check(document)
     if isinstance(missing := document.get("missing"), dict):
         names = ", ".join(missing["mechanisms"])
         yield Check("mechanisms", None, f"off: {names}, because {missing['because']}")
@@ -123,14 +127,13 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         answer = client.post(
             EVENTS_PATH, content=encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
         )
-        answer.raise_for_status()
-        decode_outcomes(answer.content)
-    except httpx.HTTPStatusError as error:
-        yield Check("events", False, _error_summary(error.response), "see the server's log")
+        if answer.status_code == 200:
+            decode_outcomes(answer.content)
+            yield Check("events", True, "accepted")
+        else:
+            yield Check("events", False, _error_summary(answer), "see the server's log")
     except (httpx.HTTPError, ValueError) as error:
         yield Check("events", False, f"{type(error).__name__}: {error}", "see the server's log")
-    else:
-        yield Check("events", True, "accepted")
     yield from _programs_checks(client)
 
 
@@ -166,21 +169,23 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("programs", True, detail)
 
 
-def _tiers_check(tiers: Any, paths: Any, pairs: Any) -> Check:
-    if tiers is None and isinstance(pairs, dict):  # the answer of a gateway
+def _tiers_check(document: dict[str, Any]) -> Check:
+    """Return the check of the tiers below the device. ``document``: the capabilities of an engine or a
+    gateway."""
+    tiers, paths, pairs = (document.get(name) for name in ("tiers", "paths", "pairs"))
+    if tiers is None and pairs is not None:  # the answer of a gateway
         return Check("tiers", True, f"engines of pairs store and read KV: {_count_roles(pairs)}")
-    if tiers is None and isinstance(paths, dict):
-        where = f"{paths.get('role', '?')} engine of a pair at node {paths.get('node', '?')}"
-        return Check("tiers", True, f"a {where} stores and reads KV; its address is {paths.get('peer', '?')}")
-    if not isinstance(tiers, dict):
-        none = "none below the device: evicted KV is computed again"
-        return Check("tiers", None, none if tiers is None else f"not understood: {tiers!r}")
-    sizes = ", ".join(
-        f"{name} {_size(tiers[field])}"
+    if tiers is None and paths is not None:
+        where = f"{paths['role']} engine of a pair at node {paths['node']}"
+        return Check("tiers", True, f"a {where} stores and reads KV; its address is {paths['peer']}")
+    if tiers is None:
+        return Check("tiers", None, "none below the device: evicted KV is computed again")
+    sizes = [
+        f"{name} for {_size(tiers[field])}"
         for field, name in (("host", "host memory"), ("disk", "disk"))
-        if isinstance(tiers.get(field), dict)
-    )
-    what = f"{tiers.get('connector', '?')}, {sizes or 'of unknown size'}"
+        if tiers.get(field)
+    ]
+    what = ", ".join([str(tiers.get("connector")), *sizes])
     if tiers.get("on", True):
         return Check("tiers", True, what)
     return Check(
@@ -192,33 +197,17 @@ def _tiers_check(tiers: Any, paths: Any, pairs: Any) -> Check:
 
 
 def _size(tier: dict[str, Any]) -> str:
-    blocks, size = tier.get("blocks"), tier.get("bytes")
-    parts = [f"{size / (1 << 30):,.3f}".rstrip("0").rstrip(".") + " GiB"] if isinstance(size, int) else []
-    parts += [f"{blocks:,} blocks"] if isinstance(blocks, int) else []
-    return f"for {' or '.join(parts)}" if parts else "of unknown size"
+    blocks, size = tier.get("blocks"), tier.get("bytes") or 0
+    gib = f"{size / (1 << 30):,.3f}".rstrip("0").rstrip(".") + " GiB"
+    return gib if blocks is None else f"{gib} or {blocks:,} blocks"
 
 
 def _plugin_advice(answer: httpx.Response | str) -> str:
-    if not isinstance(answer, str):
-        if answer.status_code == 404:
-            return "not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
-        if answer.status_code in (401, 403):
-            return "the plugin needs the server's API key; pass --api-key"
-        advice = _json_object(answer).get("error", {})
-        if isinstance(advice, dict) and advice.get("next"):
-            return str(advice["next"])
-    return "see the server's log"
-
-
-def _key_check(client: httpx.Client, key_source: str) -> Check:
-    if "Authorization" in client.headers:
-        return Check(
-            "API key",
-            False,
-            f"the key of {key_source} is not the server's key",
-            "compare it with the server's --api-key, or a gateway's --tenants",
-        )
-    return Check("API key", False, "the server needs one", PASS_KEY)
+    if isinstance(answer, str):
+        return "see the server's log"
+    if answer.status_code == 404:
+        return "not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
+    return _error(answer).get("next") or "see the server's log"
 
 
 def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
@@ -258,10 +247,7 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
 def _model_ids(answer: httpx.Response | str) -> list[str]:
     if isinstance(answer, str) or answer.status_code != 200:
         return []
-    entries = _json_object(answer).get("data")
-    if not isinstance(entries, list):
-        return []
-    return [str(entry.get("id")) for entry in entries if isinstance(entry, dict)]
+    return [str(entry["id"]) for entry in _json_object(answer).get("data") or ()]
 
 
 REPLICAS_PATH = "/sojourn/v1/replicas"
@@ -314,13 +300,12 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
 
 def _pairs_check(
     document: dict[str, Any], states: list[dict[str, Any]], refused: dict[str, str]
-) -> list[Check]:
-    """Check whether a gateway for prefill and decode engines has engines of both roles, and has refused none.
-    ``refused``: URL of a refused engine → reason. Returns a list of this one check; the list is empty for
-    other gateways."""
+) -> Iterator[Check]:
+    """Yield one check: whether a gateway for prefill and decode engines has engines of both roles, and has
+    refused none. ``refused``: URL of a refused engine → reason. Yields nothing for other gateways."""
     roles = document.get("pairs")
-    if not isinstance(roles, dict):
-        return []
+    if roles is None:
+        return
     detail = _count_roles(roles)
     if nodes := sorted({str(state["node"]) for state in states if state.get("node")}):
         detail += f"; nodes {', '.join(nodes)}"
@@ -328,15 +313,13 @@ def _pairs_check(
         detail += f"; read side {read_side}"
     for url, why in refused.items():
         detail += f"; {url} is rejected: {why}"
-    absent = [name for name, number in roles.items() if not number]
+    absent = " and a ".join(name for name, number in roles.items() if not number)
+    advice = ""
     if refused:
         advice = "start them like the other engines, or remove them from --prefill and --decode"
-    else:
-        missing = " and a ".join(absent)
-        advice = f"start a {missing} engine, or see its log; until one is up, requests are rejected"
-    if absent or refused:
-        return [Check("pairs", False, detail, advice)]
-    return [Check("pairs", True, detail)]
+    elif absent:
+        advice = f"start a {absent} engine, or see its log; until one is up, requests are rejected"
+    yield Check("pairs", not advice, detail, advice)
 
 
 # --- answers of the server ----------------------------------------------------------------------
@@ -359,13 +342,17 @@ def _json_object(answer: httpx.Response) -> dict[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
+def _error(answer: httpx.Response) -> dict[str, Any]:
+    """Return the error in a response body: message and next step, as far as the server gives them."""
+    error = _json_object(answer).get("error")
+    return error if isinstance(error, dict) else {"message": error}
+
+
 def _error_summary(answer: httpx.Response | str) -> str:
     """Return status and message of an error response as text. A transport error is returned unchanged."""
     if isinstance(answer, str):
         return answer
-    error = _json_object(answer).get("error")
-    message = error.get("message") if isinstance(error, dict) else error
-    return f"{answer.status_code} {message or answer.reason_phrase}"
+    return f"{answer.status_code} {_error(answer).get('message') or answer.reason_phrase}"
 
 
 def _is_gateway_answer(answer: httpx.Response | str) -> bool:
