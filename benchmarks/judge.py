@@ -331,9 +331,9 @@ def main() -> None:
     if not found:
         raise SystemExit(f"{options.cache} has no finished cell; expected one, made without --kept")
     made = made_with(sys.argv)
-    text = page(found, made_by(made, time.monotonic() - began), OURS, (*LIMITS, ORACLE))
+    text = page(found, made_by(made, time.monotonic() - began))
     write_result(options.out, "judge", made, {"cells": [cell.document() for cell in found]}, text)
-    heat_map(found, OURS, (*LIMITS, ORACLE), options.out / "judge.svg")
+    heat_map(found, options.out / "judge.svg")
     console.print(f"wrote judge.md, judge.svg and judge.json in {options.out}", highlight=False)
 
 

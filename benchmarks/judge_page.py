@@ -27,6 +27,8 @@ STOCK = "stock"
 LIMITS = ("free-io", "unlimited")
 ORACLE = "sojourn-oracle"
 """Policy that shows what an order could gain. It runs in open loops, where programs wait for each other."""
+BOUNDS = (*LIMITS, ORACLE)
+"""Runs that no preset is compared with."""
 ARRIVAL_ORDER = ("continuum+host", "continuum")
 """Presets that run programs first come, first served, the better one first."""
 
@@ -85,29 +87,33 @@ class Cell:
             return row.output_tok_per_s or 0.0
         return 1.0 / row.completion_mean_s if row.completion_mean_s else 0.0
 
-    def presets(self, ours: str, limits: Sequence[str]) -> list[str]:
-        return [name for name in self.rows if name != ours and name not in limits]
+    def presets(self) -> list[str]:
+        return [name for name in self.rows if name not in (OURS, *BOUNDS)]
 
-    def best(self, ours: str, limits: Sequence[str]) -> str:
+    def best(self) -> str:
         """The preset with the best measure, ``stock`` included."""
-        return max(self.presets(ours, limits), key=lambda name: self.value(name) or 0.0)
+        return max(self.presets(), key=lambda name: self.value(name) or 0.0)
 
     def ratio(self, policy: str, other: str) -> float | None:
         """Measure of ``policy`` over that of ``other``; above 1 is better."""
         mine, theirs = self.value(policy), self.value(other)
         return None if mine is None or not theirs else mine / theirs
 
-    def way_to_oracle(self, ours: str, limits: Sequence[str]) -> float | None:
-        """How far ``ours`` gets from the best preset's mean completion time (0) to the oracle's (1). ``None``
+    def over_best(self) -> float | None:
+        """Measure of ``OURS`` over that of the best preset."""
+        return self.ratio(OURS, self.best())
+
+    def way_to_oracle(self) -> float | None:
+        """How far ``OURS`` gets from the best preset's mean completion time (0) to the oracle's (1). ``None``
         if no oracle ran, or if the oracle gains less than 2 %."""
-        own, best, oracle = (self.value(name) for name in (ours, self.best(ours, limits), ORACLE))
+        own, best, oracle = (self.value(name) for name in (OURS, self.best(), ORACLE))
         if not own or not best or not oracle or oracle < SLACK_AIM * best:
             return None
         return (1 / best - 1 / own) / (1 / best - 1 / oracle)
 
-    def slowdown_of_arrival_order(self, ours: str) -> float | None:
-        """P99 of slowdown when programs are served in the order of their arrival, over that of ``ours``."""
-        mine = self.rows[ours].slowdown_p99
+    def slowdown_of_arrival_order(self) -> float | None:
+        """P99 of slowdown when programs are served in the order of their arrival, over that of ``OURS``."""
+        mine = self.rows[OURS].slowdown_p99
         theirs = [row.slowdown_p99 for name in ARRIVAL_ORDER if (row := self.rows.get(name)) is not None]
         return theirs[0] / mine if mine and theirs and theirs[0] else None
 
@@ -133,51 +139,42 @@ class Cell:
         return f"{self.name}: {', '.join(parts)}"
 
 
-def page(cells: Sequence[Cell], made: str, ours: str, limits: Sequence[str]) -> str:
+def page(cells: Sequence[Cell], made: str) -> str:
     """The page in Markdown; ``{by hand}`` marks the place of hand-written text."""
-    ordered = sorted(cells, key=lambda cell: cell.ratio(ours, cell.best(ours, limits)) or 0.0)
-    lines = [
+    ordered = sorted(cells, key=lambda cell: cell.over_best() or 0.0)
+    parts = [
         "# The judge: one policy against all presets",
-        "",
         made,
-        "",
         f"{len(cells)} cells of the grid. A closed loop is measured by output tokens per second, an open "
         "loop by the reciprocal of the mean completion time; so more is better everywhere. *Best* is the "
         "best preset of each cell.",
-        "",
         "{by hand}",
-        "",
         "## Aims",
-        "",
-        marked(("aim", "wanted", "found", "cells that miss it"), aims(cells, ours, limits)),
-        "",
+        marked(("aim", "wanted", "found", "cells that miss it"), aims(cells)),
         "![policies by load](judge.svg)",
-        "",
         "## Cells, the worst first",
-        "",
-        f"*Ended*: programs that ended in a closed loop under `{ours}` and under the best preset. More "
+        f"*Ended*: programs that ended in a closed loop under `{OURS}` and under the best preset. More "
         "tokens with as many ended programs come from programs that began and did not end. Their first turns "
         "have short contexts, so they cost less. *Again*: share of the prompt tokens computed again.",
-        "",
         marked(
-            ("load", "over the best", "best", "over stock", *(f"of {n}" for n in limits), "ended", "again"),
-            (_cell_line(cell, ours, limits) for cell in ordered),
+            ("load", "over the best", "best", "over stock", *(f"of {n}" for n in BOUNDS), "ended", "again"),
+            map(_cell_line, ordered),
         ),
     ]
-    return "\n".join(lines)
+    return "\n\n".join(parts)
 
 
-def _cell_line(cell: Cell, ours: str, limits: Sequence[str]) -> list[str]:
-    best = cell.best(ours, limits)
-    ended = [str(cell.rows[name].programs_finished) for name in (ours, best)]
+def _cell_line(cell: Cell) -> list[str]:
+    best = cell.best()
+    ended = [str(cell.rows[name].programs_finished) for name in (OURS, best)]
     return [
-        cell.name, _number(cell.ratio(ours, best)), best, _number(cell.ratio(ours, STOCK)),
-        *(_number(cell.ratio(ours, limit)) for limit in limits), " / ".join(ended) if cell.is_closed else "–",
-        f"{cell.rows[ours].recomputed_share:.1%}",
+        cell.name, _number(cell.ratio(OURS, best)), best, _number(cell.ratio(OURS, STOCK)),
+        *(_number(cell.ratio(OURS, limit)) for limit in BOUNDS), " / ".join(ended) if cell.is_closed else "–",
+        f"{cell.rows[OURS].recomputed_share:.1%}",
     ]  # fmt: skip
 
 
-def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[str]]:
+def aims(cells: Sequence[Cell]) -> list[list[str]]:
     """One row per aim: name, wanted value, found value, number of cells that miss it."""
     closed = [cell for cell in cells if cell.is_closed]
     busy = [cell for cell in cells if cell.load in BUSY_LOADS]
@@ -185,7 +182,6 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
     hosted = [cell for cell in cells if cell.host >= 1]
     with_host = [cell for cell in closed if cell.host >= 1]
     without = [cell for cell in closed if not cell.host]
-    over_best = {cell.name: cell.ratio(ours, cell.best(ours, limits)) for cell in cells}
 
     def least(name: str, wanted: float, found: Iterable[float | None]) -> list[str]:
         values = [value for value in found if value is not None]
@@ -194,10 +190,10 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
         missed = sum(value < wanted for value in values)
         return [name, f"≥ {wanted:.3g}", f"{min(values):.3g} (worst)", f"{missed} of {len(values)}"]
 
-    single, factor = _over_best_single(closed, ours, limits)
+    single, factor = _over_best_single(closed)
     return [
-        least("closed loop: over the best preset", CLOSED_AIM, (over_best[c.name] for c in closed)),
-        least("closed loop: over stock", 1.0, (c.ratio(ours, STOCK) for c in closed)),
+        least("closed loop: over the best preset", CLOSED_AIM, (c.over_best() for c in closed)),
+        least("closed loop: over stock", 1.0, (c.ratio(OURS, STOCK) for c in closed)),
         [
             f"closed loop: geometric mean over the best single preset ({single})",
             f"≥ {MEAN_AIM}",
@@ -207,35 +203,35 @@ def aims(cells: Sequence[Cell], ours: str, limits: Sequence[str]) -> list[list[s
         least(
             "closed loop, host memory: of free-io",
             FREE_IO_AIM,
-            (c.ratio(ours, "free-io") for c in with_host),
+            (c.ratio(OURS, "free-io") for c in with_host),
         ),
         least(
             "closed loop, no host memory: of unlimited",
             UNLIMITED_AIM,
-            (c.ratio(ours, "unlimited") for c in without),
+            (c.ratio(OURS, "unlimited") for c in without),
         ),
-        least("open loop from 0.95: over the best preset", 1 / OPEN_AIM, (over_best[c.name] for c in busy)),
+        least("open loop from 0.95: over the best preset", 1 / OPEN_AIM, (c.over_best() for c in busy)),
         least(
             "open loop from 0.95: of the way from the best preset to the oracle",
             WAY_AIM,
-            (c.way_to_oracle(ours, limits) for c in busy),
+            (c.way_to_oracle() for c in busy),
         ),
         least(
-            f"open loop from 0.95: P99 of slowdown, first come first served ({ARRIVAL_ORDER[1]}) over {ours}",
+            f"open loop from 0.95: P99 of slowdown, first come first served ({ARRIVAL_ORDER[1]}) over {OURS}",
             1.0,
-            (c.slowdown_of_arrival_order(ours) for c in busy),
+            (c.slowdown_of_arrival_order() for c in busy),
         ),
-        least("open loop at 0.5: over stock", 1 / SLACK_AIM, (c.ratio(ours, STOCK) for c in calm)),
+        least("open loop at 0.5: over stock", 1 / SLACK_AIM, (c.ratio(OURS, STOCK) for c in calm)),
         least(
             "host memory: prompt tokens not computed again",
             1 - AGAIN_AIM,
-            (1 - c.rows[ours].recomputed_share for c in hosted),
+            (1 - c.rows[OURS].recomputed_share for c in hosted),
         ),
     ]
 
 
-def _over_best_single(closed: Sequence[Cell], ours: str, limits: Sequence[str]) -> tuple[str, float | None]:
-    """The preset with the largest geometric mean over stock, and the factor of ``ours`` over it.
+def _over_best_single(closed: Sequence[Cell]) -> tuple[str, float | None]:
+    """The preset with the largest geometric mean over stock, and the factor of ``OURS`` over it.
 
     A policy with host memory and the same policy without it count as one, since a user who has host memory
     uses it. ``continuum+host`` stands for ``continuum`` where it ran. Without host memory, ``stock`` stands
@@ -249,9 +245,9 @@ def _over_best_single(closed: Sequence[Cell], ours: str, limits: Sequence[str]) 
             ratios.append(max((cell.ratio(n, STOCK) or 0.0 for n in found), default=1.0))
         return math.exp(math.fsum(map(math.log, ratios)) / len(ratios)) if ratios and all(ratios) else None
 
-    names = dict.fromkeys(_without_host(name) for cell in closed for name in cell.presets(ours, limits))
+    names = dict.fromkeys(_without_host(name) for cell in closed for name in cell.presets())
     means = {name: found for name in names if (found := mean(name))}
-    mine = mean(ours)
+    mine = mean(OURS)
     if not means or mine is None:
         return "–", None
     best = max(means, key=means.__getitem__)
@@ -278,13 +274,11 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def kinds_table(cells: Sequence[Cell]) -> str:
     """The table of the README: ratios of ``OURS`` by kind of load, geometric mean and range."""
-    limits = (*LIMITS, ORACLE)
     rows = []
     for label, loads in KINDS:
         some = [cell for cell in cells if cell.load in loads]
-        over_best = {cell.name: cell.ratio(OURS, cell.best(OURS, limits)) for cell in some}
-        generated = [ratio for name, ratio in over_best.items() if name.startswith("synthetic:")]
-        recorded = [ratio for name, ratio in over_best.items() if not name.startswith("synthetic:")]
+        generated = [cell.over_best() for cell in some if cell.name.startswith("synthetic:")]
+        recorded = [cell.over_best() for cell in some if not cell.name.startswith("synthetic:")]
         over_stock = [cell.ratio(OURS, STOCK) for cell in some]
         rows.append((f"{len(some)} with {label}", *map(_spread, (over_stock, recorded, generated))))
     head = (
@@ -301,16 +295,13 @@ def _spread(ratios: Iterable[float | None]) -> str:
     return f"{geometric_mean(known):.2f} ({min(known):.2f} to {max(known):.2f})" if known else "–"
 
 
-def heat_map(cells: Sequence[Cell], ours: str, limits: Sequence[str], path: Path) -> None:
+def heat_map(cells: Sequence[Cell], path: Path) -> None:
     """Draw every policy's measure over that of the cell's best preset: one row per policy, one column per
     cell, sorted by load."""
     ordered = sorted(cells, key=lambda cell: (cell.load, cell.host, cell.name))
     names = list(dict.fromkeys(name for cell in ordered for name in cell.rows))
     values = [
-        [
-            math.nan if (found := cell.ratio(name, cell.best(ours, limits))) is None else found
-            for cell in ordered
-        ]
+        [math.nan if (found := cell.ratio(name, cell.best())) is None else found for cell in ordered]
         for name in names
     ]
     with plot_settings():

@@ -113,7 +113,7 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
             row("sojourn-oracle", mean_s=50.0),
         ),
     ]  # fmt: skip
-    page = judge.page(cells, "made so", "sojourn", LIMITS)
+    page = judge.page(cells, "made so")
     lines = page.splitlines()
     first = lines.index("## Cells, the worst first")
     assert [line.split(" | ")[0].strip("| ") for line in lines[first + 6 :]] == ["bad", "good", "open"]
@@ -135,11 +135,11 @@ def test_the_page_has_the_worst_cell_first_and_counts_what_misses_an_aim(
     dead = cell_of(judge, "dead", "closed 80", 1.0,
         row("sojourn", 0.0), row("stock", 100.0), row("mori", 300.0),
     )  # fmt: skip
-    page = judge.page([*cells, dead], "made so", "sojourn", LIMITS)
+    page = judge.page([*cells, dead], "made so")
     assert "| closed loop: over the best preset | ≥ 0.97 | 0 (worst) | 2 of 3 |" in page.splitlines()
-    single = next(line for line in judge.page(cells, "", "sojourn", LIMITS).splitlines() if "single" in line)
+    single = next(line for line in judge.page(cells, "").splitlines() if "single" in line)
     assert "(mori)" in single, "where there is no host memory, a user of mori runs stock"
-    judge.heat_map(cells, "sojourn", LIMITS, tmp_path / "judge.svg")
+    judge.heat_map(cells, tmp_path / "judge.svg")
     assert (tmp_path / "judge.svg").read_text().count("<svg") == 1
 
 
@@ -154,7 +154,7 @@ def test_the_slowest_programs_are_compared_with_those_of_the_order_of_arrival(ju
             judge, "early", "open 1.1", 0.0, row("sojourn", mean_s=80.0), row("stock", mean_s=99.0), without
         ),
     ]
-    [line] = [line for line in judge.page(cells, "", "sojourn", LIMITS).splitlines() if "slowdown" in line]
+    [line] = [line for line in judge.page(cells, "").splitlines() if "slowdown" in line]
     assert line.endswith("| ≥ 1 | 0.8 (worst) | 1 of 2 |")
 
 
