@@ -24,7 +24,6 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
     METRIC_CATALOG,
-    METRICS_DROPPED,
     MetricKind,
     MetricSpec,
 )
@@ -52,57 +51,29 @@ class PrometheusBridge:
 
     def apply(self, drained: Mapping[str, Any], engine: str) -> None:
         """Add the values of ``drained`` to the metrics. ``drained`` is what ``MetricsRecorder.drain``
-        returned in one engine.
-
-        Values whose metric or labels are not in ``METRIC_CATALOG`` are dropped and counted. ``engine``: value
-        of the label ``engine``.
-        """
+        returned in one engine. ``engine``: value of the label ``engine``."""
         if engine not in self._engines:
             self._engines.add(engine)
             self._start_at_zero(engine)
         for name, rows in drained.get("counters", {}).items():
             for labels, increment in rows:
-                child = self._child(name, MetricKind.COUNTER, labels, engine)
-                if child is not None:
-                    child.inc(increment)
+                self._child(name, labels, engine).inc(increment)
         for name, rows in drained.get("histograms", {}).items():
             for labels, counts in rows:
-                child = self._child(name, MetricKind.HISTOGRAM, labels, engine)
-                if child is None:
-                    continue
-                if len(counts["buckets"]) == len(METRIC_CATALOG[name].buckets) + 1:
-                    _add_observations(child, counts["buckets"], counts["sum"])
-                else:
-                    self._drop("bad_value", engine)
+                _add_observations(self._child(name, labels, engine), counts["buckets"], counts["sum"])
         for name, rows in drained.get("gauges", {}).items():
-            self._set_gauge(name, rows, engine)
+            now_set = {tuple(labels[label] for label in METRIC_CATALOG[name].labels) for labels, _ in rows}
+            for labels, value in rows:
+                self._child(name, labels, engine).set(value)
+            # A row that the engine no longer reports becomes 0, because several API servers cannot remove a
+            # series.
+            for values in self._gauges_set.get((name, engine), set()) - now_set:
+                self._metrics[name].labels(*values, engine).set(0)
+            self._gauges_set[name, engine] = now_set
 
-    def _set_gauge(self, name: str, rows: list[tuple[Labels, float]], engine: str) -> None:
-        now_set: set[tuple[str, ...]] = set()
-        for labels, value in rows:
-            child = self._child(name, MetricKind.GAUGE, labels, engine)
-            if child is not None:
-                child.set(value)
-                now_set.add(tuple(labels[label] for label in METRIC_CATALOG[name].labels))
-        # A row that the engine no longer reports becomes 0, because several API servers cannot remove a
-        # series.
-        for values in self._gauges_set.get((name, engine), set()) - now_set:
-            self._metrics[name].labels(*values, engine).set(0)
-        self._gauges_set[name, engine] = now_set
-
-    def _child(self, name: str, kind: MetricKind, labels: Labels, engine: str) -> Any:
-        spec = METRIC_CATALOG.get(name)
-        if spec is None or spec.kind is not kind:
-            return self._drop("unknown_metric", engine)
-        if spec.labels.keys() != labels.keys() or any(
-            isinstance(allowed, frozenset) and labels[label] not in allowed
-            for label, allowed in spec.labels.items()
-        ):
-            return self._drop("wrong_labels", engine)
-        return self._metrics[name].labels(*(labels[label] for label in spec.labels), engine)
-
-    def _drop(self, reason: str, engine: str) -> None:
-        self._metrics[METRICS_DROPPED].labels(reason, engine).inc()
+    def _child(self, name: str, labels: Labels, engine: str) -> Any:
+        """Return a metric with its label values. The engine's recorder has checked them."""
+        return self._metrics[name].labels(*(labels[label] for label in METRIC_CATALOG[name].labels), engine)
 
     def _start_at_zero(self, engine: str) -> None:
         """Export each counter as 0 before its first increment, because ``rate()`` would miss that increment.
