@@ -18,21 +18,18 @@ stock. Later, forecasts, admission, victim selection, preemptions and copies to 
 admits the next request as soon as it fits. The policy runs admission control in each step and delays the
 request. The comparison is about the cost of a step, not its effect. Time is virtual: 30 ms per step and 0.1
 ms for each further token. Only the policy has host memory. Reports the mean and median CPU time of
-``schedule()``, and the mean of the calls that preempted or admitted. ``--profile`` shows where the policy's
-time goes; other figures of such a run are invalid.
+``schedule()``, and the mean of the calls that preempted or admitted.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import json
 import platform
-import pstats
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -53,35 +50,46 @@ FULL_MAX_STEPS = 3_000
 """Maximum number of steps in which the pool must fill."""
 
 
+def engine_of(
+    policy: str | None, blocks: int, clock: Callable[[], float], host_blocks: int = 0, **settings: Any
+) -> Any:
+    """Return an engine without requests."""
+    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+
+    options = SimulatedEngineOptions(
+        blocks=blocks,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=65_536,
+        host_blocks=host_blocks,
+        own_tiers=True,
+        sojourn=None if policy is None else {"policy": policy, "strict": True, **settings},
+    )
+    return SimulatedEngine(options, clock)
+
+
+def add_programs(engine: Any, count: int, run: Callable[[], Any]) -> None:
+    """Have ``count`` programs take a turn of two blocks each. ``run`` steps until all have."""
+    for first in range(0, count, 500):
+        for number in range(first, first + 500):
+            engine.add(f"known{number}", range(number, number + 33), program_id=f"known{number}")
+        run()
+
+
+def start_tools(engine: Any, programs: range) -> None:
+    """Tell that these programs run a tool."""
+    start = {"type": "tool_start", "seq": 1, "call_id": "c", "tool": "bash"}
+    engine.tell(*({**start, "program_id": f"known{number}"} for number in programs))
+
+
 def build(policy: str | None, host_blocks: int = 0) -> Any:
     """Return an engine with ``RUNNING`` decoding requests and ``host_blocks`` of host memory. With a policy,
     the engine also knows ``KNOWN_PROGRAMS`` programs."""
-    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-
-    settings = None if policy is None else {"policy": policy, "strict": True}
-    engine = SimulatedEngine(
-        SimulatedEngineOptions(
-            # Enough blocks for the expected growth of all requests, so that admission control rejects none.
-            blocks=RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000,
-            block_size=BLOCK_SIZE,
-            max_num_batched_tokens=65_536,
-            host_blocks=host_blocks,
-            own_tiers=True,
-            sojourn=settings,
-        ),
-        time.monotonic,
-    )
+    # Enough blocks for the expected growth of all requests, so that admission control rejects none.
+    blocks = RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000
+    engine = engine_of(policy, blocks, time.monotonic, host_blocks)
     if policy is not None:
-        for first in range(0, KNOWN_PROGRAMS, 500):
-            for number in range(first, first + 500):
-                engine.add(f"known{number}", range(number, number + 33), program_id=f"known{number}")
-            engine.run()
-        engine.tell(
-            *(
-                {"type": "tool_start", "program_id": f"known{n}", "seq": 1, "call_id": "c", "tool": "bash"}
-                for n in range(1000)
-            )
-        )
+        add_programs(engine, KNOWN_PROGRAMS, engine.run)
+        start_tools(engine, range(1000))
     for number in range(RUNNING):
         prompt = range(number * 100_000, number * 100_000 + CONTEXT_TOKENS)
         engine.add(f"run{number}", prompt, max_tokens=100_000, program_id=f"run{number}" if policy else None)
@@ -145,22 +153,11 @@ class FullEngine:
     """An engine whose requests exceed its pool, with virtual time and copies."""
 
     def __init__(self, policy: str | None, host_blocks: int) -> None:
-        from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-
         self._now_s = 0.0
         # The pool is full when each of 80 requests has written 500 tokens.
         fitting = RUNNING * (CONTEXT_TOKENS + CONTEXT_TOKENS // 16) // BLOCK_SIZE
-        self.engine = SimulatedEngine(
-            SimulatedEngineOptions(
-                blocks=fitting + 1,
-                block_size=BLOCK_SIZE,
-                max_num_batched_tokens=65_536,
-                host_blocks=host_blocks if policy is not None else 0,
-                own_tiers=True,
-                sojourn=None if policy is None else {"policy": policy, "strict": True},
-            ),
-            lambda: self._now_s,
-        )
+        host_blocks = host_blocks if policy is not None else 0
+        self.engine = engine_of(policy, fitting + 1, lambda: self._now_s, host_blocks)
         self._copies: Any = None
         if policy is not None:
             self._be_told(host_blocks)
@@ -182,11 +179,12 @@ class FullEngine:
             from sojourn_server.simulator.tier_transfers import TierTransfers
 
             self._copies = TierTransfers(Link(), 2 << 20)  # type: ignore[arg-type]
-        for first in range(0, KNOWN_PROGRAMS, 500):
-            for number in range(first, first + 500):
-                engine.add(f"known{number}", range(number, number + 33), program_id=f"known{number}")
+
+        def run() -> None:
             while engine.scheduler.has_unfinished_requests():
                 self.step()
+
+        add_programs(engine, KNOWN_PROGRAMS, run)
         lengths = engine.scheduler.sojourn.program_scheduler.histories.output_lengths
         for tokens in range(1, 501):
             lengths.observe(FULL_AGENT, None, 1 + tokens // 16)
@@ -253,7 +251,7 @@ def full_figures(calls: Sequence[Call]) -> dict[str, Any]:
     }
 
 
-def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: bool) -> dict[str, Any]:
+def full_cost(policy: str, host_blocks: int, slices: int, steps: int) -> dict[str, Any]:
     """Run stock and the policy with a full pool, alternating, and return the figures of both."""
     engines = FullEngine(None, 0), FullEngine(policy, host_blocks)
     gc.collect()
@@ -261,23 +259,16 @@ def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: b
     filling = fill(engines)
     calls: tuple[list[Call], list[Call]] = [], []
     ratios = []
-    profiler = cProfile.Profile()
     for index in range(slices):
         cost = [0.0, 0.0]
         for which in (index % 2, 1 - index % 2):
-            if profile and which:
-                profiler.enable()
             taken = [engines[which].step() for _ in range(steps)]
-            profiler.disable()
             calls[which].extend(taken)
             assert engines[which].waiting, "nobody waits any more: fewer slices"
             cost[which] = sum(call.cpu_s for call in taken)
         ratios.append(cost[1] / cost[0])
         gc.collect()
     gc.enable()
-    if profile:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-        pstats.Stats(profiler).sort_stats("cumtime").print_stats("sojourn_server", 40)
     stock, ours = (full_figures(of) for of in calls)
     return {
         "filling_steps": filling,
@@ -295,31 +286,15 @@ def full_cost(policy: str, host_blocks: int, slices: int, steps: int, profile: b
 def expiry_step(leases: int) -> dict[str, Any]:
     """Let ``leases`` leases expire together. Return the number of steps until all are gone, and the wall
     milliseconds of the longest step."""
-    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-
-    now = [0.0]
-    engine = SimulatedEngine(
-        SimulatedEngineOptions(
-            blocks=2 * leases + 1_000,
-            block_size=BLOCK_SIZE,
-            sojourn={"policy": "fixed-ttl", "strict": True, "lease_budget_fraction": 1.0},
-        ),
-        lambda: now[0],
-    )
+    now_s = 0.0
+    engine = engine_of("fixed-ttl", 2 * leases + 1_000, lambda: now_s, lease_budget_fraction=1.0)
+    add_programs(engine, leases, engine.run)
     for first in range(0, leases, 500):
-        for number in range(first, first + 500):
-            engine.add(f"p{number}", range(number * 7, number * 7 + 33), program_id=f"p{number}")
-        engine.run()
-        engine.tell(
-            *(
-                {"type": "tool_start", "program_id": f"p{n}", "seq": 1, "call_id": "c", "tool": "bash"}
-                for n in range(first, first + 500)
-            )
-        )
+        start_tools(engine, range(first, first + 500))
     held = len(engine.scheduler.sojourn.program_scheduler.state.leases)
     engine.add("running", range(10), max_tokens=1_000)
     engine.step()
-    now[0] += 100.0
+    now_s += 100.0
     steps = []
     while len(engine.scheduler.sojourn.program_scheduler.state.leases):
         begin = time.perf_counter()
@@ -337,7 +312,6 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=40)
     parser.add_argument("--steps", type=int, default=25, help="steps in a slice")
     parser.add_argument("--full", action="store_true", help="with a full pool; see above")
-    parser.add_argument("--profile", action="store_true", help="with --full: where the policy's time goes")
     options = parser.parse_args()
     command = (
         f"python benchmarks/scheduler_cost.py {'--full ' if options.full else ''}--policy {options.policy} "
