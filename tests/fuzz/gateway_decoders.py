@@ -11,6 +11,7 @@ from engine_decoders import PARAMS, XARGS
 from sojourn.wire_codec import decode_event
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.engine_client import ResponseMeter
 from sojourn_server.gateway.http.generation_request import (
     InvalidGenerationRequest,
     parse_generation_request,
@@ -18,7 +19,6 @@ from sojourn_server.gateway.http.generation_request import (
 )
 from sojourn_server.gateway.http.prefill_decode_bodies import decode_body, decode_only_body, prefill_body
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
-from sojourn_server.gateway.http.response_meter import ResponseMeter, SseEventBuffer
 
 OTHERS = "bob/"
 """Prefix with which the engine names another tenant's programs."""
@@ -66,12 +66,12 @@ def check_names(body: bytes) -> None:
 def meter(data: bytes, folder: Path) -> Any:
     """Meter an engine's answer, received in two chunks, which pass as they came."""
     for stream in (False, True):
-        found, events = ResponseMeter(stream=stream), SseEventBuffer()
+        found = ResponseMeter(is_stream=stream)
         passed = b""
         for chunk in (data[: len(data) // 3], data[len(data) // 3 :]):
-            found.add_chunk(chunk)
-            passed += events.push(chunk)
-        assert passed + events.rest() == data
+            passed += found.push(chunk)
+        assert passed + found.rest() == data
+        found.counts()
 
 
 GATEWAY_DECODERS: dict[str, Decoder] = {

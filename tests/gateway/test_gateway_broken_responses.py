@@ -14,7 +14,6 @@ import pytest
 from fake_engine import FakeEngine, engines, running
 from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import proxy_request
-from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.routing import routing_events
 from starlette.requests import Request
@@ -234,8 +233,8 @@ class Client:
         ]
 
     async def run(self) -> None:
-        scope = {"type": "http", "headers": [], "query_string": b"", "method": "POST"}
-        await self._it.gateway.generation.serve(ClientApi.CHAT, scope, self._receive, self._send)
+        scope = {"path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        await self._it.gateway.generation(scope, self._receive, self._send)
 
     async def _receive(self) -> dict[str, Any]:
         if not self._body:

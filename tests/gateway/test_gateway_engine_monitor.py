@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 from fake_engine import FakeEngine, running
 from gateway_harness import no_more_files
 from sojourn_server.gateway.http import engine_monitor
-from sojourn_server.gateway.http.engine_client import open_session
+from sojourn_server.gateway.http.engine_client import EngineClient
 from sojourn_server.gateway.http.engine_monitor import SILENT_DEAD_S, EngineMonitor
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses
@@ -50,7 +50,7 @@ class Monitored:
 
 @asynccontextmanager
 async def monitored(url: str) -> AsyncIterator[Monitored]:
-    session = open_session()
+    session = EngineClient().session()
     it = Monitored(url, session)
     await it.monitor.poll_all()
     try:

@@ -298,17 +298,19 @@ def test_events_reported_during_an_event_come_after_it() -> None:
     routing_backend = RoutingBackend(core, clock=lambda: 0.0)
     took: list[str] = []
 
-    def decided(action: routing_events.AnyRoutingAction) -> None:
+    def act(action: Any) -> None:
         took.append(type(action).__name__)
-        if isinstance(action, routing_events.SendRequest):
-            routing_backend.tell(routing_events.ReplicaGone("a", "1"))
-            took.append("told")
+        routing_backend.tell(routing_events.ReplicaGone("a", "1"))
+        took.append(f"knows {len(core.fleet)} replicas")
 
-    routing_backend.on_action = decided
-    routing_backend.tell(routing_events.ReplicaRegistered("a", "1", 1000))
-    decisions = routing_backend.open(routing_events.RequestReceived("r", "t", 10))
-    assert took[:2] == ["SendRequest", "told"]
-    assert isinstance(decisions._decisions[0], routing_events.SendRequest)
+    routing_backend.on_action = act
+    for name in "ab":
+        routing_backend.tell(routing_events.ReplicaRegistered(name, "1", 1000))
+    routing_backend.open(routing_events.RequestReceived("r", "t", 10))
+    assert not took
+    routing_backend.tell(routing_events.RequestFailed("r", "a"))
+    assert took == ["ProbeReplica", "knows 2 replicas"]
+    assert len(core.fleet) == 1
 
 
 def test_a_failing_core_rejects_and_leaves_no_request_waiting() -> None:

@@ -12,17 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.client_apis import ClientApi, error_body, error_event
+from sojourn_server.gateway.http.engine_client import (
+    ResponseMeter,
+    end_to_end_headers,
+    engine_request_headers,
+)
 from sojourn_server.gateway.http.engine_descriptions import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.generation_request import ClientDisconnected
 from sojourn_server.gateway.http.program_migrator import read_stored_kv, worth_waiting_s
-from sojourn_server.gateway.http.proxy_headers import client_response_headers, engine_request_headers
 from sojourn_server.gateway.http.replica_addresses import (
     InvalidReplicaAddress,
     ReplicaAddresses,
     parse_engine_url,
     rank_addresses,
 )
-from sojourn_server.gateway.http.response_meter import ResponseMeter, SseEventBuffer
 from sojourn_server.gateway.http.routing_backend import RequestDecisions, RoutingBackend
 from sojourn_server.gateway.http.tenant_keys import (
     DEFAULT_TENANT,
@@ -57,7 +60,7 @@ def test_a_stream_cut_anywhere_comes_through_in_whole_events(
     text = b"".join(events)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    through = SseEventBuffer()
+    through = ResponseMeter(is_stream=True)
     passed = b""
     for chunk in chunks:
         passed += through.push(chunk)
@@ -66,20 +69,20 @@ def test_a_stream_cut_anywhere_comes_through_in_whole_events(
 
 
 def test_an_event_without_end_is_not_held_for_ever() -> None:
-    through = SseEventBuffer()
+    through = ResponseMeter(is_stream=True)
     assert through.push(b"x" * (2 << 20)) == b"x" * (2 << 20)
 
 
 def test_token_counts_are_read_from_an_answer() -> None:
-    meter = ResponseMeter(stream=False)
-    meter.add_chunk(b'{"id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 3}}')
+    meter = ResponseMeter(is_stream=False)
+    meter.push(b'{"id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 3}}')
     assert (meter.counts(), meter.response_id) == ((7, 3), "resp_1")
-    stream = ResponseMeter(stream=True)
+    stream = ResponseMeter(is_stream=True)
     for _ in range(5):
-        stream.add_chunk(b'data: {"choices": []}\n\n')
-    stream.add_chunk(b"data: [DONE]\n\n")
+        stream.push(b'data: {"choices": []}\n\n')
+    stream.push(b"data: [DONE]\n\n")
     assert stream.counts() == (None, 5)
-    stream.add_chunk(b'data: {"usage": {"prompt_tokens": 9, "completion_tokens": 20}}\n\n')
+    stream.push(b'data: {"usage": {"prompt_tokens": 9, "completion_tokens": 20}}\n\n')
     assert stream.counts() == (9, 20)
 
 
@@ -105,8 +108,8 @@ def test_headers_of_the_connection_stay_on_it() -> None:
         ("accept-encoding", "identity"),
         ("x-data-parallel-rank", "3"),
     ]
-    answered = client_response_headers([(b"Transfer-Encoding", b"chunked"), (b"X-Request-Id", b"r")], "a:1")
-    assert answered == [(b"x-request-id", b"r"), (b"x-sojourn-replica", b"a:1")]
+    answered = end_to_end_headers([(b"Transfer-Encoding", b"chunked"), (b"X-Request-Id", b"r")])
+    assert answered == [(b"x-request-id", b"r")]
 
 
 # -- engines ----------------------------------------------------------------------
@@ -127,7 +130,7 @@ def test_an_engine_with_ranks_is_several_replicas() -> None:
     assert [a.rank for a in rank_addresses("http://h:1", 1)] == [None]
     replicas = ReplicaAddresses()
     for address in rank_addresses("http://h:1", 4) + rank_addresses("http://h:2", 1):
-        replicas.add(address)
+        replicas[address.replica_id] = address
     assert [a.url for a in replicas.engines()] == ["http://h:1", "http://h:2"]
 
 
@@ -271,7 +274,7 @@ def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, s
     decisions.mark_answered()
     routing_backend.tell(routing_events.ReplicaGone("decode-a", "1"))
     routing_backend.close(decisions, routing_events.RequestFinished("r", 5, "decode-a"))
-    assert (core.is_open("r"), core.waiting) == (False, {})
+    assert (core.requests, core.waiting) == ({}, {})
     assert [program.turns for program in core.program_statuses()] in ([], [0])
     register("b")
     assert [one.in_flight for one in core.replica_statuses() if one.replica == "decode-b"] == [0]

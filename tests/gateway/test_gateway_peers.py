@@ -160,7 +160,7 @@ async def test_a_gateway_that_hangs_holds_up_no_request_for_long(monkeypatch: py
             hangs.set()
             await asyncio.sleep(3600)
 
-        monkeypatch.setattr(one.gateway.generation, "serve", no_answer)
+        monkeypatch.setattr(one.gateway.generation.bodies, "read", no_answer)
         monkeypatch.setattr(one.gateway.routing_backend, "replicas", no_answer)  # for /ping
         asked = asyncio.ensure_future(other.chat(owned, "key-a"))
         await hangs.wait()

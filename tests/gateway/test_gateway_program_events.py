@@ -269,7 +269,7 @@ async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.Mon
         late = _Late(it, monkeypatch)
         late.left(fakes[0], fakes[1])
         late.left(fakes[1], fakes[0])  # it came back before any request of it went
-        await until(lambda: not late.migrator._leaving)
+        await until(lambda: not late.migrator.leaving)
         await until(lambda: fakes[1].of("p") == ["program_end"])
         assert fakes[0].of("p") == []
 
@@ -282,11 +282,11 @@ async def test_a_home_that_died_meanwhile_does_not_end_a_program_where_it_goes_b
     async with engines(2) as fakes, world(fakes) as it:
         late = _Late(it, monkeypatch)
         late.left(fakes[0], None)
-        one = late.migrator._leaving[late.key][0]
+        one = late.migrator.leaving[late.key][0]
         await until(lambda: one.times >= 2)
         late.home = fakes[0].name
         await late.migrator.prepare(late.key, fakes[0].name, None, "moved", None)
-        assert not late.migrator._leaving
+        assert not late.migrator.leaving
         assert fakes[0].of("p") == []
 
 
@@ -298,7 +298,7 @@ async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
         late = _Late(it, monkeypatch)
         with late.migrator.while_waiting(late.key):
             late.left(fakes[0], fakes[1])
-            one = late.migrator._leaving[late.key][0]
+            one = late.migrator.leaving[late.key][0]
             await until(lambda: one.times >= 3)
             assert fakes[0].of("p") == []
         # It went to its second home only after the first was gone: the KV is where it was before both.

@@ -202,7 +202,7 @@ async def test_a_gateway_follows_the_directory(monkeypatch: pytest.MonkeyPatch) 
 async def test_an_engine_that_is_about_to_stop_gets_no_new_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway, _ = deployments.build_ray_gateway(config(), "http://g:1")
     [address] = rank_addresses("http://a:1", 1)
-    gateway.replicas.add(address)
+    gateway.replicas[address.replica_id] = address
     gateway.routing_backend.tell(ReplicaRegistered(address.replica_id, "1", 1000))
 
     async def announce(one: Announcement) -> list[Announcement]:

@@ -69,7 +69,7 @@ class ProgramEstimator:
         ``context_tokens``, its present context. ``most_tokens``: longest context that a replica can
         compute."""
         known = self._lengths(program, "peak_tokens")
-        left = self._left(known, context_tokens, max(1, most_tokens - context_tokens))
+        left = self._left(known, context_tokens, max(1, most_tokens - context_tokens)) if known else None
         return context_tokens + (round(left) if left is not None else 0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:

@@ -236,10 +236,6 @@ class RoutingCore:
         program = self.programs.get((tenant, program_id))
         return program.answered_by if program is not None and not program.is_over else None
 
-    def is_open(self, request_id: str) -> bool:
-        """Whether a request is in progress."""
-        return request_id in self.requests
-
     def program_statuses(self) -> list[ProgramRouteStatus]:
         """Return the statuses of all known programs, most recently active first."""
         return [program.status() for program in self.programs.values()][::-1]

@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...api.api_errors import ApiError
-from .client_apis import GATEWAY_FAILED, INVALID_KEY
+from .client_apis import GATEWAY, GATEWAY_FAILED, INVALID_KEY
 from .gateway_metrics import GatewayMetrics
-from .proxy_headers import GATEWAY
 from .tenant_keys import TenantKeys
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -14,7 +14,10 @@ from starlette.responses import Response
 
 from ...api.api_errors import RETRY_AFTER_S, ApiError
 from ...api.openapi import PREFIX
-from . import proxy_headers
+
+GATEWAY = "X-Sojourn-Gateway"
+"""Header that marks the gateway's own answers. A proxy in front of the gateway does not send it, so clients
+can distinguish the two."""
 
 
 class ClientApi(Enum):
@@ -94,7 +97,7 @@ async def send_rejection(send: AsgiSend, api: ClientApi, refused: RequestRejecte
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
-        (proxy_headers.GATEWAY.lower().encode(), b"1"),
+        (GATEWAY.lower().encode(), b"1"),
     ]
     if refused.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(refused.retry_after_s))))
@@ -126,14 +129,14 @@ async def unknown_route_response(request: Request, error: Exception) -> Response
     return Response(
         error_body(None, status, "not_served", what),
         status,
-        {proxy_headers.GATEWAY: "1", **headers},
+        {GATEWAY: "1", **headers},
         media_type="application/json",
     )
 
 
 async def internal_error_response(request: Request, error: Exception) -> Response:
     """Build the answer to a request that failed with an internal error."""
-    message, headers = "the gateway failed; see its log", {proxy_headers.GATEWAY: "1"}
+    message, headers = "the gateway failed; see its log", {GATEWAY: "1"}
     if f"{PREFIX}/" in request.scope["path"]:
         return ApiError(500, message, "report it as a bug", headers).response()
     return Response(

@@ -1,19 +1,20 @@
-"""The gateway's HTTP client to engines, on aiohttp: clients' requests, and the gateway's own queries."""
+"""The gateway's HTTP client to engines, on aiohttp: clients' requests with their headers, engines' answers,
+and the gateway's own queries."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import io
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from multidict import CIMultiDict
 from yarl import URL
-
-from .proxy_headers import EngineHeaders
 
 CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds until a new connection is open, including name lookup and TLS."""
@@ -34,6 +35,83 @@ a moment and answers with this message. Only the whole message counts, because v
 errors."""
 OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
 """``errno`` values that mean a shortage in the gateway's process or machine, not a fault of the engine."""
+
+RawHeaders = Collection[tuple[bytes, bytes]]
+ClientHeaders = Mapping[str, str]
+"""Headers of a client's request, as engines read them: names in lower case, values decoded as Latin-1, the
+first of repeated headers."""
+EngineHeaders = CIMultiDict[str]
+
+SESSION = "x-session-id"
+"""Request header with the program's id, in lower case. The hint and the body's ``session_id`` take
+precedence."""
+RANK = "x-data-parallel-rank"
+"""Request header that chooses a data-parallel rank of an engine, in lower case."""
+PASSED = "x-sojourn-passed"
+"""Request header, in lower case, of requests that another gateway has passed on. They are not passed on
+again."""
+REPLICA = "X-Sojourn-Replica"
+"""Header that the gateway adds to every answer of an engine. It holds the id of the replica."""
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
+    b"transfer-encoding upgrade".split()
+)
+# The gateway handles these itself: it reads the body, chooses the rank, names the session, and agrees with
+# the engine on the encoding of the answer.
+_NOT_SENT = _HOP_BY_HOP | {
+    b"host", b"content-length", b"expect", b"accept-encoding",
+    RANK.encode(), SESSION.encode(), PASSED.encode(),
+}  # fmt: skip
+_KEYS = frozenset((b"authorization", b"x-api-key"))
+_NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,18})(?!\d)')
+_OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,18})(?!\d)')
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,200})"')
+_TAIL_BYTES = 4096
+"""Number of bytes kept of an answer's end, which has the token counts."""
+_HEAD_BYTES = 2048
+"""Number of bytes kept of an answer's beginning, which has the id."""
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+"""Byte sequences that end an event of a stream."""
+_MOST_HELD_BYTES = 1 << 20
+"""Maximum bytes of an event that is held back until it is complete. A longer event is passed on in parts."""
+
+
+def engine_request_headers(
+    headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
+) -> EngineHeaders:
+    """Return the headers to send to an engine with a client's request.
+
+    ``key``: replaces the client's key; ``None``: the client's key is sent. ``rank``: the data-parallel rank
+    to choose; ``None``: no rank is chosen. ``session``: replaces the client's session id; ``None``: no
+    session id is sent.
+    """
+    sent = EngineHeaders()
+    for name, value in end_to_end_headers(headers, _NOT_SENT if key is None else _NOT_SENT | _KEYS):
+        # aiohttp writes headers as UTF-8, so the bytes stay what they are.
+        sent.add(name.decode("latin-1"), value.decode("utf-8", "replace"))
+    sent["accept-encoding"] = "identity"
+    if key is not None:
+        sent["authorization"] = f"Bearer {key}"
+    if rank is not None:
+        sent[RANK] = str(rank)
+    if session is not None:
+        sent[SESSION] = session.encode("latin-1", "replace").decode("utf-8", "replace")
+    return sent
+
+
+def end_to_end_headers(
+    headers: RawHeaders, dropped: frozenset[bytes] = _NOT_RETURNED
+) -> list[tuple[bytes, bytes]]:
+    """Return the headers to pass on, with names in lower case: without those in ``dropped``, and without
+    those that the header ``Connection`` lists, which concern one connection (RFC 9110 §7.6.1)."""
+    kept = []
+    for name, value in headers:
+        name = name.lower()
+        if name == b"connection":
+            dropped |= {part.strip().lower() for part in value.split(b",")}
+        kept.append((name, value))
+    return [pair for pair in kept if pair[0] not in dropped]
 
 
 class ReplicaRequestError(Exception):
@@ -94,6 +172,52 @@ class EngineAnswer:
         return event is not None and not _is_request_at_fault(_error_fields(event))
 
 
+class ResponseMeter:
+    """Reads one answer on its way through the gateway: token counts, id, and the ends of streamed events.
+    Any content is accepted. ``is_stream``: whether the answer is a stream of server-sent events."""
+
+    def __init__(self, *, is_stream: bool) -> None:
+        self._is_stream = is_stream
+        self._tail = self._head = self._held = b""
+        self._events = 0
+
+    def push(self, chunk: bytes) -> bytes:
+        """Read the next chunk of the answer. Return the bytes that may be passed on now. Of a stream these
+        end with a complete event, so that an error event can follow at any time."""
+        if len(self._head) < _HEAD_BYTES:
+            self._head += chunk[: _HEAD_BYTES - len(self._head)]
+        self._tail = (self._tail + chunk)[-_TAIL_BYTES:] if len(chunk) < _TAIL_BYTES else chunk[-_TAIL_BYTES:]
+        if not self._is_stream:
+            return chunk
+        self._events += chunk.count(b"data:")
+        if self._held:
+            chunk, self._held = self._held + chunk, b""
+        if chunk.endswith(_EVENT_ENDS):
+            return chunk
+        end = max((chunk.rfind(mark) + len(mark) for mark in _EVENT_ENDS if mark in chunk), default=0)
+        if len(chunk) - end > _MOST_HELD_BYTES:
+            return chunk
+        self._held = chunk[end:]
+        return chunk[:end]
+
+    def rest(self) -> bytes:
+        """Return the bytes still held back. Call this after the answer has ended regularly."""
+        held, self._held = self._held, b""
+        return held
+
+    def counts(self) -> tuple[int | None, int]:
+        """Return the engine's counts of (prompt tokens, output tokens). If it reports none: ``None``, and the
+        number of a stream's events minus one, or 0 if the answer is not a stream."""
+        prompt, output = _PROMPT.findall(self._tail), _OUTPUT.findall(self._tail)
+        return int(prompt[-1]) if prompt else None, int(output[-1]) if output else max(0, self._events - 1)
+
+    @property
+    def response_id(self) -> str | None:
+        """Id of an answer of the responses API; ``None``: there is none."""
+        found = _RESPONSE_ID.search(self._head)
+        return found.group(1).decode("utf-8", "replace") if found else None
+
+
 class EngineReply(NamedTuple):
     """An engine's complete answer to a query of the gateway, unchanged."""
 
@@ -145,25 +269,6 @@ def bearer(key: str | None, authorization: str | None = None) -> str | None:
     return f"Bearer {key}" if key else authorization
 
 
-def open_session(*, reuses: bool = True) -> aiohttp.ClientSession:
-    """Open a pool of connections to engines. Requests have no timeout besides that of the connection.
-    ``reuses``: whether a connection serves several requests."""
-    connector = (
-        aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-        if reuses
-        else aiohttp.TCPConnector(limit=0, force_close=True)
-    )
-    return aiohttp.ClientSession(
-        connector=connector,
-        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        # The engine gets the headers of the client or the query, without the library's own.
-        skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-        trust_env=False,
-    )
-
-
 class EngineClient:
     """The connections of a gateway to its engines. They open at their first use, in the running event
     loop."""
@@ -172,9 +277,20 @@ class EngineClient:
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
     def session(self, *, reuses: bool = True) -> aiohttp.ClientSession:
-        """Return a pool of connections. ``reuses``: see ``open_session``."""
+        """Return a pool of connections to engines. Requests have no timeout besides that of the connection.
+        ``reuses``: whether a connection serves several requests."""
         if reuses not in self._sessions:
-            self._sessions[reuses] = open_session(reuses=reuses)
+            self._sessions[reuses] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0, force_close=not reuses, keepalive_timeout=IDLE_CONNECTION_S if reuses else None
+                ),
+                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # The engine gets the headers of the client or the query, without the library's own.
+                skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
+                trust_env=False,
+            )
         return self._sessions[reuses]
 
     async def close(self) -> None:

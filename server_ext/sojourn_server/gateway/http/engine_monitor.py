@@ -370,7 +370,7 @@ class EngineMonitor:
             watched.places = places
         watched.instance = described.instance
         for address in places:
-            self._replicas.add(address)
+            self._replicas[address.replica_id] = address
             self._tell(registration_event(address.replica_id, described, in_pair=watched.role is not None))
         self._report_loads(watched)
         if described.paths is not None and watched.role is not None:
@@ -450,6 +450,6 @@ class EngineMonitor:
     def _forget(self, watched: MonitoredEngine, reason: str) -> None:
         """Report an engine's replicas to the core as gone, and remove their addresses."""
         for address in watched.places:
-            self._replicas.remove(address.replica_id)
+            self._replicas.pop(address.replica_id, None)
             self._tell(ReplicaGone(address.replica_id, watched.instance, reason))
         watched.places = []

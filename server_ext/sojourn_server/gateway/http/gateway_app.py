@@ -35,7 +35,7 @@ from .client_apis import (
     unavailable_error,
     unknown_route_response,
 )
-from .engine_client import EngineClient
+from .engine_client import REPLICA, EngineClient
 from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import GATEWAY_OPERATIONS
@@ -46,10 +46,9 @@ from .peers import Peers, is_passed
 from .program_events import ProgramEvents
 from .program_id_mapper import ProgramIdMapper
 from .program_migrator import ProgramMigrator
-from .proxy_headers import REPLICA
 from .proxy_request import GenerationProxy
 from .replica_addresses import ReplicaAddresses
-from .routing_backend import ControlAction, RoutingBackend
+from .routing_backend import GatewayAction, RoutingBackend
 from .status_routes import StatusRoutes, json_response
 from .tenant_keys import TenantKeys
 
@@ -100,26 +99,11 @@ class GatewayApplication(Starlette):
         self._generation = generation
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        api = _GENERATING.get(scope["path"]) if scope["type"] == "http" else None
-        if api is not None and scope["method"] == "POST":
-            await self._generation.serve(api, scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+        is_generation = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _GENERATING
+        await (self._generation if is_generation else super().__call__)(scope, receive, send)
 
 
-_GENERATING: Mapping[str, ClientApi] = {api.value: api for api in ClientApi}
-
-
-class _GenerationEndpoint:
-    """The generation route of one API for Starlette's router, which serves other methods and paths below a
-    mount point. A class, because the router would call a function with a ``Request``."""
-
-    def __init__(self, generation: GenerationProxy, api: ClientApi) -> None:
-        self._generation = generation
-        self._api = api
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._generation.serve(self._api, scope, receive, send)
+_GENERATING = frozenset(api.value for api in ClientApi)
 
 
 class Gateway:
@@ -143,6 +127,7 @@ class Gateway:
         self.metrics = metrics
         self.options = options
         self.peers = peers
+        peers.in_pairs = options.in_pairs
         self.client = EngineClient()
         names = ProgramIdMapper(tenants.names)
         self.monitor = EngineMonitor(
@@ -183,7 +168,7 @@ class Gateway:
             metrics,
             tenants,
             BodyReader(options.max_body_bytes, options.max_held_bytes),
-            peers=peers,
+            peers,
             engine_key=options.engine_key,
             reads_prefixes=options.reads_prefixes,
         )
@@ -201,7 +186,7 @@ class Gateway:
             in_pairs=options.in_pairs,
             read_side=options.read_side,
         )
-        routing_backend.on_control_action = self._run_control_action
+        routing_backend.on_action = self._run_action
 
     def session(self) -> aiohttp.ClientSession:
         """Return the connections to engines. The first call opens them in the running event loop."""
@@ -236,10 +221,8 @@ class Gateway:
     def _routes(self) -> list[Route]:
         guard = self._access.guard
         return [
-            *(
-                Route(api.value, _GenerationEndpoint(self.generation, api), methods=["POST"])
-                for api in ClientApi
-            ),
+            # Other methods, and paths below a mount point, come to the router.
+            *(Route(api.value, self.generation, methods=["POST"]) for api in ClientApi),
             Route("/v1/models", guard(self._models, openai_error)),
             *(
                 Route(path, guard(functools.partial(self._any_engine, path), openai_error), methods=["POST"])
@@ -334,12 +317,14 @@ class Gateway:
 
     # -- internals ----------------------------------------------------------------
 
-    def _run_control_action(self, action: ControlAction) -> None:
-        """Carry out an action of the core that concerns no single request."""
+    def _run_action(self, action: GatewayAction) -> None:
+        """Carry out an action of the core that concerns more than its request."""
         if isinstance(action, routing_events.ReleaseProgramKv):
             self._migrator.release(action)
-        else:
+        elif isinstance(action, routing_events.ProbeReplica):
             self.monitor.probe(action)
+        else:
+            self.metrics.recalled()
 
 
 def _log_task_failure(task: asyncio.Future[Any]) -> None:

@@ -156,10 +156,9 @@ class GatewayMetrics:
         """Count a request that got an error of the gateway or the routing core, by its code."""
         self._refused.labels(code).inc()
 
-    def decided(self, action: routing_events.AnyRoutingAction) -> None:
-        """Count a recall by the core. Other actions are ignored."""
-        if isinstance(action, routing_events.RecallRequest):
-            self._recalled.inc()
+    def recalled(self) -> None:
+        """Count a request that was recalled from a replica."""
+        self._recalled.inc()
 
     def moved(
         self,

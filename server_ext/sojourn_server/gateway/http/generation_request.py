@@ -20,7 +20,7 @@ from sojourn.wire_codec import Outcome
 
 from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
 from .client_apis import GATEWAY_FULL, ClientApi, RequestRejected
-from .proxy_headers import ClientHeaders
+from .engine_client import ClientHeaders
 
 AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Members = dict[str, msgspec.Raw]

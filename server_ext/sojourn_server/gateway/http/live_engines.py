@@ -50,7 +50,7 @@ class GatewayLiveSource:
         total = 0
         silent: set[str] = set()
         for url in sorted({address.url for address in self._replicas.engines()}):
-            ids = {(a.rank or 0): a.replica_id for a in self._replicas if a.url == url}
+            ids = {(a.rank or 0): a.replica_id for a in self._replicas.values() if a.url == url}
             document = replies.documents.get(url)
             frame = _frame(document) if document is not None else None
             if frame is None:
@@ -76,7 +76,7 @@ class GatewayLiveSource:
             for one, number in Counter(monitor.missing()).items()
         }
         reasons |= {url: f"gets no requests: {why}" for url, why in monitor.refused().items()}
-        used = {address.url for address in self._replicas}
+        used = {address.url for address in self._replicas.values()}
         return [
             EngineRow(engine=urlsplit(one).netloc or one, now_s=0.0, error=why)
             for one, why in sorted(reasons.items())

@@ -39,11 +39,20 @@ from .client_apis import (
     error_event,
     send_rejection,
 )
-from .engine_client import EngineAnswer, EngineClient, GatewayConnectError, ReplicaRequestError, ask_engine
+from .engine_client import (
+    PASSED,
+    EngineAnswer,
+    EngineClient,
+    EngineHeaders,
+    GatewayConnectError,
+    RawHeaders,
+    ReplicaRequestError,
+    ResponseMeter,
+    ask_engine,
+    end_to_end_headers,
+)
 from .generation_request import AsgiReceive
 from .program_events import FORWARD_TIMEOUT_S
-from .proxy_headers import PASSED, EngineHeaders, RawHeaders, end_to_end_headers
-from .response_meter import SseEventBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -78,30 +87,36 @@ class Peers:
         """``own_url``: the address by which the others know this gateway. ``urls``: addresses of all
         gateways, or of the others."""
         self._own_url = own_url
-        self._peers = {url: _Peer(url) for url in urls if url != own_url}
+        self.others = {url: _Peer(url) for url in urls if url != own_url}
+        """The other gateways by URL."""
+        self.in_pairs = False
+        """Whether engines work in pairs. Then one gateway decides all requests, because the limit of requests
+        at a decode engine holds for those that one gateway counts."""
 
     async def set_urls(self, urls: Iterable[str]) -> None:
         """Replace the list of gateways. Those that are not listed stay while they answer."""
         listed = [url for url in urls if url != self._own_url]
         for url in listed:
-            self._peers.setdefault(url, _Peer(url))
-        for url, peer in list(self._peers.items()):
+            self.others.setdefault(url, _Peer(url))
+        for url, peer in list(self.others.items()):
             if url not in listed and not peer.is_alive:
-                del self._peers[url]
+                del self.others[url]
                 await peer.client.close()
 
     @property
     def alive(self) -> list[str]:
         """URLs of the other gateways that answer."""
-        return [url for url, peer in self._peers.items() if peer.is_alive]
+        return [url for url, peer in self.others.items() if peer.is_alive]
 
-    def __len__(self) -> int:
-        return len(self._peers)
-
-    def owner(self, tenant: str, program_id: str) -> str | None:
-        """Return the URL of the gateway to which a program belongs; ``None``: to this one."""
+    def owner(self, tenant: str, program_id: str | None) -> str | None:
+        """Return the URL of the gateway that decides a program's requests, or those without a program;
+        ``None``: this one does."""
+        if self.in_pairs:
+            tenant = program_id = ""
         alive = self.alive
-        found = owner_of([self._own_url, *alive], tenant, program_id) if alive else self._own_url
+        if not alive or program_id is None:
+            return None
+        found = owner_of([self._own_url, *alive], tenant, program_id)
         return found if found != self._own_url else None
 
     # -- whether they are there -------------------------------------------------------
@@ -114,12 +129,12 @@ class Peers:
 
     async def close(self) -> None:
         """Close all connections, and with them the answers that are passed on."""
-        for peer in self._peers.values():
+        for peer in self.others.values():
             await peer.client.close()
 
     async def check_all(self) -> None:
         """Check each of the other gateways once."""
-        await asyncio.gather(*(self._check(peer) for peer in list(self._peers.values())))
+        await asyncio.gather(*(self._check(peer) for peer in list(self.others.values())))
 
     async def _check(self, peer: _Peer) -> None:
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
@@ -169,7 +184,7 @@ class Peers:
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
     async def _relay(self, relay: _Relay, owner: str, scope: Any, body: bytes) -> bool:
-        peer = self._peers.get(owner)
+        peer = self.others.get(owner)
         if peer is None:
             return False
         query = scope.get("query_string", b"").decode("latin-1")
@@ -194,7 +209,7 @@ class Peers:
         """Return the places in a batch of the events that concern other gateways' programs, by the gateway's
         URL. ``own_id``: program whose events stay here."""
         places: dict[str, list[int]] = {}
-        for place, raw in enumerate(batch.events if self._peers else ()):
+        for place, raw in enumerate(batch.events if self.others else ()):
             with contextlib.suppress(WireError):
                 program_id = decode_event(raw).program_id
                 owner = self.owner(tenant, program_id) if program_id != own_id else None
@@ -225,11 +240,11 @@ class Peers:
             return []
         alive = self.alive
         taken = await asyncio.gather(*(self._post(url, path, headers, b"") for url in alive))
-        return [url for url in self._peers if not dict(zip(alive, taken, strict=True)).get(url)]
+        return [url for url in self.others if not dict(zip(alive, taken, strict=True)).get(url)]
 
     async def _post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> bytes:
         """Send a POST to another gateway. Return the body of its answer; empty if there is none."""
-        peer = self._peers.get(url)
+        peer = self.others.get(url)
         if peer is None:
             return b""
         reply = await ask_engine(
@@ -252,13 +267,13 @@ class _Relay:
         self.api = api
         self._send = send
         self._has_begun = self._is_over = False
-        self._events: SseEventBuffer | None = None
+        self._events: ResponseMeter | None = None
 
     async def pass_back(self, answer: EngineAnswer) -> None:
         """Pass an answer to the client. A stream that breaks off ends with an error event; another answer
         stays incomplete, so that the server closes the connection. Raises ``OSError`` if the client has
         left, or takes no part for ``UNREAD_TIMEOUT_S``."""
-        self._events = SseEventBuffer() if answer.is_stream else None
+        self._events = ResponseMeter(is_stream=True) if answer.is_stream else None
         self._has_begun = True
         headers = end_to_end_headers(answer.response.raw_headers)
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})

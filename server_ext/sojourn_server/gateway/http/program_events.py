@@ -206,7 +206,7 @@ class ProgramEvents:
         self.description_of = description_of
         self.on_end: Callable[[str], None] = lambda status: None
         """Function that is called with the status of each program whose end a client reports."""
-        self._programs: OrderedDict[Key, _Program] = OrderedDict()
+        self.programs: OrderedDict[Key, _Program] = OrderedDict()
         """The programs whose last event is the oldest come first."""
         self._unsent_count = 0
         """Number of events in all ``_Program.unsent``."""
@@ -220,7 +220,7 @@ class ProgramEvents:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
-        return len(self._programs)
+        return len(self.programs)
 
     # -- events from clients -----------------------------------------------------------
 
@@ -324,9 +324,9 @@ class ProgramEvents:
             if event.program_id == attached.implicit_id:
                 continue
             if not isinstance(event, ProgramEnd):
-                is_new = key not in self._programs
+                is_new = key not in self.programs
                 entry = self._record(key, event, attached.emitter, attached.authorization)
-                record = self._programs[key]
+                record = self.programs[key]
                 call_id = event.call_id if isinstance(event, ToolStop) else None
                 for one in list(record.unsent):
                     # A start that came after its stop would never end.
@@ -345,7 +345,7 @@ class ProgramEvents:
     async def replay_before_request(self, key: Key, replica_id: str) -> None:
         """Send a replica the events of a program that it has not received yet. Wait up to ``REPLAY_WAIT_S``
         for the answer. Call this before a request of the program goes to the replica."""
-        record, address = self._programs.get(key), self._replicas.get(replica_id)
+        record, address = self.programs.get(key), self._replicas.get(replica_id)
         if record is None or address is None or self._clock() < record.again_s:
             return
         place, described = self._instance(address), self.description_of(replica_id)
@@ -361,7 +361,7 @@ class ProgramEvents:
         event.
         """
         key = (left.tenant, left.program_id)
-        record, address = self._programs.get(key), self._replicas.get(left.replica_id)
+        record, address = self.programs.get(key), self._replicas.get(left.replica_id)
         if address is None:
             return
         if record is not None and record.place == self._instance(address):
@@ -386,8 +386,8 @@ class ProgramEvents:
         now = self._clock()
         shown = authorization if self._engine_key is None else None
         entry = _Entry(event, emitter, shown, now)
-        record = self._programs.setdefault(key, _Program())
-        self._programs.move_to_end(key)
+        record = self.programs.setdefault(key, _Program())
+        self.programs.move_to_end(key)
         record.heard_s = now
         if isinstance(event, ToolStop):
             record.state.pop(event.call_id, None)
@@ -399,10 +399,10 @@ class ProgramEvents:
         self._unsent_count += 1
         if len(record.unsent) > MAX_UNSENT_OF_PROGRAM:
             self._answered(record, next(iter(record.unsent)))
-        while len(self._programs) > 1:
-            oldest = next(iter(self._programs))
-            is_silent = now - self._programs[oldest].heard_s > self._silent_s
-            is_full = len(self._programs) > MAX_PROGRAMS or self._unsent_count > MAX_UNSENT_EVENTS
+        while len(self.programs) > 1:
+            oldest = next(iter(self.programs))
+            is_silent = now - self.programs[oldest].heard_s > self._silent_s
+            is_full = len(self.programs) > MAX_PROGRAMS or self._unsent_count > MAX_UNSENT_EVENTS
             if not (is_silent or is_full):
                 break
             self._drop(oldest)
@@ -416,7 +416,7 @@ class ProgramEvents:
 
     def _drop(self, key: Key) -> bool:
         """Forget a program. Return whether it was known."""
-        record = self._programs.pop(key, None)
+        record = self.programs.pop(key, None)
         if record is None:
             return False
         self._unsent_count -= len(record.unsent)
@@ -462,7 +462,7 @@ class ProgramEvents:
             if turn.failures > failures:
                 return  # the engine has not answered the POST before this one
             place = self._instance(address)
-            records = [record for key in keys if (record := self._programs.get(key)) is not None]
+            records = [record for key in keys if (record := self.programs.get(key)) is not None]
             before = [record.place for record in records]
             lacking_still: set[_Program] = set()
             lacking = [

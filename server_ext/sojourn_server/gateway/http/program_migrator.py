@@ -90,7 +90,7 @@ class ProgramMigrator:
         self._session = session
         self._metrics = metrics
         self._clock = clock
-        self._leaving: dict[Key, list[_PendingRelease]] = {}
+        self.leaving: dict[Key, list[_PendingRelease]] = {}
         """Pending releases of each program, oldest first."""
         self._waiting: Counter[Key] = Counter()
         """Number of requests of each program that wait for a decision of the routing core."""
@@ -125,12 +125,12 @@ class ProgramMigrator:
         ``moved_from``: id of the former home; ``None``: the program does not move. ``reason``,
         ``left_because``: fields of the ``SendRequest``. ``authorization``: header for engines.
         """
-        if key not in self._leaving and moved_from in (None, replica_id):
+        if key not in self.leaving and moved_from in (None, replica_id):
             await self._events.replay_before_request(key, replica_id)
             return
         self._cancel_release(key, replica_id)
         # After two moves without a request in between, the program's KV is still at the first home.
-        leaving = self._leaving.get(key)
+        leaving = self.leaving.get(key)
         moved_from = leaving[0].left.replica_id if leaving else moved_from
         try:
             sending = self._events.replay_before_request(key, replica_id)
@@ -168,7 +168,7 @@ class ProgramMigrator:
         key = (left.tenant, left.program_id)
         self._cancel_release(key, left.replica_id)
         one = _PendingRelease(left)
-        self._leaving.setdefault(key, []).append(one)
+        self.leaving.setdefault(key, []).append(one)
         self._start_release_timer(key, one)
 
     def _start_release_timer(self, key: Key, one: _PendingRelease) -> None:
@@ -187,7 +187,7 @@ class ProgramMigrator:
 
     def _send_pending_releases(self, key: Key, authorization: str | None) -> None:
         """Send a program's pending releases now, without waiting for their timers."""
-        for one in list(self._leaving.get(key, ())):
+        for one in list(self.leaving.get(key, ())):
             self._send_release(key, one, authorization)
 
     def _send_release(self, key: Key, one: _PendingRelease, authorization: str | None) -> None:
@@ -204,18 +204,18 @@ class ProgramMigrator:
 
     def _cancel_release(self, key: Key, replica_id: str) -> None:
         """Cancel a program's pending release at a replica to which the program has returned."""
-        for one in list(self._leaving.get(key, ())):
+        for one in list(self.leaving.get(key, ())):
             if one.left.replica_id == replica_id:
                 self._drop(key, one)
 
     def _drop(self, key: Key, one: _PendingRelease) -> None:
         if one.timer is not None:
             one.timer.cancel()
-        every = self._leaving.get(key, [])
+        every = self.leaving.get(key, [])
         if one in every:
             every.remove(one)
         if not every:
-            self._leaving.pop(key, None)
+            self.leaving.pop(key, None)
 
     async def _persist_kv(self, key: Key, moved_from: str, authorization: str | None) -> bool:
         """Have a replica write a program's KV to the shared disk, and wait until it is written, at most

@@ -29,7 +29,20 @@ from .client_apis import (
     error_event,
     send_rejection,
 )
-from .engine_client import EngineAnswer, EngineClient, GatewayConnectError, ReplicaRequestError
+from .engine_client import (
+    PASSED,
+    REPLICA,
+    SESSION,
+    ClientHeaders,
+    EngineAnswer,
+    EngineClient,
+    EngineHeaders,
+    GatewayConnectError,
+    ReplicaRequestError,
+    ResponseMeter,
+    end_to_end_headers,
+    engine_request_headers,
+)
 from .gateway_metrics import GatewayMetrics
 from .generation_request import (
     AsgiReceive,
@@ -46,17 +59,7 @@ from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer
 from .program_events import AttachedEvents, ProgramEvents
 from .program_id_mapper import Key
 from .program_migrator import ProgramMigrator
-from .proxy_headers import (
-    PASSED,
-    SESSION,
-    ClientHeaders,
-    EngineHeaders,
-    client_headers,
-    client_response_headers,
-    engine_request_headers,
-)
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
-from .response_meter import ResponseMeter, SseEventBuffer, parse_prompt_tokens
 from .routing_backend import RequestDecisions, RoutingBackend
 from .tenant_keys import TenantKeys
 
@@ -80,7 +83,7 @@ continue the conversation."""
 
 
 class GenerationProxy:
-    """Serves the generation routes of a gateway. For use in one event loop."""
+    """ASGI application that serves the generation routes of a gateway. For use in one event loop."""
 
     def __init__(
         self,
@@ -92,8 +95,8 @@ class GenerationProxy:
         metrics: GatewayMetrics,
         tenants: TenantKeys,
         bodies: BodyReader,
-        *,
         peers: Peers,
+        *,
         engine_key: str | None,
         reads_prefixes: bool,
     ) -> None:
@@ -116,9 +119,14 @@ class GenerationProxy:
         self._tenants = tenants
         self._reads_prefixes = reads_prefixes
 
-    async def serve(self, api: ClientApi, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
-        """Handle one generation request. All errors before the answer are sent to the client."""
-        headers, size = client_headers(scope["headers"]), 0
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        """Handle one generation request; its path ends with that of its API. All errors before the answer are
+        sent to the client."""
+        path: str = scope["path"]
+        api, size = ClientApi(path[path.rindex("/v1/") :]), 0
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in reversed([*scope["headers"]])
+        }
         request: ProxyRequest | None = None
         self.open_requests += 1
         try:
@@ -131,7 +139,7 @@ class GenerationProxy:
             question = parse_generation_request(
                 api, body, headers.get(SESSION), reads_prefixes=self._reads_prefixes
             )
-            if self.peers and question.program_id is not None and PASSED not in headers:
+            if self.peers.others and PASSED not in headers:
                 owner = self.peers.owner(tenant, question.program_id)
                 if owner and await self.peers.pass_on(owner, api, scope, body, receive, send):
                     return
@@ -189,14 +197,18 @@ class ProxyRequest:
         self._program_id = program_id
         session = headers.get(SESSION)
         self._session = names.engine_name(tenant, session) if session is not None else None
-        self._body = names.request(tenant, body, question)
+        has_names = question.has_identity and names.only_tenant is None
+        self._body = names.request(tenant, body, question) if has_names else body
+        query = scope.get("query_string", b"").decode("latin-1")
+        self._path = f"{api.value}{'?' if query else ''}{query}"
         self._asked_s = time.monotonic()
         hint = question.context
         self._attached: AttachedEvents | None = None
         """The events in the hint of ``_body``; ``None``: there are none."""
         if hint is not None and hint.sojourn is not None and hint.sojourn.events:
             self._attached = AttachedEvents(program_id, hint, headers.get("authorization"))
-        self._meter = ResponseMeter(stream=question.stream)
+        self._meter: ResponseMeter | None = None
+        """What reads the answer; ``None``: no answer has begun."""
         self._is_given_answer = False
         """Whether a successful answer has begun. It may have ended early."""
         self._is_answered = False
@@ -251,7 +263,7 @@ class ProxyRequest:
             # After a newer decision, the core has assigned the request to another replica. ``None`` ends the
             # request wherever the core has it.
             where = None if self.decisions.superseded or self.decisions.has_decision else self._sent_to
-            counted, output_tokens = self._meter.counts()
+            counted, output_tokens = self._meter.counts() if self._meter is not None else (None, 0)
             counted = counted or self._prefilled_tokens
             routing_backend.close(
                 self.decisions,
@@ -259,8 +271,10 @@ class ProxyRequest:
                     self.decisions.request_id, output_tokens, where, self._is_given_answer, counted or 0
                 ),
             )
-            if self._is_answered:
-                self._record_answer(counted)
+            if self._is_answered and counted is not None:
+                self._proxy.sizes.learn(self._question, counted)
+            if self._is_answered and self._api is ClientApi.RESPONSES:
+                self._record_conversation()
         if self._program_id is not None and self._question.is_last and self._is_answered:
             self._proxy.events.forget((self._tenant, self._program_id))
             routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
@@ -286,7 +300,8 @@ class ProxyRequest:
         """Carry out the core's decisions until the client has an answer."""
         metrics = self._proxy.metrics
         while True:
-            if not self.decisions.has_decision:
+            decision = self.decisions.take()
+            if decision is None:
                 metrics.waiting += 1
                 try:
                     with (
@@ -297,16 +312,13 @@ class ProxyRequest:
                         await self.decisions.wait()
                 finally:
                     metrics.waiting -= 1
-            decision = self.decisions.take()
-            if isinstance(decision, routing_events.RejectRequest):
+            elif isinstance(decision, routing_events.RejectRequest):
                 raise RequestRejected(
                     decision.status, decision.code, decision.message, decision.retry_after_s
                 )
-            if isinstance(decision, routing_events.AbortStream):
+            elif isinstance(decision, routing_events.AbortStream):
                 raise RequestRejected(502, REPLICA_LOST, "the replica that was answering is gone", 1.0)
-            if isinstance(decision, routing_events.RecallRequest):
-                continue  # the next decision follows
-            if await self._send_to_replica(decision):
+            elif isinstance(decision, routing_events.SendRequest) and await self._send_to_replica(decision):
                 return
 
     async def _send_to_replica(self, decision: routing_events.SendRequest) -> bool:
@@ -329,9 +341,10 @@ class ProxyRequest:
             places = proxy.peers.places(attached.batch, self._tenant, own_id=self._program_id)
             passing = proxy.peers.report(attached.batch, places, raw)
             await proxy.events.forward_attached(attached, self._tenant, passing)
-        if self._program_id is not None:
+        key = (self._tenant, self._program_id or "")
+        if decision.moved_from is not None or key in proxy.migrator.leaving or key in proxy.events.programs:
             await proxy.migrator.prepare(
-                (self._tenant, self._program_id),
+                key,
                 replica_id,
                 decision.moved_from,
                 decision.reason,
@@ -339,7 +352,11 @@ class ProxyRequest:
                 left_because=decision.left_because,
             )
         try:
-            answer = await self.decisions.unless_decided(self._ask(decision, address, headers))
+            answer = await self.decisions.unless_decided(
+                self._ask_pair(decision, address, headers)
+                if isinstance(decision, SendRequestToPair)
+                else proxy.client.send(address.url + self._path, headers, self._body)
+            )
         except ReplicaRequestError as error:
             self._report_replica_failure(
                 error.replica_id or replica_id, str(error), computing=error.computing
@@ -358,16 +375,15 @@ class ProxyRequest:
             answer.close()
         return True
 
-    async def _ask(
-        self, decision: routing_events.SendRequest, address: ReplicaAddress, headers: EngineHeaders
+    async def _ask_pair(
+        self, decision: SendRequestToPair, address: ReplicaAddress, headers: EngineHeaders
     ) -> EngineAnswer:
-        """Send the request to its replica or pair. Return the answer once its first part has arrived.
+        """Send the request to its pair of engines, of which the one that decodes has ``address``. Return the
+        answer once its first part has arrived.
 
         Raises ``ReplicaRequestError``, ``GatewayConnectError``, ``RequestRejected`` or
         ``InvalidGenerationRequest``.
         """
-        if not isinstance(decision, SendRequestToPair):
-            return await self._post(address, headers, self._body)
         if self._question.previous_response_id is not None:
             message = (
                 "previous_response_id: engines keep only their own answers, and each request goes to another "
@@ -390,7 +406,7 @@ class ProxyRequest:
                 self._sent_to = None
                 return prefilled
             body = decode_body(self._body, prefilled)
-        answer = await self._post(address, headers, body)
+        answer = await self._proxy.client.send(address.url + self._path, headers, body)
         if answer.is_engine_failure:
             # Another pair may succeed.
             answer.close()
@@ -410,8 +426,8 @@ class ProxyRequest:
         self._prefill_attempts += 1
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
         transfer = f"{request_id}-{self._prefill_attempts}"
-        to = (transfer, pair.peer, pair.decode_reads, pair.epoch)
-        answer = await self._post(address, headers, prefill_body(self._api, self._body, *to))
+        body = prefill_body(self._api, self._body, transfer, pair.peer, pair.decode_reads, pair.epoch)
+        answer = await proxy.client.send(address.url + self._path, headers, body)
         if answer.status != 200 and not answer.is_engine_failure:
             return answer
         try:
@@ -425,16 +441,11 @@ class ProxyRequest:
         prefilled = parse_transfer_params(document)
         if prefilled is None:
             raise ReplicaRequestError("it computed a prompt and reports no KV")
-        self._prefilled_tokens = parse_prompt_tokens(document)
+        meter = ResponseMeter(is_stream=False)
+        meter.push(document)
+        self._prefilled_tokens, _ = meter.counts()
         proxy.routing_backend.tell(routing_events.PrefillFinished(request_id, pair.prefill_id))
         return prefilled
-
-    async def _post(self, address: ReplicaAddress, headers: EngineHeaders, body: bytes) -> EngineAnswer:
-        """Send a body to one engine, with the client's query string. Raises what ``EngineClient.send``
-        raises."""
-        query = self._scope.get("query_string", b"").decode("latin-1")
-        url = f"{address.url}{self._api.value}{'?' + query if query else ''}"
-        return await self._proxy.client.send(url, headers, body)
 
     def _report_replica_failure(self, replica_id: str, why: str, *, computing: bool) -> None:
         """Log that a replica did not answer, and report this to the core. ``computing``: whether the replica
@@ -456,39 +467,42 @@ class ProxyRequest:
         if self._attached is not None and self._is_given_answer:
             proxy.events.record_attached(self._attached, self._tenant, replica_id)
         # The engine's list of headers, with multiple cookies and such, as it came.
-        headers = client_response_headers(answer.response.raw_headers, replica_id)
+        headers = end_to_end_headers(answer.response.raw_headers)
+        headers.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
         start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         is_complete = answer.is_complete
+        self._meter = meter = ResponseMeter(is_stream=answer.is_stream)
         try:
             if is_complete:  # it goes to its client before it is recorded
                 await self._to_client(start)
                 await self._to_client({"type": "http.response.body", "body": answer.first})
         finally:
             proxy.metrics.sent(decision.reason, waited_s)
-            self._meter.add_chunk(answer.first)
+            first = meter.push(answer.first)
         if not is_complete:
             proxy.routing_backend.tell(routing_events.FirstByteSent(self.decisions.request_id, replica_id))
             await self._to_client(start)
             self._is_streaming = answer.is_stream
-            is_complete = await self._pass_parts(answer, replica_id)
+            is_complete = await self._pass_parts(answer, first, meter, replica_id)
             self._is_streaming = False
         self._is_answered = self._is_given_answer and is_complete
 
-    async def _pass_parts(self, answer: EngineAnswer, replica_id: str) -> bool:
+    async def _pass_parts(
+        self, answer: EngineAnswer, whole: bytes, meter: ResponseMeter, replica_id: str
+    ) -> bool:
         """Pass a stream or a long answer on to the client. Return whether the answer ended regularly.
+        ``whole``: what may be passed on of the first part.
 
         If a stream breaks off, the client gets an error event. If another answer breaks off, it stays
         incomplete, so the server closes the connection. Raises ``ClientDisconnected``, or ``OSError`` if the
         client has left.
         """
-        events = SseEventBuffer() if answer.is_stream else None
         decisions, now = self.decisions, asyncio.get_running_loop().time
         chunk, is_writing, ended_well = answer.first, False, False
         try:
             # A replica that counts as dead may finish an answer that it still writes.
             async with decisions.interruptible(SILENT_ENGINE_S) as limit:
                 while chunk:
-                    whole = events.push(chunk) if events is not None else chunk
                     if whole:
                         is_writing = True
                         limit.reschedule(now() + UNREAD_TIMEOUT_S)
@@ -500,7 +514,7 @@ class ProxyRequest:
                         raise ClientDisconnected
                     limit.reschedule(now() + SILENT_ENGINE_S if decisions.has_decision else None)
                     chunk = await answer.next_part()
-                    self._meter.add_chunk(chunk)
+                    whole = meter.push(chunk)
                 ended_well = True
         except TimeoutError:
             if is_writing or decisions.client_gone:
@@ -508,24 +522,20 @@ class ProxyRequest:
         except ReplicaRequestError as error:
             logger.debug("replica %s broke off: %s", replica_id, error)
         if ended_well:
-            rest = events.rest() if events is not None else b""
-            await self._to_client({"type": "http.response.body", "body": rest})
+            await self._to_client({"type": "http.response.body", "body": meter.rest()})
             return True
         logger.warning("replica %s broke off an answer after its first byte", replica_id)
         self._proxy.metrics.count_broken_answer()
         self._proxy.routing_backend.tell(routing_events.RequestFailed(self.decisions.request_id, replica_id))
-        if events is not None:
+        if answer.is_stream:
             message = "the replica that was answering is gone; send the request again"
             event = error_event(self._api, REPLICA_LOST, message)
             await self._to_client({"type": "http.response.body", "body": event})
         return False
 
-    def _record_answer(self, counted: int | None) -> None:
-        """Record the engine's count of prompt tokens (``None``: unknown), and the id of an answer of the
-        responses API."""
-        if counted is not None:
-            self._proxy.sizes.learn(self._question, counted)
-        name = self._meter.response_id if self._api is ClientApi.RESPONSES else None
+    def _record_conversation(self) -> None:
+        """Record the id of an answer of the responses API, so that the next turn finds its program."""
+        name = self._meter.response_id if self._meter is not None else None
         if name is not None and self._program_id is not None:
             self._proxy.conversations[(self._tenant, name)] = self._program_id
             if len(self._proxy.conversations) > MAX_RESPONSE_IDS:

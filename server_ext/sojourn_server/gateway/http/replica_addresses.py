@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -54,30 +53,9 @@ def rank_addresses(url: str, ranks: int) -> list[ReplicaAddress]:
     return [ReplicaAddress(f"{name}/{rank}", url, rank) for rank in range(ranks)]
 
 
-class ReplicaAddresses:
-    """Addresses of the replicas that a gateway knows, by replica id."""
-
-    def __init__(self) -> None:
-        self._addresses: dict[str, ReplicaAddress] = {}
-
-    def __iter__(self) -> Iterator[ReplicaAddress]:
-        return iter(self._addresses.values())
-
-    def __len__(self) -> int:
-        return len(self._addresses)
-
-    def get(self, replica_id: str | None) -> ReplicaAddress | None:
-        """Return the address of a replica; ``None``: unknown."""
-        return self._addresses.get(replica_id) if replica_id is not None else None
-
-    def add(self, address: ReplicaAddress) -> None:
-        """Add or replace an address."""
-        self._addresses[address.replica_id] = address
-
-    def remove(self, replica_id: str) -> None:
-        """Remove a replica's address. No effect if the replica is unknown."""
-        self._addresses.pop(replica_id, None)
+class ReplicaAddresses(dict[str | None, ReplicaAddress]):
+    """Addresses of the replicas that a gateway knows, by replica id; ``None`` is the id of none."""
 
     def engines(self) -> list[ReplicaAddress]:
         """Return one address per engine, for messages that concern all ranks of an engine."""
-        return list({address.url: address for address in reversed(self._addresses.values())}.values())[::-1]
+        return list({address.url: address for address in reversed(self.values())}.values())[::-1]

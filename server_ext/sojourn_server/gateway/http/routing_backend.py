@@ -71,7 +71,7 @@ class RequestDecisions:
 
     @property
     def has_decision(self) -> bool:
-        """Whether ``take`` would return or raise at once."""
+        """Whether ``take`` would return a decision or raise."""
         return bool(self._decisions) or self.client_gone
 
     async def wait(self) -> None:
@@ -80,11 +80,11 @@ class RequestDecisions:
             self._changed.clear()
             await self._changed.wait()
 
-    def take(self) -> RequestDecision:
-        """Remove and return the next decision. Raises ``ClientDisconnected``."""
+    def take(self) -> RequestDecision | None:
+        """Remove and return the next decision; ``None``: there is none yet. Raises ``ClientDisconnected``."""
         if self.client_gone:
             raise ClientDisconnected
-        return self._decisions.popleft()
+        return self._decisions.popleft() if self._decisions else None
 
     @asynccontextmanager
     async def interruptible(self, grace_s: float) -> AsyncIterator[asyncio.Timeout]:
@@ -126,8 +126,8 @@ TICK_S = 0.1
 """Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1). No other
 work of the core needs a shorter one."""
 
-ControlAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica
-"""An action of the routing core that concerns no single request."""
+GatewayAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica | RecallRequest
+"""An action of the routing core that concerns more than the request itself."""
 
 
 class RoutingBackend:
@@ -135,10 +135,8 @@ class RoutingBackend:
 
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
-        self.on_control_action: Callable[[ControlAction], None] = lambda action: None
-        """Function that is called with each ``ControlAction``. The gateway sets it."""
-        self.on_action: Callable[[routing_events.AnyRoutingAction], None] = lambda action: None
-        """Function that is called with every action of the core, for metrics."""
+        self.on_action: Callable[[GatewayAction], None] = lambda action: None
+        """Function that is called with each ``GatewayAction``. The gateway sets it."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
         """Function that returns the last report of an engine's links, by replica id. The engine monitor sets
         it."""
@@ -172,7 +170,16 @@ class RoutingBackend:
         self._is_reporting = True
         try:
             while self._pending_events:
-                self._take(self._pending_events.popleft())
+                for action in self._actions_of(self._pending_events.popleft()):
+                    # An error of one receiver keeps no request waiting.
+                    try:
+                        decisions = self._open.get(getattr(action, "request_id", ""))
+                        if decisions is not None and isinstance(action, RequestDecision):
+                            decisions.add_decision(action)
+                        if isinstance(action, GatewayAction):
+                            self.on_action(action)
+                    except Exception:
+                        logger.exception("an action could not be delivered; please report this")
         finally:
             self._is_reporting = False
 
@@ -210,12 +217,13 @@ class RoutingBackend:
         tenants do not share capacity."""
         return self.core.strategy.shares_used()
 
-    def _take(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Pass one event to the core. Deliver the core's actions to requests, gateway and metrics."""
+    def _actions_of(self, event: routing_events.AnyRoutingEvent) -> list[routing_events.AnyRoutingAction]:
+        """Pass one event to the core, and return its actions. Log errors of the core and its policies, since
+        the core itself writes no log."""
         now = self._clock()
         try:
             actions = self.core.take(event, now)
-            if isinstance(event, routing_events.RequestFinished) and self.core.is_open(event.request_id):
+            if isinstance(event, routing_events.RequestFinished) and event.request_id in self.core.requests:
                 # The core took this for the end of an earlier attempt, but the gateway makes no further
                 # attempt.
                 over = routing_events.RequestFinished(event.request_id, answered=False)
@@ -225,30 +233,13 @@ class RoutingBackend:
             self._log.log(
                 logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True
             )
-            actions = _after_failure(event)
-        if self.core.counts.policy_failures > self._failures_logged:
-            self._log_policy_failures()
-        for action in actions:
-            # Metrics come after the waiting request, so that their errors keep no request waiting.
-            try:
-                if isinstance(action, ControlAction):
-                    self.on_control_action(action)
-                elif (decisions := self._open.get(action.request_id)) is not None:
-                    decisions.add_decision(action)
-                self.on_action(action)
-            except Exception:
-                logger.exception("an action could not be delivered; please report this")
-
-    def _log_policy_failures(self) -> None:
-        """Log new failures of policies, since the core itself writes no log."""
-        self._failures_logged = self.core.counts.policy_failures
-        reason = self.core.counts.newest_policy_failure or "no text"
-        self._log.log(logging.ERROR, "the routing policy failed: %s; please report this", reason)
-
-
-def _after_failure(event: routing_events.AnyRoutingEvent) -> list[routing_events.AnyRoutingAction]:
-    """Return the action with which a request ends after an error of the core."""
-    if isinstance(event, (routing_events.RequestReceived, routing_events.RequestFailed)):
-        message = "the gateway failed; see its log"
-        return [routing_events.RejectRequest(event.request_id, 500, "gateway_failed", message)]
-    return []
+            actions = []
+            if isinstance(event, (routing_events.RequestReceived, routing_events.RequestFailed)):
+                message = "the gateway failed; see its log"
+                actions = [RejectRequest(event.request_id, 500, "gateway_failed", message)]
+        counts = self.core.counts
+        if counts.policy_failures > self._failures_logged:
+            self._failures_logged = counts.policy_failures
+            reason = counts.newest_policy_failure or "no text"
+            self._log.log(logging.ERROR, "the routing policy failed: %s; please report this", reason)
+        return actions

@@ -55,7 +55,6 @@ def build_gateway(
         )
     metrics = GatewayMetrics(routing_reasons(rules))
     backend = RoutingBackend(core)
-    backend.on_action = metrics.decided
     roles = engines if isinstance(engines, Mapping) else dict.fromkeys(engines)
     gateway = Gateway(roles, backend, tenants, options, metrics, peers or Peers(), poll_s)
     return gateway, gateway.app()

@@ -26,6 +26,7 @@ from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
+from .engine_client import REPLICA
 from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import (
@@ -38,7 +39,6 @@ from .gateway_route_types import (
 from .multi_engine_queries import EngineQueries
 from .peers import Peers
 from .program_id_mapper import ProgramIdMapper
-from .proxy_headers import REPLICA
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RoutingBackend
 
@@ -113,7 +113,7 @@ class StatusRoutes:
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
         health = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
-        if len(self._peers):
+        if self._peers.others:
             health["peers"] = len(self._peers.alive)
         return json_response(health, 200 if up and (roles is None or all(roles.values())) else 503)
 
@@ -296,7 +296,7 @@ class StatusRoutes:
         self._access.only_admin(request)
         name = request.query_params.get("replica")
         if name is None and len(self._replicas.engines()) > 1:
-            known = ", ".join(one.replica_id for one in self._replicas)
+            known = ", ".join(one.replica_id for one in self._replicas.values())
             raise ApiError(
                 400,
                 "each replica has its own decisions, and the query names none",
@@ -381,9 +381,9 @@ class StatusRoutes:
     def _replica(self, name: str | None) -> ReplicaAddress:
         """Return the address of the replica ``name``; ``None``: of the first replica. Raises ``ApiError`` if
         there is no such replica."""
-        address = self._replicas.get(name) if name is not None else next(iter(self._replicas), None)
+        address = self._replicas.get(name) if name is not None else next(iter(self._replicas.values()), None)
         if address is None:
-            known = ", ".join(one.replica_id for one in self._replicas) or "none yet"
+            known = ", ".join(one.replica_id for one in self._replicas.values()) or "none yet"
             raise ApiError(404, "no such replica here", f"replicas are: {known}")
         return address
 

@@ -241,7 +241,7 @@ async def read_directory(gateway: Gateway, config: RayConfig, own_url: str) -> N
     gateway.monitor.watch({one.url: roles[one.kind] for one in engines}, absent)
     await gateway.peers.set_urls(one.url for one in listed if one.kind == GATEWAY)
     draining = {one.url for one in engines if one.is_draining}
-    for address in gateway.replicas:
+    for address in gateway.replicas.values():
         if address.url in draining:
             gateway.routing_backend.tell(ReplicaDrainStarted(address.replica_id))
 
@@ -333,7 +333,7 @@ def application(config: RayConfig) -> Any:
     gateway: Any = serve.deployment(
         gateway_class(config),
         name=GATEWAY,
-        num_replicas=config.gateways,
+        num_replicas=config.number_of_gateways,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": GATEWAY_CPUS},
         health_check_period_s=2.0,
