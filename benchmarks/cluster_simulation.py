@@ -82,13 +82,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", help="for mori, instead: traces, or synthetic:NAME")
     parser.add_argument("--hours", type=float, default=1.0, help="virtual, of each of mori's runs")
     parser.add_argument("--each", type=int, nargs="+", default=[20, 50, 80], help="mori's programs a replica")
-    parser.add_argument("--replicas", type=int, default=3, help="mori's")
-    parser.add_argument("--tenant-replicas", type=int, default=3)
-    parser.add_argument("--tenant-programs", type=int, default=48, help="in all")
-    parser.add_argument("--load", type=float, default=0.8, help="of what the best policy does at most")
-    parser.add_argument("--less-load", type=float, default=0.56, help="0.8 of what pays 30 %%; 0: leave out")
-    parser.add_argument("--no-engines", action="store_true", help="leave out SAGA's engines without a part")
-    parser.add_argument("--scale-replicas", type=int, default=64)
     parser.add_argument("--scale-programs", type=int, default=500, help="at once, on all of them")
     parser.add_argument("--scale-s", type=float, default=60.0, help="virtual seconds")
     parser.add_argument("--seed", type=int, default=0)
@@ -99,6 +92,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+MORI_REPLICAS = TENANT_REPLICAS = 3
+SCALE_REPLICAS = 64
+TENANT_PROGRAMS = 48
+"""In all."""
+LOAD, LESS_LOAD = 0.8, 0.56
+"""Loads of the tenants, as shares of what the best policy does at most. The second is 0.8 of what pays 30 %."""
 MORI_TRACES = ("kvct_v6_claude_code.jsonl.gz",)
 """The recorded trace of MORI's own experiments."""
 LONG_CONTEXTS = "synthetic:dualpath-64k"
@@ -115,7 +114,7 @@ def mori_specs(options: argparse.Namespace) -> list[RunSpec]:
     return [
         RunSpec(
             policy=policy, workload=workload, hardware="h200", model="qwen3-30b-a3b",
-            replicas=options.replicas, programs=options.replicas * each, until_s=3600.0 * options.hours,
+            replicas=MORI_REPLICAS, programs=MORI_REPLICAS * each, until_s=3600.0 * options.hours,
             seed=options.seed,
         )
         for workload in workloads
@@ -131,7 +130,7 @@ def tenant_spec(
     """Return the specification of a run of the ten tenants that lasts until all programs have finished."""
     return RunSpec(
         policy=policy, workload="synthetic:saga-ten-tenants", hardware=TENANT_HARDWARE, model=TENANT_MODEL,
-        tp=TENANT_TP, replicas=options.tenant_replicas, programs=options.tenant_programs,
+        tp=TENANT_TP, replicas=TENANT_REPLICAS, programs=TENANT_PROGRAMS,
         rate_per_s=rate_per_s, until_s=None, seed=options.seed if seed is None else seed,
         history_programs=SEEN,
     )  # fmt: skip
@@ -139,7 +138,7 @@ def tenant_spec(
 
 def scale_spec(options: argparse.Namespace) -> RunSpec:
     return RunSpec(
-        policy="sojourn/stock", workload="synthetic:continuum-bfcl", replicas=options.scale_replicas,
+        policy="sojourn/stock", workload="synthetic:continuum-bfcl", replicas=SCALE_REPLICAS,
         programs=options.scale_programs, until_s=options.scale_s, seed=options.seed,
     )  # fmt: skip
 
@@ -180,11 +179,9 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
         rate_per_s = rate_of(at_once, load)
         return run([tenant_spec(options, policy, rate_per_s) for policy in policies])
 
-    rows = under(options.load, TENANT_POLICIES)
-    less_rows = under(options.less_load, LESS_POLICIES) if options.less_load else []
-    if not options.no_engines:
-        rows += under(options.load, ENGINE_POLICIES)
-    rate_per_s = rate_of(at_once, options.load)
+    rows, less_rows = under(LOAD, TENANT_POLICIES), under(LESS_LOAD, LESS_POLICIES)
+    rows += under(LOAD, ENGINE_POLICIES)
+    rate_per_s = rate_of(at_once, LOAD)
     seed_rows = run(
         [
             tenant_spec(options, policy, rate_per_s, seed)
@@ -193,18 +190,17 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
         ]
     )
     found = {
-        "rates_per_s": {load: rate_of(at_once, load) for load in (options.load, options.less_load) if load},
+        "rates_per_s": {load: rate_of(at_once, load) for load in (LOAD, LESS_LOAD)},
         "at_once": [msgspec.to_builtins(row) for row in at_once],
         "under_load": [msgspec.to_builtins(row) for row in rows],
         "under_less_load": [msgspec.to_builtins(row) for row in less_rows],
         "more_seeds": [msgspec.to_builtins(row) for row in seed_rows],
     }
     sections = at_most_section(at_once)
-    sections += tenant_section(rows, options.load, rate_per_s)
+    sections += tenant_section(rows, LOAD, rate_per_s)
     if seed_rows:
         sections += seed_section([*(row for row in rows if row.policy in SEED_POLICIES), *seed_rows])
-    if less_rows:
-        sections += tenant_section(less_rows, options.less_load, rate_of(at_once, options.less_load))
+    sections += tenant_section(less_rows, LESS_LOAD, rate_of(at_once, LESS_LOAD))
     title = "SAGA's ten tenants in the simulator"
     write(options, "cluster_tenants", title, "programs in time", found, sections, {"tenants": rows}, began)
 
