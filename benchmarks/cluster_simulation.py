@@ -97,7 +97,8 @@ SCALE_REPLICAS = 64
 TENANT_PROGRAMS = 48
 """In all."""
 LOAD, LESS_LOAD = 0.8, 0.56
-"""Loads of the tenants, as shares of what the best policy does at most. The second is 0.8 of what pays 30 %."""
+"""Loads of the tenants, as shares of what the best policy does at most. The second is 0.8 of what pays
+30 %."""
 MORI_TRACES = ("kvct_v6_claude_code.jsonl.gz",)
 """The recorded trace of MORI's own experiments."""
 LONG_CONTEXTS = "synthetic:dualpath-64k"
