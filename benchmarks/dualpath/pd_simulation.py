@@ -35,8 +35,8 @@ from pd_cluster import PdCluster, PdModel, Trajectory, Workload, load_trajectori
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler, PrefillSelectionLimits
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
     AttentionCosts,
-    PrefillCandidate,
     PrefillComputeQuota,
+    StepQuotaUsage,
 )
 from sojourn_server.policies.prefill_decode.prefill_decode_views import (
     FULL_BLOCK_TOKENS,
@@ -221,12 +221,11 @@ class FcfsMemoryPool:
 
 
 class PrefillDevice:
-    """A prefill device, with the requests that are ready to be computed, and the remaining work of each."""
+    """A prefill device, with the requests that are ready to be computed."""
 
     def __init__(self, node: int) -> None:
         self.node = node
         self.states: deque[AgentState] = deque()
-        self.todo: deque[PrefillCandidate] = deque()
 
 
 class PrefillGroup:
@@ -249,7 +248,7 @@ class PrefillGroup:
         self.expert_token_s = model.spread_token_flops / flops_per_s
         self.token_copy_s = token_copy_s
         self.busy = False
-        self.planned: list[tuple[PrefillDevice, tuple[int, ...]]] = []
+        self.planned: list[tuple[PrefillDevice, list[int]]] = []
         self.busy_s = 0.0
 
     def begin(self) -> float:
@@ -258,21 +257,26 @@ class PrefillGroup:
         tokens = 0
         planned = self.planned = []
         for device in self.devices:
-            if not device.todo:
+            if not device.states:
                 continue
-            plan = self.quota.plan(device.todo, tokens_at_most=math.inf)
-            device_tokens = sum(plan.chunks)
+            step, chunks = StepQuotaUsage(self.quota, decodes_s=0.0), []
+            for number, state in enumerate(device.states):
+                chunk = step.offer(str(number), state.cached, state.todo)
+                if chunk:
+                    step.take(str(number), state.cached, chunk)
+                    chunks.append(chunk)
+                if step.closed:
+                    break
+            device_tokens = sum(chunks)
             tokens += device_tokens
-            longest = max(longest, plan.attention_s)
-            planned.append((device, plan.chunks))
+            longest = max(longest, step.prompts_s)
+            planned.append((device, chunks))
             if self.token_copy_s:
                 # Cached KV enters the device once, whichever node read it. A block that the device's own node
                 # read passes the device's NIC twice: to the device, and on to the decode side. The NIC also
                 # carries the new KV (§4.2).
                 ended = [
-                    state
-                    for state, chunk in zip(device.states, plan.chunks, strict=False)
-                    if chunk == state.todo
+                    state for state, chunk in zip(device.states, chunks, strict=False) if chunk == state.todo
                 ]
                 own = sum(state.request.hit_blocks for state in ended if not state.decode_reads)
                 blocks = max(2 * own, sum(state.request.hit_blocks for state in ended))
@@ -296,10 +300,8 @@ class PrefillGroup:
                 if chunk < state.todo:
                     state.todo -= chunk
                     state.cached += chunk
-                    device.todo[0] = PrefillCandidate(state.cached, state.todo)
-                    break  # a cut chunk is the last of a plan
+                    break  # a cut chunk is the last of a step
                 device.states.popleft()
-                device.todo.popleft()
                 done.append(state)
         return done
 
@@ -549,7 +551,6 @@ class PdSimulation:
         """Add a request to the ready queue of its prefill device. Begin a step if the group is idle."""
         device, group = self.prefill_devices[state.worker], self._group_of[state.worker]
         device.states.append(state)
-        device.todo.append(PrefillCandidate(state.cached, state.todo))
         if not group.busy:
             self._begin(group)
 

@@ -14,7 +14,6 @@ from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillC
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
     AttentionCosts,
-    PrefillCandidate,
     PrefillComputeQuota,
     StepQuotaUsage,
 )
@@ -101,7 +100,7 @@ def prompt(number: int, tokens: int) -> range:
 # -- what a step computes ---------------------------------------------------------
 
 
-def test_steps_are_those_that_the_policy_plans(make: Callable[..., Any]) -> None:
+def test_steps_are_those_that_the_policy_packs(make: Callable[..., Any]) -> None:
     """Prompts without hits, first come first served: the scheduler's walk is the policy's."""
     draw = random.Random(5)
     lengths = [draw.choice([draw.randrange(1, 200), draw.randrange(200, 7000)]) for _ in range(40)]
@@ -109,17 +108,21 @@ def test_steps_are_those_that_the_policy_plans(make: Callable[..., Any]) -> None
     for number, tokens in enumerate(lengths):
         engine.add(f"r{number}", prompt(number, tokens), arrival_s=float(number))
     quota = PrefillComputeQuota(costs=ATTENTION, quota_s=0.5, block_tokens=BLOCK)
-    left = [PrefillCandidate(0, tokens) for tokens in lengths]
+    left = [(0, tokens) for tokens in lengths]
     steps = play(engine)
     for step in steps:
-        plan = quota.plan(left, tokens_at_most=4096)
-        assert [chunk.new for chunk in step] == list(plan.chunks)
-        assert attention_s(step) == pytest.approx(plan.attention_s)
-        cached, new = left[len(plan.chunks) - 1]
-        last = plan.chunks[-1]
-        left = left[len(plan.chunks) - (last < new) :]
-        if last < new:
-            left[0] = PrefillCandidate(cached + last, new - last)
+        usage, room = StepQuotaUsage(quota, 0.0), 4096
+        for number, chunk in enumerate(step):
+            cached, new = left[number]
+            assert chunk.new == usage.offer(str(number), cached, min(new, room))
+            usage.take(str(number), cached, chunk.new)
+            room -= chunk.new
+        assert attention_s(step) == pytest.approx(usage.prompts_s)
+        part = step[-1].new < new
+        assert usage.closed or not room or not left[len(step) :] or not usage.offer("", *left[len(step)])
+        left = left[len(step) - part :]
+        if part:
+            left[0] = (cached + step[-1].new, new - step[-1].new)
     assert not left
     assert len(steps) > 40
 

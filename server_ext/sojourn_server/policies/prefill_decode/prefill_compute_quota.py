@@ -8,9 +8,7 @@ quota in tokens does not. On a single engine, the quota only bounds the duration
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..costs.step_costs import StepCosts
 
@@ -53,40 +51,11 @@ class AttentionCosts:
         )
 
 
-class PrefillCandidate(NamedTuple):
-    """A request that could be computed in this step."""
-
-    cached: int
-    """Tokens whose KV is present, from storage or earlier steps."""
-    new: int
-    """Tokens left to compute; at least 1."""
-
-
-class PrefillStepPlan(NamedTuple):
-    """The prefill work of a step: how many new tokens each of the first requests gets. Later requests get
-    none."""
-
-    chunks: tuple[int, ...]
-    """Number of new tokens of each request that is in the step, in order."""
-    attention_s: float
-    """Predicted seconds of attention."""
-
-    @property
-    def tokens(self) -> int:
-        """Total number of new tokens. With this number as its token budget, and the same requests in the same
-        order, an engine runs the same step."""
-        return sum(self.chunks)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillComputeQuota:
-    """Packs requests into a step, in order, until attention would take longer than ``quota_s``.
-
-    The first request that does not fit is cut at the last block boundary (``block_tokens``) that fits. Later
-    requests get nothing. A step computes at least one block of its first request, even if that does not fit,
-    so that every step makes progress. Raises ``ValueError`` for a quota that is not above 0 or blocks below 1
-    token.
-    """
+    """Limits the attention of a step's prompts to ``quota_s`` seconds. A prompt that does not fit is cut at a
+    block boundary (``block_tokens``). Raises ``ValueError`` for a quota that is not above 0 or blocks below 1
+    token."""
 
     costs: AttentionCosts
     quota_s: float = 0.3
@@ -97,38 +66,6 @@ class PrefillComputeQuota:
             raise ValueError(
                 f"quota_s {self.quota_s}, block_tokens {self.block_tokens}; expected above 0, at least 1"
             )
-
-    def plan(
-        self,
-        requests: Iterable[PrefillCandidate],
-        *,
-        tokens_at_most: float = math.inf,
-        max_requests_per_step: float = math.inf,
-    ) -> PrefillStepPlan:
-        """Return the prefill work of one step.
-
-        ``requests``: running requests, then waiting requests, both in order of arrival. The iterable is read
-        only until the step is full. Raises ``ValueError`` for a request without new tokens or with negative
-        cached tokens."""
-        chunks: list[int] = []
-        left_s, tokens = self.quota_s, 0
-        spent_s = 0.0
-        for cached, new in requests:
-            if new < 1 or cached < 0:
-                raise ValueError(f"a request of {cached} cached and {new} new tokens; expected ≥ 0 and ≥ 1")
-            if len(chunks) >= max_requests_per_step or tokens >= tokens_at_most:
-                break
-            most = new if tokens + new <= tokens_at_most else int(tokens_at_most - tokens)
-            chunk = self.chunk(cached, most, left_s, first=not chunks)
-            if not chunk:
-                break
-            chunks.append(chunk)
-            tokens += chunk
-            spent_s += self.costs.seconds(cached, chunk)
-            left_s = self.quota_s - spent_s
-            if chunk < new:
-                break
-        return PrefillStepPlan(tuple(chunks), spent_s)
 
     def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
         """Return how many of a request's ``new`` tokens fit in ``left_s`` seconds of attention.
@@ -153,10 +90,11 @@ class PrefillComputeQuota:
 
 
 class StepQuotaUsage:
-    """Counts the attention seconds of one step against the quota, prompt by prompt.
+    """Packs prompts into one step, in order, and counts their attention seconds against the quota.
 
-    Used if vLLM's scheduler, and not ``PrefillComputeQuota.plan``, fills the step. ``decodes_s`` seconds of
-    the quota are reserved for decoding requests, which are in every step. Prompts get the remaining quota,
+    The first prompt that does not fit is cut, and later ones get nothing. A step computes at least one block
+    of its first prompt, even if that does not fit, so that every step makes progress. ``decodes_s`` seconds
+    of the quota are reserved for decoding requests, which are in every step. Prompts get the remaining quota,
     and never displace a decoding request.
     """
 
