@@ -67,7 +67,7 @@ def test_a_system_prompt_of_thousands_costs_no_look_at_each(
         return both
 
     monkeypatch.setattr(context_hashes, "common_prefix_length", counted(common_prefix_length))
-    monkeypatch.setattr(shared_prefixes, "_common", counted(shared_prefixes._common))
+    monkeypatch.setattr(shared_prefixes, "common_prefix_length", counted(common_prefix_length))
     assert placed.put(P, chain("p"), rank) == len(HEAD)
     assert placed.put(P, chain("2000x"), rank) == len(HEAD)
     assert placed.put(P, chain("2000", 3), rank) == len(HEAD) + 3

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -14,8 +14,10 @@ from .context_hashes import ContextHashStore
 from .placed_programs import PlacedProgram
 from .request_table import RequestState
 from .scheduler_state import KVPoolConfig
-from .shared_prefixes import ExpectedPrefixes, SharedPrefixes
+from .shared_prefixes import SharedPrefixes
 
+MAX_LEARNED = 1024
+"""Maximum number of kinds of programs for which an expected prefix is remembered."""
 MAX_EXPECTED_TO_SHARE = 8
 """Maximum number of new programs of one kind that are expected to share a prefix at the same time."""
 
@@ -28,23 +30,25 @@ class SharedBlockAccounting:
     have the same tenant and agent type.
     """
 
-    def __init__(self, pool: KVPoolConfig, contexts: ContextHashStore) -> None:
-        """``contexts``: hashes of each program's last turn, also of programs whose KV was dropped."""
+    def __init__(
+        self, pool: KVPoolConfig, contexts: ContextHashStore, on_device: Mapping[ProgramId, PlacedProgram]
+    ) -> None:
+        """``contexts``: hashes of each program's last turn, also of programs whose KV was dropped.
+        ``on_device``: the programs on the device, which the caller keeps up to date."""
         self._pool = pool
         self._contexts = contexts
+        self._on_device = on_device
         self._tiers = {tier: SharedPrefixes() for tier in Tier if tier is not Tier.WAITING}
         self._stale: set[Hashable] = set()
         """Keys of contexts whose own hashes (see ``SharedPrefixes``) changed when another context was stored
         or removed."""
-        self._expected = ExpectedPrefixes()
-        self._expected_to_share: dict[Hashable, set[ProgramId]] = {}
-        """Kind → new programs of the kind that are expected to share a prefix."""
-        self._expected_as: dict[ProgramId, Hashable] = {}
-        """Program → its kind in ``_expected_to_share``. The program's kind may have changed since."""
-        self._ran_on_device: dict[ProgramId, Hashable] = {}
-        """Programs on the device that ran before → their kind."""
-        self._kinds_on_device: Counter[Hashable] = Counter()
-        """Kind → number of its programs in ``_ran_on_device``, which may have thousands of entries."""
+        self._expected: OrderedDict[Hashable, int] = OrderedDict()
+        """Kind → number of leading hashes that the last new program of the kind shared with other contexts.
+        The next new program is expected to share as many."""
+        self._expectations_changed: set[Hashable] = set()
+        """Kinds whose expected prefix has changed since ``take_changed``."""
+        self._expected_to_share: dict[ProgramId, Hashable] = {}
+        """New programs that are expected to share a prefix → their kind, which may have changed since."""
         self._others: dict[str, int] = {}
         """Running request without a placed program → its prompt tokens."""
 
@@ -54,7 +58,13 @@ class SharedBlockAccounting:
         """Learn the length of the prefix that new programs of this kind share. ``chain``: block hashes of the
         program's first prompt; nothing is learned if it is empty (the prompt is shorter than a block)."""
         if chain:
-            self._expected.learn(_kind(place), self._tiers[Tier.DEVICE].common(chain))
+            kind, shared = _kind(place), self._tiers[Tier.DEVICE].common(chain)
+            if self._expected.get(kind, 0) != shared:
+                self._expectations_changed.add(kind)
+            self._expected[kind] = shared
+            self._expected.move_to_end(kind)
+            if len(self._expected) > MAX_LEARNED:
+                self._expected.popitem(last=False)
         self._stop_expecting(place)
 
     def begin(self, place: PlacedProgram, request_state: RequestState, chain: Sequence[Any]) -> None:
@@ -78,7 +88,6 @@ class SharedBlockAccounting:
     def store(self, place: PlacedProgram, chain: Sequence[Any]) -> None:
         """Store the hashes of a program's context in the program's tier. For a program in the tier WAITING,
         no hashes are stored."""
-        self._count_kind(place.program.id, _kind_that_ran(place))
         if place.tier is not Tier.WAITING:
             self._stale |= self._tiers[place.tier].put(place.program.id, chain)
 
@@ -97,15 +106,13 @@ class SharedBlockAccounting:
         without a placed program."""
         self._stop_expecting(place)
         self.take(place)
-        self._count_kind(place.program.id, None)
         for request_id, request_state in place.running.items():
             self.add_other(request_id, request_state.prompt_tokens, place.chains.get(request_id, ()))
 
     def shared_hashes(self, place: PlacedProgram) -> tuple[int, int]:
         """Return the present values of ``PlacedProgram.in_tier`` and ``PlacedProgram.on_device``."""
         program_id, device, kind = place.program.id, self._tiers[Tier.DEVICE], _kind(place)
-        self._count_kind(program_id, _kind_that_ran(place))  # the kind may have changed
-        if self._expected_as.get(program_id, kind) != kind:
+        if self._expected_to_share.get(program_id, kind) != kind:
             self._stop_expecting(place)  # its kind has changed since it was expected to share a prefix
         if place.tier is Tier.DEVICE and program_id in device:
             own = device.shared_hashes(program_id)
@@ -116,14 +123,13 @@ class SharedBlockAccounting:
         chain = self._contexts.get(program_id)
         if chain:
             return 0, device.common(chain)
-        expected = 0 if place.returning else self._expected.of(kind)
-        if not expected or kind not in self._kinds_on_device:
+        expected = 0 if place.returning else self._expected.get(kind, 0)
+        if not expected or not any(one.returning and _kind(one) == kind for one in self._on_device.values()):
             return 0, 0
-        members = self._expected_to_share.setdefault(kind, set())
-        if len(members) < MAX_EXPECTED_TO_SHARE:
-            members.add(program_id)
-            self._expected_as[program_id] = kind
-        return 0, expected if program_id in members else 0
+        expecting = self._expected_to_share
+        if program_id not in expecting and list(expecting.values()).count(kind) < MAX_EXPECTED_TO_SHARE:
+            expecting[program_id] = kind
+        return 0, expected if program_id in expecting else 0
 
     def take_stale(self) -> set[Hashable]:
         """Return the keys of the contexts whose own hashes changed since the last call: program ids, and keys
@@ -134,40 +140,20 @@ class SharedBlockAccounting:
     @property
     def expectations_changed(self) -> bool:
         """Whether ``take_changed`` may return programs."""
-        return bool(self._expected.changed)
+        return bool(self._expectations_changed)
 
     def take_changed(self, places: Iterable[PlacedProgram]) -> Iterator[PlacedProgram]:
         """Return the programs in ``places`` that have not run yet, and whose expected prefix has changed
         since the last call."""
-        changed, self._expected.changed = self._expected.changed, set()
+        changed, self._expectations_changed = self._expectations_changed, set()
         return (place for place in places if not place.returning and _kind(place) in changed)
 
-    def _count_kind(self, program_id: ProgramId, kind: Hashable | None) -> None:
-        """Set the kind of a program in ``_ran_on_device``. ``None``: remove the program, because it is not on
-        the device or has not run."""
-        before = self._ran_on_device.get(program_id)
-        if kind == before:
-            return
-        if before is not None:
-            del self._ran_on_device[program_id]
-            self._kinds_on_device[before] -= 1
-            if not self._kinds_on_device[before]:
-                del self._kinds_on_device[before]
-        if kind is not None:
-            self._ran_on_device[program_id] = kind
-            self._kinds_on_device[kind] += 1
-
     def _stop_expecting(self, place: PlacedProgram) -> None:
-        """No longer expect that this program shares a prefix. Another new program of its kind may replace it
-        in ``_expected_to_share``."""
-        kind = self._expected_as.pop(place.program.id, None)
-        if kind is None:
-            return
-        members = self._expected_to_share[kind]
-        members.discard(place.program.id)
-        self._expected.changed.add(kind)
-        if not members:
-            del self._expected_to_share[kind]
+        """No longer expect that this program shares a prefix. Another new program of its kind may replace
+        it."""
+        kind = self._expected_to_share.pop(place.program.id, None)
+        if kind is not None:
+            self._expectations_changed.add(kind)
 
     def _of_last_turn(self, place: PlacedProgram) -> Sequence[Any]:
         """Hashes of the context that the program's last turn left; empty if they are unknown."""
@@ -175,7 +161,7 @@ class SharedBlockAccounting:
 
     def _length(self, place: PlacedProgram) -> int:
         """Number of hashes of the program that are stored in its tier."""
-        return self._tiers[place.tier].length(place.program.id) if place.tier is not Tier.WAITING else 0
+        return len(self._tiers[place.tier].chain(place.program.id)) if place.tier is not Tier.WAITING else 0
 
     def _hashes_of(self, tokens: int) -> int:
         """Number of block hashes of a prompt."""
@@ -219,14 +205,6 @@ class SharedBlockAccounting:
         self._others.clear()
         self._stale.clear()
         self._expected_to_share.clear()
-        self._expected_as.clear()
-        self._ran_on_device.clear()
-        self._kinds_on_device.clear()
-
-
-def _kind_that_ran(place: PlacedProgram) -> Hashable | None:
-    """Kind of a program that is on the device and ran before; else ``None``."""
-    return _kind(place) if place.returning and place.tier is Tier.DEVICE else None
 
 
 def _kind(place: PlacedProgram) -> tuple[str | None, str | None]:

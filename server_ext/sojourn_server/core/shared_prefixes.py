@@ -6,13 +6,12 @@ share exactly their common prefix.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_LEARNED = 1024
-"""Maximum number of kinds of programs for which ``ExpectedPrefixes`` remembers a prefix."""
+from ..metrics.turn_ledger import common_prefix_length
 
 Key = Hashable
 """A program's id, or (``"request"``, id) for a request without a program."""
@@ -22,12 +21,18 @@ Key = Hashable
 class _Context:
     key: Key
     chain: Sequence[Any]
-    length: int
-    """Number of hashes that count. The engine may append to ``chain`` later."""
     number: int
     """Sequence number, by which contexts with equal chains are ordered."""
     before: int = 0
     """Number of leading hashes shared with the preceding context in the order."""
+
+    def __lt__(self, other: _Context) -> bool:
+        # Chains of thousands of hashes often differ late: bisection is faster than a comparison in order.
+        common = common_prefix_length(self.chain, other.chain)
+        if common == len(self.chain) or common == len(other.chain):
+            return (len(self.chain), self.number) < (len(other.chain), other.number)
+        first: bool = self.chain[common] < other.chain[common]
+        return first
 
 
 class SharedPrefixes:
@@ -35,13 +40,12 @@ class SharedPrefixes:
 
     A context's *own* hashes are those that the preceding context lacks. So each distinct hash is an own hash
     of exactly one context, and the numbers of own hashes add up to the number of distinct hashes. A change
-    takes O(log n) comparisons of chains. n is the number of contexts with the same first hash.
+    takes O(log n) comparisons of chains.
     """
 
     def __init__(self) -> None:
         self._of: dict[Key, _Context] = {}
-        self._sorted: dict[Any, list[_Context]] = {}
-        """First hash → the contexts that begin with it, in order."""
+        self._sorted: list[_Context] = []
         self._puts = 0
 
     def __contains__(self, key: Key) -> bool:
@@ -54,28 +58,21 @@ class SharedPrefixes:
         if not chain:
             return changed
         self._puts += 1
-        context = _Context(key, chain, len(chain), self._puts)
-        others = self._sorted.setdefault(chain[0], [])
-        at = _index_of(others, context)
-        if at:
-            context.before = _common(others[at - 1], context)
-        others.insert(at, context)
-        self._of[key] = context
-        return changed | self._set_before(others, at + 1, context)
+        # A copy, since the engine may append to its list later.
+        context = self._of[key] = _Context(key, chain[:], self._puts)
+        at = bisect_left(self._sorted, context)
+        self._sorted.insert(at, context)
+        self._set_before(at)
+        return changed | self._set_before(at + 1)
 
     def remove(self, key: Key) -> set[Key]:
         """Remove a context, if it is stored. Returns the other contexts whose own hashes have changed."""
         context = self._of.pop(key, None)
         if context is None:
             return set()
-        head = context.chain[0]
-        others = self._sorted[head]
-        at = _index_of(others, context)
-        assert others[at] is context
-        del others[at]
-        if not others:
-            del self._sorted[head]
-        return self._set_before(others, at, others[at - 1] if at else None)
+        at = bisect_left(self._sorted, context)
+        del self._sorted[at]
+        return self._set_before(at)
 
     def shared_hashes(self, key: Key) -> int:
         """Number of leading hashes that a stored context shares with the preceding context; 0 if the context
@@ -86,95 +83,29 @@ class SharedPrefixes:
     def chain(self, key: Key) -> Sequence[Any]:
         """The stored chain of a context; empty if it is not stored."""
         context = self._of.get(key)
-        return context.chain[: context.length] if context is not None else ()
-
-    def length(self, key: Key) -> int:
-        """Number of hashes of a stored context; 0 if it is not stored."""
-        context = self._of.get(key)
-        return context.length if context is not None else 0
+        return context.chain if context is not None else ()
 
     def common(self, chain: Sequence[Any]) -> int:
         """Length of the longest prefix, in hashes, that ``chain`` has in common with any stored context."""
-        others = self._sorted.get(chain[0]) if chain else None
-        if not others:
-            return 0
-        context = _Context("", chain, len(chain), 0)
-        at = _index_of(others, context)
-        before = _common(others[at - 1], context) if at else 0
-        return max(before, _common(context, others[at]) if at < len(others) else 0)
+        at = bisect_left(self._sorted, _Context("", chain, 0))
+        return max(
+            (common_prefix_length(one.chain, chain) for one in self._sorted[max(0, at - 1) : at + 1]),
+            default=0,
+        )
 
     def clear(self) -> None:
         """Remove all contexts."""
         self._of.clear()
         self._sorted.clear()
 
-    @staticmethod
-    def _set_before(others: list[_Context], at: int, before: _Context | None) -> set[Key]:
-        """Update the context at index ``at``, whose preceding context is now ``before``. Returns the
-        context's key if its own hashes have changed."""
-        if at >= len(others):
+    def _set_before(self, at: int) -> set[Key]:
+        """Update the context at index ``at``, whose preceding context may have changed. Returns the context's
+        key if its own hashes have changed."""
+        if at >= len(self._sorted):
             return set()
-        context = others[at]
-        common = _common(before, context) if before is not None else 0
+        context = self._sorted[at]
+        common = common_prefix_length(self._sorted[at - 1].chain, context.chain) if at else 0
         if common == context.before:
             return set()
         context.before = common
         return {context.key}
-
-
-class ExpectedPrefixes:
-    """For each kind of program, the number of leading hashes that a new program is expected to share with
-    other contexts. This is the number that the last new program of the kind shared."""
-
-    def __init__(self) -> None:
-        self._last: OrderedDict[Hashable, int] = OrderedDict()
-        self.changed: set[Hashable] = set()
-        """Kinds whose expected length has changed since the caller last cleared this set."""
-
-    def learn(self, kind: Hashable, shared: int) -> None:
-        """Remember how many leading hashes a new program of this kind shared."""
-        if self._last.get(kind, 0) != shared:
-            self.changed.add(kind)
-        self._last[kind] = shared
-        self._last.move_to_end(kind)
-        if len(self._last) > MAX_LEARNED:
-            self._last.popitem(last=False)
-
-    def of(self, kind: Hashable) -> int:
-        """Number of leading hashes that the next new program of this kind is expected to share."""
-        return self._last.get(kind, 0)
-
-
-def _common(one: _Context, other: _Context) -> int:
-    """Number of leading hashes that two contexts share."""
-    low, high = 0, min(one.length, other.length)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one.chain[middle - 1] == other.chain[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _index_of(contexts: Sequence[_Context], context: _Context) -> int:
-    """Index of ``context`` in ``contexts``, or where it would be inserted. Equal chains are in the order of
-    their numbers."""
-    low, high = 0, len(contexts)
-    while low < high:
-        middle = (low + high) // 2
-        if contexts[middle] is context:
-            return middle
-        if _is_before(contexts[middle], context):
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _is_before(one: _Context, other: _Context) -> bool:
-    common = _common(one, other)
-    if common == one.length or common == other.length:
-        return (one.length, one.number) < (other.length, other.number)
-    first: bool = one.chain[common] < other.chain[common]
-    return first

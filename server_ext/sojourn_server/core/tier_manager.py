@@ -100,7 +100,7 @@ class TierManager:
         self._waits = self.parked_requests.waits
         self._arrivals = 0
         """Arrival number of the newest request."""
-        self._contexts = SharedBlockAccounting(state.pool, state.contexts)
+        self._contexts = SharedBlockAccounting(state.pool, state.contexts, self._by_tier[Tier.DEVICE])
         self._trigger: PlacementTrigger | None = None
         """The latest event since the last call to the policy; ``None``: no event."""
         self._last_overdue_admission_s = -math.inf
