@@ -13,9 +13,7 @@ compared. The real server runs as often as time allows, in alternating order. Th
 to the duration of each step, as large as those of the profile's samples. The workload has many small losses
 instead of few large ones, so that equal runs differ by only 1 to 3 % in recomputed tokens.
 
-``--paced`` runs the tiny model with step durations of smol on two idle cores. Everything else is real, and
-other load on the machine does not matter, but the fit of the profile is not tested. ``--smoke`` runs the tiny
-model, with programs whose order does not depend on chance.
+``--smoke`` runs the tiny model, with programs whose order does not depend on chance.
 """
 
 from __future__ import annotations
@@ -38,8 +36,18 @@ from result_pages import show
 from rich.console import Console
 from sojourn_server.metrics.summary_statistics import summarise
 from sojourn_server.traces.prompt_builder import TurnPlan, recomputed_tokens
-from validation_runs import BenchmarkError, measured_off, play_in_simulator, play_on_engine, profile
-from validation_scenario import PACE, SMOKE, RunMeasurements, Scenario, plans_of, programs_of
+from validation_runs import (
+    SMOKE,
+    BenchmarkError,
+    RunMeasurements,
+    Scenario,
+    measured_off,
+    plans_of,
+    play_in_simulator,
+    play_on_engine,
+    profile,
+    programs_of,
+)
 
 JUDGED = {"completion_mean_s": 0.10, "regenerated_tokens": 0.05}
 """Figure → maximum relative error of the simulator."""
@@ -200,23 +208,6 @@ def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any
     }
 
 
-def scenario_of(options: argparse.Namespace) -> Scenario:
-    """Return the scenario that the command line selects."""
-    scenario = SMOKE if options.smoke else Scenario()
-    changed = {
-        name: value
-        for name in ("repeats", "lab_repeats", "programs", "seed")
-        if (value := getattr(options, name)) is not None
-    }
-    if options.paced:
-        changed |= {"model": "tiny", "paced": PACE}
-    if options.policies:
-        changed["policies"] = tuple(options.policies.split(","))
-    if options.loads:
-        changed["loads"] = tuple(int(load) for load in options.loads.split(","))
-    return dataclasses.replace(scenario, **changed)
-
-
 def main() -> None:
     """Measure, print and write the results. Exit code 1 if a figure's error exceeds its maximum in
     ``JUDGED``."""
@@ -224,16 +215,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--turns", type=Path, help="write every turn of both worlds here, as JSON")
     parser.add_argument("--smoke", action="store_true", help="the tiny model, one load: two minutes")
-    parser.add_argument("--paced", action="store_true", help="the tiny model in smol's time")
     parser.add_argument("--profile", type=Path, help="an engine profile measured before, in place of one now")
-    parser.add_argument("--policies", help="commas between; else stock,continuum")
-    parser.add_argument("--loads", help="programs at once, commas between")
     parser.add_argument("--repeats", type=int, help="of each real run")
-    parser.add_argument("--lab-repeats", type=int)
-    parser.add_argument("--programs", type=int, help="in all")
-    parser.add_argument("--seed", type=int)
     options = parser.parse_args()
-    scenario = scenario_of(options)
+    scenario = SMOKE if options.smoke else Scenario()
+    if options.repeats is not None:
+        scenario = dataclasses.replace(scenario, repeats=options.repeats)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     turns: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,7 @@ def test_the_lab_and_a_replay_count_the_same_by_it() -> None:
 
 
 def test_the_figures_of_a_run(truth: ModuleType) -> None:
-    from validation_scenario import RunMeasurements, TurnMeasurement
+    from validation_runs import RunMeasurements, TurnMeasurement
 
     played = RunMeasurements(completions_s=[4.0, 8.0], wall_s=9.0, preemptions=2)
     played.turns = [
@@ -130,7 +130,7 @@ def test_medians_are_compared(truth: ModuleType) -> None:
 
 def test_the_programs_fit_the_engine_and_are_the_seeds(truth: ModuleType) -> None:
     from sojourn_server.traces.trace_schema import TraceError
-    from validation_scenario import Scenario, plans_of, programs_of
+    from validation_runs import Scenario, plans_of, programs_of
 
     scenario = Scenario()
     programs = programs_of(scenario)
@@ -143,7 +143,7 @@ def test_the_programs_fit_the_engine_and_are_the_seeds(truth: ModuleType) -> Non
 
 
 def test_orderly_programs_take_turns_and_outgrow_the_pool(truth: ModuleType) -> None:
-    from validation_scenario import SMOKE, plans_of, programs_of
+    from validation_runs import SMOKE, plans_of, programs_of
 
     plans = plans_of(programs_of(SMOKE), SMOKE).values()
     pool = (SMOKE.blocks - 1) * SMOKE.block_size
