@@ -33,7 +33,8 @@ def parse(**more: Any) -> Any:
 
 def test_little_is_needed() -> None:
     config = parse()
-    assert (config.model, config.gateways, config.engines.min, config.host) == ("tiny", 2, 1, "127.0.0.1")
+    assert (config.model, config.engines.min, config.host) == ("tiny", 1, "127.0.0.1")
+    assert config.number_of_gateways == 2
     assert config.on_loopback
     assert not config.engines.scales
 
@@ -62,6 +63,8 @@ def test_prefill_and_decode_engines_are_groups_of_their_own() -> None:
         ("Decode", "decode", 2),
     ]
     assert (config.total_min_engines, config.pairs.read_side) == (3, "prefill")
+    assert config.number_of_gateways == 1, "one decides about all pairs"
+    assert parse_config({**PAIRS, "gateways": 2}, source="f.yaml").number_of_gateways == 2
     assert parse_config(msgspec.to_builtins(config), source="again") == config
     assert not parse().in_pairs
     own = {"min": 1, "command": ["x", "{port}"]}

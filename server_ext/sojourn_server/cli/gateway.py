@@ -115,13 +115,12 @@ def gateway(
     ),
     peers: list[str] = typer.Option(
         [],
-        help="Addresses of all gateways that serve the same engines, or of the others, separated by commas "
+        help="Addresses of all gateways that serve the same engines, this one included, separated by commas "
         "or repeated. Each program belongs to one of them, which the others pass its requests on to",
     ),
     own_url: str | None = typer.Option(
         None,
-        help="With --peers: the address by which the others name this gateway. Default: http://HOST:PORT of "
-        "--host and --port",
+        help="With --peers: this gateway's address there. Default: http://HOST:PORT of --host and --port",
     ),
     log_level: str = typer.Option("info", help="debug, info, warning or error"),
     ray: Path | None = typer.Option(
@@ -250,10 +249,11 @@ def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers
         if own_url is not None:
             raise CliError("--own-url is given without --peers", _SEVERAL)
         return None
-    if own_url is None and (port == 0 or host in ("0.0.0.0", "::")):
-        raise CliError("--peers needs the address by which the others name this gateway", _SEVERAL)
-    [own, *others] = _addresses([own_url or local_url(host, port), *texts], "a gateway's", _SEVERAL)
-    return Peers(own, others)
+    [own, *every] = _addresses([own_url or local_url(host, port), *texts], "a gateway's", _SEVERAL)
+    if own not in every:
+        by = "--own-url" if own_url is not None else "--host and --port, without --own-url"
+        raise CliError(f"--peers lacks this gateway, which is {own} by {by}", _SEVERAL)
+    return Peers(own, every)
 
 
 def _addresses(texts: list[str], whose: str, example: str) -> list[str]:

@@ -41,7 +41,7 @@ def connect(config: RayConfig, **options: Any) -> None:
     engines = sum((one.max or one.min) * one.num_cpus for _, _, one in config.groups)
     ray.init(
         # Ray only counts reserved CPUs, so the number may exceed the machine's cores.
-        num_cpus=max(os.cpu_count() or 1, math.ceil(engines + config.gateways * GATEWAY_CPUS) + 1),
+        num_cpus=max(os.cpu_count() or 1, math.ceil(engines + config.number_of_gateways * GATEWAY_CPUS) + 1),
         include_dashboard=config.dashboard,
         object_store_memory=OBJECT_STORE_BYTES,
         **options,
@@ -82,8 +82,9 @@ def describe_progress(config: RayConfig, deployments: Mapping[str, Any]) -> tupl
     engines = sum(running.get(group.name, 0) for group in config.groups)
     # Slow starts are normal for engines.
     troubles = [one.message for one in deployments.values() if "slow __init__" not in one.message]
-    up = f"{engines} of {config.total_min_engines} engines and {running.get(GATEWAY, 0)} of {config.gateways}"
-    return f"{up} gateways are up", summarize_error(next(filter(None, troubles), ""))
+    gateways = f"{running.get(GATEWAY, 0)} of {config.number_of_gateways} gateways are up"
+    up = f"{engines} of {config.total_min_engines} engines and {gateways}"
+    return up, summarize_error(next(filter(None, troubles), ""))
 
 
 def summarize_error(trouble: str) -> str:

@@ -139,8 +139,8 @@ class RayConfig(_Section, frozen=True, kw_only=True):
     """Prefill engines. Used together with ``decode``, instead of ``engines``."""
     decode: EnginesConfig | None = None
     pairs: PairsConfig = PairsConfig()
-    gateways: Count = 2
-    """Number of gateways."""
+    gateways: Count | None = None
+    """Number of gateways; ``None``: ``number_of_gateways``."""
     host: str = "127.0.0.1"
     """Address at which Serve's proxies and the gateways listen."""
     port: Port = 8100
@@ -191,6 +191,12 @@ class RayConfig(_Section, frozen=True, kw_only=True):
     def in_pairs(self) -> bool:
         """Whether the engines are prefill and decode engines, so that a request needs one of each."""
         return self.prefill is not None
+
+    @property
+    def number_of_gateways(self) -> int:
+        """Number of gateways. By default one for pairs: one decides about all of them, and others would only
+        pass requests on to it."""
+        return self.gateways or (1 if self.in_pairs else 2)
 
     @property
     def groups(self) -> tuple[EngineGroup, ...]:
