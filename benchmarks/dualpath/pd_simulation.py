@@ -332,9 +332,9 @@ class DecodeDevice:
         """Whether a request fits; an empty device accepts any request."""
         return state.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
-    def enter(self, state: AgentState, load_s: float, now: float) -> None:
-        """Add a request whose prompt is computed. Its decoding starts after ``load_s``, when its KV is
-        copied."""
+    def enter(self, state: AgentState, token_copy_s: float, now: float) -> None:
+        """Add a request whose prompt is computed. Its decoding starts when its KV is copied."""
+        load_s = state.request.tokens * token_copy_s
         self._move_to(now)
         self._count(state, 1)
         state.decoded_from_s = now + load_s
@@ -385,20 +385,15 @@ class PdSimulation:
         agent that fits no decode device."""
         self.cluster = cluster
         self.system = system
-        self.agents = agents
         self._states = [AgentState(agent, trajectory) for agent, trajectory in enumerate(agents)]
         self._queue = EventQueue()
         self.turns = 0
         self.latencies: list[tuple[float, float, float]] = []
         """(TTFT, TTST, TPOT) in seconds of each recorded turn with more than one output token."""
         self._latencies_from_s = latencies_from_s
-        self._build()
         times_s = arrivals_s or [0.0] * len(agents)
         for agent in sorted(range(len(agents)), key=times_s.__getitem__):
             self._queue.schedule_at(times_s[agent], self._arrive, self._states[agent])
-
-    def _build(self) -> None:
-        cluster, system, agents = self.cluster, self.system, self.agents
         machine, model = cluster.machine, cluster.model
         block_bytes = FULL_BLOCK_TOKENS * model.kv_bytes_per_token
         blocks_per_s = machine.storage_nic_bytes_per_s / block_bytes
@@ -468,13 +463,11 @@ class PdSimulation:
     def run(self, until_s: float = math.inf) -> None:
         """Run until all agents have ended, or until ``until_s``. Pauses garbage collection, which would take
         a third of the time and finds nothing, because turns create no cycles."""
-        was = gc.isenabled()
         gc.disable()
         try:
             self._queue.run_until(until_s)
         finally:
-            if was:
-                gc.enable()
+            gc.enable()
 
     @property
     def now(self) -> float:
@@ -487,9 +480,8 @@ class PdSimulation:
 
     def _submit(self, state: AgentState) -> None:
         hit_blocks, prompt_tokens, output_tokens, _ = state.trajectory[state.turn]
-        most_tokens = min(prompt_tokens + self._declared_tokens, self._max_context_tokens)
-        if self.system.knows_lengths:
-            most_tokens = prompt_tokens + output_tokens
+        declared_tokens = output_tokens if self.system.knows_lengths else self._declared_tokens
+        most_tokens = min(prompt_tokens + declared_tokens, self._max_context_tokens)
         if most_tokens > self._largest_tokens:
             raise ValueError(
                 f"a turn needs KV for {most_tokens:,} tokens; expected at most {self._largest_tokens:,}"
@@ -597,15 +589,11 @@ class PdSimulation:
         elif device.queue or not device.fits(state):
             device.queue.append(state)
         else:
-            self._enter(device, state)
+            device.enter(state, self._token_copy_s, self.now)
             due_s = device.next_s(self.now)
             if due_s < device.due_s:
                 device.due_s = due_s
                 self._queue.schedule_at(due_s, self._decode_step_done, device)
-
-    def _enter(self, device: DecodeDevice, state: AgentState) -> None:
-        load_s = state.request.tokens * self._token_copy_s
-        device.enter(state, load_s, self.now)
 
     def _decode_step_done(self, device: DecodeDevice) -> None:
         now = self.now
@@ -613,7 +601,7 @@ class PdSimulation:
             return  # stale: an earlier event was scheduled instead of this one
         done = device.pop_finished(now)
         while device.queue and device.fits(device.queue[0]):
-            self._enter(device, device.queue.popleft())
+            device.enter(device.queue.popleft(), self._token_copy_s, now)
         device.due_s = due_s = device.next_s(now)
         if due_s < math.inf:
             self._queue.schedule_at(due_s, self._decode_step_done, device)
