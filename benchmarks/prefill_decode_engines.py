@@ -123,7 +123,6 @@ def serve_args(name: str, pool_tokens: int, folder: Path, peer: str) -> tuple[st
         "store_bytes": 1 << 36,
         "buffer_bytes": 2 * pool_tokens * TOKEN_BYTES,
         "save": True,
-        "storage_read_rate": MEGABYTES_S * 1e6,
         "keep_on_reset": True,  # between two runs, only the KV on the device is cleared
         # On a busy machine threads may be delayed for a while. That must not fail the run.
         "patience_s": 10.0,

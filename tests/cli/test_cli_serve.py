@@ -336,13 +336,12 @@ def transfer_config(parts):
 
 
 def test_a_role_installs_the_paths_and_takes_a_policy_that_holds_nothing(tmp_path, nothing_starts):
-    parts = dry_run("tiny", *member(tmp_path, "--storage-nic-gbit", "0.032"), "--port", "8123")
+    parts = dry_run("tiny", *member(tmp_path), "--port", "8123")
     assert json.loads(parts[parts.index("--additional-config") + 1])["sojourn"]["policy"] == "observe"
     extra = transfer_config(parts)
     assert extra["role"] == "prefill"
     assert extra["node"] == socket.gethostname()
     assert extra["store_name"].endswith("-prefill-8123")
-    assert extra["storage_read_rate"] == 4e6
     assert list(tmp_path.iterdir()) == []
 
 
@@ -360,7 +359,6 @@ def test_an_untested_vllm_has_no_pairs_though_its_scheduler_be_stock(tmp_path, n
         ([*member("."), "--kv-host-gib", "0.001"], "both set the place of KV"),
         (member("nowhere"), "does not exist; expected the directory"),
         ([*member("."), "--kv-listen", "8500"], "--kv-listen: '8500' is not an address"),
-        ([*member("."), "--compute-nic-gbit", "-1"], "--compute-nic-gbit is -1"),
         (["--role", "prefill", "--kv-store", ".", "--kv-buffer-gib", "1e7"], "--kv-buffer-gib is 1e+07"),
     ],
 )

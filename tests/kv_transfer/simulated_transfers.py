@@ -1,8 +1,7 @@
 """Transfers between engines in virtual time, with real transfer cores, a store in a dictionary, and a network
 that can be cut.
 
-There are no threads and no sleeps. Storage and sockets take no time of their own. Only the rates of links
-take time.
+There are no threads and no sleeps. Storage and sockets take time only if the engine has a rate for them.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -27,7 +27,7 @@ from sojourn_server.kv_transfer.transfer_actions import (
     WriteBlock,
 )
 from sojourn_server.kv_transfer.transfer_core import TransferCore
-from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
+from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_wire import WireMessage, decode, decode_head, encode
 
 LAYERS = 3
@@ -72,11 +72,13 @@ class Engine:
 
     def __init__(self, world: World, name: str, epoch: int, **options: Any) -> None:
         limits = TransferLimits(**{"slots": 64, "chunk_bytes": 2 * LAYER_BYTES, **options.pop("limits", {})})
-        rates = LinkRates(**options.pop("rates", {}))
+        self.rates: dict[str, float] = options.pop("rates", {})
+        """Bytes per second of ``storage_read``, ``storage_write`` and ``compute`` (sends to peers)."""
+        self._busy_until_s: dict[str, float] = {}
         self.name = name
         self.world = world
         self.core = TransferCore(
-            options.pop("identity", identity()), limits, rates, name=name, epoch=f"{name}/{epoch}"
+            options.pop("identity", identity()), limits, name=name, epoch=f"{name}/{epoch}"
         )
         assert not options, options
         self.events: list[TransferEvent] = []
@@ -84,14 +86,14 @@ class Engine:
 
     def load(self, load: str, wanted: Sequence[bytes], **peer: Any) -> int:
         of = ReadingPeer(**{"transfer": load, "total": len(wanted), **peer}) if peer else None
-        return int(self.do(self.core.load, load, wanted, peer=of))
+        return int(self.do(self.core.loads.begin, load, wanted, peer=of))
 
     def offer(self, transfer: str, to: str, wanted: Sequence[bytes], **options: Any) -> None:
-        self.do(self.core.offer, transfer, to, wanted, **options)
+        self.do(self.core.pushes.offer, transfer, to, wanted, **options)
 
     def give(self, transfer: str, wanted: Sequence[bytes], layers: int = LAYERS) -> None:
         for layer in range(layers):
-            self.do(self.core.give, transfer, layer, layers_of(wanted, layer))
+            self.do(self.core.pushes.give, transfer, layer, layers_of(wanted, layer))
 
     def push(self, transfer: str, to: str, wanted: Sequence[bytes], **options: Any) -> None:
         """Offer a context whose layers are all computed already."""
@@ -102,6 +104,14 @@ class Engine:
         answer = what(*arguments, now=self.world.now, **options)
         self.world.carry_out(self)
         return answer
+
+    def takes_until(self, device: str, nbytes: int) -> float:
+        """Occupy a device with one transfer after the other. Returns the time at which this one ends."""
+        if device not in self.rates:
+            return self.world.now
+        start_s = max(self.world.now, self._busy_until_s.get(device, 0.0))
+        self._busy_until_s[device] = start_s + nbytes / self.rates[device]
+        return self._busy_until_s[device]
 
     def over(self, kind: type[LoadEnded | PushEnded | PromptTransferEnded], name: str) -> Any:
         """The last event of a kind about ``name``; ``None`` if there is none yet."""
@@ -116,12 +126,12 @@ class Engine:
     def taken(self, load: str) -> list[bytes]:
         """Take a load's blocks, and release the load."""
         blocks = [bytes(block) for block in self.core.loads.blocks(load)]
-        self.do(self.core.end_load, load)
+        self.do(self.core.loads.end, load)
         return blocks
 
     def prompt(self, transfer: str) -> list[bytes]:
         blocks = [bytes(block) for block in self.core.prompts.blocks(transfer)]
-        self.do(self.core.end_prompt, transfer)
+        self.do(self.core.prompts.forget, transfer)
         return blocks
 
 
@@ -152,6 +162,8 @@ class World:
         self._unsent: dict[tuple[str, int], list[int | None]] = {}
         """Items that a full socket does not accept, by the sending end."""
         self._epochs = count(1)
+        self._busy_until_s: dict[tuple[str, int], float] = {}
+        """A connection's end → time at which its last data arrive at the other end."""
 
     def engine(self, name: str, **options: Any) -> Engine:
         made = self.engines[name] = Engine(self, name, next(self._epochs), **options)
@@ -191,22 +203,31 @@ class World:
     def carry_out(self, engine: Engine) -> None:
         """Carry out the core's actions, as a transfer manager would. Results come a moment later, as from
         threads and sockets."""
-        for action in engine.core.take_actions():
+        actions, events = engine.core.take(self.now)
+        for action in actions:
+            at = self.now
             if isinstance(action, DialPeer):
-                self._soon(lambda action=action: self._dial(engine, action))  # type: ignore[misc]
+                what, arguments = self._dial, (engine, action)
             elif isinstance(action, SendMessage):
-                self._soon(lambda action=action: self._send(engine, action))  # type: ignore[misc]
-            elif isinstance(action, CloseConnection):
                 end = engine.name, action.conn
-                self._soon(lambda end=end: self._hang_up_when_all_is_out(*end))  # type: ignore[misc]
+                at = self._busy_until_s.get(end, 0.0)  # messages arrive in the order of their sending
+                if action.payload:
+                    at = max(at, engine.takes_until("compute", sum(map(len, action.payload))))
+                    self._busy_until_s[end] = at
+                what, arguments = self._send, (engine, action)
+            elif isinstance(action, CloseConnection):
+                at = self._busy_until_s.get((engine.name, action.conn), 0.0)
+                what, arguments = self._hang_up_when_all_is_out, (engine.name, action.conn)
             elif isinstance(action, ReadBlock):
-                self._soon(lambda action=action: self._read(engine, action))  # type: ignore[misc]
+                self.reads.append((engine.name, action.key))
+                at = engine.takes_until("storage_read", BLOCK_BYTES)
+                what, arguments = self._read, (engine, action)
             else:
-                self._soon(lambda action=action: self._write(engine, action))  # type: ignore[misc]
-        engine.events += engine.core.take_events()
-
-    def _soon(self, what: Callable[[], None]) -> None:
-        heapq.heappush(self._event_queue, (self.now, next(self._numbers), what))
+                at = engine.takes_until("storage_write", BLOCK_BYTES)
+                what, arguments = self._write, (engine, action)
+            run = partial(what, *arguments)
+            heapq.heappush(self._event_queue, (max(at, self.now), next(self._numbers), run))
+        engine.events += events
 
     def _act(self, engine: Engine, what: Callable[..., None], *arguments: Any) -> None:
         if engine.alive:
@@ -216,14 +237,14 @@ class World:
     def _dial(self, engine: Engine, dial: DialPeer) -> None:
         peer = self.engines.get(dial.address)
         if peer is None:
-            self._act(engine, engine.core.dial_failed, dial, "connection refused")
+            self._act(engine, engine.core.peers.dial_failed, dial, "connection refused")
             return
         if not engine.alive:
             return
         here, there = (engine.name, next(self._numbers)), (dial.address, next(self._numbers))
         self._ends[here], self._ends[there] = there, here
-        self._act(peer, peer.core.accepted, there[1])
-        self._act(engine, engine.core.dialled, dial, here[1])
+        self._act(peer, peer.core.peers.accepted, there[1])
+        self._act(engine, engine.core.peers.dialled, dial, here[1])
 
     def _send(self, engine: Engine, action: SendMessage) -> None:
         there = self._ends.get((engine.name, action.conn))
@@ -243,7 +264,7 @@ class World:
                 peer = self.engines[there[0]]
                 self._act(peer, peer.core.received, there[1], message, memoryview(payload))
         if action.item is not None:
-            self._act(engine, engine.core.sent, action.item)
+            self._act(engine, engine.core.ctx.sent, action.item)
 
     def _does_not_get_out(self, engine: Engine, action: SendMessage) -> None:
         """Queue a message that the socket does not accept. The connection ends when the first such message
@@ -275,10 +296,9 @@ class World:
                 self._act(engine, engine.core.connection_lost, number, "the connection has ended")
                 for item in self._unsent.pop((end, number), []):
                     if item is not None:
-                        self._act(engine, engine.core.sent, item)
+                        self._act(engine, engine.core.ctx.sent, item)
 
     def _read(self, engine: Engine, action: ReadBlock) -> None:
-        self.reads.append((engine.name, action.key))
         if action.key in self.hung:
             return
         why = self.broken.get(action.key)
@@ -290,7 +310,7 @@ class World:
                 at += part.nbytes
         elif why is None:
             why = "missing"
-        self._act(engine, engine.core.read_done, action.item, why)
+        self._act(engine, engine.core.ctx.read_done, action.item, why)
 
     def _write(self, engine: Engine, action: WriteBlock) -> None:
         self.stored[action.key] = b"".join(action.content)

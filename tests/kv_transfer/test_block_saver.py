@@ -23,7 +23,7 @@ class Books:
         self.room = room
         self.stored: list[tuple[bytes, bytes, bytes]] = []
 
-    def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
+    def store(self, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
         if len(self.stored) >= self.room:
             return False
         self.stored.append((key, parent, b"".join(content)))

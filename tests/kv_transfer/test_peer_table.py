@@ -23,29 +23,29 @@ class Dialling:
         self.first = self._dials("t")
         self.now += 2.0
         self.core.tick(self.now)
-        assert self.core.take_events() == [PushEnded("t", False, "d does not answer")]
+        assert self.core.take(self.now)[1] == [PushEnded("t", False, "d does not answer")]
         self.second = self._dials("u")
         assert self.first != self.second
 
     def _dials(self, transfer: str) -> DialPeer:
-        self.core.offer(transfer, "d", CONTEXT, self.now)
-        [dial] = self.core.take_actions()
+        self.core.pushes.offer(transfer, "d", CONTEXT, self.now)
+        [dial] = self.core.take(self.now)[0]
         assert isinstance(dial, DialPeer)
         return dial
 
     def goes_well(self) -> None:
         """The second is answered, and used."""
-        self.core.dialled(self.second, SECOND, self.now)
-        [hello] = self.core.take_actions()
+        self.core.peers.dialled(self.second, SECOND, self.now)
+        [hello] = self.core.take(self.now)[0]
         assert isinstance(hello, SendMessage)
         assert (hello.conn, type(hello.message)) == (SECOND, HelloMessage)
         self.core.received(SECOND, WelcomeMessage(name="d", epoch="e"), memoryview(b""), self.now)
-        [offer] = self.core.take_actions()
+        [offer] = self.core.take(self.now)[0]
         assert isinstance(offer, SendMessage)
         assert (offer.conn, type(offer.message)) == (SECOND, OfferMessage)
         assert self.core.ctx.counts["hung_up"] == 0
         self.core.connection_lost(SECOND, "the connection has ended", self.now)
-        assert self.core.take_events() == [PushEnded("u", False, "the connection has ended")]
+        assert self.core.take(self.now)[1] == [PushEnded("u", False, "the connection has ended")]
         assert_clean(self.engine)
 
 
@@ -54,29 +54,31 @@ def test_a_dial_that_succeeds_after_its_patience_is_hung_up_and_not_taken_for_th
     dialling = Dialling()
     core = dialling.core
     if when == "after":
-        core.dialled(dialling.second, SECOND, dialling.now)
-        core.take_actions()
-    core.dialled(dialling.first, FIRST, dialling.now)
-    assert core.take_actions() == [CloseConnection(FIRST)]
+        core.peers.dialled(dialling.second, SECOND, dialling.now)
+        core.take(dialling.now)[0]
+    core.peers.dialled(dialling.first, FIRST, dialling.now)
+    assert core.take(dialling.now)[0] == [CloseConnection(FIRST)]
     core.connection_lost(FIRST, "the connection has ended", dialling.now)
     if when == "before":
         dialling.goes_well()
         return
     core.received(SECOND, WelcomeMessage(name="d", epoch="e"), memoryview(b""), dialling.now)
-    [offer] = core.take_actions()
+    [offer] = core.take(dialling.now)[0]
     assert isinstance(offer, SendMessage)
     assert (offer.conn, type(offer.message)) == (SECOND, OfferMessage)
 
 
 def test_a_dial_that_fails_after_its_patience_does_not_end_the_next() -> None:
     dialling = Dialling()
-    dialling.core.dial_failed(dialling.first, "connection refused", dialling.now)
-    assert dialling.core.take_events() == []
+    dialling.core.peers.dial_failed(dialling.first, "connection refused", dialling.now)
+    assert dialling.core.take(dialling.now)[1] == []
     dialling.goes_well()
 
 
 def test_the_next_dial_may_fail_by_itself() -> None:
     dialling = Dialling()
-    dialling.core.dial_failed(dialling.second, "connection refused", dialling.now)
-    assert dialling.core.take_events() == [PushEnded("u", False, "cannot reach d: connection refused")]
+    dialling.core.peers.dial_failed(dialling.second, "connection refused", dialling.now)
+    assert dialling.core.take(dialling.now)[1] == [
+        PushEnded("u", False, "cannot reach d: connection refused")
+    ]
     assert_clean(dialling.engine)

@@ -20,19 +20,19 @@ def test_what_was_left_makes_room_before_others_lose_patience() -> None:
     assert d.core.ctx.buffers.used == 16
     for number in range(6):
         context = pushed(world, p, f"live{number}", 1000 + 10 * number)
-        d.do(d.core.expect, f"live{number}")
+        d.do(d.core.prompts.expect, f"live{number}")
         world.run(1.4, until=lambda name=f"live{number}": d.over(PromptTransferEnded, name) is not None)  # type: ignore[misc]
         assert d.over(PromptTransferEnded, f"live{number}").complete
         assert p.over(PushEnded, f"live{number}").complete
         assert d.prompt(f"live{number}") == [content(one) for one in context]
     assert d.core.ctx.counts["prompts_evicted"] == 1  # and no more than were in the way
-    d.do(d.core.expect, "left0")
+    d.do(d.core.prompts.expect, "left0")
     over = d.over(PromptTransferEnded, "left0")
     assert over is not None, "it is told at once"
     assert not over.complete
     assert "buffers" in over.why
-    d.do(d.core.end_prompt, "left0")
-    d.do(d.core.expect, "left1")
+    d.do(d.core.prompts.forget, "left0")
+    d.do(d.core.prompts.expect, "left1")
     assert len(d.prompt("left1")) == 8
     world.run(1.0)
     assert_clean(p, d)
@@ -45,7 +45,7 @@ def queued(world: World, engine: Engine, *names: str, seconds: float) -> None:
     """Requests wait in an engine's queue; it steps, and says so."""
     end = world.now + seconds
     while world.now < end:
-        engine.do(engine.core.want, names)
+        engine.do(engine.core.prompts.want, names)
         world.run(min(0.5, end - world.now))
 
 
@@ -53,7 +53,7 @@ def test_a_context_whose_request_is_in_the_queue_stays_however_long_that_is() ->
     world, p, d = two_engines(limits={"slots": 16})
     context = pushed(world, p, "t", 0)
     queued(world, d, "t", seconds=200.0)
-    d.do(d.core.expect, "t")
+    d.do(d.core.prompts.expect, "t")
     assert d.over(PromptTransferEnded, "t").complete
     assert d.prompt("t") == [content(one) for one in context]
     assert_clean(p, d)
@@ -66,15 +66,15 @@ def test_what_nobody_wants_makes_room_before_what_a_request_in_the_queue_wants()
     pushed(world, p, "left", 100)
     queued(world, d, "wanted", seconds=1.0)
     pushed(world, p, "next", 200)
-    d.do(d.core.expect, "next")
+    d.do(d.core.prompts.expect, "next")
     queued(world, d, "wanted", seconds=1.4)
     assert d.over(PromptTransferEnded, "next").complete
     assert len(d.prompt("next")) == 8
     queued(world, d, "wanted", seconds=40.0)
-    d.do(d.core.expect, "left")
+    d.do(d.core.prompts.expect, "left")
     assert not d.over(PromptTransferEnded, "left").complete
-    d.do(d.core.end_prompt, "left")
-    d.do(d.core.expect, "wanted")
+    d.do(d.core.prompts.forget, "left")
+    d.do(d.core.prompts.expect, "wanted")
     assert len(d.prompt("wanted")) == 8
     world.run(1.0)
     assert_clean(p, d)
@@ -91,16 +91,16 @@ def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
     assert d.core.ctx.counts["prompts_evicted"] == 0, "nobody else wants the room"
     for number in range(3):
         pushed(world, p, f"live{number}", 1000 + 100 * number)
-        d.do(d.core.expect, f"live{number}")
+        d.do(d.core.prompts.expect, f"live{number}")
         queued(world, d, *names, seconds=1.4)
         assert len(d.prompt(f"live{number}")) == 8
     assert d.core.ctx.counts["prompts_evicted"] == 1
     for name in names:
-        d.do(d.core.expect, name)
+        d.do(d.core.prompts.expect, name)
     assert [d.over(PromptTransferEnded, name).complete for name in names] == [True, True, True, False]
     assert "queue" in d.over(PromptTransferEnded, "t3").why
     for name in names:
-        d.do(d.core.end_prompt, name)
+        d.do(d.core.prompts.forget, name)
     world.run(1.0)
     assert_clean(p, d)
 
@@ -110,11 +110,11 @@ def test_a_context_that_fills_the_buffers_is_kept_for_the_first_in_the_queue() -
     pushed(world, p, "t", 0)
     queued(world, d, "t", seconds=1.0)
     pushed(world, p, "next", 100)
-    d.do(d.core.expect, "next")
+    d.do(d.core.prompts.expect, "next")
     queued(world, d, "t", seconds=3.0)
     assert not d.over(PromptTransferEnded, "next").complete, "who has nothing yet loses nothing"
-    d.do(d.core.end_prompt, "next")
-    d.do(d.core.expect, "t")
+    d.do(d.core.prompts.forget, "next")
+    d.do(d.core.prompts.expect, "t")
     assert len(d.prompt("t")) == 8
     world.run(1.0)
     assert_clean(p, d)

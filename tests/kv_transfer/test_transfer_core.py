@@ -15,7 +15,6 @@ from simulated_transfers import (
     two_engines,
 )
 from sojourn_server.kv_transfer.transfer_actions import (
-    BlockStoreEnded,
     LayerLoaded,
     LoadEnded,
     PromptTransferEnded,
@@ -61,7 +60,7 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
     whole = [*CONTEXT, b"tail of t"]
     here.offer("t", "d", whole)
     here.give("t", whole)
-    there.do(there.core.expect, "t")
+    there.do(there.core.prompts.expect, "t")
     assert there.wait(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
     assert here.over(PushEnded, "t") == PushEnded("t", True)
     assert [message.indices for _, _, message in world.messages if isinstance(message, NeedMessage)] == [[8]]
@@ -69,29 +68,12 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
     assert_clean(here, there)
 
 
-def test_a_read_split_over_both_sides_is_two_loads_of_one_context() -> None:
-    world = World()
-    here, there = (
-        world.engine("p", rates={"storage_read": 960.0}),
-        world.engine("d", rates={"storage_read": 960.0}),
-    )
-    world.put(*CONTEXT)
-    began = world.now
-    here.load("mine", CONTEXT[:4])
-    here.load("t", CONTEXT[4:], address="d", total=8)
-    world.run(until=lambda: all(here.over(LoadEnded, name) for name in ("mine", "t")))
-    assert world.now - began == pytest.approx(4 * BLOCK_BYTES / 960, abs=0.02)  # half of what one side takes
-    assert here.taken("mine") + here.taken("t") == [content(one) for one in CONTEXT]
-    there.do(there.core.end_prompt, "t")
-    assert_clean(here, there)
-
-
 def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
     world, here, there = two_engines()
-    there.do(there.core.expect, "t")
+    there.do(there.core.prompts.expect, "t")
     here.offer("t", "d", CONTEXT)
     for layer in range(LAYERS):
-        here.do(here.core.give, "t", layer, layers_of(CONTEXT, layer))
+        here.do(here.core.pushes.give, "t", layer, layers_of(CONTEXT, layer))
         world.run(0.5)
         assert there.core.ctx.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
     there.wait(PromptTransferEnded, "t")
@@ -107,7 +89,7 @@ def test_pushes_that_share_a_prefix_send_it_once() -> None:
         here.offer(name, "d", wanted)
     for name, wanted in tails.items():
         here.give(name, wanted)
-        there.do(there.core.expect, name)
+        there.do(there.core.prompts.expect, name)
     world.run(until=lambda: all(there.over(PromptTransferEnded, name) for name in tails))
     assert here.core.ctx.counts["bytes_pushed"] == (8 + 3) * BLOCK_BYTES
     for name, wanted in tails.items():
@@ -145,17 +127,16 @@ def test_reads_are_first_come_first_served_by_request() -> None:
     assert_clean(engine)
 
 
-def test_blocks_are_stored_in_order_and_their_memory_is_free_when_it_is_said() -> None:
+def test_blocks_are_stored_in_order() -> None:
     world = World()
     engine = world.engine("d", rates={"storage_write": 960.0})
     for before, number in enumerate(range(1, 5)):
-        assert engine.do(engine.core.store, "r", key(number), key(before), [memoryview(content(key(number)))])
-    assert engine.events == []
+        assert engine.do(engine.core.store, key(number), key(before), [memoryview(content(key(number)))])
+    assert not world.stored
     world.run()
-    assert [event for event in engine.events if isinstance(event, BlockStoreEnded)] == [
-        BlockStoreEnded("r", key(number), "stored") for number in range(1, 5)
-    ]
+    assert list(world.stored) == keys(1, 2, 3, 4)
     assert world.stored[key(4)] == content(key(4))
+    assert engine.core.ctx.counts["write_stored"] == 4
     assert_clean(engine)
 
 
@@ -173,7 +154,7 @@ def test_every_transfer_says_of_which_class_it_is() -> None:
         isinstance(message, (DataMessage, OfferMessage, ReadMessage)) for _, _, message in world.messages
     )
     here.taken("t")
-    there.do(there.core.end_prompt, "t")
+    there.do(there.core.prompts.forget, "t")
     assert_clean(here, there)
 
 
@@ -181,15 +162,15 @@ def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:
     _world, here, there = two_engines()
     here.offer("t", "d", CONTEXT)
     with pytest.raises(ValueError, match="expected 0 of 3"):
-        here.do(here.core.give, "t", 1, layers_of(CONTEXT, 1))
+        here.do(here.core.pushes.give, "t", 1, layers_of(CONTEXT, 1))
     with pytest.raises(ValueError, match="expected the 8 offered"):
-        here.do(here.core.give, "t", 0, layers_of(CONTEXT[:3], 0))
+        here.do(here.core.pushes.give, "t", 0, layers_of(CONTEXT[:3], 0))
     with pytest.raises(ValueError, match="expected 32 contiguous bytes"):
-        here.do(here.core.give, "t", 0, [memoryview(b"x")] * 8)
+        here.do(here.core.pushes.give, "t", 0, [memoryview(b"x")] * 8)
     here.give("t", CONTEXT)
     with pytest.raises(ValueError, match="expected 3 of 3"):
-        here.do(here.core.give, "t", 3, layers_of(CONTEXT, 0))
+        here.do(here.core.pushes.give, "t", 3, layers_of(CONTEXT, 0))
     here.wait(PushEnded, "t")
-    assert here.do(here.core.give, "t", 0, layers_of(CONTEXT, 0)) is False
-    there.do(there.core.end_prompt, "t")
+    assert here.do(here.core.pushes.give, "t", 0, layers_of(CONTEXT, 0)) is False
+    there.do(there.core.prompts.forget, "t")
     assert_clean(here, there)

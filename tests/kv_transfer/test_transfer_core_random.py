@@ -81,19 +81,19 @@ def test_whatever_happens(
             peer = {"address": "d", "total": len(whole)}
             asked[push] = here.load(push, theirs, **peer), len(theirs)
         if request["wants"] and "d" in world.engines:
-            there.do(there.core.want, [push])
+            there.do(there.core.prompts.want, [push])
         world.run(request["pause"])
         if request["gives_up"] is not None and "p" in world.engines:
             world.run(request["gives_up"])
-            here.do(here.core.end_load, name)
-            here.do(here.core.end_load, push)
+            here.do(here.core.loads.end, name)
+            here.do(here.core.loads.end, push)
             asked.pop(name, None)
             asked.pop(push, None)
         if "p" in world.engines:
             here.offer(push, "d", whole)
             here.give(push, whole)
         if request["expects"] and "d" in world.engines:
-            there.do(there.core.expect, push)
+            there.do(there.core.prompts.expect, push)
         assert all(engine.core.ctx.buffers.used <= slots for engine in world.engines.values())
     # Everybody takes what is his as soon as it is there, once.
     seen = dict.fromkeys("pd", 0)
@@ -102,14 +102,14 @@ def test_whatever_happens(
         for engine in list(world.engines.values()):
             news, seen[engine.name] = engine.events[seen[engine.name] :], len(engine.events)
             for event in news:
-                if isinstance(event, LoadEnded) and event.load in engine.core.loads._loads:
+                if isinstance(event, LoadEnded) and event.load in engine.core.loads.loads:
                     assert len(engine.taken(event.load)) == event.good
                 elif isinstance(event, PromptTransferEnded) and event.complete:
                     offered = engine.core.prompts._prompts[event.transfer].offer
                     assert offered is not None
                     assert engine.prompt(event.transfer) == [content(one) for one in offered.keys]
                 elif isinstance(event, PromptTransferEnded):
-                    engine.do(engine.core.end_prompt, event.transfer)
+                    engine.do(engine.core.prompts.forget, event.transfer)
     alive = list(world.engines.values())
     if here.alive:
         for name in asked:
@@ -168,7 +168,7 @@ def test_requests_are_served_in_the_order_in_which_they_came(
     assert over == [str(number) for number in range(len(sizes))]
     for number in range(len(sizes)):
         here.taken(str(number))
-        there.do(there.core.end_prompt, str(number))
+        there.do(there.core.prompts.forget, str(number))
     world.run(1.0)
     assert_clean(here, there)
     assert not [event for event in here.events if isinstance(event, PushEnded)]

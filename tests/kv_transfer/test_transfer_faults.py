@@ -56,10 +56,10 @@ def turn(world: World, here: Engine, there: Engine, stop: Callable[[], bool]) ->
     here.load("t", CONTEXT, address="d", total=9)
     world.run(10.0, until=lambda: stop() or here.over(LoadEnded, "t") is not None)
     if "p" in world.engines and here.over(LoadEnded, "t") is not None:
-        here.do(here.core.end_load, "t")
+        here.do(here.core.loads.end, "t")
         here.push("t", "d", WHOLE)
     if "d" in world.engines:
-        there.do(there.core.expect, "t")
+        there.do(there.core.prompts.expect, "t")
     world.run(10.0, until=lambda: stop() or there.over(PromptTransferEnded, "t") is not None)
 
 
@@ -73,8 +73,8 @@ def release_buffers(world: World, *engines: Engine) -> None:
     """Engines take what is theirs; what is nobody's ends by itself."""
     for engine in engines:
         if engine.alive:
-            engine.do(engine.core.end_load, "t")
-            engine.do(engine.core.end_prompt, "t")
+            engine.do(engine.core.loads.end, "t")
+            engine.do(engine.core.prompts.forget, "t")
     world.run(3 * LEASE_S)
     assert_clean(*(engine for engine in engines if engine.alive))
 
@@ -114,7 +114,7 @@ def test_a_peer_that_dies_at_any_message_leaves_nothing_behind(
         assert here.over(LoadEnded, "t") is not None
         assert here.core.pushes.find("t") is None
     elif survivor.over(PromptTransferEnded, "t") is None:
-        survivor.do(survivor.core.expect, "t")
+        survivor.do(survivor.core.prompts.expect, "t")
         died = world.now
         world.run(PATIENCE_S + 1.0, until=lambda: survivor.over(PromptTransferEnded, "t") is not None)
         assert survivor.over(PromptTransferEnded, "t") is not None
@@ -211,7 +211,7 @@ def test_once_a_layer_has_come_nobody_is_made_to_wait_for_storage_instead() -> N
     world.run(0.1)
     assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "the connection has ended")
     assert len(world.reads) == reads
-    here.do(here.core.end_load, "t")
+    here.do(here.core.loads.end, "t")
     world.run(1.0)
     assert_clean(here)
 
@@ -220,10 +220,10 @@ def test_a_push_that_never_comes_is_waited_for_no_longer_than_patience() -> None
     world = World()
     there = world.engine("d")
     began = world.now
-    there.do(there.core.expect, "t")
+    there.do(there.core.prompts.expect, "t")
     assert there.wait(PromptTransferEnded, "t") == PromptTransferEnded("t", False, "it makes no progress")
     assert PATIENCE_S <= world.now - began <= PATIENCE_S + 0.5
-    there.do(there.core.end_prompt, "t")
+    there.do(there.core.prompts.forget, "t")
     assert_clean(there)
 
 
@@ -241,7 +241,7 @@ def test_what_lies_before_a_block_that_cannot_be_read_is_good(side: str, index: 
     assert here.taken("t") == [content(one) for one in CONTEXT[:index]]
     # The rest is computed here and pushed; the peer asks for what it could not read either.
     here.push("t", "d", WHOLE)
-    there.do(there.core.expect, "t")
+    there.do(there.core.prompts.expect, "t")
     there.wait(PromptTransferEnded, "t")
     assert there.prompt("t") == [content(one) for one in WHOLE]
     assert_clean(here, there)
@@ -256,11 +256,11 @@ def test_storage_that_never_answers_costs_patience_and_its_slot_until_it_does(si
     here.load("t", CONTEXT, **({} if side == "here" else {"address": "d", "total": 9}))
     assert here.wait(LoadEnded, "t") == LoadEnded("t", 3, "storage has not answered")
     assert here.taken("t") == [content(one) for one in CONTEXT[:3]]
-    there.do(there.core.end_prompt, "t")
+    there.do(there.core.prompts.forget, "t")
     assert reader.core.ctx.buffers.used == 1
     for engine in {here, reader}:  # this engine has tried it too
         (item,) = engine.core.ctx.reads._in_flight
-        engine.do(engine.core.read_done, item, None)
+        engine.do(engine.core.ctx.read_done, item, None)
     assert_clean(here, there)
 
 
@@ -275,10 +275,9 @@ def test_a_store_that_is_full_says_so_and_nothing_waits_on() -> None:
         of.do(of.core.write_done, action.item, "disk_full")  # type: ignore[attr-defined]
 
     world._write = full  # type: ignore[method-assign, assignment]
-    assert engine.do(engine.core.store, "r", key(1), b"", [memoryview(content(key(1)))])
+    assert engine.do(engine.core.store, key(1), b"", [memoryview(content(key(1)))])
     world.run(1.0)
     world._write = original  # type: ignore[method-assign]
-    assert [event.outcome for event in engine.events if event[0] == "r"] == ["disk_full"]  # type: ignore[union-attr]
     assert engine.core.ctx.counts["write_disk_full"] == 1
     assert_clean(engine)
 
@@ -309,10 +308,10 @@ def test_a_load_may_be_given_up_in_any_phase(phase: str) -> None:
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d", total=9)
     world.run(until=lambda: phases()[phase](here, there))
-    here.do(here.core.end_load, "t")
+    here.do(here.core.loads.end, "t")
     world.run(2.0)
     if phase == "loaded":  # then its transfer goes on, to the peer's mind
-        there.do(there.core.end_prompt, "t")
+        there.do(there.core.prompts.forget, "t")
         world.run(1.0)
     assert_clean(here, there)
 
@@ -323,17 +322,17 @@ def test_a_push_may_be_given_up_in_any_phase_by_either(who: str, layers: int) ->
     for seconds in (0.0, 0.1, 0.3, 1.0):
         world = World()
         here, there = world.engine("p", rates={"compute": 1500.0}), world.engine("d")
-        there.do(there.core.expect, "t")
+        there.do(there.core.prompts.expect, "t")
         here.offer("t", "d", WHOLE)
         here.give("t", WHOLE, layers)
         world.run(seconds)
         if who == "here":
-            here.do(here.core.abort_push, "t")
+            here.do(here.core.pushes.abort, "t")
         else:
-            there.do(there.core.end_prompt, "t")
+            there.do(there.core.prompts.forget, "t")
         world.run(2.0)
         assert here.over(PushEnded, "t") is not None
-        there.do(there.core.end_prompt, "t")
+        there.do(there.core.prompts.forget, "t")
         world.run(1.0)
         assert_clean(here, there)
 
@@ -362,7 +361,7 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     world.run(1.0)
     world.kill("d")  # with the whole context in its buffers
     again = world.engine("d")
-    assert again.do(again.core.expect, "t", epoch=epoch) is False
+    assert again.do(again.core.prompts.expect, "t", epoch=epoch) is False
     assert again.core.ctx.counts["stale"] == 1
     here.offer("u", "d", CONTEXT, epoch=epoch)
     here.load("u", CONTEXT, address="d", epoch=epoch)
@@ -371,16 +370,16 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     assert here.over(LoadEnded, "u") == LoadEnded("u", 0, "missing"), "it was looked for here then"
     # Without an epoch, what it has is asked and not believed: all of it is sent again.
     here.push("v", "d", CONTEXT)
-    again.do(again.core.expect, "v")
+    again.do(again.core.prompts.expect, "v")
     world.run(1.0)
     assert again.prompt("v") == [content(one) for one in CONTEXT]
-    here.do(here.core.end_load, "u")
+    here.do(here.core.loads.end, "u")
     assert_clean(here, again)
 
 
 def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() -> None:
     world, here, there = two_engines(limits={"slots": 6})
-    there.do(there.core.expect, "t")
+    there.do(there.core.prompts.expect, "t")
     here.load("r", CONTEXT, address="d")
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
@@ -389,8 +388,8 @@ def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() ->
     assert here.over(PushEnded, "t") == PushEnded("t", False, why)
     assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", False, why)
     assert there.core.ctx.counts["too_large"] == 2
-    here.do(here.core.end_load, "r")
-    there.do(there.core.end_prompt, "t")
+    here.do(here.core.loads.end, "r")
+    there.do(there.core.prompts.forget, "t")
     assert_clean(here, there)
 
 
@@ -441,21 +440,21 @@ def test_peers_with_kv_of_another_kind_are_refused_before_a_byte_of_it(
     assert here.core.peers.refusals == {"d": pushed.why}
     for private in ("tiny@1", "seed=0"):
         assert private not in pushed.why
-    here.do(here.core.end_load, "u")
+    here.do(here.core.loads.end, "u")
     assert_clean(here, there)
 
 
 def test_a_peer_that_is_busy_for_longer_than_a_lease_is_waited_for() -> None:
     """Nothing moves here meanwhile, but the peer tells of its progress."""
-    world, here, there = two_engines(rates={"storage_read": 96.0}, limits={"slots": 60})
-    world.put(*keys(*range(100, 150)), *CONTEXT)
-    there.load("before", keys(*range(100, 150)))
+    world, here, there = two_engines(rates={"storage_read": 192.0}, limits={"slots": 110})
+    world.put(*keys(*range(100, 200)), *CONTEXT)
+    there.load("before", keys(*range(100, 200)))
     here.load("t", CONTEXT, address="d")
     world.run(100.0, until=lambda: here.over(LoadEnded, "t") is not None)
     assert world.now > LEASE_S
     assert here.over(LoadEnded, "t") == LoadEnded("t", len(CONTEXT))
     here.taken("t")
     there.taken("before")
-    there.do(there.core.end_prompt, "t")
+    there.do(there.core.prompts.forget, "t")
     world.run(1.0)
     assert_clean(here, there)

@@ -29,7 +29,7 @@ def test_a_block_that_somebody_else_brings_is_not_taken_from_a_peer_who_was_not_
         "second"
     ]
     p.give("first", CONTEXT)
-    d.do(d.core.expect, "first")
+    d.do(d.core.prompts.expect, "first")
     world.run(1.0)
     assert d.prompt("first") == [content(one) for one in CONTEXT]
     world.run(1.0)
@@ -40,7 +40,7 @@ def test_a_block_of_which_some_layers_came_is_not_gone_on_with_by_another() -> N
     world = World()
     p, q, d = world.engine("p"), world.engine("q"), world.engine("d")
     p.offer("first", "d", CONTEXT)
-    p.do(p.core.give, "first", 0, layers_of(CONTEXT, 0))
+    p.do(p.core.pushes.give, "first", 0, layers_of(CONTEXT, 0))
     world.run(0.1)
     q.offer("second", "d", CONTEXT)
     world.run(0.1)
@@ -51,12 +51,12 @@ def test_a_block_of_which_some_layers_came_is_not_gone_on_with_by_another() -> N
     # Layers come in order from one sender: the half of another is of no use to anybody, nor ever found.
     assert all(slot.bad for slot in slots)
     world.run(0.2)
-    d.do(d.core.expect, "second")
+    d.do(d.core.prompts.expect, "second")
     world.run(3.0)
     assert not d.over(PromptTransferEnded, "second").complete
-    d.do(d.core.end_prompt, "second")
+    d.do(d.core.prompts.forget, "second")
     q.push("third", "d", CONTEXT)
-    d.do(d.core.expect, "third")
+    d.do(d.core.prompts.expect, "third")
     world.run(1.0)
     assert d.prompt("third") == [content(one) for one in CONTEXT]
     world.run(40.0)

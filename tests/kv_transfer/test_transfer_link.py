@@ -1,14 +1,11 @@
-"""A link's order, pace and shares, each against what a few lines would say."""
+"""A link's order, shares and speed, each against what a few lines would say."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.kv_transfer.transfer_link import (
-    MAX_LAG_S,
     LinkItem,
     TrafficClass,
     TrafficClassArbiter,
@@ -16,20 +13,6 @@ from sojourn_server.kv_transfer.transfer_link import (
 )
 
 MODEL, KV = TrafficClass.MODEL, TrafficClass.KV
-
-
-def run(link: TransferLink, now: float = 0.0) -> list[tuple[str, int, float]]:
-    """Everything moved as soon as it may be: request, number, when it was through."""
-    found: list[tuple[str, int, float]] = []
-    while True:
-        for item in link.take(now):
-            link.end_io(item.number, now)
-        through = link.take_finished(now)
-        found += [(item.request, item.number, now) for item in through]
-        if not through:
-            now = link.wake_at()
-            if math.isinf(now):
-                return found
 
 
 @given(
@@ -43,7 +26,7 @@ def test_all_is_moved_once_in_order_within_a_peer(
 ) -> None:
     link = TransferLink("x", width=width, peer_width=peer_width)
     numbers = [
-        link.put(f"{peer} {request}", 1, None, 0.0, traffic_class, peer=peer)
+        link.put(f"{peer} {request}", 1, None, traffic_class, peer=peer).number
         for peer, traffic_class, request in puts
     ]
     begun: list[LinkItem] = []
@@ -56,8 +39,7 @@ def test_all_is_moved_once_in_order_within_a_peer(
         if not flying:
             break
         item = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
-        link.end_io(item.number, 0.0)
-        assert link.take_finished(0.0) == [item]
+        assert link.finish(item.number, 0.0) is item
     assert sorted(item.number for item in begun) == numbers
     for request in {item.request for item in begun}:
         for each in TrafficClass:
@@ -68,41 +50,21 @@ def test_all_is_moved_once_in_order_within_a_peer(
 
 
 def test_a_request_keeps_its_place_while_it_is_open_and_the_link_does_not_wait_for_it() -> None:
-    link = TransferLink("x", 100.0)
-    first = link.put("a", 10, None, 0.0)
-    later = [link.put("b", 10, None, 0.0), link.put("b", 10, None, 0.0)]
-    (item,) = link.take(0.0)
-    assert item.number == first
-    link.end_io(first, 0.0)
-    link.take_finished(0.1)
-    (item,) = link.take(0.1)
-    assert item.number == later[0]
-    again = link.put("a", 10, None, 0.1)  # its next layer
-    link.end_io(item.number, 0.1)
-    link.take_finished(0.2)
-    assert [item.number for item in link.take(0.2)] == [again]
+    link = TransferLink("x")
+    first = link.put("a", 10, None)
+    later = [link.put("b", 10, None), link.put("b", 10, None)]
+    assert list(link.take(0.0)) == [first]
+    link.finish(first.number, 0.1)
+    assert list(link.take(0.1)) == later[:1]
+    again = link.put("a", 10, None)  # its next layer
+    link.finish(later[0].number, 0.2)
+    assert list(link.take(0.2)) == [again]
     link.close("a")
-    link.end_io(again, 0.31)
-    link.take_finished(0.31)
+    link.finish(again.number, 0.3)
     link.close("b")
     assert link.requests == 1  # it has something waiting
-    ((request, number, at),) = run(link, 0.31)
-    assert (request, number) == ("b", later[1])
-    assert at == pytest.approx(0.4)
+    assert list(link.take(0.3)) == later[1:]
     assert link.requests == 0
-
-
-def test_the_queue_is_told_in_bytes_and_seconds_and_progress_within_an_item() -> None:
-    link = TransferLink("x", 100.0)
-    assert link.queued_s(0.0) == 0.0
-    link.put("a", 100, None, 0.0)
-    link.put("b", 200, None, 0.0)
-    assert link.queued_s(0.0) == pytest.approx(3.0)
-    list(link.take(0.0))
-    assert link.queued_s(0.25) == pytest.approx(2.75)
-    assert link.queued_bytes(0.25) == 275
-    assert link.moved(0.25) == 25
-    assert link.moved(9.0) == 100, "an item whose I/O is late shows no more progress than it can have made"
 
 
 PUTS = st.lists(
@@ -110,50 +72,39 @@ PUTS = st.lists(
 )
 
 
-@given(PUTS, st.sampled_from([None, 10.0, 1000.0]), st.integers(1, 3), st.booleans())
+@given(PUTS, st.integers(1, 3))
 def test_every_byte_goes_once_and_each_class_in_order_of_requests(
-    puts: list[tuple[int, int, bool, int]], rate: float | None, width: int, sends: bool
+    puts: list[tuple[int, int, bool, int]], width: int
 ) -> None:
-    link = TransferLink("x", rate, width=width, sends=sends)
-    now, place, began = 0.0, {}, []  # type: ignore[var-annotated]
-    asked: dict[int, tuple[int, int]] = {}
+    """Requests come while others are served: after each, as many items end as it says."""
+    link = TransferLink("x", width=width)
+    place: dict[str, int] = {}
     waiting: dict[int, tuple[int, int, TrafficClass]] = {}
+    flying: list[LinkItem] = []
+    through: list[LinkItem] = []
 
-    def begin(item: LinkItem) -> None:
-        mine = waiting.pop(item.number)
-        older = [
-            one
-            for one in waiting.values()
-            if one[2] is item.traffic_class
-            and one[:2] < mine[:2]
-            # What is sent late has had its turn before it begins: what came in between is not passed by.
-            and not (sends and one[1] > mine[1])
-        ]
-        assert not older, "something of an older request waited"
-        began.append(item.number)
-        link.end_io(item.number, now)
+    def begin() -> None:
+        for item in link.take(0.0):
+            mine = waiting.pop(item.number)
+            older = [one for one in waiting.values() if one[2] is item.traffic_class and one[:2] < mine[:2]]
+            assert not older, "something of an older request waited"
+            flying.append(item)
 
-    through = []
-    for request, size, is_model, pause in puts:
-        number = link.put(str(request), size, None, now, MODEL if is_model else KV)
-        place.setdefault(request, number)
-        asked[number] = request, size
-        waiting[number] = place[request], number, MODEL if is_model else KV
-        for item in link.take(now):
-            begin(item)
-        now += pause * 0.5
-        through += link.take_finished(now)
-    while waiting or link.in_flight:
-        for item in link.take(now):
-            begin(item)
-        through += link.take_finished(now)
-        if not math.isinf(link.wake_at()):
-            now = max(now, link.wake_at())
-    assert sorted(item.number for item in through) == sorted(asked)
-    assert link.moved_bytes == sum(size for _, size in asked.values())
-    assert link.queued_bytes(now) == 0
-    if rate is not None:  # no more than its rate, from the first to the last
-        assert sum(size for _, size in asked.values()) <= rate * (now + MAX_LAG_S) + 1e-6
+    for request, size, is_model, ends in puts:
+        item = link.put(str(request), size, None, MODEL if is_model else KV)
+        place.setdefault(item.request, item.number)
+        waiting[item.number] = place[item.request], item.number, item.traffic_class
+        begin()
+        for _ in range(min(ends, len(flying))):
+            through.append(link.finish(flying.pop(0).number, 0.0))
+            begin()
+    assert link.queued_bytes == sum(size for _, size, _, _ in puts) - link.moved_bytes
+    while flying:
+        through.append(link.finish(flying.pop(0).number, 0.0))
+        begin()
+    assert sorted(item.number for item in through) == list(range(1, len(puts) + 1))
+    assert link.moved_bytes == sum(size for _, size, _, _ in puts)
+    assert (link.queued_bytes, link.waiting, link.in_flight) == (0, 0, 0)
 
 
 @given(
@@ -198,20 +149,19 @@ def test_the_queue_of_a_link_that_moves_several_at_a_time_is_as_long_as_it_takes
     def serve(items: int, now: float) -> float:
         """Move items that take a second each. Returns the time of the last end."""
         for _ in range(items):
-            link.put("r", 100, None, now)
+            link.put("r", 100, None)
         while link.waiting or link.in_flight:
             began = [item.number for item in link.take(now)]
             ends.extend((now + 1.0 + place * stagger_s, number) for place, number in enumerate(began))
             ends.sort()
             now, number = ends.pop(0)
-            link.end_io(number, now)
-            link.take_finished(now)
+            link.finish(number, now)
         return now
 
     now = serve(40, 100.0)
     for _ in range(40):
-        link.put("q", 100, None, now)
-    told = link.queued_s(now)
+        link.put("q", 100, None)
+    told = link.queued_s
     assert told is not None
     link.close("q")
     assert serve(0, now) - now == pytest.approx(told, rel=0.1)

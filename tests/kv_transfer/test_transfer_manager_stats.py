@@ -58,11 +58,6 @@ def test_reads_have_a_speed_and_what_is_sent_is_received() -> None:
     assert mine["slots_used"] == theirs["slots_used"] == 0
 
 
-def test_a_rate_says_what_a_block_takes_before_any_is_read() -> None:
-    with manager(MemoryStore(), "p", rates={"storage_read": 4e6}) as here:
-        assert transfer_manager_stats(here, {})["block_s"] == BLOCK_BYTES / 4e6
-
-
 def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
     """0 would say that nothing waits, and who hangs would be chosen first."""
     store, gate = MemoryStore(), threading.Event()

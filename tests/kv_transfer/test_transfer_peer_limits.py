@@ -10,7 +10,7 @@ from simulated_transfers import (
 )
 from sojourn_server.kv_transfer.transfer_actions import SendMessage
 from sojourn_server.kv_transfer.transfer_core import TransferCore
-from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
+from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_wire import (
     AbortMessage,
     FailedMessage,
@@ -30,12 +30,10 @@ class Guest:
     """A peer that says what it likes, and the engine that hears it."""
 
     def __init__(self, conns: int = 1, **limits: Any) -> None:
-        self.core = TransferCore(
-            identity(), TransferLimits(**{"slots": 64, **limits}), LinkRates(), name="d", epoch="e"
-        )
+        self.core = TransferCore(identity(), TransferLimits(**{"slots": 64, **limits}), name="d", epoch="e")
         self.now = 0.0
         for conn in range(1, conns + 1):
-            self.core.accepted(conn, self.now)
+            self.core.peers.accepted(conn, self.now)
             self.send(HelloMessage(name="x", epoch="y", kv=asdict(identity())), conn)
         self.answers()
 
@@ -43,7 +41,7 @@ class Guest:
         self.core.received(conn, message, NOTHING, self.now)
 
     def answers(self) -> list[WireMessage]:
-        return [action.message for action in self.core.take_actions() if isinstance(action, SendMessage)]
+        return [action.message for action in self.core.take(self.now)[0] if isinstance(action, SendMessage)]
 
     def wait(self, seconds: float, transfers: list[str], grows: bool) -> None:
         """Time passes, and the peer says every while that it lives."""
@@ -54,8 +52,7 @@ class Guest:
             if transfers:
                 self.send(ProgressMessage(transfers=transfers, done=done))
             self.core.tick(self.now)
-            self.core.take_actions()
-            self.core.take_events()
+            self.core.take(self.now)
 
 
 def offer(name: str, first: int, blocks: int) -> OfferMessage:

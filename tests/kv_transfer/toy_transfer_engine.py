@@ -6,6 +6,7 @@ request's answer is wrong, and a test sees it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
 from collections import Counter, deque
@@ -23,9 +24,10 @@ from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
 from sojourn_server.kv_offload.cuda_block_arrays import CudaBlockArrays
 from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
 from sojourn_server.kv_offload.kv_pages import KvPages
+from sojourn_server.kv_transfer.peer_transport import SocketStream
 from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, rank_address
 from sojourn_server.kv_transfer.transfer_jobs import TransferJobs
-from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
+from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
 from sojourn_server.kv_transfer.transfer_request import ScheduledRequest
@@ -168,11 +170,43 @@ class Step:
     orders: TransferJobs
 
 
+class SlowStore:
+    """A store whose reads take as long as over a link of ``rate`` bytes a second."""
+
+    def __init__(self, store: Any, rate: float) -> None:
+        self._store = store
+        self._rate = rate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get_into(self, key: bytes, buffers: Sequence[Any]) -> None:
+        time.sleep(BLOCK_BYTES / self._rate)
+        self._store.get_into(key, buffers)
+
+
+class SlowManager(TransferManager):
+    """A transfer manager that sends ``rate`` bytes a second to each peer."""
+
+    rate: float | None = None
+
+    def _take_in(self, stream: SocketStream) -> int:
+        write = stream.write
+
+        async def slow(parts: Sequence[bytes | memoryview]) -> None:
+            if self.rate is not None:
+                await asyncio.sleep(sum(map(len, parts)) / self.rate)
+            await write(parts)
+
+        stream.write = slow  # type: ignore[method-assign]
+        return super()._take_in(stream)
+
+
 class Rank:
     """A worker of an engine, with its part of the KV, its transfer manager and its transfer worker."""
 
     def __init__(
-        self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits, rates: LinkRates,
+        self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits, rates: dict[str, Any],
         log: Callable[[str, BaseException], None], layerwise: bool, concurrent_steps: int,
         cuda: FakeCuda | None,
     ) -> None:  # fmt: skip
@@ -183,7 +217,10 @@ class Rank:
         if cuda is not None:
             pages = {name: [KvPages(each.ctypes.data, rows, rows)] for name, each in named.items()}
             self.kv = CudaBlockArrays(pages, PER_FULL, cuda, staging_bytes=5 * rows)
-        self.manager = TransferManager(store, bounds, rates, name=name, listen=[listen])
+        if rates.get("storage_read"):
+            store = SlowStore(store, rates["storage_read"])
+        self.manager = SlowManager(store, bounds, name=name, listen=[listen])
+        self.manager.rate = rates.get("compute")
         self.worker = TransferWorker(
             self.manager, store.leading, self.kv, slots=bounds.slots, log=log, layerwise=layerwise,
             concurrent_steps=concurrent_steps,
@@ -220,7 +257,7 @@ class ToyEngine:
         self.ranks = [
             Rank(
                 name, each, rank_address(listen, rank, len(stores)), blocks, bounds,
-                LinkRates(**(rates or {})), lambda what, error: self.errors.append(error),
+                rates or {}, lambda what, error: self.errors.append(error),
                 len(stores) == concurrent_steps == 1, concurrent_steps, cuda,
             )
             for rank, each in enumerate(stores)

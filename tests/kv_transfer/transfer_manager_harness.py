@@ -10,7 +10,7 @@ from typing import Any
 from simulated_transfers import content, identity
 from sojourn_server.kv_offload.block_file import Buffer, KvIdentity, byte_views
 from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
-from sojourn_server.kv_transfer.transfer_limits import LinkRates, TransferLimits
+from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 
 PATIENCE_S = 60.0
@@ -64,8 +64,7 @@ class MemoryStore:
 
 def manager(store: MemoryStore, name: str, listen: Sequence[str] = (), **options: Any) -> TransferManager:
     limits = TransferLimits(**{"slots": 64, **options.pop("limits", {})})
-    rates = LinkRates(**options.pop("rates", {}))
-    return TransferManager(store, limits, rates, name=name, listen=listen, **options)
+    return TransferManager(store, limits, name=name, listen=listen, **options)  # type: ignore[arg-type]
 
 
 def eventually(what: Callable[[], bool]) -> None:

@@ -62,15 +62,11 @@ def test_options_are_passed_on():
         listen="tcp:10.0.0.7:8500",
         node="n7",
         buffer_gib=0.25,
-        storage_gbit=0.032,
-        compute_gbit=8,
         environ={"PYTHONHASHSEED": "7"},
     )
     extra = config(command)["kv_connector_extra_config"]
     assert (extra["store_name"], extra["listen"], extra["node"]) == ("mine", "tcp:10.0.0.7:8500", "n7")
     assert (extra["store_bytes"], extra["buffer_bytes"]) == (2.5 * GIB, 0.25 * GIB)
-    assert extra["storage_read_rate"] == extra["storage_write_rate"] == 4e6
-    assert extra["compute_rate"] == 1e9
     assert "PYTHONHASHSEED" not in command.env, "the user's own, the same for all engines"
 
 
@@ -108,8 +104,6 @@ def test_each_engine_of_a_node_has_a_name_in_the_store(node, args, expected):
         ({"listen": "unix:" + "x" * 120}, "--kv-listen: the path of a Unix socket has at most"),
         ({"listen": "nixl:h:1"}, "--kv-listen: .*NIXL is not built in"),
         ({"node": " "}, "--kv-node is ' '"),
-        ({"storage_gbit": 0}, "--storage-nic-gbit is 0; expected Gbit/s above 0"),
-        ({"compute_gbit": float("nan")}, "--compute-nic-gbit is nan"),
         (
             {"tiers": KvOffloadOptions(host_gib=1)},
             "--role prefill and --kv-host-gib both set the place of KV",

@@ -86,12 +86,11 @@ def read(
 
 
 def test_what_is_said_is_worked_out(tmp_path: Path) -> None:
-    settings = read(good(tmp_path, storage_read_rate=4e6, compute_rate=None, patience_s=2, lease_s=9))
+    settings = read(good(tmp_path, patience_s=2, lease_s=9))
     assert (settings.block_tokens, settings.per_full, settings.blocks) == (16, 4, 64)
     assert (settings.identity.block_tokens, settings.identity.block_bytes) == (64, FULL_BYTES)
     assert settings.limits.slots == 10
     assert (settings.limits.patience_s, settings.limits.lease_s) == (2, 9)
-    assert (settings.rates.storage_read, settings.rates.compute) == (4e6, None)
     store = settings.open_store()
     assert isinstance(store, SharedStore)
     store.close()
@@ -109,12 +108,12 @@ def test_a_failed_load_must_not_fail_its_request(tmp_path: Path, settings: Any) 
 
 
 def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:
-    told = {"storage_read_rate": 4e6, "listen": "tcp:127.0.0.1:8500", "buffer_bytes": 20 * FULL_BYTES}
+    told = {"listen": "tcp:127.0.0.1:8500", "buffer_bytes": 20 * FULL_BYTES}
     first, second = (read(good(tmp_path, **told), parallel={**TWO, "rank": rank}) for rank in (0, 1))
     assert (first.ranks, first.shape) == (2, "tensor parallel 2, pipeline parallel 1")
     assert first.shape == second.shape
     assert (first.identity.block_bytes, first.block_bytes) == (FULL_BYTES, 2 * FULL_BYTES)
-    assert (first.limits.slots, first.rates.storage_read) == (10, 2e6)
+    assert first.limits.slots == 10
     assert (first.identity.tp_rank, second.identity.tp_rank, second.identity.tp_size) == (0, 1, 2)
     assert (first.listen, second.listen) == ("tcp:127.0.0.1:8500", "tcp:127.0.0.1:8501")
     stores = [settings.open_store() for settings in (first, second)]
@@ -184,8 +183,6 @@ def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
             "at least a Full Block of this model, 262144",
         ),
         ({"buffer_bytes": 1.5}, "is 1.5; expected a whole number of bytes"),
-        ({"storage_read_rate": 0}, "more than 0"),
-        ({"compute_rate": "fast"}, "compute_rate is 'fast'"),
         ({"block_tokens": 40}, "not a whole number of engine blocks of 16"),
         ({"block_tokens": 0}, "block_tokens is 0"),
         ({"save": 1}, "save is 1"),

@@ -187,7 +187,7 @@ class BlockSaver:
         return save.key in known or self._give(save, self._kv.gather_full(save.block_ids, self._kv.fence()))
 
     def _give(self, save: SaveJob, content: list[memoryview]) -> bool:
-        given = self._manager.store(save.request, save.key, save.parent, content)
+        given = self._manager.store(save.key, save.parent, content)
         self._counts["blocks_given_to_store"] += given
         return given
 

@@ -14,26 +14,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from .staging_buffers import BufferSlot
-from .transfer_context import StallDetector, TransferContext
-from .transfer_link import TrafficClass
+from .transfer_context import StallDetector
+from .transfer_link import LinkItem, TrafficClass
 from .transfer_wire import AbortMessage, CompleteMessage, DataMessage, FailedMessage, NeedMessage
+
+if TYPE_CHECKING:
+    from .incoming_prompt_table import IncomingPromptTable
 
 PeerAnswer = NeedMessage | CompleteMessage | FailedMessage | AbortMessage
 """Messages to a peer about a prompt."""
-
-
-class PromptRegistry(Protocol):
-    """The part of ``IncomingPromptTable`` that an ``IncomingPrompt`` uses."""
-
-    ctx: TransferContext
-
-    def send(self, conn: int | None, message: PeerAnswer) -> None: ...
-    def notify_engine(self, prompt: IncomingPrompt) -> None: ...
-    def release_buffers(self, prompt: IncomingPrompt, now: float) -> None: ...
-    def remember(self, prompt: IncomingPrompt, why: str) -> None: ...
 
 
 class PromptReadState(Enum):
@@ -62,8 +54,9 @@ class PromptReadSide:
     """Slots of the blocks before the first failed read; empty until the lease is granted."""
     missing: set[int] = field(default_factory=set)
     """Indices of slots that are not complete yet."""
-    in_queue: dict[int, ReadChunk] = field(default_factory=dict)
-    """Link item number → the chunk that the item sends. Holds items that wait or are in flight."""
+    in_queue: dict[int, list[BufferSlot]] = field(default_factory=dict)
+    """Link item number → the pinned slots whose layer the item sends. Holds items that wait or are in
+    flight."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,20 +72,11 @@ class PromptOfferSide:
     """Indices of slots that are not complete yet."""
 
 
-class ReadChunk(NamedTuple):
-    """One layer of some blocks that were read for a peer. One item of the link to peers sends it."""
-
-    prompt: IncomingPrompt
-    layer: int
-    indices: list[int]
-    slots: list[BufferSlot]
-
-
 class IncomingPrompt:
-    """One prompt that a peer sends to this engine. Implements ``LeaseHolder`` for its lease and
-    ``SlotFiller`` for its slots."""
+    """One prompt that a peer sends to this engine. Implements ``LeaseHolder`` for its lease,
+    ``SlotFiller`` for its slots, and ``ChunkSender``."""
 
-    def __init__(self, prompts: PromptRegistry, transfer: str, now: float) -> None:
+    def __init__(self, prompts: IncomingPromptTable, transfer: str, now: float) -> None:
         self.transfer = transfer
         self.name = f"prompt {transfer}"
         self.state = PromptState.GATHERING
@@ -175,7 +159,7 @@ class IncomingPrompt:
         read.slots = [ctx.buffers.slot(self.name, key) for key in read.keys]
         read.missing = {slot.index for slot in read.slots if slot.filled < ctx.layers}
         for slot in read.slots:
-            ctx.read(self.name, slot, now, read.traffic_class)
+            ctx.read(self.name, slot, read.traffic_class)
         self._check_read(now)
 
     def _lose_read(self, read: PromptReadSide, slot: BufferSlot, why: str, now: float) -> None:
@@ -205,19 +189,27 @@ class IncomingPrompt:
             return
         read.state = PromptReadState.STREAMING
         ctx.reads.close(self.name)
-        per = max(1, ctx.limits.chunk_bytes // ctx.memory.layer_bytes)
         for layer in range(ctx.layers):
-            for start in range(0, len(slots), per):
-                part = slots[start : start + per]
-                chunk = ReadChunk(self, layer, list(range(start, start + len(part))), part)
-                size = len(part) * ctx.memory.layer_bytes
-                for slot in part:
+            blocks = [(index, ctx.memory.layer(slot.index, layer)) for index, slot in enumerate(slots)]
+            for item in ctx.queue_layer(
+                self.name, self, read.conn, self.transfer, layer, blocks, read.traffic_class
+            ):
+                sent = read.in_queue[item.number] = [slots[index] for index in item.work.message.indices]
+                for slot in sent:
                     ctx.buffers.pin(slot)
-                number = ctx.peer_send.put(self.name, size, chunk, now, read.traffic_class, peer=read.conn)
-                read.in_queue[number] = chunk
         if not read.in_queue:
             read.state = PromptReadState.DONE
         ctx.peer_send.close(self.name)
+
+    def chunk_sent(self, item: LinkItem, now: float) -> None:
+        ctx, read = self._prompts.ctx, self.read
+        assert read is not None
+        for slot in read.in_queue.pop(item.number):
+            ctx.buffers.unpin(slot)
+        ctx.buffers.renew(self.name, now)
+        ctx.counts["bytes_streamed"] += item.nbytes
+        if not read.in_queue:
+            read.state = PromptReadState.DONE
 
     # -- the half that is pushed ----------------------------------------------------
 
@@ -308,10 +300,9 @@ class IncomingPrompt:
         ctx, read = self._prompts.ctx, self.read
         if read is None:
             return
-        for number, chunk in list(read.in_queue.items()):
+        for number in list(read.in_queue):
             if ctx.peer_send.cancel(number):
-                del read.in_queue[number]
-                for slot in chunk.slots:
+                for slot in read.in_queue.pop(number):
                     ctx.buffers.unpin(slot)
         if not read.in_queue and read.state is PromptReadState.STREAMING:
             read.state = PromptReadState.DONE

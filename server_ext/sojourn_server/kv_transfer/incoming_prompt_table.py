@@ -26,12 +26,10 @@ from .incoming_prompt import (
     PromptReadSide,
     PromptReadState,
     PromptState,
-    ReadChunk,
 )
 from .staging_buffers import LeaseTooLarge
 from .transfer_actions import GIVEN_UP, PromptTransferEnded, SendMessage
 from .transfer_context import TransferContext
-from .transfer_link import LinkItem
 from .transfer_wire import (
     AbortMessage,
     CompleteMessage,
@@ -56,8 +54,10 @@ reports progress. This bounds the time for which a peer can hold buffers."""
 class IncomingPromptTable:
     """All prompts that peers send to one engine."""
 
-    def __init__(self, ctx: TransferContext) -> None:
+    def __init__(self, ctx: TransferContext, epoch: str) -> None:
+        """``epoch``: the present run of this engine's process."""
         self.ctx = ctx
+        self._epoch = epoch
         self._prompts: dict[str, IncomingPrompt] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Evicted or failed transfer that the engine had not asked for → reason."""
@@ -74,10 +74,13 @@ class IncomingPromptTable:
 
     # -- what the engine asks for ---------------------------------------------------
 
-    def expect(self, transfer: str, now: float) -> None:
-        """Announce that the engine waits for a transfer. The event ``PromptTransferEnded`` reports the end of
-        the transfer, at once if it has ended already. Raises ``ValueError`` if the engine already waits for
-        the transfer."""
+    def expect(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
+        """Announce that the engine waits for a transfer (``TransferManager.expect``). The event
+        ``PromptTransferEnded`` reports the end of the transfer, at once if it has ended already. After that,
+        call ``blocks`` if the prompt is complete, and ``forget`` in any case. Returns false, and there is no
+        event, if ``epoch`` is an earlier run."""
+        if self._is_stale(epoch):
+            return False
         prompt = self._prompts.get(transfer)
         if prompt is None:
             prompt = self._prompts[transfer] = IncomingPrompt(self, transfer, now)
@@ -91,10 +94,10 @@ class IncomingPromptTable:
         self.ctx.buffers.renew(prompt.name, now)
         if prompt.state is not PromptState.GATHERING:
             self._event(prompt)
+        return True
 
     def want(self, transfers: Sequence[str], now: float) -> None:
-        """Announce transfers that queued requests will ``expect``, in queue order. Their complete prompts
-        stay in the buffers for ``lease_s`` seconds; repeat the call to keep them longer."""
+        """Keep the complete prompts of these transfers for queued requests (``TransferManager.want``)."""
         for transfer in transfers:
             prompt = self._prompts.get(transfer)
             if prompt is not None and prompt.expected:
@@ -116,28 +119,37 @@ class IncomingPromptTable:
                 self.ctx.buffers.pin(slot)
         return [self.ctx.memory.block(slot.index) for slot in prompt.offer.slots]
 
-    def forget(self, transfer: str, now: float, why: str = "") -> None:
+    def forget(self, transfer: str, now: float) -> None:
         """Remove a prompt that was used or is not needed, and release its buffers. Ignores unknown transfers.
-        If the prompt is not complete, its peers get the reason ``why`` (default: ``GIVEN_UP``)."""
+        If the prompt is not complete, its peers are told."""
         self._wanted.pop(transfer, None)
         prompt = self._prompts.get(transfer)
         if prompt is None:
             return
         prompt.expected = False  # the engine needs no event about it
-        prompt.fail(why or GIVEN_UP, now, notify=True)
+        prompt.fail(GIVEN_UP, now, notify=True)
         if prompt.claimed and prompt.offer is not None:
             for slot in prompt.offer.slots:
                 self.ctx.buffers.unpin(slot)
         self.release_buffers(prompt, now)
 
-    def discard(self, transfer: str, now: float) -> bool:
-        """Remove a prompt that no request asks for. If the engine expects it, keep it and return false."""
+    def discard(self, transfer: str, now: float, *, epoch: str | None = None) -> bool:
+        """Remove a prompt that no request asks for (``TransferManager.discard``). If the engine expects it,
+        keep it and return false."""
+        if self._is_stale(epoch):
+            return True
         prompt = self._prompts.get(transfer)
         if prompt is not None and prompt.expected:
             return False
         self._gone.pop(transfer, None)
         self.forget(transfer, now)
         return True
+
+    def _is_stale(self, epoch: str | None) -> bool:
+        """Return whether ``epoch`` names another run of this engine's process, and count it if so."""
+        stale = epoch is not None and epoch != self._epoch
+        self.ctx.counts["stale"] += stale
+        return stale
 
     def end_all(self, why: str, now: float) -> None:
         for prompt in list(self._prompts.values()):
@@ -257,7 +269,7 @@ class IncomingPromptTable:
                 prompt.fail(why, now, notify=False)
 
     def tick(self, now: float) -> None:
-        done = self.ctx.progress_counter(now)
+        done = self.ctx.progress_counter
         silent_s = MAX_SILENT_LEASES * self.ctx.limits.lease_s
         for transfer in [each for each, until_s in self._wanted.items() if until_s <= now]:
             del self._wanted[transfer]
@@ -276,36 +288,6 @@ class IncomingPromptTable:
                 self.ctx.counts["stalls"] += 1
                 prompt.fail("it makes no progress", now, notify=True)
         self._make_room(now)
-
-    # -- the link -------------------------------------------------------------------
-
-    def begin(self, item: LinkItem, now: float) -> None:
-        """Send the chunk of a link item whose turn has come."""
-        chunk: ReadChunk = item.work
-        read = chunk.prompt.read
-        assert read is not None
-        assert read.conn is not None, "a chunk is queued for a peer that has disconnected"
-        message = DataMessage(
-            transfer=chunk.prompt.transfer,
-            layer=chunk.layer,
-            indices=chunk.indices,
-            traffic_class=item.traffic_class,
-        )
-        payload = [self.ctx.memory.layer(slot.index, chunk.layer) for slot in chunk.slots]
-        self.ctx.actions.append(SendMessage(read.conn, message, payload, item.number))
-
-    def finished(self, item: LinkItem, now: float) -> None:
-        """Handle the end of a link item, sent or not. The link no longer reads the item's memory."""
-        chunk: ReadChunk = item.work
-        read = chunk.prompt.read
-        assert read is not None
-        for slot in chunk.slots:
-            self.ctx.buffers.unpin(slot)
-        del read.in_queue[item.number]
-        self.ctx.buffers.renew(chunk.prompt.name, now)
-        self.ctx.counts["bytes_streamed"] += item.nbytes
-        if not read.in_queue:
-            read.state = PromptReadState.DONE
 
     # -- inside ---------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class PeerFetch:
             ctx.advance(slot, message.layer + 1, now)
         self.watch.record_progress(now)
         if not self._open:
-            self._loads.end_fetch(self, "" if self._loads.has(self.load) else GIVEN_UP)
+            self._loads.end_fetch(self, "" if self.load in self._loads.loads else GIVEN_UP)
         return True
 
     def fail(self, index: int, why: str, now: float) -> None:
@@ -171,7 +171,7 @@ class BlockLoad:
         self._count_lacking()
         if self._peer is None:
             for slot in self.slots:
-                ctx.read(self.id, slot, now)
+                ctx.read(self.id, slot)
         else:
             self._fetch(self._peer, now)
         self._check(now)
@@ -191,7 +191,7 @@ class BlockLoad:
         place = self._places[slot.index]
         if slot.filler is not None and not slot.bad:
             return  # another holder of the slot reads it again
-        if self._read_instead(slot, now):
+        if self._read_instead(slot):
             return
         self.why = why
         self.good = place
@@ -204,7 +204,7 @@ class BlockLoad:
 
     def lease_expired(self, now: float) -> bool:
         if not self.claimed:
-            self._loads.end(self.id, "the lease on its buffers has expired", now)
+            self._loads.end(self.id, now, why="the lease on its buffers has expired")
         return not self.claimed
 
     def _fetch(self, peer: ReadingPeer, now: float) -> None:
@@ -218,7 +218,7 @@ class BlockLoad:
             slot.filler = fetch
         self._loads.begin_fetch(fetch, now)
 
-    def _read_instead(self, slot: BufferSlot, now: float) -> bool:
+    def _read_instead(self, slot: BufferSlot) -> bool:
         """Read from storage a block that the peer did not send, at most once per slot, unless every block
         has its first layer. Returns whether the read was queued."""
         ctx = self._loads.ctx
@@ -226,7 +226,7 @@ class BlockLoad:
             return False
         self._instead.add(slot.index)
         ctx.counts["blocks_read_instead"] += 1
-        ctx.read(self.id, slot, now)
+        ctx.read(self.id, slot)
         return True
 
     def _count_lacking(self) -> None:
@@ -249,20 +249,20 @@ class LoadTable:
     def __init__(self, ctx: TransferContext, peers: PeerTable) -> None:
         self.ctx = ctx
         self._peers = peers
-        self._loads: dict[str, BlockLoad] = {}
+        self.loads: dict[str, BlockLoad] = {}
         self._fetches: dict[str, PeerFetch] = {}
         """Transfer → the blocks that a peer reads for it."""
         self._done = self._queue = -1
         """Largest values so far of the two progress counters that ``tick`` reads."""
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._fetches)
+        return len(self.loads) + len(self._fetches)
 
-    def begin(self, load: str, keys: Sequence[bytes], peer: ReadingPeer | None, now: float) -> int:
-        """Start a load. ``load``: a new id. ``peer``: the peer that reads the blocks; ``None`` if this engine
-        reads them. Returns the number of blocks to load, at most the number of slots. Raises ``ValueError``
-        for an id or peer transfer in use, no keys, or a duplicate key."""
-        if load in self._loads:
+    def begin(self, load: str, keys: Sequence[bytes], now: float, *, peer: ReadingPeer | None = None) -> int:
+        """Start a load (``TransferManager.load``). Returns the number of blocks to load, at most the number
+        of slots. Events: ``LayerLoaded`` for each layer, then ``LoadEnded``. After that, call ``blocks``, and
+        then ``end`` in any case."""
+        if load in self.loads:
             raise ValueError(f"load {load!r} is in progress already")
         if not keys or len(set(keys)) != len(keys):
             raise ValueError(f"load {load!r} has {len(keys)} blocks, {len(set(keys))} of them distinct")
@@ -271,18 +271,15 @@ class LoadTable:
         fits = list(keys[: self.ctx.limits.slots])
         if len(fits) < len(keys):
             self.ctx.counts["loads_cut"] += 1
-        made = self._loads[load] = BlockLoad(self, load, fits, peer)
+        made = self.loads[load] = BlockLoad(self, load, fits, peer)
         self.ctx.counts["loads"] += 1
         self.ctx.lease(made.name, made, fits, 0, now)
         return len(fits)
 
-    def has(self, load: str) -> bool:
-        return load in self._loads
-
     def blocks(self, load: str) -> list[memoryview]:
         """Return the leading blocks that have arrived for a load that is over. Their slots stay pinned until
         ``end``. Raises ``ValueError`` if the load is not over or unknown."""
-        made = self._loads.get(load)
+        made = self.loads.get(load)
         if made is None or made.state is not LoadState.OVER:
             raise ValueError(f"load {load!r} is {'not over' if made else 'unknown'}")
         if not made.claimed:
@@ -294,24 +291,18 @@ class LoadTable:
     def layer(self, load: str, layer: int) -> list[memoryview]:
         """Return one layer of each block of a load. Raises ``ValueError`` if a block lacks this layer, or if
         the load is unknown or has no blocks."""
-        made = self._loads.get(load)
+        made = self.loads.get(load)
         if made is None or any(slot.filled <= layer for slot in made.slots) or not made.slots:
             raise ValueError(f"layer {layer} of load {load!r} has not arrived")
         return [self.ctx.memory.layer(slot.index, layer) for slot in made.slots]
 
-    def renew(self, load: str, now: float) -> None:
-        """Renew a load's lease on its buffers. Ignores unknown loads."""
-        made = self._loads.get(load)
-        if made is not None:
-            self.ctx.buffers.renew(made.name, now)
-
-    def end(self, load: str, why: str, now: float) -> None:
+    def end(self, load: str, now: float, *, why: str = "") -> None:
         """End a load, whether or not its blocks have arrived, and release its buffers. Ignores unknown loads.
 
         ``why``: reason for the event ``LoadEnded``. It is empty if the engine itself ends the load; there is
         no event then.
         """
-        made = self._loads.pop(load, None)
+        made = self.loads.pop(load, None)
         if made is None:
             return
         if made.state is not LoadState.OVER and not why:
@@ -326,8 +317,8 @@ class LoadTable:
             self.ctx.events.append(LoadEnded(load, 0, why))
 
     def end_all(self, why: str, now: float) -> None:
-        for load in list(self._loads):
-            self.end(load, why, now)
+        for load in list(self.loads):
+            self.end(load, now, why=why)
 
     def over(self, load: BlockLoad, now: float) -> None:
         self.ctx.counts["loads_short" if load.why else "loads_whole"] += 1
@@ -369,7 +360,7 @@ class LoadTable:
     def on_progress(self, conn: int, transfer: str, done: int, now: float) -> None:
         fetch = self._fetches.get(transfer)
         if fetch is not None and fetch.conn == conn and fetch.watch.record_counter(done, now):
-            self.renew(fetch.load, now)
+            self.ctx.buffers.renew(f"load {fetch.load}", now)
 
     def open_transfers_on(self, conn: int) -> list[str]:
         """Return the ids of the transfers for which the peer of ``conn`` still has to send data."""
@@ -389,8 +380,8 @@ class LoadTable:
         # makes any progress. A load that waits for buffers keeps its place while reads complete or other
         # leases end.
         buffers = self.ctx.buffers
-        done, queue = self.ctx.progress_counter(now), self.ctx.reads.moved(now) + buffers.released
-        for load in self._loads.values():
+        done, queue = self.ctx.progress_counter, self.ctx.reads.moved_bytes + buffers.released
+        for load in self.loads.values():
             filling = load.state is LoadState.FILLING and done > self._done
             if filling or (load.state is LoadState.WAITING and queue > self._queue):
                 buffers.renew(load.name, now)

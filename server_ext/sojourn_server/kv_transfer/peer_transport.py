@@ -1,8 +1,8 @@
-"""Byte streams between engines, by address: ``unix:PATH``, ``tcp:HOST:PORT``, or a transport that you add.
+"""Byte streams between engines, by address: ``unix:PATH`` or ``tcp:HOST:PORT``.
 
-To add a transport, implement ``PeerTransport``. A ``write`` may return only once its memory may be reused,
-and bytes must arrive in order or not at all. NVIDIA's NIXL (RDMA between registered memory) is not built in;
-addresses with its scheme are refused with a message.
+Unix sockets are for peers on one machine, and only the owner may use the socket file. TCP sockets have no
+authentication or encryption: use them only in a private network. NVIDIA's NIXL (RDMA between registered
+memory) is not built in; addresses with its scheme are refused with a message.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .transfer_actions import SendMessage
 from .transfer_wire import encode
@@ -25,177 +25,96 @@ _MAX_UNIX_PATH = 107
 """Maximum length of a path in ``struct sockaddr_un``, without the final zero."""
 
 
-class ByteStream(Protocol):
-    """One connection as a stream of bytes."""
-
-    async def read(self, count: int) -> bytes:
-        """Read exactly ``count`` bytes. Raises ``OSError`` or ``EOFError`` if the connection ends before
-        that."""
-        ...
-
-    async def write(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send the parts in order. Returns when their memory may be reused. Raises ``OSError``."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection at once. A running write ends and stops reading its memory. Idempotent. Call
-        it only in the event loop."""
-        ...
-
-
-class TransportListener(Protocol):
-    """Listens at one address of a transport."""
-
-    @property
-    def address(self) -> str:
-        """The address that peers dial. It has the actual port if port 0 was requested."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-AcceptCallback = Callable[[ByteStream], Awaitable[None]]
-
-
-class PeerTransport(Protocol):
-    """One kind of transport. ``dial`` and ``listen`` raise ``OSError``, and ``ValueError`` for a malformed
-    address."""
-
-    async def dial(self, rest: str) -> ByteStream:
-        """Connect to ``rest``, an address without its scheme."""
-        ...
-
-    async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
-        """Listen on ``rest``, an address without its scheme. ``accept`` runs for each connection,
-        concurrently with others."""
-        ...
-
-
 class UnknownTransport(RuntimeError):
     """Raised for an address whose transport is unknown or not built in."""
 
 
-def transport_for(address: str, transports: Mapping[str, PeerTransport]) -> tuple[PeerTransport, str]:
-    """Return the transport of an address, and the address without its scheme. Raises ``ValueError`` for a
-    malformed address, and ``UnknownTransport`` for an unknown scheme."""
+def check_address(address: str) -> None:
+    """Raise ``ValueError`` for a malformed address, and ``UnknownTransport`` for an unknown scheme."""
+    _place(address)
+
+
+def _place(address: str) -> str | tuple[str, int]:
+    """Return the path of a Unix socket, or host and port. Raises what ``check_address`` raises."""
     scheme, colon, rest = address.partition(":")
     if not colon or not rest:
         raise ValueError(f"{address!r:.200} is not an address; expected unix:PATH or tcp:HOST:PORT")
-    found = transports.get(scheme)
-    if found is not None:
-        return found, rest
-    known = " or ".join(sorted(transports))
-    if scheme == "nixl":
-        raise UnknownTransport(
-            f"{address:.200}: NIXL is not built in; use {known}, or pass the TransferManager a PeerTransport "
-            "for that scheme"
-        )
-    raise UnknownTransport(f"{address:.200}: unknown transport {scheme!r:.80}; use {known}")
+    if scheme == "tcp":
+        return _host_and_port(rest)
+    if scheme != "unix":
+        what = "NIXL is not built in" if scheme == "nixl" else f"unknown transport {scheme!r:.80}"
+        raise UnknownTransport(f"{address:.200}: {what}; use tcp or unix")
+    if len(os.fsencode(rest)) > _MAX_UNIX_PATH:
+        raise ValueError(f"the path of a Unix socket has at most {_MAX_UNIX_PATH} bytes: {rest:.200}")
+    return rest
 
 
-def check_address(address: str) -> None:
-    """Check that a built-in transport can use an address. Raises ``ValueError`` for a malformed address, and
-    ``UnknownTransport`` for another scheme."""
-    transport, rest = transport_for(address, builtin_transports())
-    if isinstance(transport, UnixTransport):
-        _unix_path(rest)
-    else:
-        _host_and_port(rest)
+async def dial(address: str) -> SocketStream:
+    """Connect to ``address``. Raises ``OSError``, and what ``check_address`` raises."""
+    place = _place(address)
+    if isinstance(place, str):
+        return SocketStream(*await asyncio.open_unix_connection(place, limit=_READ_AHEAD_BYTES))
+    return SocketStream(*await asyncio.open_connection(*place, limit=_READ_AHEAD_BYTES))
+
+
+async def listen(
+    address: str, accept: Callable[[SocketStream], Awaitable[None]]
+) -> tuple[asyncio.Server, str]:
+    """Listen on ``address``. ``accept`` runs for each connection, concurrently with others. Returns the
+    server and the address that peers dial, which has the actual port if port 0 was requested. Raises
+    ``OSError``, and what ``check_address`` raises."""
+    place = _place(address)
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await accept(SocketStream(reader, writer))
+
+    if isinstance(place, str):
+        _remove_stale_socket(Path(place))
+        server = await asyncio.start_unix_server(take, place, limit=_READ_AHEAD_BYTES)
+        os.chmod(place, 0o600)
+        return server, address
+    server = await asyncio.start_server(take, *place, limit=_READ_AHEAD_BYTES)
+    host, port = place[0], server.sockets[0].getsockname()[1]
+    return server, f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
+
+
+def stop_listening(server: asyncio.Server, address: str) -> None:
+    """Close a listener, and remove the file of a Unix socket."""
+    server.close()
+    if address.startswith("unix:"):
+        with contextlib.suppress(OSError):
+            os.unlink(address.removeprefix("unix:"))
 
 
 class SocketStream:
-    """A stream over a socket."""
+    """One connection as a stream of bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         # Otherwise ``write`` returns while the transport still refers to the caller's memory.
         writer.transport.set_write_buffer_limits(high=0)
+        sock = writer.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # to detect peers that have vanished
 
     async def read(self, count: int) -> bytes:
+        """Read exactly ``count`` bytes. Raises ``OSError`` or ``EOFError`` if the connection ends before
+        that."""
         return await self._reader.readexactly(count)
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Send the parts in order. Returns when their memory may be reused. Raises ``OSError``."""
         for part in parts:
             self._writer.write(part)
         await self._writer.drain()
 
     def close(self) -> None:
+        """Close the connection at once. A running write ends and stops reading its memory. Idempotent. Call
+        it only in the event loop."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._writer.transport.abort()
-
-
-class _SocketListener:
-    def __init__(self, server: asyncio.Server, address: str, path: Path | None = None) -> None:
-        self._server = server
-        self._address = address
-        self._path = path
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    async def close(self) -> None:
-        self._server.close()
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
-
-
-class UnixTransport:
-    """Unix sockets, for peers on one machine. Only the owner may use the socket file."""
-
-    async def dial(self, rest: str) -> ByteStream:
-        return SocketStream(*await asyncio.open_unix_connection(_unix_path(rest), limit=_READ_AHEAD_BYTES))
-
-    async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
-        path = Path(_unix_path(rest))
-        _remove_stale_socket(path)
-
-        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await accept(SocketStream(reader, writer))
-
-        server = await asyncio.start_unix_server(take, path, limit=_READ_AHEAD_BYTES)
-        os.chmod(path, 0o600)
-        return _SocketListener(server, f"unix:{path}", path)
-
-
-class TcpTransport:
-    """TCP sockets without authentication or encryption. Use them only in a private network."""
-
-    async def dial(self, rest: str) -> ByteStream:
-        reader, writer = await asyncio.open_connection(*_host_and_port(rest), limit=_READ_AHEAD_BYTES)
-        _set_socket_options(writer)
-        return SocketStream(reader, writer)
-
-    async def listen(self, rest: str, accept: AcceptCallback) -> TransportListener:
-        host, port = _host_and_port(rest)
-
-        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            _set_socket_options(writer)
-            await accept(SocketStream(reader, writer))
-
-        server = await asyncio.start_server(take, host, port, limit=_READ_AHEAD_BYTES)
-        real = server.sockets[0].getsockname()[1]
-        return _SocketListener(server, f"tcp:[{host}]:{real}" if ":" in host else f"tcp:{host}:{real}")
-
-
-def builtin_transports() -> dict[str, PeerTransport]:
-    """Return the built-in transports by scheme."""
-    return {"unix": UnixTransport(), "tcp": TcpTransport()}
-
-
-def _set_socket_options(writer: asyncio.StreamWriter) -> None:
-    """Disable Nagle's algorithm, and enable keep-alive to detect peers that have vanished."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def _unix_path(rest: str) -> str:
-    if len(os.fsencode(rest)) > _MAX_UNIX_PATH:
-        raise ValueError(f"the path of a Unix socket has at most {_MAX_UNIX_PATH} bytes: {rest:.200}")
-    return rest
 
 
 def _remove_stale_socket(path: Path) -> None:
@@ -248,7 +167,11 @@ class PeerConnection:
     payloads, because the link to peers already limits them."""
 
     def __init__(
-        self, stream: ByteStream, patience_s: float, sent: Callable[[int], None], stalled: Callable[[], None]
+        self,
+        stream: SocketStream,
+        patience_s: float,
+        sent: Callable[[int], None],
+        stalled: Callable[[], None],
     ) -> None:
         """``sent`` is called with the number of each link item whose memory ``run_sender`` no longer reads,
         whether the item was sent or not. ``stalled`` is called when the peer has accepted nothing for

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
 
 from .peer_table import PeerTable
-from .transfer_actions import PushEnded, SendMessage
+from .transfer_actions import GIVEN_UP, PushEnded, SendMessage
 from .transfer_context import StallDetector, TransferContext
 from .transfer_link import LinkItem, TrafficClass
-from .transfer_wire import AbortMessage, CompleteMessage, DataMessage, NeedMessage, OfferMessage
+from .transfer_wire import AbortMessage, CompleteMessage, NeedMessage, OfferMessage
 
 
 class PushState(Enum):
@@ -28,16 +27,8 @@ class PushState(Enum):
     SENDING = "sending"
 
 
-class PushChunk(NamedTuple):
-    """One layer of some blocks of a push. One item of the link to peers sends it."""
-
-    push: BlockPush
-    layer: int
-    indices: list[int]
-
-
 class BlockPush:
-    """The push of one prompt to a peer. Implements ``PeerCaller``."""
+    """The push of one prompt to a peer. Implements ``PeerCaller`` and ``ChunkSender``."""
 
     def __init__(
         self,
@@ -97,24 +88,31 @@ class BlockPush:
         added = [index for index in dict.fromkeys(indices) if index not in self.needed]
         self.needed.update(dict.fromkeys(added))
         for layer in range(len(self.layers)):
-            self._enqueue(layer, added, now)
+            self._enqueue(layer, added)
         return True
 
-    def give(self, blocks: Sequence[memoryview], now: float) -> None:
+    def give(self, blocks: Sequence[memoryview]) -> None:
         """Add the next computed layer. ``blocks``: this layer of each offered block, in order."""
         self.layers.append(blocks)
-        self._enqueue(len(self.layers) - 1, list(self.needed), now)
+        self._enqueue(len(self.layers) - 1, list(self.needed))
 
-    def _enqueue(self, layer: int, indices: list[int], now: float) -> None:
+    def chunk_sent(self, item: LinkItem, now: float) -> None:
         ctx = self._pushes.ctx
-        size = ctx.memory.layer_bytes
-        per = max(1, ctx.limits.chunk_bytes // size)
-        for start in range(0, len(indices), per):
-            part = indices[start : start + per]
-            chunk = PushChunk(self, layer, part)
-            self.in_queue.add(
-                ctx.peer_send.put(f"push {self.transfer}", len(part) * size, chunk, now, peer=self.conn)
-            )
+        self.in_queue.discard(item.number)
+        self.watch.record_progress(now)
+        if self.end_event is not None and not self.in_queue:
+            ctx.events.append(self.end_event)
+        if self._pushes.find(self.transfer) is self:
+            ctx.counts["bytes_pushed"] += item.nbytes
+
+    def _enqueue(self, layer: int, indices: list[int]) -> None:
+        if not indices:
+            return
+        assert self.conn is not None, "the peer has asked for them"
+        blocks = [(index, self.layers[layer][index].cast("B")) for index in indices]
+        name = f"push {self.transfer}"
+        items = self._pushes.ctx.queue_layer(name, self, self.conn, self.transfer, layer, blocks)
+        self.in_queue.update(item.number for item in items)
 
 
 class PushTable:
@@ -132,16 +130,10 @@ class PushTable:
         return self._pushes.get(transfer)
 
     def offer(
-        self,
-        transfer: str,
-        address: str,
-        keys: Sequence[bytes],
-        epoch: str | None,
-        now: float,
+        self, transfer: str, address: str, keys: Sequence[bytes], now: float, *, epoch: str | None = None
     ) -> None:
-        """Start a push: connect to the peer at ``address`` and offer it the blocks ``keys``. ``epoch``: the
-        run of the peer's process that must answer; ``None`` for any. Raises ``ValueError`` for a transfer
-        that is already open, no keys, or a duplicate key."""
+        """Start a push (``TransferManager.offer``): connect to the peer and offer it the blocks. Then call
+        ``give`` for each layer. Event: ``PushEnded``."""
         if transfer in self._pushes:
             raise ValueError(f"transfer {transfer!r} was offered already")
         if not keys or len(set(keys)) != len(keys):
@@ -153,11 +145,8 @@ class PushTable:
         self._peers.reach(address, push, now)
 
     def give(self, transfer: str, layer: int, blocks: Sequence[memoryview], now: float) -> bool:
-        """Add the next layer of all offered blocks. The memory of ``blocks`` must not change until
-        ``PushEnded``. Returns whether the push is still open.
-
-        Raises ``ValueError`` if ``layer`` is not the next, or the number or size of the blocks is wrong.
-        """
+        """Add the next layer of all offered blocks (``PushHandle.give``). Returns whether the push is still
+        open."""
         push = self._pushes.get(transfer)
         if push is None:
             return False
@@ -170,32 +159,8 @@ class PushTable:
         size = self.ctx.memory.layer_bytes
         if any(block.nbytes != size or not block.c_contiguous for block in blocks):
             raise ValueError(f"a Layer Block of another size or layout; expected {size} contiguous bytes")
-        push.give(blocks, now)
+        push.give(blocks)
         return True
-
-    def begin(self, item: LinkItem, now: float) -> None:
-        """Send the chunk of a link item whose turn has come."""
-        chunk: PushChunk = item.work
-        push = chunk.push
-        assert push.conn is not None, "nothing is queued before the peer has answered"
-        payload = [push.layers[chunk.layer][index].cast("B") for index in chunk.indices]
-        message = DataMessage(
-            transfer=push.transfer,
-            layer=chunk.layer,
-            indices=chunk.indices,
-            traffic_class=item.traffic_class,
-        )
-        self.ctx.actions.append(SendMessage(push.conn, message, payload, item.number))
-
-    def finished(self, item: LinkItem, now: float) -> None:
-        """Handle the end of a link item, sent or not. The link no longer reads the item's memory."""
-        push: BlockPush = item.work.push
-        push.in_queue.discard(item.number)
-        push.watch.record_progress(now)
-        if push.end_event is not None and not push.in_queue:
-            self.ctx.events.append(push.end_event)
-        if self._pushes.get(push.transfer) is push:
-            self.ctx.counts["bytes_pushed"] += item.nbytes
 
     def received(self, conn: int, message: NeedMessage | CompleteMessage | AbortMessage, now: float) -> bool:
         """Handle a peer's answer. Returns false if it belongs to no push."""
@@ -216,11 +181,11 @@ class PushTable:
         if push is not None and push.conn == conn:
             push.watch.record_counter(done, now)
 
-    def abort(self, transfer: str, why: str, now: float) -> None:
-        """Cancel a push, and send the peer the reason ``why``. Ignores unknown transfers."""
+    def abort(self, transfer: str, now: float) -> None:
+        """Cancel a push, and tell the peer. Ignores unknown transfers."""
         push = self._pushes.get(transfer)
         if push is not None:
-            self.end(push, why, now, notify=True)
+            self.end(push, GIVEN_UP, now, notify=True)
 
     def end(self, push: BlockPush, why: str, now: float, notify: bool = False) -> None:
         """End a push. ``why``: the reason of a failure; empty for a success. ``notify``: whether to send the

@@ -9,7 +9,7 @@ from .transfer_wire import WireMessage
 
 
 class DialPeer(NamedTuple):
-    """Connect to a peer. The manager then calls the core's ``dialled`` or ``dial_failed``. The core may have
+    """Connect to a peer. The manager then calls ``PeerTable.dialled`` or ``dial_failed``. The core may have
     given up the dial by then."""
 
     address: str
@@ -18,8 +18,8 @@ class DialPeer(NamedTuple):
 
 
 class SendMessage(NamedTuple):
-    """Send a message on a connection. If ``item`` is given, the manager calls the core's ``sent`` once the
-    memory of ``payload`` is no longer read."""
+    """Send a message on a connection. If ``item`` is given, the manager calls ``TransferContext.sent`` once
+    the memory of ``payload`` is no longer read."""
 
     conn: int
     message: WireMessage
@@ -91,14 +91,5 @@ class PromptTransferEnded(NamedTuple):
     why: str = ""
 
 
-class BlockStoreEnded(NamedTuple):
-    """The write of one block to the store has ended, and the block's memory may be reused. ``outcome`` is a
-    ``PutOutcome`` value, ``failed``, or ``stalled`` for a write that was dropped from the queue because an
-    earlier write hangs."""
-
-    request: str
-    key: bytes
-    outcome: str
-
-
-TransferEvent = LayerLoaded | LoadEnded | PushEnded | PromptTransferEnded | BlockStoreEnded
+TransferEnd = LoadEnded | PushEnded | PromptTransferEnded
+TransferEvent = LayerLoaded | TransferEnd

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..kv_offload.block_file import KvIdentity
 from .staging_buffers import BufferPool, BufferSlot, SlotMemory
-from .transfer_actions import ReadBlock, TransferAction, TransferEvent
-from .transfer_limits import LinkRates, TransferLimits
+from .transfer_actions import ReadBlock, SendMessage, TransferAction, TransferEvent
+from .transfer_limits import TransferLimits
 from .transfer_link import LinkItem, TrafficClass, TransferLink
+from .transfer_wire import DataMessage
 
 
 class StallDetector:
@@ -65,14 +66,21 @@ class SlotFiller(Protocol):
         ...
 
 
-class _StorageFiller(NamedTuple):
-    item: int
+class ChunkSender(Protocol):
+    """A transfer that sends chunks of layers to a peer."""
+
+    def chunk_sent(self, item: LinkItem, now: float) -> None:
+        """Handle the end of a chunk's link item, sent or not. Its memory is no longer read."""
+        ...
 
 
-class _SlotRead(NamedTuple):
-    """The read of one block into its slot: the work of one item of the storage read link."""
+class _Chunk(NamedTuple):
+    """One layer of some blocks for a peer: the work of one item of the link to peers."""
 
-    slot: BufferSlot
+    sender: ChunkSender
+    conn: int
+    message: DataMessage
+    payload: Sequence[memoryview]
 
 
 SEND_WIDTH = 4
@@ -83,20 +91,18 @@ class TransferContext:
     """Links and buffers of one engine, and pending actions and events. The argument ``now`` of the methods is
     in seconds of a monotonic clock."""
 
-    def __init__(self, identity: KvIdentity, limits: TransferLimits, rates: LinkRates) -> None:
+    def __init__(self, identity: KvIdentity, limits: TransferLimits) -> None:
         share = limits.kv_share
         self.identity = identity
         self.limits = limits
         self.memory = SlotMemory(limits.slots, identity.block_bytes, identity.layers)
         self.buffers = BufferPool(limits.slots, limits.lease_s)
-        self.reads = TransferLink("storage read", rates.storage_read, width=limits.read_width, kv_share=share)
-        self.writes = TransferLink("storage write", rates.storage_write, kv_share=share)
+        self.reads = TransferLink("storage read", width=limits.read_width, kv_share=share)
+        self.writes = TransferLink("storage write", kv_share=share)
         self.peer_send = TransferLink(
             "compute network",
-            rates.compute,
             width=SEND_WIDTH,
             kv_share=share,
-            sends=True,
             peer_width=SEND_WIDTH // 2,
             late_s=limits.patience_s / 4,
         )
@@ -105,16 +111,15 @@ class TransferContext:
         self.events: list[TransferEvent] = []
         self.counts: Counter[str] = Counter()
         self._holders: dict[str, LeaseHolder] = {}
-        self._failed_reads: dict[int, str] = {}
 
     @property
     def layers(self) -> int:
         return self.memory.layers
 
-    def progress_counter(self, now: float) -> int:
-        """Return a counter that grows whenever any transfer of this engine makes progress."""
-        moved = sum(link.moved(now) for link in self.links)
-        return moved + self.buffers.released
+    @property
+    def progress_counter(self) -> int:
+        """A counter that grows whenever any transfer of this engine makes progress."""
+        return sum(link.moved_bytes for link in self.links) + self.buffers.released
 
     # -- leases ---------------------------------------------------------------------
 
@@ -156,57 +161,49 @@ class TransferContext:
 
     def _unwanted(self, slot: BufferSlot, now: float) -> None:
         filler, slot.filler = slot.filler, None
-        if isinstance(filler, _StorageFiller):
-            if self.reads.cancel(filler.item):
+        if isinstance(filler, LinkItem):
+            if self.reads.cancel(filler.number):
                 self.counts["reads_cancelled"] += 1
         elif filler is not None:
             filler.unwanted(slot, now)  # type: ignore[attr-defined]
 
     # -- filling slots --------------------------------------------------------------
 
-    def read(
-        self, request: str, slot: BufferSlot, now: float, traffic_class: TrafficClass = TrafficClass.KV
-    ) -> None:
+    def read(self, request: str, slot: BufferSlot, traffic_class: TrafficClass = TrafficClass.KV) -> None:
         """Queue a read of a slot's block from storage, unless the slot is full or being filled. ``request``:
         name of the transfer; its reads share a place in the link's queue."""
         if slot.filled == self.layers or slot.filler is not None:
             self.counts["blocks_merged"] += 1
             return
-        number = self.reads.put(request, self.memory.block_bytes, _SlotRead(slot), now, traffic_class)
-        slot.filler = _StorageFiller(number)
+        slot.filler = self.reads.put(request, self.memory.block_bytes, slot, traffic_class)
 
     def stop_reading(self, slot: BufferSlot) -> None:
         """Cancel the queued read of a slot that still has a lease. A read that has begun continues."""
-        if isinstance(slot.filler, _StorageFiller) and self.reads.cancel(slot.filler.item):
+        if isinstance(slot.filler, LinkItem) and self.reads.cancel(slot.filler.number):
             slot.filler = None
             self.counts["reads_cancelled"] += 1
 
     def start_reads(self, now: float) -> None:
         """Start the queued reads that the storage link allows now."""
         for item in self.reads.take(now):
-            slot = item.work.slot
+            slot: BufferSlot = item.work
             self.buffers.pin(slot)
             self.actions.append(ReadBlock(item.number, slot.key, [self.memory.block(slot.index)]))
 
     def read_done(self, number: int, why: str | None, now: float) -> None:
-        """Record the end of read ``number``. ``why``: its error; ``None`` for a success."""
-        if why is not None:
-            self._failed_reads[number] = why
-        self.reads.end_io(number, now)
-
-    def complete_reads(self, now: float) -> None:
-        """Update the slots of finished reads, and notify the slots' holders."""
-        for item in self.reads.take_finished(now):
-            slot, why = item.work.slot, self._failed_reads.pop(item.number, None)
-            self.buffers.unpin(slot)
-            self.counts["blocks_read" if why is None else "blocks_unread"] += 1
-            if not self._is_filled_by(slot, item):
-                continue  # the block is not needed any more, or the read was given up
-            slot.filler = None
-            if why is None:
-                self.advance(slot, self.layers, now)
-            else:
-                self.fail(slot, why, now)
+        """Handle the end of a ``ReadBlock``: update its slot, and notify the slot's holders. ``why``: its
+        error; ``None`` for a success."""
+        item = self.reads.finish(number, now)
+        slot: BufferSlot = item.work
+        self.buffers.unpin(slot)
+        self.counts["blocks_read" if why is None else "blocks_unread"] += 1
+        if slot.filler is not item:
+            return  # the block is not needed any more, or the read was given up
+        slot.filler = None
+        if why is None:
+            self.advance(slot, self.layers, now)
+        else:
+            self.fail(slot, why, now)
 
     def give_up_stuck_reads(self, now: float) -> None:
         """Treat the blocks of reads that have hung for half of ``patience_s`` as failed. Their slots stay
@@ -219,8 +216,8 @@ class TransferContext:
         stuck = self.reads.stuck(now, self.limits.patience_s / 2)
         behind = self.reads.in_queue() if len(stuck) == self.limits.read_width else []
         for item in [*stuck, *behind]:
-            slot = item.work.slot
-            if self._is_filled_by(slot, item):  # otherwise it was given up before
+            slot: BufferSlot = item.work
+            if slot.filler is item:  # otherwise it was given up before
                 self.reads.cancel(item.number)
                 self.counts["stalls"] += 1
                 self.fail(slot, "storage has not answered", now)
@@ -244,6 +241,44 @@ class TransferContext:
             if holder is not None and name in slot.holders:
                 what(holder)
 
-    @staticmethod
-    def _is_filled_by(slot: BufferSlot, item: LinkItem) -> bool:
-        return isinstance(slot.filler, _StorageFiller) and slot.filler.item == item.number
+    # -- sending --------------------------------------------------------------------
+
+    def queue_layer(
+        self,
+        request: str,
+        sender: ChunkSender,
+        conn: int,
+        transfer: str,
+        layer: int,
+        blocks: Sequence[tuple[int, memoryview]],
+        traffic_class: TrafficClass = TrafficClass.KV,
+    ) -> list[LinkItem]:
+        """Queue one layer of some blocks to be sent to a peer, in chunks. ``request``: name of the place in
+        the link's queue. ``blocks``: (index within the transfer, content) of each block. Returns the chunks'
+        items."""
+        per = max(1, self.limits.chunk_bytes // self.memory.layer_bytes)
+        items = []
+        for start in range(0, len(blocks), per):
+            part = blocks[start : start + per]
+            message = DataMessage(
+                transfer=transfer,
+                layer=layer,
+                indices=[index for index, _ in part],
+                traffic_class=traffic_class,
+            )
+            chunk = _Chunk(sender, conn, message, [content for _, content in part])
+            size = len(part) * self.memory.layer_bytes
+            items.append(self.peer_send.put(request, size, chunk, traffic_class, peer=conn))
+        return items
+
+    def start_sends(self, now: float) -> None:
+        """Send the queued chunks that the link to peers allows now."""
+        for item in self.peer_send.take(now):
+            chunk: _Chunk = item.work
+            self.actions.append(SendMessage(chunk.conn, chunk.message, chunk.payload, item.number))
+
+    def sent(self, number: int, now: float) -> None:
+        """Handle the end of a ``SendMessage``, sent or not. Its payload is no longer read."""
+        item = self.peer_send.finish(number, now)
+        chunk: _Chunk = item.work
+        chunk.sender.chunk_sent(item, now)

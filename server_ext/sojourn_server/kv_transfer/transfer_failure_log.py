@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from ..metrics.rate_limited_log import RateLimitedLog
-from .transfer_actions import GIVEN_UP, LoadEnded, PromptTransferEnded, PushEnded
+from .transfer_actions import GIVEN_UP, LoadEnded, PushEnded, TransferEnd
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class TransferFailureLog:
         # A peer's abort contains the peer's reason.
         return bool(why) and GIVEN_UP not in why and why not in self._refusals.values()
 
-    def log_failure(self, event: LoadEnded | PushEnded | PromptTransferEnded) -> None:
+    def log_failure(self, event: TransferEnd) -> None:
         """Log why a transfer ended before all of its blocks arrived."""
         if isinstance(event, LoadEnded):
             what, name = "a load of KV", event.load

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .transfer_actions import LayerLoaded, LoadEnded, PromptTransferEnded, PushEnded, TransferEvent
 
 if TYPE_CHECKING:
-    from .transfer_core import TransferCore
+    from .transfer_manager import TransferManager
 
 OutcomeT = TypeVar("OutcomeT", LoadEnded, PushEnded, PromptTransferEnded)
-
-
-class HandleOwner(Protocol):
-    """The attributes and methods of ``TransferManager`` that handles use."""
-
-    core: TransferCore
-    changed: threading.Condition
-    """Notified after every event. Its lock guards the core."""
-
-    def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
-        start the resulting actions, and return the method's result."""
-        ...
-
-    def forget(self, handle: TransferHandle[Any]) -> None:
-        """Deliver no more events to ``handle``."""
-        ...
 
 
 class TransferHandle(Generic[OutcomeT]):
@@ -38,7 +20,7 @@ class TransferHandle(Generic[OutcomeT]):
     kind: str
     _ended_by: type[OutcomeT]
 
-    def __init__(self, owner: HandleOwner, name: str) -> None:
+    def __init__(self, owner: TransferManager, name: str) -> None:
         self.name = name
         self.outcome: OutcomeT | None = None
         """Outcome of the transfer; ``None`` while it is open."""
@@ -66,7 +48,7 @@ class LoadHandle(TransferHandle[LoadEnded]):
     kind = "load"
     _ended_by = LoadEnded
 
-    def __init__(self, owner: HandleOwner, name: str) -> None:
+    def __init__(self, owner: TransferManager, name: str) -> None:
         super().__init__(owner, name)
         self.requested_blocks = 0
         """Number of blocks that the load tries to get: at most as many as fit the buffers."""
@@ -118,7 +100,7 @@ class LoadHandle(TransferHandle[LoadEnded]):
 
     def end(self) -> None:
         """End the load, whether or not its blocks have arrived, and release its buffers."""
-        self._owner.do(self._owner.core.end_load, self.name)
+        self._owner.do(self._owner.core.loads.end, self.name)
         self._owner.forget(self)
 
 
@@ -132,12 +114,12 @@ class PushHandle(TransferHandle[PushEnded]):
         """Add the next layer of all blocks. The memory of ``blocks`` must not change until ``outcome`` is
         set. Returns whether the push is still open. Raises ``ValueError`` if ``layer`` is not the next, or
         the number or size of the blocks is wrong."""
-        wanted: bool = self._owner.do(self._owner.core.give, self.name, layer, blocks)
+        wanted: bool = self._owner.do(self._owner.core.pushes.give, self.name, layer, blocks)
         return wanted
 
     def abort(self) -> None:
         """Cancel the push. The memory of its blocks stays in use until ``outcome`` is set."""
-        self._owner.do(self._owner.core.abort_push, self.name)
+        self._owner.do(self._owner.core.pushes.abort, self.name)
 
 
 class PromptHandle(TransferHandle[PromptTransferEnded]):
@@ -154,5 +136,5 @@ class PromptHandle(TransferHandle[PromptTransferEnded]):
 
     def end(self) -> None:
         """End the prompt's transfer, complete or not, and release its buffers."""
-        self._owner.do(self._owner.core.end_prompt, self.name)
+        self._owner.do(self._owner.core.prompts.forget, self.name)
         self._owner.forget(self)

@@ -3,34 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRates:
-    """Maximum rates of one engine's links in bytes per second; ``None`` if unlimited. Raises ``ValueError``
-    for a rate that is not positive and finite, because a transfer at rate 0 would never end."""
-
-    storage_read: float | None = None
-    storage_write: float | None = None
-    compute: float | None = None
-    """Rate of sends to other engines."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            check_rate(field.name, getattr(self, field.name))
-
-
-def check_rate(name: str, rate: float | None) -> None:
-    """Raise ``ValueError`` for a rate that is not positive and finite. ``None`` (no limit) is valid."""
-    if rate is None:
-        return
-    if not math.isfinite(rate) or rate <= 0:
-        raise ValueError(
-            f"the rate of {name} is {rate!r} bytes a second; expected more than 0, or None for no limit. To "
-            "use no link, leave out the option that needs it"
-        )
-
+from dataclasses import dataclass
 
 MAX_WAITING_WRITE_BYTES = 256 << 20
 """Default limit of the bytes of copied blocks that wait to be written to the store."""

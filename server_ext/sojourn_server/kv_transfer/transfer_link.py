@@ -1,15 +1,12 @@
-"""A link to storage or to peers: a queue that serves requests in order, with an optional rate limit.
+"""A link to storage or to peers: a queue that serves requests in order.
 
 Requests are served one after the other, because all would end late if all were served at once. A request
 keeps its place in the queue until ``close``. If it queues another item later, such as the next layer of a
 push, that item goes before the items of later requests. While a request has no item in the queue, the link
 serves the next request.
 
-With a rate limit, an item takes at least its bytes divided by the rate. The link computes these times instead
-of sleeping. So an item that starts up to ``MAX_LAG_S`` late does not delay the items after it.
-
-The module has no clock and does no I/O. ``take`` returns items to start, ``end_io`` records the end of an
-item's I/O, and ``take_finished`` returns items that are over and whose time at the link's rate has passed.
+The module has no clock and does no I/O. ``take`` returns items to start, and ``finish`` records the end of an
+item's I/O.
 """
 
 from __future__ import annotations
@@ -21,8 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
-
-from .transfer_limits import check_rate
 
 
 class TrafficClass(Enum):
@@ -68,11 +63,8 @@ class TrafficClassArbiter:
         return TrafficClass.MODEL
 
 
-MAX_LAG_S = 0.1
-"""If an item starts late, a rate-limited link makes up for at most this many seconds of the delay."""
-
 SPEED_SAMPLE_BYTES = 64 << 20
-"""The speed of a link without a rate limit is measured over this many of its newest bytes."""
+"""The speed of a link is measured over this many of its newest bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,15 +76,8 @@ class LinkItem:
     nbytes: int
     work: Any
     traffic_class: TrafficClass
-    queued_at_s: float
     peer: int | None = None
     began_s: float = 0.0
-    until_s: float = 0.0
-    """Earliest time at which the item can end at the link's rate; its start, if the rate is unlimited."""
-    is_held: bool = False
-    """Whether the item occupies the link already, but its I/O starts only at ``until_s``."""
-    is_over: bool = False
-    """Whether the item's I/O has ended, with or without an error."""
 
 
 _QueueKey = tuple[TrafficClass, int | None]
@@ -112,31 +97,22 @@ class TransferLink:
     def __init__(
         self,
         name: str,
-        rate: float | None = None,
         *,
         width: int = 1,
         kv_share: float = 0.01,
-        sends: bool = False,
         peer_width: int | None = None,
         late_s: float = float("inf"),
     ) -> None:
-        """``rate``: bytes per second; ``None`` if unlimited. Raises ``ValueError`` for 0 or less.
-
-        ``width``: maximum number of items in flight. ``kv_share``: share of the bytes that KV gets while
-        model traffic waits too. ``sends``: whether items are sent to peers. A sent item arrives as soon as it
-        starts, so a rate limit delays its start. ``peer_width``: maximum number of items in flight to one
-        peer. ``late_s``: items late by this many seconds do not count towards ``width``, so that a hanging
-        peer does not block others.
-        """
-        check_rate(name, rate)
+        """``width``: maximum number of items in flight. ``kv_share``: share of the bytes that KV gets while
+        model traffic waits too. ``peer_width``: maximum number of items in flight to one peer. ``late_s``:
+        items late by this many seconds do not count towards ``width``, so that a hanging peer does not block
+        others."""
         if width < 1:
             raise ValueError(f"the width of {name} must be at least 1, not {width}")
         self.name = name
-        self.rate = rate
         self._width = width
         self._peer_width = peer_width or width
         self._late_s = late_s
-        self._sends = sends and rate is not None
         self._share = TrafficClassArbiter(kv_share)
         self._numbers = 0
         self._requests: dict[str, _LinkRequest] = {}
@@ -145,11 +121,9 @@ class TransferLink:
         self._waiting: dict[int, LinkItem] = {}
         self._waiting_bytes = 0
         self._in_flight: dict[int, LinkItem] = {}
-        self._busy_until_s = float("-inf")
         self._newest: deque[tuple[float, int]] = deque()
-        """(seconds, bytes) of each of the newest items; empty for a link with a rate limit. An item's seconds
-        count from the end of the previous item, if that is later than its own start. So time with several
-        items in flight counts once."""
+        """(seconds, bytes) of each of the newest items. An item's seconds count from the end of the previous
+        item, if that is later than its own start. So time with several items in flight counts once."""
         self._ended_s = float("-inf")
         self._newest_s, self._newest_bytes = 0.0, 0
         self.moved_bytes = 0
@@ -160,17 +134,16 @@ class TransferLink:
         request: str,
         nbytes: int,
         work: Any,
-        now: float,
         traffic_class: TrafficClass = TrafficClass.KV,
         peer: int | None = None,
-    ) -> int:
-        """Queue an item and return its number. Requests are served in the order of their first items.
+    ) -> LinkItem:
+        """Queue an item and return it. Requests are served in the order of their first items.
         ``work``: the caller's data, which the link only keeps. ``peer``: connection of the destination peer,
         if any. Raises ``ValueError`` for a negative ``nbytes``."""
         if nbytes < 0:
             raise ValueError(f"an item of {nbytes} bytes; expected 0 or more")
         self._numbers += 1
-        item = LinkItem(self._numbers, request, nbytes, work, traffic_class, now, peer)
+        item = LinkItem(self._numbers, request, nbytes, work, traffic_class, peer)
         entry = self._requests.get(request)
         if entry is None:
             entry = self._requests[request] = _LinkRequest(self._numbers)
@@ -182,54 +155,26 @@ class TransferLink:
         items.append(item)
         self._waiting[item.number] = item
         self._waiting_bytes += nbytes
-        return item.number
+        return item
 
     def take(self, now: float) -> Iterator[LinkItem]:
-        """Yield the items to start now. The caller must call ``end_io`` for each when its I/O ends."""
+        """Yield the items to start now. The caller must call ``finish`` for each when its I/O ends."""
         while self._under_way(now) < self._width and (item := self._next()) is not None:
-            start_s = max(self._busy_until_s, item.queued_at_s, now - MAX_LAG_S)
-            item.until_s = start_s + item.nbytes / self.rate if self.rate else now
-            self._busy_until_s = item.until_s
             item.began_s = now
-            item.is_held = self._sends
             self._in_flight[item.number] = item
-            if not item.is_held:
-                yield item
-        for item in [item for item in self._in_flight.values() if item.is_held and item.until_s <= now]:
-            item.began_s = now
-            item.is_held = False
             yield item
 
-    def end_io(self, number: int, now: float) -> None:
-        """Record that the I/O of item ``number`` has ended, with or without an error."""
-        item = self._in_flight[number]
-        item.is_over = True
-        if self.rate is None:
-            self._note_speed(now - max(item.began_s, self._ended_s), item.nbytes)
-            self._ended_s = now
-
-    def take_finished(self, now: float) -> list[LinkItem]:
-        """Remove and return finished items, in the order of their start. An item is finished when its I/O has
-        ended and the time that it needs at the link's rate has passed."""
-        found = [item for item in self._in_flight.values() if item.is_over and item.until_s <= now]
-        for item in found:
-            del self._in_flight[item.number]
-            self.moved_bytes += item.nbytes
-        return found
-
-    def wake_at(self) -> float:
-        """Return the time at which the link's rate lets the next item start or finish; infinity if there is
-        none. The caller must call ``take`` and ``take_finished`` at that time."""
-        flying = self._in_flight.values()
-        return min((item.until_s for item in flying if item.is_over or item.is_held), default=float("inf"))
+    def finish(self, number: int, now: float) -> LinkItem:
+        """Remove and return item ``number``, whose I/O has ended, with or without an error."""
+        item = self._in_flight.pop(number)
+        self.moved_bytes += item.nbytes
+        self._note_speed(now - max(item.began_s, self._ended_s), item.nbytes)
+        self._ended_s = now
+        return item
 
     def stuck(self, now: float, patience_s: float) -> list[LinkItem]:
         """Return the items in flight whose I/O is late by ``patience_s`` seconds or more."""
-        return [
-            item
-            for item in self._in_flight.values()
-            if not item.is_over and not item.is_held and self._hangs_s(item, now) >= patience_s
-        ]
+        return [item for item in self._in_flight.values() if now - item.began_s >= patience_s]
 
     def in_queue(self) -> list[LinkItem]:
         """Return the items that have not started, in the order in which they were queued."""
@@ -237,10 +182,6 @@ class TransferLink:
 
     def cancel(self, number: int) -> bool:
         """Remove an item if it has not started. Returns whether it was removed."""
-        held = self._in_flight.get(number)
-        if held is not None and held.is_held:
-            del self._in_flight[number]
-            return True
         item = self._waiting.get(number)
         if item is None:
             return False
@@ -268,20 +209,16 @@ class TransferLink:
         """Number of requests that have a place in the queue."""
         return len(self._requests)
 
-    def queued_bytes(self, now: float) -> int:
-        """Return the number of bytes, queued or in flight, that are not transferred yet."""
-        return self._waiting_bytes + sum(
-            item.nbytes - self._done(item, now) for item in self._in_flight.values()
-        )
+    @property
+    def queued_bytes(self) -> int:
+        """Number of bytes, queued or in flight, that are not transferred yet."""
+        return self._waiting_bytes + sum(item.nbytes for item in self._in_flight.values())
 
-    def queued_s(self, now: float) -> float | None:
-        """Return the estimated seconds until a new item would start; ``None`` if the speed is unknown."""
-        queued = self.queued_bytes(now)
-        if not queued:
-            return 0.0
-        if self.rate is not None:
-            return max(0.0, self._busy_until_s - now) + self._waiting_bytes / self.rate
-        return self.seconds_for(queued)
+    @property
+    def queued_s(self) -> float | None:
+        """Estimated seconds until a new item would start; ``None`` if the speed is unknown."""
+        queued = self.queued_bytes
+        return self.seconds_for(queued) if queued else 0.0
 
     def hung_s(self, now: float, patience_s: float) -> float:
         """Return for how many seconds the link has hung: the longest delay if ``width`` items hang,
@@ -290,27 +227,14 @@ class TransferLink:
         stuck = self.stuck(now, patience_s)
         if len(stuck) < self._width:
             return patience_s if stuck else 0.0
-        return max(self._hangs_s(item, now) for item in stuck)
+        return max(now - item.began_s for item in stuck)
 
     def seconds_for(self, nbytes: int) -> float | None:
-        """Return the seconds to transfer ``nbytes`` at the link's rate. Without a rate limit, at the mean
-        speed of the items that ended last; ``None`` if no speed has been measured."""
-        if self.rate is not None:
-            return nbytes / self.rate
+        """Return the seconds to transfer ``nbytes`` at the mean speed of the items that ended last; ``None``
+        if no speed has been measured."""
         if self._newest_s <= 0 or not self._newest_bytes:
             return None
         return nbytes * self._newest_s / self._newest_bytes
-
-    def moved(self, now: float) -> int:
-        """Return the bytes transferred so far. With a rate limit, an item in flight counts in part, by the
-        time that has passed. So a long item shows progress until it should have ended."""
-        return self.moved_bytes + sum(self._done(item, now) for item in self._in_flight.values())
-
-    def _done(self, item: LinkItem, now: float) -> int:
-        if self.rate is None or not item.nbytes:
-            return 0
-        took_s = item.nbytes / self.rate
-        return int(item.nbytes * min(1.0, max(0.0, 1.0 - (item.until_s - now) / took_s)))
 
     def _next(self) -> LinkItem | None:
         """Remove the next item from the queue and return it."""
@@ -348,17 +272,10 @@ class TransferLink:
 
     def _under_way(self, now: float) -> int:
         """Return the number of items in flight that are not late."""
-        return sum(
-            item.is_over or self._hangs_s(item, now) < self._late_s for item in self._in_flight.values()
-        )
+        return sum(now - item.began_s < self._late_s for item in self._in_flight.values())
 
     def _under_way_to(self, peer: int) -> int:
         return sum(item.peer == peer for item in self._in_flight.values())
-
-    @staticmethod
-    def _hangs_s(item: LinkItem, now: float) -> float:
-        """Return how late the item is: the seconds since its start, or since ``until_s`` if that is later."""
-        return now - max(item.began_s, item.until_s)
 
     def _unqueue(self, item: LinkItem) -> None:
         """Remove an item that has not started from its queue."""

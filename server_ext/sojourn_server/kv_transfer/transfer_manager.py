@@ -12,23 +12,14 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..kv_offload.shared_store import SharedStore
 from .load_table import ReadingPeer
-from .peer_transport import (
-    ByteStream,
-    PeerConnection,
-    PeerTransport,
-    TransportListener,
-    UnknownTransport,
-    builtin_transports,
-    transport_for,
-)
+from .peer_transport import PeerConnection, SocketStream, UnknownTransport, dial, listen, stop_listening
 from .store_threads import StoreThreads
 from .transfer_actions import (
-    BlockStoreEnded,
     CloseConnection,
     DialPeer,
     LayerLoaded,
@@ -37,17 +28,16 @@ from .transfer_actions import (
     PushEnded,
     ReadBlock,
     SendMessage,
+    TransferEnd,
     TransferEvent,
     WriteBlock,
 )
 from .transfer_core import TransferCore
 from .transfer_failure_log import TransferFailureLog
 from .transfer_handles import LoadHandle, PromptHandle, PushHandle, TransferHandle
-from .transfer_limits import LinkRates, TransferLimits
+from .transfer_limits import TransferLimits
 from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decode_head
 
-ReportedEvent = BlockStoreEnded | LoadEnded | PushEnded | PromptTransferEnded
-"""Events that the manager reports to ``on_stored`` (ended writes) or logs (failed transfers)."""
 START_TIMEOUT_S = 30.0
 CLOSE_GRACE_S = 1.0
 """Maximum seconds for sending the last messages when the manager closes."""
@@ -70,32 +60,26 @@ class TransferManager:
         self,
         store: SharedStore,
         limits: TransferLimits,
-        rates: LinkRates | None = None,
         *,
         name: str,
         listen: Sequence[str] = (),
-        transports: Mapping[str, PeerTransport] | None = None,
-        on_stored: Callable[[BlockStoreEnded], None] = lambda stored: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the threads, and listen on the addresses ``listen``; port 0 selects a free port.
 
-        ``name``: this engine's name, for peers and logs. ``transports``: scheme of an address → transport;
-        ``None`` for the built-in ones. ``on_stored`` is called with the outcome of each write, in any thread.
-        ``close`` does not close ``store``. Raises ``ValueError`` or ``UnknownTransport`` for a bad address,
-        ``OSError`` if it cannot listen, and ``TimeoutError`` if it does not start in ``START_TIMEOUT_S``.
+        ``name``: this engine's name, for peers and logs. ``close`` does not close ``store``. Raises
+        ``ValueError`` or ``UnknownTransport`` for a bad address, ``OSError`` if it cannot listen, and
+        ``TimeoutError`` if it does not start in ``START_TIMEOUT_S``.
         """
         self.epoch = secrets.token_hex(8)
         self.name = name
         self.addresses: list[str] = []
         """Addresses at which peers reach this engine."""
-        self.core = TransferCore(store.identity, limits, rates or LinkRates(), name=name, epoch=self.epoch)
+        self.core = TransferCore(store.identity, limits, name=name, epoch=self.epoch)
         self.changed = threading.Condition(threading.Lock())
         self._patience_s = limits.patience_s
         self._max_payload_bytes = max(limits.chunk_bytes, self.core.ctx.memory.layer_bytes, MIN_PAYLOAD_BYTES)
-        self._on_stored = on_stored
         self._clock = clock
-        self._transports = dict(builtin_transports() if transports is None else transports)
         self._handles: dict[tuple[str, str], TransferHandle[Any]] = {}
         self._failure_log = TransferFailureLog(name, self.core.peers.refusals)
         self._actions: deque[SendMessage | DialPeer | CloseConnection] = deque()
@@ -104,12 +88,12 @@ class TransferManager:
         self._failed: BaseException | None = None
         self._conns: dict[int, PeerConnection] = {}
         self._numbers = 0
-        self._listeners: list[TransportListener] = []
+        self._servers: list[asyncio.Server] = []
         self._timer: asyncio.TimerHandle | None = None
         self._store_threads = StoreThreads(
             store,
             limits.read_width,
-            read_done=lambda item, why: self.do(self.core.read_done, item, why),
+            read_done=lambda item, why: self.do(self.core.ctx.read_done, item, why),
             write_done=lambda item, outcome: self.do(self.core.write_done, item, outcome),
         )
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,16 +127,11 @@ class TransferManager:
                 f"{peer.address} is this engine's own address: the engine cannot be its own peer"
             )
         handle = LoadHandle(self, load)
-        handle.requested_blocks = self._begin(handle, self.core.load, load, keys, peer=peer)
+        handle.requested_blocks = self._begin(handle, self.core.loads.begin, load, keys, peer=peer)
         return handle
 
     def offer(
-        self,
-        transfer: str,
-        address: str,
-        keys: Sequence[bytes],
-        *,
-        epoch: str | None = None,
+        self, transfer: str, address: str, keys: Sequence[bytes], *, epoch: str | None = None
     ) -> PushHandle:
         """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers.
 
@@ -160,7 +139,7 @@ class TransferManager:
         chose; ``None`` for any. Raises ``ValueError`` for a transfer that is open already, no keys, a
         duplicate key, or after ``close``."""
         handle = PushHandle(self, transfer)
-        self._begin(handle, self.core.offer, transfer, address, keys, epoch=epoch)
+        self._begin(handle, self.core.pushes.offer, transfer, address, keys, epoch=epoch)
         return handle
 
     def expect(self, transfer: str, *, epoch: str | None = None) -> PromptHandle:
@@ -169,7 +148,7 @@ class TransferManager:
         ``epoch`` is an earlier run, the returned handle has failed already. Raises ``ValueError`` if the
         prompt is expected already, or after ``close``."""
         handle = PromptHandle(self, transfer)
-        if not self._begin(handle, self.core.expect, transfer, epoch=epoch):
+        if not self._begin(handle, self.core.prompts.expect, transfer, epoch=epoch):
             handle.outcome = PromptTransferEnded(
                 transfer, False, "this engine has restarted since the prompt was pushed"
             )
@@ -181,20 +160,20 @@ class TransferManager:
         """Release a pushed prompt that no request will ask for. Returns false, and keeps the prompt, if this
         engine expects it. ``epoch``: the run of this engine's process to which the prompt is pushed; ``None``
         if unknown."""
-        discarded: bool = self.do(self.core.discard, transfer, epoch=epoch)
+        discarded: bool = self.do(self.core.prompts.discard, transfer, epoch=epoch)
         return discarded
 
     def want(self, transfers: Sequence[str]) -> None:
         """Announce transfers that queued requests will ``expect``, in queue order. Complete prompts of these
         transfers stay in the buffers for ``TransferLimits.lease_s`` seconds. Repeat the call to keep them
         longer."""
-        self.do(self.core.want, transfers)
+        self.do(self.core.prompts.want, transfers)
 
-    def store(self, request: str, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
-        """Queue a write of a block to the store. ``content`` must not change until ``on_stored`` is called.
-        Returns false, and queues nothing, if too many writes wait or the store hangs. Raises ``ValueError``
-        for a wrong size. ``parent``: key of the previous block of the context; empty if there is none."""
-        taken: bool = self.do(self.core.store, request, key, parent, content)
+    def store(self, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
+        """Queue a write of a block to the store. ``content`` must not change any more. Returns false, and
+        queues nothing, if too many writes wait or the store hangs. Raises ``ValueError`` for a wrong size.
+        ``parent``: key of the previous block of the context; empty if there is none."""
+        taken: bool = self.do(self.core.store, key, parent, content)
         return taken
 
     def stats(self) -> dict[str, Any]:
@@ -220,24 +199,22 @@ class TransferManager:
     # -- for handles ----------------------------------------------------------------
 
     def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``what``, a method of the core, with ``arguments``, ``options`` and the time as ``now``. Then
-        deliver the resulting events, start the resulting actions, and return the method's result."""
-        events: list[ReportedEvent] = []
+        """Call ``what``, a method of the core or of its tables, with ``arguments``, ``options`` and the time
+        as ``now``. Then deliver the resulting events, start the resulting actions, and return the method's
+        result."""
+        ended: list[TransferEnd] = []
         refusals: list[tuple[str, str]] = []
         try:
             with self.changed:
                 try:
                     return what(*arguments, now=self._clock(), **options)
                 finally:
-                    events = self._deliver_events()
+                    ended = self._deliver()
                     refusals = self._failure_log.take_new_refusals()
         finally:
             self._failure_log.log_refusals(refusals)
-            for event in events:
-                if isinstance(event, BlockStoreEnded):
-                    self._on_stored(event)
-                else:
-                    self._failure_log.log_failure(event)
+            for event in ended:
+                self._failure_log.log_failure(event)
 
     def forget(self, handle: TransferHandle[Any]) -> None:
         with self.changed:
@@ -262,25 +239,24 @@ class TransferManager:
 
         return self.do(begin)
 
-    def _deliver_events(self) -> list[ReportedEvent]:
+    def _deliver(self) -> list[TransferEnd]:
         """Deliver the core's events to handles and queue its actions. The caller holds the lock. Returns the
-        ended writes and failed transfers, which the caller reports after releasing the lock."""
-        reported: list[ReportedEvent] = []
-        for event in self.core.take_events():
-            if isinstance(event, BlockStoreEnded):
-                reported.append(event)
-                continue
-            handle = self._handles.get(_event_target(event))
+        failed transfers, which the caller logs after releasing the lock."""
+        failed: list[TransferEnd] = []
+        actions, events = self.core.take(self._clock())
+        for event in events:
+            target = _event_target(event)
+            handle = self._handles.get(target)
             if handle is None:
                 continue
             handle.on_event(event)
             if isinstance(event, LayerLoaded):
                 continue
             if not self._closing and self._failure_log.takes(event.why):
-                reported.append(event)
+                failed.append(event)
             if isinstance(event, PushEnded):
-                del self._handles[_event_target(event)]
-        for action in self.core.take_actions():
+                del self._handles[target]
+        for action in actions:
             if isinstance(action, ReadBlock):  # directly to a store thread, not through the loop
                 self._store_threads.read(action)
             elif isinstance(action, WriteBlock):
@@ -292,7 +268,7 @@ class TransferManager:
             self._woken = True
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 self._loop.call_soon_threadsafe(self._carry_out)
-        return reported
+        return failed
 
     def _run(self, listen: list[str]) -> None:
         try:
@@ -302,20 +278,19 @@ class TransferManager:
         finally:
             self._started.set()
 
-    async def _serve(self, listen: list[str]) -> None:
+    async def _serve(self, listen_at: list[str]) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         try:
-            for address in listen:
-                transport, rest = transport_for(address, self._transports)
-                listener = await transport.listen(rest, self._accepted)
-                self._listeners.append(listener)
-                self.addresses.append(listener.address)
+            for address in listen_at:
+                server, reachable = await listen(address, self._accepted)
+                self._servers.append(server)
+                self.addresses.append(reachable)
             self._started.set()
             await self._over.wait()
             self._carry_out()
         finally:
-            for listener in self._listeners:
-                await listener.close()
+            for server, address in zip(self._servers, self.addresses, strict=True):
+                stop_listening(server, address)
             conns = list(self._conns.values())
             for conn in conns:
                 conn.finish()
@@ -350,7 +325,7 @@ class TransferManager:
         assert self._loop is not None
         if isinstance(action, SendMessage):
             if not self._send(action) and action.item is not None:
-                self.do(self.core.sent, action.item)
+                self.do(self.core.ctx.sent, action.item)
         elif isinstance(action, DialPeer):
             task = self._loop.create_task(self._dial(action))
             task.add_done_callback(_report_task_error)
@@ -381,17 +356,16 @@ class TransferManager:
 
     # -- connections ------------------------------------------------------------------
 
-    async def _dial(self, dial: DialPeer) -> None:
+    async def _dial(self, action: DialPeer) -> None:
         try:
-            transport, rest = transport_for(dial.address, self._transports)
-            stream = await transport.dial(rest)
+            stream = await dial(action.address)
         except (*_CONNECTION_ERRORS, ValueError, UnknownTransport) as error:
-            self.do(self.core.dial_failed, dial, str(error))
+            self.do(self.core.peers.dial_failed, action, str(error))
             return
         number = self._take_in(stream)
-        self.do(self.core.dialled, dial, number)
+        self.do(self.core.peers.dialled, action, number)
 
-    async def _accepted(self, stream: ByteStream) -> None:
+    async def _accepted(self, stream: SocketStream) -> None:
         with self.changed:
             full = (
                 len(self._conns) >= MAX_CONNECTIONS
@@ -403,16 +377,16 @@ class TransferManager:
             stream.close()
             return
         number = self._take_in(stream)
-        self.do(self.core.accepted, number)
+        self.do(self.core.peers.accepted, number)
 
-    def _take_in(self, stream: ByteStream) -> int:
+    def _take_in(self, stream: SocketStream) -> int:
         assert self._loop is not None
         self._numbers += 1
         number = self._numbers
         conn = self._conns[number] = PeerConnection(
             stream,
             self._patience_s,
-            lambda item: self.do(self.core.sent, item),
+            lambda item: self.do(self.core.ctx.sent, item),
             lambda: self._stalled(number),
         )
         conn.tasks = [
@@ -474,7 +448,7 @@ class TransferManager:
         conn.finish()
         self.do(self.core.connection_lost, number, why)
         for item in unsent:
-            self.do(self.core.sent, item)
+            self.do(self.core.ctx.sent, item)
 
 
 def _event_target(event: TransferEvent) -> tuple[str, str]:

@@ -6,7 +6,6 @@ has to do for it. An engine's role matters only to the gateway, which sends the 
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ DEFAULT_LISTEN_ADDRESS = "tcp:127.0.0.1:0"
 DEFAULT_STORE_GIB = 16.0
 DEFAULT_BUFFER_GIB = 1.0
 
-_BYTES_PER_GBIT = 1e9 / 8
 _MAX_NAME_CHARS = 64
 
 
@@ -64,12 +62,6 @@ class PrefillDecodeOptions:
         "--kv-buffer-gib",
         "Host memory for KV in transfer, GiB; the longest prompt must fit",
         shown_default=f"{DEFAULT_BUFFER_GIB:g}",
-    )
-    storage_gbit: float | None = own_flag(
-        "--storage-nic-gbit", "Limit of the storage link, Gbit/s each way", shown_default="no limit"
-    )
-    compute_gbit: float | None = own_flag(
-        "--compute-nic-gbit", "Limit of transfers to other engines, Gbit/s", shown_default="no limit"
     )
 
     @property
@@ -131,11 +123,6 @@ def prefill_decode_transfer_config(
         "store_bytes": int(store_gib * GIB),
         "buffer_bytes": int(buffer_gib * GIB),
     }
-    if options.storage_gbit is not None:
-        rate = _bytes_per_s("--storage-nic-gbit", options.storage_gbit)
-        extra |= {"storage_read_rate": rate, "storage_write_rate": rate}
-    if options.compute_gbit is not None:
-        extra["compute_rate"] = _bytes_per_s("--compute-nic-gbit", options.compute_gbit)
     return {
         "kv_connector": PREFILL_DECODE_CONNECTOR,
         "kv_connector_module_path": PREFILL_DECODE_CONNECTOR_MODULE,
@@ -154,9 +141,3 @@ def check_block_size(block_size: str | None) -> None:
         blocks_per_full(int(block_size), FULL_BLOCK_TOKENS)
     except ValueError as error:
         raise InvalidOption(f"--block-size is {block_size}: {error}") from None
-
-
-def _bytes_per_s(flag: str, gbit: float) -> float:
-    if not 0 < gbit < math.inf:
-        raise InvalidOption(f"{flag} is {gbit}; expected Gbit/s above 0")
-    return gbit * _BYTES_PER_GBIT

@@ -1,6 +1,6 @@
 """Settings of both KV connectors: ``kv_connector_extra_config``, checked against the engine.
 
-Bytes and rates are those of all workers of the engine together. An option without a default is required.
+Bytes are those of all workers of the engine together. An option without a default is required.
 
 ``SojournConnector``, for host memory and disk:
 
@@ -21,8 +21,6 @@ store                directory that all engines of the fleet share
 store_name           name of this engine's store
 store_bytes          budget of this engine's store
 buffer_bytes         host memory for blocks being transferred
-storage_read_rate, storage_write_rate, compute_rate
-                     maximum bytes per second from the store, to it, and to other engines; default: unlimited
 block_tokens         tokens of a Full Block; default: 64
 save                 false: store nothing; default: true
 read_width           maximum number of concurrent reads from the store; default: 1
@@ -56,7 +54,6 @@ from ..kv_transfer.peer_transport import UnknownTransport, check_address
 from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.transfer_limits import (
     MAX_WAITING_WRITE_BYTES,
-    LinkRates,
     TransferLimits,
 )
 from .compat import running_vllm
@@ -82,10 +79,9 @@ if TYPE_CHECKING:
 
 ROLES = ("prefill", "decode")
 _STORE_NAME = "letters, digits, '.', '_' and '-', at most 64"
-_RATES = ("storage_read_rate", "storage_write_rate", "compute_rate")
 _OFFLOAD_OPTIONS = ("host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s", "kv_layout")
 _TRANSFER_OPTIONS = (
-    "listen", "store", "store_name", "store_bytes", "buffer_bytes", *_RATES, "block_tokens",
+    "listen", "store", "store_name", "store_bytes", "buffer_bytes", "block_tokens",
     "save", "read_width", "patience_s", "lease_s", "waiting_write_bytes", "role", "node", "keep_on_reset",
 )  # fmt: skip
 
@@ -231,7 +227,6 @@ class KVTransferSettings(KVConnectorSettings):
     per_full: int
     """Number of engine blocks per Full Block."""
     limits: TransferLimits
-    rates: LinkRates
     longest_blocks: int
     """Number of Full Blocks of the longest prompt that the engine accepts."""
     role: str | None
@@ -282,7 +277,6 @@ class KVTransferSettings(KVConnectorSettings):
             blocks=kv_cache_config.num_blocks,
             identity=identity,
             limits=_transfer_limits(options, identity, block_bytes, bool(kv_cache_config.kv_cache_tensors)),
-            rates=_rates(options, ranks),
             longest_blocks=-(-vllm_config.model_config.max_model_len // full_tokens),
             role=options.choice("role", ROLES, None),
             node=options.text("node", "a machine's name") if "node" in options else socket.gethostname(),
@@ -387,14 +381,5 @@ def _transfer_limits(
     limits["max_waiting_writes"] = max(1, waiting_bytes // (identity.tp_size * identity.block_bytes))
     try:
         return TransferLimits(slots=buffer_bytes // block_bytes, **limits)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-
-
-def _rates(options: ConnectorOptions, ranks: int) -> LinkRates:
-    """Return one worker's link rates: the engine's rates divided by ``ranks``. Raises ``SettingsError``."""
-    rates = {name.removesuffix("_rate"): options.number(name, None, "bytes per second") for name in _RATES}
-    try:
-        return LinkRates(**{name: rate and rate / ranks for name, rate in rates.items()})
     except ValueError as error:
         raise SettingsError(str(error)) from error

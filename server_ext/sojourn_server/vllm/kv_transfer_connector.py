@@ -258,7 +258,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._traffic = TransferManager(
             self._store,
             settings.limits,
-            settings.rates,
             name=settings.store_name or settings.listen,
             listen=[settings.listen],
         )
