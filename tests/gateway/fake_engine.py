@@ -42,6 +42,7 @@ class FakeEngine:
         """Number of next requests whose connection closes before any answer."""
         self.hold: asyncio.Event | None = None
         """Event for which answers wait before their first byte."""
+        self.max_num_seqs = 64
         self.shared_disk = shared_disk
         self.requests: list[dict[str, Any]] = []
         """Bodies of the requests that generate."""
@@ -164,7 +165,7 @@ class FakeEngine:
             return JSONResponse({"error": "Unauthorized"}, 401)
         disk = {"blocks": 1000, "bytes": 1 << 20, "shared": True} if self.shared_disk else None
         tiers = {"connector": "x", "on": True, "host": {"blocks": 10, "bytes": 1}, "disk": disk}
-        engine = {"block_size": self.block_size, "num_blocks": self.blocks, "max_num_seqs": 64}
+        engine = {"block_size": self.block_size, "num_blocks": self.blocks, "max_num_seqs": self.max_num_seqs}
         return JSONResponse(
             {
                 "name": "sojourn",

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines
+from fake_pair_engine import pair_engines
 from gateway_harness import DEADLINE_S, World, served, until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from sojourn_server.gateway.http.peers import Peers, owner_of
 from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
 KEYS = {"key-a": "a", "key-b": "b"}
 
@@ -57,8 +59,10 @@ def test_programs_spread_over_the_gateways() -> None:
 
 
 @asynccontextmanager
-async def gateways(fakes: list[FakeEngine], **options: Any) -> AsyncIterator[list[World]]:
-    """Two gateways in front of the same engines."""
+async def gateways(
+    fakes: Sequence[FakeEngine], rules: PrefillDecodeRules | None = None, **options: Any
+) -> AsyncIterator[list[World]]:
+    """Two gateways in front of the same engines. ``rules``: for pairs; ``None``: engines have no roles."""
     preset = parse_cluster_preset('routing = "session-affinity"', source="test")
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -66,8 +70,8 @@ async def gateways(fakes: list[FakeEngine], **options: Any) -> AsyncIterator[lis
         worlds = []
         for url, port in zip(urls, ports, strict=True):
             gateway, app = build_gateway(
-                [fake.url for fake in fakes],
-                preset,
+                {fake.url: getattr(fake, "role", None) for fake in fakes},
+                rules or preset,
                 TenantKeys(KEYS),
                 GatewayOptions(**options),
                 poll_s=0.05,
@@ -75,7 +79,7 @@ async def gateways(fakes: list[FakeEngine], **options: Any) -> AsyncIterator[lis
             )
             worlds.append(await stack.enter_async_context(served(gateway, app, port)))
         for it in worlds:
-            await until(lambda it=it: len(it.gateway.replicas) == len(fakes) and _owned(it, False))
+            await until(lambda it=it: len(it.gateway.replicas) == len(fakes) and it.gateway.peers.alive)
         yield worlds
 
 
@@ -116,6 +120,22 @@ async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -
         assert all(fake.headers[-1].get("x-sojourn-passed") is None for fake in fakes if fake.headers)
         assert (await other.chat(mine, "wrong")).status == 401
         assert (await other.chat(None, "key-a")).status == 200, "without a program it stays where it is"
+
+
+async def test_the_limit_of_requests_at_a_decode_engine_holds_behind_two_gateways() -> None:
+    async with pair_engines(1, 1) as (prefill, [decode]):
+        decode.max_num_seqs = 2
+        async with gateways([*prefill, decode], PrefillDecodeRules()) as worlds:
+            decode.hold = asyncio.Event()
+            asked = [
+                asyncio.ensure_future(it.chat(f"p{number}" if number else None, "key-a"))
+                for it in worlds
+                for number in range(3)
+            ]
+            await until(lambda: sorted(it.gateway.metrics.waiting for it in worlds) == [0, 4])
+            await until(lambda: len(decode.requests) == 2)
+            decode.hold.set()
+            assert [(await one).status for one in asked] == [200] * 6
 
 
 async def test_events_of_another_gateways_program_that_ride_in_a_request_reach_that_gateway() -> None:
