@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Literal
+
+import msgspec
 
 from ..toml_document import TomlError, load_toml
 from .least_squares import non_negative_least_squares
 from .step_costs import StepCosts, StepSample
 
 PROFILE_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+
+_Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""A finite number."""
+_Cost = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+_Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +152,7 @@ class EngineProfile:
         ]
         # TOML has no null, so values that were not measured are left out.
         lines += ["", "[bandwidth]", *bandwidths]
-        limits = [
-            f"{known.name} = {value}"
-            for known in fields(EngineLimits)
-            if (value := getattr(self.limits, known.name)) is not None
-        ]
+        limits = [f"{name} = {value}" for name, value in asdict(self.limits).items() if value is not None]
         lines += ["", "[limits]", *limits]
         if self.steps is not None:
             samples = ",\n".join(
@@ -170,39 +174,74 @@ class EngineProfile:
         """Read a profile from TOML text. Raises ``ValueError``, whose message names the faulty field and the
         reason."""
         try:
-            document = load_toml(text)
-        except TomlError as error:
+            read = msgspec.convert(load_toml(text), _ProfileDocument)
+            limits = EngineLimits(**read.limits)
+        except (TomlError, msgspec.ValidationError, TypeError) as error:  # TypeError: an unknown limit
             raise ValueError(f"engine profile: {error}") from error
-        version = document.get("version")
-        if version not in READABLE_VERSIONS or isinstance(version, bool):
-            known = " or ".join(str(readable) for readable in READABLE_VERSIONS)
-            raise ValueError(f"engine profile: version is {version!r:.200}; expected {known}")
-        prefill = _section(document, "prefill")
-        bandwidth = _section(document, "bandwidth", {})
-        versions = _section(document, "versions", {})
-        block_size = document.get("block_size")
-        if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-            raise ValueError(f"engine profile: block_size is {block_size!r:.200}; expected tokens ≥ 1")
+        prefill, steps = read.prefill, read.steps
         return cls(
-            model=_string(document, "model"),
-            hardware=_string(document, "hardware"),
-            engine=_string(document, "engine"),
-            block_size=block_size,
-            prefill=PrefillCurve(
-                *(_number(prefill, "prefill", n) for n in ("a_s", "b_s_per_token", "c_s_per_token2"))
-            ),
-            points=_pairs(prefill, "prefill"),
-            device_to_host_bytes_per_s=_rate(bandwidth, "device_to_host_bytes_per_s"),
-            host_to_device_bytes_per_s=_rate(bandwidth, "host_to_device_bytes_per_s"),
-            decode_points=_pairs(_section(document, "decode", {"points": []}), "decode"),
-            measured_at=_string(document, "measured_at"),
-            versions={str(name): str(value) for name, value in versions.items()},
-            limits=_limits(_section(document, "limits", {})),
-            **_steps(document),
+            model=read.model,
+            hardware=read.hardware,
+            engine=read.engine,
+            block_size=read.block_size,
+            prefill=PrefillCurve(prefill.a_s, prefill.b_s_per_token, prefill.c_s_per_token2),
+            points=prefill.points,
+            device_to_host_bytes_per_s=read.bandwidth.device_to_host_bytes_per_s,
+            host_to_device_bytes_per_s=read.bandwidth.host_to_device_bytes_per_s,
+            decode_points=read.decode.points,
+            measured_at=read.measured_at,
+            versions=read.versions,
+            limits=limits,
+            steps=StepCosts(*(getattr(steps, name) for name in StepCosts._fields)) if steps else None,
+            step_samples=tuple(StepSample(*row) for row in steps.samples) if steps else (),
         )
 
 
 # --- TOML ---------------------------------------------------------------------------------------
+
+
+class _Points(msgspec.Struct, frozen=True):
+    points: tuple[tuple[int, _Number], ...] = ()
+
+
+class _Prefill(msgspec.Struct, frozen=True):
+    a_s: float
+    b_s_per_token: float
+    c_s_per_token2: float
+    points: tuple[tuple[int, _Number], ...]
+
+
+class _Bandwidth(msgspec.Struct, frozen=True):
+    device_to_host_bytes_per_s: _Rate | None = None
+    host_to_device_bytes_per_s: _Rate | None = None
+
+
+class _Steps(msgspec.Struct, frozen=True):
+    step_s: _Cost
+    token_s: _Cost
+    pair_s: _Cost
+    kv_token_s: _Cost
+    request_s: _Cost
+    call_s: _Cost
+    samples: tuple[tuple[_Number, _Number, _Number, _Number, _Number, _Number, _Number], ...] = ()
+    """Rows of ``StepSample``."""
+
+
+class _ProfileDocument(msgspec.Struct, frozen=True):
+    """A profile as TOML data."""
+
+    version: Literal[1, 2]
+    model: str
+    hardware: str
+    engine: str
+    measured_at: str
+    block_size: _Count
+    prefill: _Prefill
+    decode: _Points = _Points()
+    bandwidth: _Bandwidth = _Bandwidth()
+    limits: dict[str, _Count] = {}
+    versions: dict[str, str] = {}
+    steps: _Steps | None = None
 
 
 def _text(value: str) -> str:
@@ -220,81 +259,3 @@ def _short(value: float) -> str:
 
 def _points(points: Sequence[tuple[int, float]]) -> str:
     return "[" + ", ".join(f"[{tokens}, {_float(seconds)}]" for tokens, seconds in points) + "]"
-
-
-def _section(document: Mapping[str, Any], name: str, default: Any = None) -> Mapping[str, Any]:
-    section = document.get(name, default)
-    if not isinstance(section, Mapping):
-        raise ValueError(f"engine profile: section [{name}] is missing or not a table")
-    return section
-
-
-def _string(document: Mapping[str, Any], name: str) -> str:
-    value = document.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"engine profile: {name} is {value!r:.200}; expected a string")
-    return value
-
-
-def _number(section: Mapping[str, Any], where: str, name: str) -> float:
-    value = section.get(name)
-    if value is None or not _is_number(value):
-        raise ValueError(f"engine profile: {where}.{name} is {value!r:.200}; expected a number")
-    return float(value)
-
-
-def _rate(section: Mapping[str, Any], name: str) -> float | None:
-    if name not in section:
-        return None
-    value = _number(section, "bandwidth", name)
-    if value <= 0:
-        raise ValueError(f"engine profile: bandwidth.{name} is {value}; expected bytes per second > 0")
-    return value
-
-
-def _pairs(section: Mapping[str, Any], where: str) -> tuple[tuple[int, float], ...]:
-    points = section.get("points")
-    pairs: list[tuple[int, float]] = []
-    for point in points if isinstance(points, list) else [None]:
-        if not (
-            isinstance(point, list) and len(point) == 2 and isinstance(point[0], int) and _is_number(point[1])
-        ):
-            raise ValueError(
-                f"engine profile: {where}.points holds {point!r:.200}; expected [tokens, seconds]"
-            )
-        pairs.append((point[0], float(point[1])))
-    return tuple(pairs)
-
-
-def _limits(section: Mapping[str, Any]) -> EngineLimits:
-    for name in section:
-        if name not in {known.name for known in fields(EngineLimits)}:
-            raise ValueError(f"engine profile: limits.{name:.200} is unknown")
-    for name, value in section.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"engine profile: limits.{name} is {value!r:.200}; expected a whole number ≥ 1")
-    return EngineLimits(**section)
-
-
-def _steps(document: Mapping[str, Any]) -> dict[str, Any]:
-    if "steps" not in document:
-        return {}
-    section = _section(document, "steps")
-    costs = StepCosts(*(_number(section, "steps", name) for name in StepCosts._fields))
-    for name, cost in costs._asdict().items():
-        if cost < 0:
-            raise ValueError(f"engine profile: steps.{name} is {cost}; expected a number ≥ 0")
-    rows = section.get("samples", [])
-    samples: list[StepSample] = []
-    for row in rows if isinstance(rows, list) else [rows]:
-        if not isinstance(row, list) or len(row) != len(StepSample._fields) or not all(map(_is_number, row)):
-            raise ValueError(
-                f"engine profile: steps.samples holds {row!r:.200}; "
-                f"expected [{', '.join(StepSample._fields)}]"
-            )
-        samples.append(StepSample(*map(float, row)))
-    return {"steps": costs, "step_samples": tuple(samples)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
