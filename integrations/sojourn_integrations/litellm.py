@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -119,14 +119,8 @@ def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
     outgoing, args, kwargs = _begin(handler, original, args, kwargs)
     if outgoing is None:
         return original(*args, **kwargs)
-    token = _posting.set(outgoing)
-    try:
+    with _attempt(outgoing):
         response = original(*args, **kwargs)
-    except BaseException as error:
-        outgoing.attempt_failed(error)
-        raise
-    finally:
-        _reset(token)
     outgoing.answered(_Answer(response))
     return response
 
@@ -137,23 +131,26 @@ async def _async_post(
     outgoing, args, kwargs = _begin(handler, original, args, kwargs)
     if outgoing is None:
         return await original(*args, **kwargs)
-    token = _posting.set(outgoing)
-    try:
+    with _attempt(outgoing):
         response = await original(*args, **kwargs)
-    except BaseException as error:
-        outgoing.attempt_failed(error)
-        raise
-    finally:
-        _reset(token)
     outgoing.answered(_Answer(response))
     return response
 
 
-def _reset(token: Token[OutgoingRequest | None]) -> None:
+@contextmanager
+def _attempt(outgoing: OutgoingRequest) -> Iterator[None]:
+    """Mark ``outgoing`` as under way inside the block, and record an exception of the block."""
+    token = _posting.set(outgoing)
     try:
-        _posting.reset(token)
-    except ValueError:  # another context finalises the request
-        count_error("context_reset_failed")
+        yield
+    except BaseException as error:
+        outgoing.attempt_failed(error)
+        raise
+    finally:
+        try:
+            _posting.reset(token)
+        except ValueError:  # another context finalises the request
+            count_error("context_reset_failed")
 
 
 def _begin(

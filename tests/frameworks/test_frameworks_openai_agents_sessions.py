@@ -21,7 +21,7 @@ from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import ProgramStart
 from sojourn_integrations.openai_agents import conversation_keys
 from sojourn_integrations.openai_agents.conversation_keys import conversation_key
-from sojourn_integrations.openai_agents.program_cache import ProgramCache
+from sojourn_integrations.program_cache import ProgramCache
 
 agents = pytest.importorskip("agents")
 
@@ -239,7 +239,7 @@ def open_programs(count: int) -> list[Program]:
 
 
 def test_only_so_many_are_kept(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_integrations.openai_agents.program_cache.MAX_CACHED_PROGRAMS", 3)
+    monkeypatch.setattr("sojourn_integrations.program_cache.MAX_CACHED_PROGRAMS", 3)
     sojourn.init(server.url, probe_timeout_s=5)
     kept = ProgramCache()
     programs = open_programs(5)
@@ -266,7 +266,7 @@ def test_a_new_session_of_sojourn_knows_none_of_the_old_ones_programs(server: Fa
 def test_a_forked_child_begins_anew() -> None:
     code = (
         "import os, sojourn\n"
-        "from sojourn_integrations.openai_agents.program_cache import ProgramCache\n"
+        "from sojourn_integrations.program_cache import ProgramCache\n"
         "kept = ProgramCache()\n"
         "program = sojourn.program('a').make().start()\n"
         "kept.keep('a', program)\n"

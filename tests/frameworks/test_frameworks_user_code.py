@@ -115,10 +115,10 @@ def test_a_stream_left_at_the_end_of_its_loop_says_nothing(
 
 FORKS = {
     "langgraph": (
-        "from sojourn_integrations.langchain.interrupted_programs import InterruptedPrograms\n"
-        "kept = InterruptedPrograms()\n"
+        "from sojourn_integrations.program_cache import ProgramCache\n"
+        "kept = ProgramCache()\n"
         "program = sojourn.program('a').make().start()\n"
-        "kept.keep(program, [])\n"
+        "kept.keep(program.id, program)\n"
         "lock, use = kept._lock, lambda: kept.take(program.id) is None and len(kept) == 0\n"
     ),
     "autogen": (

@@ -204,14 +204,12 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
         scope = _begin_turn(self) if active() else None
         if scope is None:
             return await original(self, *args, **kwargs)
-        tokens = scope.activate()
         try:
-            result = await original(self, *args, **kwargs)
+            with _EnteredScope(scope):
+                result = await original(self, *args, **kwargs)
         except BaseException as error:
-            scope.deactivate(tokens)
             scope.close(error)
             raise
-        scope.deactivate(tokens)
         scope.close()
         return result
 
@@ -240,13 +238,11 @@ def _stream(
                     except StopAsyncIteration:
                         return
                 else:
-                    tokens = scope.activate()
                     try:
-                        item = await step()
+                        with _EnteredScope(scope):
+                            item = await step()
                     except StopAsyncIteration:
                         return
-                    finally:
-                        scope.deactivate(tokens)
                     if _is_last(item):
                         scope.close()  # many consumers do not ask for another item
                 try:

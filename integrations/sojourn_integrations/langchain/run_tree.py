@@ -44,11 +44,13 @@ from sojourn.program import (
 from sojourn.tools import ToolCall
 from sojourn.valid_ids_and_names import SHORT, agent_type_of, call_id_of, name_of, new_program_id
 
+from sojourn_integrations.program_cache import ProgramCache
 from sojourn_integrations.safe_scope import count_error
 
-from .interrupted_programs import InterruptedPrograms
 from .thread_program_ids import thread_program_id
 
+HUMAN = "human"
+"""Name and class of the tool call that stands for the time in which a program waits for a person."""
 MAX_ROOTS = 10_000
 """Maximum number of open top-level runs. Beyond it the oldest run is dropped, since it may never end."""
 
@@ -151,7 +153,10 @@ class RunTree:
         self._open_ids: dict[str, RunNode] = {}
         self._ours: set[str] = set()
         """Hashes of graphs that this module set on programs of the user."""
-        self.waiting = InterruptedPrograms()
+        self.waiting = ProgramCache(status="cancelled", ends_at_exit=False)
+        """The programs that wait for a person, by id. A wait is reported as a tool call, so that the server
+        learns how long people take. It may last for days, so a waiting program sends no heartbeats, and the
+        server ends its lease. The program's next request continues the program."""
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -302,7 +307,11 @@ class RunTree:
         elif run.owns:
             try:
                 if run.interrupts is not None and run.resumable:
-                    self.waiting.keep(program, [getattr(each, "id", None) for each in run.interrupts])
+                    ids = (getattr(each, "id", None) for each in run.interrupts)
+                    mark = next((f"{HUMAN}-{id}" for id in ids if id), None)
+                    wait = ToolCall(HUMAN, mark, tool_class=HUMAN, program=program).start()
+                    program.pause_heartbeats()
+                    self.waiting.keep(program.id, program, wait)
                 else:
                     program.end("ok" if run.interrupts is not None else status)
             finally:
@@ -362,8 +371,10 @@ class RunTree:
                 tenant=parent.tenant if parent is not None else None,
                 aeg=aeg,
             ).start()
-        elif aeg is not None:
-            program.set_graph(aeg)
+        else:
+            program.resume_heartbeats()
+            if aeg is not None:
+                program.set_graph(aeg)
         run.program, run.owns = program, True
         run.tool, run.node, run.prefix = None, None, run.ns
 

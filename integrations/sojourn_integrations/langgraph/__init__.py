@@ -7,7 +7,7 @@ wraps ``stream``, ``astream``, ``batch`` and ``abatch`` of all graphs, since eve
 calls one of these methods. ``wrap(graph)`` wraps the same methods of one graph.
 
 Interrupts: a run that stops at an ``interrupt()`` or a breakpoint keeps its program open. The wait is a tool
-call of class ``human`` without heartbeats (``langchain.interrupted_programs``), and the next run of the same
+call of class ``human`` without heartbeats (``langchain.run_tree``), and the next run of the same
 thread continues the program. A run that reaches its end ends the program. A later run of the thread has the
 same program id again.
 

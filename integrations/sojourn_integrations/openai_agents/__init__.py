@@ -20,6 +20,8 @@ agent used as a tool runs in the default runner, so its requests count for its c
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 from weakref import finalize, ref
@@ -160,47 +162,29 @@ class _Runner:
     async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
         """Run the agent with the inner runner, inside a program."""
         run = self._begin(starting_agent, input, kwargs)
-        if run is None:
-            return await self._inner.run(starting_agent, input, **kwargs)
-        try:
-            result = await self._inner.run(starting_agent, input, **_with_hooks(kwargs))
-        except BaseException as error:
-            run.leave()
-            end(run, status_of(error))
-            raise
-        run.leave()
-        end(run, "ok", result)
+        with _inside(run):
+            result = await self._inner.run(starting_agent, input, **_with_hooks(run, kwargs))
+        if run is not None:
+            end(run, "ok", result)
         return result
 
     def run_sync(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
         """Run the agent with the inner runner, inside a program."""
         run = self._begin(starting_agent, input, kwargs)
-        if run is None:
-            return self._inner.run_sync(starting_agent, input, **kwargs)
-        try:
-            result = self._inner.run_sync(starting_agent, input, **_with_hooks(kwargs))
-        except BaseException as error:
-            run.leave()
-            end(run, status_of(error))
-            raise
-        run.leave()
-        end(run, "ok", result)
+        with _inside(run):
+            result = self._inner.run_sync(starting_agent, input, **_with_hooks(run, kwargs))
+        if run is not None:
+            end(run, "ok", result)
         return result
 
     def run_streamed(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
         """Run the agent with the inner runner, inside a program that ends with the task that feeds the
         stream."""
         run = self._begin(starting_agent, input, kwargs)
-        if run is None:
-            return self._inner.run_streamed(starting_agent, input, **kwargs)
-        try:
-            result = self._inner.run_streamed(starting_agent, input, **_with_hooks(kwargs))
-        except BaseException as error:
-            run.leave()
-            end(run, status_of(error))
-            raise
-        run.leave()
-        _end_with_stream(run, result)
+        with _inside(run):
+            result = self._inner.run_streamed(starting_agent, input, **_with_hooks(run, kwargs))
+        if run is not None:
+            _end_with_stream(run, result)
         return result
 
     def _begin(self, agent: Any, given: Any, kwargs: dict[str, Any]) -> Run | None:
@@ -225,7 +209,23 @@ class _Selective:
         return (reference is not None and reference() is agent) or bool(_wrapped and running.get())
 
 
-def _with_hooks(kwargs: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def _inside(run: Run | None) -> Iterator[None]:
+    """Leave ``run`` after the block, and end it if the block raises. ``None``: the run is not reported."""
+    try:
+        yield
+    except BaseException as error:
+        if run is not None:
+            run.leave()
+            end(run, status_of(error))
+        raise
+    if run is not None:
+        run.leave()
+
+
+def _with_hooks(run: Run | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if run is None:
+        return kwargs
     try:
         kinds, theirs = _kinds(), kwargs.get("hooks")
         # The framework itself rejects an object that is not a RunHooks.

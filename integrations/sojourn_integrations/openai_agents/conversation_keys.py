@@ -1,10 +1,9 @@
 """Keys of conversations: which session objects of the OpenAI Agents SDK stand for the same conversation.
 
-A session id such as ``"1"`` is unique in one store only. So a key identifies the store too: a file by its
-path, a database server by its address, with the tables or prefix, and a database in memory by its engine. If
-nothing identifies the store, as with a session class of the user, the key is class and id, and conversations
-of two such stores may share a program. That costs less than a new program, without its KV, for each session
-object, since an application may make a session object for each request.
+A session id such as ``"1"`` is unique in one store only. A file is identified by its path and tables. Of
+other stores, such as a database server, the key is the session's class and id, so conversations of two such
+stores may share a program. That costs less than a new program, without its KV, for each session object, since
+an application may make a session object for each request.
 
 A wrapper such as ``EncryptedSession`` has the store of the session inside. A session in memory or without an
 id is its own key.
@@ -16,8 +15,7 @@ import functools
 import os
 import socket
 import uuid
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Hashable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +47,7 @@ def conversation_key(conversation: Any) -> ConversationKey:
         return ConversationKey(object_key(conversation), None, True)
     kind, where = type(inner), tuple(map(str, names))
     if not path:
-        return ConversationKey((kind, _store(inner), where), None, False)
+        return ConversationKey((kind, where), None, False)
     path = os.path.abspath(path)
     tables = tuple(str(getattr(inner, name, "")) for name in ("sessions_table", "messages_table"))
     # Neither path nor name is sent. The same path on another machine is another conversation.
@@ -80,42 +78,3 @@ def machine_id() -> bytes:
     except OSError:
         booted = b""
     return sha256(f"{uuid.getnode()}\n{socket.gethostname()}\n".encode(errors="replace") + booted).digest()
-
-
-# ---- stores
-
-
-def _store(inner: Any) -> Hashable:
-    """Return what identifies the store of a session that has no file; ``None`` if nothing does."""
-    with suppress(Exception):  # another release of the framework may lack an attribute
-        for kind in type(inner).__mro__:
-            if kind.__module__.startswith("agents.") and kind.__name__ in _STORES:
-                return _STORES[kind.__name__](inner)
-    return None
-
-
-def _sqlalchemy_store(inner: Any) -> Hashable:
-    engine, tables = inner._engine, (inner._sessions.fullname, inner._messages.fullname)
-    url, options = engine.url, engine.sync_engine.get_execution_options()
-    database = str(url.database or "")
-    in_memory = not database or ":memory:" in database or "mode=memory" in str(url)
-    if url.get_backend_name() == "sqlite" and in_memory:
-        return id(engine.sync_engine), tables
-    # Options may choose another schema.
-    return url.render_as_string(hide_password=True), repr(sorted(options.items())), tables
-
-
-def _redis_store(inner: Any) -> Hashable:
-    given = inner._redis.connection_pool.connection_kwargs
-    address = tuple(str(given.get(name, "")) for name in ("host", "port", "path", "db", "username"))
-    return address, inner._key_prefix
-
-
-_STORES: dict[str, Callable[[Any], Hashable]] = {
-    "SQLAlchemySession": _sqlalchemy_store,
-    "RedisSession": _redis_store,
-    "MongoDBSession": lambda inner: (frozenset(inner._client._seeds), inner._init_sub_key),
-    "DaprSession": lambda inner: inner._state_store_name,
-    "OpenAIConversationsSession": lambda inner: str(inner._openai_client.base_url),
-}
-"""Functions that read the store of a session, by the name of the framework's class."""

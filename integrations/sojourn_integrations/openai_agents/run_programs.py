@@ -28,11 +28,11 @@ from sojourn import Aeg
 from sojourn.program import Program, add_resolver, find_context, live_context, process_programs
 from sojourn.runtime import session
 
+from sojourn_integrations.program_cache import ProgramCache
 from sojourn_integrations.safe_scope import guarded
 
 from .agent_graph import graph_of, is_from_agent
 from .conversation_keys import conversation_key, object_key
-from .program_cache import ProgramCache
 from .run_hooks import Run, resolve, running
 
 _conversations = ProgramCache()

@@ -3,7 +3,7 @@
 The program of a conversation sends heartbeats while the framework's session object lives, so that the server
 may keep the program's KV. A program that waits for a person sends no heartbeats. The cache is bounded.
 After a fork or another ``sojourn.init()``, cached programs are not used again, and each conversation
-starts a new program.
+starts a new program. ``openai_agents`` keeps conversations and runs, ``langchain`` keeps interrupted graphs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from weakref import ReferenceType, finalize, ref
 from sojourn.process_hooks import register_at_fork
 from sojourn.program import Program
 from sojourn.runtime import Session, session
+from sojourn.tools import ToolCall
 
 MAX_CACHED_PROGRAMS = 1024
 
@@ -25,11 +26,13 @@ MAX_CACHED_PROGRAMS = 1024
 class _CachedProgram:
     """A program in the cache, with the objects that represent it and the status of its last run."""
 
-    __slots__ = ("ends", "holders", "key", "program", "session", "status")
+    __slots__ = ("ends", "holders", "key", "program", "session", "status", "wait")
 
-    def __init__(self, key: Hashable, program: Program) -> None:
+    def __init__(self, key: Hashable, program: Program, wait: ToolCall | None) -> None:
         self.key = key
         self.program = program
+        self.wait = wait
+        """The tool call as which the wait for a person is reported, if any."""
         self.session: ReferenceType[Session] = ref(session())
         self.holders: set[int] = set()
         """``id()`` of every live object that represents the program, such as a session."""
@@ -46,13 +49,13 @@ class _CachedProgram:
 class ProgramCache:
     """Programs by a key that is made of the framework's own ids. Safe to use in threads and finalizers."""
 
-    def __init__(self, *, status: str | None = None) -> None:
+    def __init__(self, *, status: str | None = None, ends_at_exit: bool = True) -> None:
         self._kept: OrderedDict[Hashable, _CachedProgram] = OrderedDict()
         # Re-entrant, since a finalizer may call one of these methods inside another.
         self._lock = threading.RLock()
         self._status = status
         """Status with which dropped programs end. ``None``: they end with the status of their last run."""
-        self._hooked = False
+        self._hooked = not ends_at_exit
         register_at_fork(after_in_child=self._after_fork)
 
     def find(self, key: Hashable) -> Program | None:
@@ -69,11 +72,15 @@ class ProgramCache:
             return kept.program
 
     def take(self, key: Hashable) -> Program | None:
-        """Remove the program under ``key`` and return it. Returns ``None`` in the same cases as ``find``."""
-        program = self.find(key)
+        """Remove the program under ``key`` and return it; its wait ends. Returns ``None`` in the same cases
+        as ``find``."""
         with self._lock:
-            self._kept.pop(key, None)
-        return program
+            kept = self._kept.pop(key, None)
+        if kept is None or not kept.usable:
+            return None
+        if kept.wait is not None:
+            kept.wait.stop("ok")
+        return kept.program
 
     def find_key(self, matches: Callable[[Any], bool]) -> Hashable | None:
         """Return the key for which ``matches(key)`` is true; ``None`` if no key matches or several do."""
@@ -81,9 +88,10 @@ class ProgramCache:
             keys = [key for key in self._kept if matches(key)]
         return keys[0] if len(keys) == 1 else None
 
-    def keep(self, key: Hashable, program: Program) -> None:
+    def keep(self, key: Hashable, program: Program, wait: ToolCall | None = None) -> None:
         """Store a program under ``key``. A different program that was under ``key`` ends. Beyond
-        ``MAX_CACHED_PROGRAMS`` the least recently used program ends."""
+        ``MAX_CACHED_PROGRAMS`` the least recently used program ends. ``wait``: the tool call as which its
+        wait for a person is reported, if any."""
         given_up: list[_CachedProgram] = []
         with self._lock:
             if not self._hooked:
@@ -93,7 +101,7 @@ class ProgramCache:
             before = self._kept.get(key)
             if before is not None and before.program is not program:
                 given_up.append(before)
-            self._kept[key] = _CachedProgram(key, program)
+            self._kept[key] = _CachedProgram(key, program, wait)
             while len(self._kept) > MAX_CACHED_PROGRAMS:
                 given_up.append(self._kept.popitem(last=False)[1])
         for kept in given_up:
@@ -180,4 +188,6 @@ class ProgramCache:
 
     def _end(self, kept: _CachedProgram) -> None:
         if kept.usable:
+            if kept.wait is not None:
+                kept.wait.stop("cancelled")
             kept.program.end(self._status or kept.status)
