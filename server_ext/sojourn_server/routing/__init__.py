@@ -9,8 +9,8 @@ prefill and a decode engine. Both ask policies (``policies/routing``, ``policies
 
 A request that no replica has capacity for waits in the strategy's queue (``waiting_queues``). After each
 event the strategy places the waiting requests that fit. If tenants share capacity, ``tenant_shares`` says
-whose turn it is, and ``tenant_recalls`` takes requests without output back from replicas for a more urgent
-tenant. ``program_estimates`` learns the sizes and durations of programs.
+whose turn it is, and requests without output make way for those of a more urgent tenant.
+``program_estimates`` learns the sizes and durations of programs.
 
 What an engine really holds comes from its reports (``KvReported``): programs whose KV is gone lose their
 home, and a core that has just started learns homes from them. So a core needs no state of its own to

@@ -16,6 +16,11 @@ program until it has enough capacity for the request, or has no programs left. O
 at a time, for the tenant that is served first. Tenants that are served before that tenant do not wait for
 its late request. A late request that fits is served before all other requests of its queue. So each
 request is served in the end.
+
+If tenants share the capacity (SAGA §6), ``TenantShares`` says whose turn it is, and requests without output
+make way for one of a more urgent tenant (SAGA §6.2). If that one waits for a full replica, requests that
+were sent there and have no first byte are recalled. If it waits for KV capacity, programs leave one of the
+replicas with the most free capacity, if they have one request, and that one has no first byte.
 """
 
 from __future__ import annotations
@@ -27,7 +32,13 @@ from contextlib import contextmanager
 from heapq import nlargest
 
 from ..policies.fairness.fair_share import SharePolicy
-from ..policies.fairness.tenant_preemption import NoTenantPreemption, TenantPreemptionPolicy
+from ..policies.fairness.tenant_preemption import (
+    BlockedRequestView,
+    NoTenantPreemption,
+    PreemptibleRequestView,
+    TenantPreemptionPolicy,
+    TenantStanding,
+)
 from ..policies.routing.replica_views import ReplicaView, ResidentProgramGroup, RoutingDecision, RoutingView
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy, WaitingProgramView
@@ -36,7 +47,6 @@ from .routing_core import Placement, RoutingCore, RoutingStrategy, Wait
 from .routing_events import KvReported, ResidentKv
 from .routing_limits import PolicyCallError
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
-from .tenant_recalls import TenantRecalls
 from .tenant_shares import TenantShares, add_to_sum
 from .waiting_queues import TenantQueue, WaitingQueue
 
@@ -59,6 +69,14 @@ MAX_STEALS_PER_ROUND = 64
 """Maximum number of requests that work stealing moves at one event."""
 MIN_ENGINE_WAIT_S = 5.0
 """A request counts as waiting in its engine only if it was sent at least this many seconds ago."""
+MAX_BLOCKED_REQUESTS = 16
+"""Maximum number of waiting requests per ``Tick`` for which other requests may be preempted."""
+MAX_VICTIM_CANDIDATES = 64
+"""Maximum number of requests of one replica that are examined to free KV capacity."""
+MAX_VICTIM_REPLICAS = 4
+"""Maximum number of replicas examined to free KV capacity: those with the most free capacity."""
+PREEMPTED_REASON = "made_way"
+"""Reason of a ``SendRequest`` for a request that made way."""
 RELOCATED_REASON = "relocated"
 """Reason of a ``SendRequest`` for a request that had waited in another engine."""
 
@@ -118,7 +136,6 @@ class AffinityStrategy(RoutingStrategy):
         self._core = core
         self._fleet = core.fleet
         self.tenants = TenantShares(self._sharing, core) if self._sharing.divides_capacity else None
-        self._recalls = TenantRecalls(self._preemption, core, self, self.tenants) if self.tenants else None
 
     # -- queries ------------------------------------------------------------------
 
@@ -239,10 +256,6 @@ class AffinityStrategy(RoutingStrategy):
             if not queue:
                 del self.queues[request.replica_id]
         request.replica_id = None
-
-    def all_queues(self) -> list[WaitingQueue]:
-        """Return all queues of requests that have not failed."""
-        return [self.anywhere, *self.queues.values()]
 
     # -- replicas -----------------------------------------------------------------
 
@@ -452,9 +465,9 @@ class AffinityStrategy(RoutingStrategy):
             with self._counted_failures():
                 self._steal(now)
             self._send_eligible(now)
-        if epoch and self._recalls is not None:
+        if epoch and self.tenants is not None:
             with self._counted_failures():
-                self._core.counts.recalls += self._recalls.make_way(now)
+                self._make_way(self.tenants, now)
             self._send_eligible(now)
 
     @contextmanager
@@ -589,6 +602,153 @@ class AffinityStrategy(RoutingStrategy):
             or now - waits_since_s >= limits.queue_patience_s
             or now - first.since_s >= limits.wait_s / 2
         )
+
+    # -- requests that make way for more urgent tenants --------------------------------
+
+    def _make_way(self, tenants: TenantShares, now: float) -> None:
+        """Let requests of less urgent tenants make way for the oldest request of each tenant in each queue,
+        if it has waited for the policy's ``blocked_s`` seconds. Those of tenants with the largest shares come
+        first. Raises ``PolicyCallError``; even then, each open request is in a queue or at a replica."""
+        if not self._preemption.is_used or len(tenants.shares) < 2:
+            return
+        queues = [self.anywhere, *self.queues.values()]
+        firsts = [one.oldest for queue in queues for one in queue.tenants.values()]
+        waited = [one for one in firsts if now - one.waiting_since_s >= self._preemption.blocked_s]
+        waited.sort(key=lambda one: (-tenants.shares.get(one.tenant, 0.0), one.number))
+        for blocked in waited[:MAX_BLOCKED_REQUESTS]:
+            if blocked.sent is not None:
+                continue  # an earlier preemption in this loop has sent it
+            if blocked.replica_id is not None:
+                self._make_way_at(self._fleet[blocked.replica_id], blocked, tenants, now)
+            elif blocked.needs_tokens:
+                roomy = [one for one in self._fleet.values() if one.view().takes_new]
+                for replica in nlargest(MAX_VICTIM_REPLICAS, roomy, key=lambda one: one.view().room_tokens):
+                    if self._make_room_at(replica, blocked, tenants, now):
+                        break
+
+    def _make_way_at(
+        self, replica: Replica, blocked: RoutedRequest, tenants: TenantShares, now: float
+    ) -> None:
+        """Recall requests from a full replica, so that ``blocked``, which waits for it, can be sent there."""
+        capacity = self._fleet.capacity_tokens
+        others = [
+            PreemptibleRequestView(
+                one.request_id, one.tenant, one.context_tokens, one.context_tokens / capacity, one.sent_s
+            )
+            for one in replica.in_flight.values()
+            if one.tenant != blocked.tenant and not (one.began or one.recalled or one.displaced_others)
+        ]
+        used = blocked.context_tokens / capacity
+        missing = self._fleet.missing(replica)
+        chosen = self._preempted(blocked, used, missing, others, tenants, now)
+        if chosen:
+            self._displace(chosen, replica, blocked, now)
+            if self._fleet.missing(replica) == (0, 0):
+                self.dequeue(blocked)
+                self._core.send(blocked, Placement(replica.replica_id, blocked.reason), now)
+
+    def _make_room_at(
+        self, replica: Replica, blocked: RoutedRequest, tenants: TenantShares, now: float
+    ) -> bool:
+        """Let programs leave a replica, so that ``blocked`` has enough KV capacity there. A program with
+        cached KV leaves only for another replica with capacity. Return whether any program leaves."""
+        memory, others = self._fleet.memory_tokens, []
+        for request in self._movable_from(replica):
+            program = request.program
+            assert program is not None
+            if request.tenant == blocked.tenant:
+                continue
+            if program.cached and self.route_away(request, replica.replica_id, now) is None:
+                continue
+            size, sent_s = program.size_tokens, request.sent_s if request.sent is not None else None
+            others.append(
+                PreemptibleRequestView(request.request_id, request.tenant, size, size / memory, sent_s)
+            )
+        used, missing = blocked.needs_tokens / memory, blocked.needs_tokens - replica.view().room_tokens
+        chosen = self._preempted(blocked, used, (missing, 0), others, tenants, now)
+        # A request that loses its home is queued after ``blocked`` has its place, even after an error.
+        homeless: list[RoutedRequest] = []
+        try:
+            if chosen:
+                self._displace(chosen, replica, blocked, now, homeless)
+                self.place(blocked, None, now)
+        finally:
+            for request in homeless:
+                self.enqueue_again(request)
+        return bool(chosen)
+
+    def _movable_from(self, replica: Replica) -> list[RoutedRequest]:
+        """Return the requests whose programs have their home at this replica and could leave it, at most
+        ``MAX_VICTIM_CANDIDATES``. Waiting requests come first, oldest first. Sent requests follow, newest
+        first."""
+        queue = self.queues.get(replica.replica_id)
+        waiting = queue.oldest(MAX_VICTIM_CANDIDATES) if queue is not None else []
+        found = []
+        for one in [*waiting, *reversed(replica.in_flight.values())]:
+            program = one.program
+            if program is None or program.home != replica.replica_id or one.began or one.recalled:
+                continue
+            is_alone = program.in_flight + program.waiting == 1 and self._core.knows(program)
+            if is_alone and program.moved_at_turn != program.turns:
+                found.append(one)
+        return found[:MAX_VICTIM_CANDIDATES]
+
+    def _preempted(
+        self,
+        blocked: RoutedRequest,
+        used: float,
+        missing: tuple[int, int],
+        others: list[PreemptibleRequestView],
+        tenants: TenantShares,
+        now: float,
+    ) -> list[RoutedRequest]:
+        """Ask the policy which of ``others`` make way for ``blocked``. ``used``: share of capacity that it
+        will use. ``missing``: tokens and requests in its way."""
+        if not others:
+            return []
+        room = blocked.replica_id is None
+        standings = {
+            tenant: TenantStanding(tenants.shares.get(tenant, 0.0), tenants.used(tenant, room=room))
+            for tenant in {blocked.tenant, *(other.tenant for other in others)}
+        }
+        waited_s = now - blocked.waiting_since_s
+        view = BlockedRequestView(blocked.request_id, blocked.tenant, waited_s, used, *missing)
+        try:
+            named = list(self._preemption.preempt_less_urgent(view, others, standings))
+        except Exception as error:
+            raise PolicyCallError(f"the preemption policy failed at request {view.request_id!r}") from error
+        known = {other.request_id for other in others}
+        return [self._core.requests[request_id] for request_id in named if request_id in known]
+
+    def _displace(
+        self,
+        chosen: list[RoutedRequest],
+        replica: Replica,
+        blocked: RoutedRequest,
+        now: float,
+        homeless: list[RoutedRequest] | None = None,
+    ) -> None:
+        """Move the chosen requests away from a replica, in favour of ``blocked``. ``homeless``: receives the
+        requests that lose their home, which the caller has to queue; ``None``: no request loses it."""
+        core = self._core
+        for request in chosen:
+            program = request.program
+            route = self.route_away(request, replica.replica_id, now)
+            if homeless is not None and route is None and program is not None and program.cached:
+                continue  # an earlier request took the room elsewhere, so this one stays with its cached KV
+            if request.sent is not None:
+                core.recall(request, now)
+                core.counts.recalls += 1
+            else:
+                self.dequeue(request)
+            if request.can_move and route is not None and route.replica_id is not None:
+                core.place(request, Placement(route.replica_id, PREEMPTED_REASON), now)
+            elif request.can_move and homeless is not None and program is not None:
+                core.leave_home(program)
+                homeless.append(request)
+            else:
+                self.enqueue_at(request, replica)
+        blocked.displaced_others = True
 
     # -- moves ------------------------------------------------------------------------
 

@@ -216,7 +216,7 @@ class RoutingCore:
         self._handlers[type(event)](event, now)
         if self._left:
             for program in self._left:
-                if program.is_idle and (program.is_over or not program.turns) and self._knows(program):
+                if program.is_idle and (program.is_over or not program.turns) and self.knows(program):
                     self._forget(program)
             self._left.clear()
         self.strategy.dispatch(now, epoch=isinstance(event, routing_events.Tick))
@@ -345,7 +345,7 @@ class RoutingCore:
     def _settle(self, request: RoutedRequest, replica: Replica) -> None:
         """Make a replica the home of a request's program."""
         program = request.program
-        if program is None or not self._knows(program):
+        if program is None or not self.knows(program):
             return
         if program.home == replica.replica_id:  # the usual turn
             if request.size_tokens != program.size_tokens or program.waiting > 1:
@@ -467,7 +467,7 @@ class RoutingCore:
         else:
             self.strategy.dequeue(request)
         request.recalled_from = None
-        if request.program is not None and self._knows(request.program):
+        if request.program is not None and self.knows(request.program):
             self.set_home(request.program, replica, request.size_tokens)
         self.send(request, Placement(replica_id, request.reason), now, is_there=True)
         return True
@@ -483,7 +483,7 @@ class RoutingCore:
         sent, sent_s, program = request.sent, request.sent_s, request.program
         answered = request.began if event.answered is None else event.answered
         self.close(request, now)
-        if program is None or not self._knows(program):
+        if program is None or not self.knows(program):
             return
         program.last_s = now
         self.programs.move_to_end(program.key)
@@ -587,7 +587,7 @@ class RoutingCore:
                 del self.programs[oldest.key]
                 self.leave_home(oldest)
 
-    def _knows(self, program: RoutedProgram) -> bool:
+    def knows(self, program: RoutedProgram) -> bool:
         """Whether a record is that of a known program. A forgotten program may still have open requests."""
         return self.programs.get(program.key) is program
 

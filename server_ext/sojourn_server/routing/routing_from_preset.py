@@ -16,12 +16,11 @@ from ..policies.prefill_decode.read_side_policies import (
     ReadSidePolicy,
     ShorterQueueRead,
 )
-from .affinity_strategy import RELOCATED_REASON, AffinityStrategy, steal_reason
+from .affinity_strategy import PREEMPTED_REASON, RELOCATED_REASON, AffinityStrategy, steal_reason
 from .pair_strategy import PairStrategy
 from .program_estimates import ProgramEstimator
 from .routing_core import RoutingCore
 from .routing_limits import RoutingLimits
-from .tenant_recalls import PREEMPTED_REASON
 
 PAIR_POLICY = "dualpath"
 """Name of the policy that chooses a prefill and a decode engine."""

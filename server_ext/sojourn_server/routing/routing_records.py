@@ -52,7 +52,7 @@ class RoutedProgram:
     cached: bool = False
     """Whether the program's KV is at its home, as far as known."""
     answered_by: str | None = None
-    """Id of the last home that the program has left, or with pairs of the decode engine of its last answer."""
+    """Id of the last home that the program has left, or of the decode engine of its last answer."""
     context_tokens: int = 0
     """Longest context of the program so far. With pairs: the number of tokens whose KV is in storage."""
     size_tokens: int = 0
