@@ -141,7 +141,7 @@ async def gateway_of(
         expected = len(prefill) + len(decode) if taken is None else taken
 
         async def all_known() -> bool:
-            return len(await gateway.routing_backend.replicas()) == expected
+            return len(gateway.routing_backend.replicas()) == expected
 
         await until(all_known)
         yield made

@@ -67,7 +67,7 @@ class World:
 
     async def home(self, program: str) -> str | None:
         """Replica that is a program's home; ``None`` for an unknown program."""
-        for place in await self.gateway.routing_backend.programs():
+        for place in self.gateway.routing_backend.programs():
             if place.program_id == program:
                 return place.replica
         return None
@@ -97,7 +97,7 @@ async def world(
     async with served(gateway, app) as made:
 
         async def all_known() -> bool:
-            return len(await gateway.routing_backend.replicas()) >= (len(fakes) if known is None else known)
+            return len(gateway.routing_backend.replicas()) >= (len(fakes) if known is None else known)
 
         await until(all_known)
         yield made

@@ -171,7 +171,7 @@ async def test_a_slow_replica_is_probed_and_keeps_its_programs() -> None:
         slow.silent = True
 
         async def suspected() -> bool:
-            states = await it.gateway.routing_backend.replicas()
+            states = it.gateway.routing_backend.replicas()
             return any(s.replica == home and s.health == "suspect" for s in states)
 
         await until(suspected)
@@ -189,7 +189,7 @@ async def test_a_client_that_goes_away_stops_its_request() -> None:
         await until(lambda: fakes[0].gave_up == 1)
 
         async def nothing_in_flight() -> bool:
-            return all(state.in_flight == 0 for state in await it.gateway.routing_backend.replicas())
+            return all(state.in_flight == 0 for state in it.gateway.routing_backend.replicas())
 
         await until(nothing_in_flight)
 

@@ -52,4 +52,4 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
             counted = made.gateway.metrics.registry.get_sample_value
             await until(lambda: counted("sojourn_gateway_client_disconnects_total") == 1)
             await until(lambda: fake.streaming == 0)
-            assert [state.load for state in await made.gateway.routing_backend.replicas()] == [0]
+            assert [state.load for state in made.gateway.routing_backend.replicas()] == [0]

@@ -90,7 +90,7 @@ def _owned(it: World, here: bool) -> str | None:
 
 
 async def known(it: World) -> set[str]:
-    return {place.program_id for place in await it.gateway.routing_backend.programs()}
+    return {place.program_id for place in it.gateway.routing_backend.programs()}
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ async def test_a_drain_reaches_all_gateways() -> None:
         async with one.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
             assert answer.status == 200
         for it in (one, other):
-            states = {state.replica: state.health for state in await it.gateway.routing_backend.replicas()}
+            states = {state.replica: state.health for state in it.gateway.routing_backend.replicas()}
             assert states == {fakes[0].name: "draining", fakes[1].name: "up"}
 
 
@@ -209,7 +209,7 @@ async def test_a_drain_that_another_gateway_did_not_take_says_so() -> None:
         assert gone in told["message"]
         assert other.url not in told["message"]
         for it in (one, other):
-            states = {state.replica: state.health for state in await it.gateway.routing_backend.replicas()}
+            states = {state.replica: state.health for state in it.gateway.routing_backend.replicas()}
             assert states[fakes[0].name] == "draining"
 
 

@@ -237,7 +237,7 @@ async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(
     async with engines(1) as fakes, world(fakes, admin_key="root") as it:
 
         async def both() -> bool:
-            return len(await it.gateway.routing_backend.replicas()) == 2
+            return len(it.gateway.routing_backend.replicas()) == 2
 
         await until(both)
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
@@ -253,14 +253,24 @@ class _Late:
     """A world whose old replicas are told early, and a program's home as the test says."""
 
     def __init__(self, it: World, patch: pytest.MonkeyPatch) -> None:
-        self.home: str | None = None
-        patch.setattr(it.gateway.routing_backend, "home", lambda tenant, program_id: self.home)
+        self._home: str | None = None
+        self.looks = 0
+        """Number of times that the migrator asked for the program's home."""
+        patch.setattr(it.gateway.routing_backend, "home", self.home)
         self.migrator = it.gateway._migrator
         self.key = ("default", "p")
 
+    def home(self, *key: str) -> str | None:
+        self.looks += 1
+        return self._home
+
     def left(self, fake: FakeEngine, home: FakeEngine | None) -> None:
-        self.home = home.name if home is not None else None
-        self.migrator.release(routing_events.ReleaseProgramKv("p", fake.name, "default"))
+        self._home = home.name if home is not None else None
+        self.migrator.release(self.key, fake.name)
+
+    async def prepare(self, fake: FakeEngine, reason: str) -> None:
+        self._home = fake.name
+        await self.migrator.prepare(self.key, routing_events.SendRequest("r", fake.name, reason), None)
 
 
 async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,10 +292,8 @@ async def test_a_home_that_died_meanwhile_does_not_end_a_program_where_it_goes_b
     async with engines(2) as fakes, world(fakes) as it:
         late = _Late(it, monkeypatch)
         late.left(fakes[0], None)
-        one = late.migrator.leaving[late.key][0]
-        await until(lambda: one.times >= 2)
-        late.home = fakes[0].name
-        await late.migrator.prepare(late.key, fakes[0].name, None, "moved", None)
+        await until(lambda: late.looks >= 2)
+        await late.prepare(fakes[0], "moved")
         assert not late.migrator.leaving
         assert fakes[0].of("p") == []
 
@@ -296,13 +304,12 @@ async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
     monkeypatch.setattr(program_migrator, "RELEASE_DELAY_S", 0.02)
     async with engines(2, shared_disk=True) as fakes, world(fakes) as it:
         late = _Late(it, monkeypatch)
-        with late.migrator.while_waiting(late.key):
-            late.left(fakes[0], fakes[1])
-            one = late.migrator.leaving[late.key][0]
-            await until(lambda: one.times >= 3)
-            assert fakes[0].of("p") == []
+        monkeypatch.setattr(it.gateway.routing_backend, "is_waiting", lambda tenant, program_id: True)
+        late.left(fakes[0], fakes[1])
+        await until(lambda: late.looks >= 3)
+        assert fakes[0].of("p") == []
         # It went to its second home only after the first was gone: the KV is where it was before both.
-        await late.migrator.prepare(late.key, fakes[1].name, None, "lost", None)
+        await late.prepare(fakes[1], "lost")
         assert fakes[0].persisted == ["p"]
         await until(lambda: fakes[0].of("p") == ["program_end"])
 
@@ -524,7 +531,7 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
         elif step == "move" and name in fleet.homes:
             old = fleet.homes.pop(name)
             fleet.deaf.pop(old, None)
-            fleet.events.release(routing_events.ReleaseProgramKv(name, old, ""))
+            fleet.events.release(("", name), ReplicaAddress(old, old))
             await until(lambda name=name, old=old: name not in fleet.views[old])  # type: ignore[misc]
         elif step == "restart":
             engine = draw.choice("ab")

@@ -76,7 +76,7 @@ async def test_each_request_has_one_answer_or_one_error_and_leaves_nothing(seed:
             assert outcome is None or isinstance(outcome, (asyncio.CancelledError, aiohttp.ClientError))
 
         async def is_quiet() -> bool:
-            states = await it.gateway.routing_backend.replicas()
+            states = it.gateway.routing_backend.replicas()
             return len(states) == 3 and all(one.in_flight == one.queued == 0 for one in states)
 
         await until(is_quiet)

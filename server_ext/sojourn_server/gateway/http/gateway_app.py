@@ -156,7 +156,7 @@ class Gateway:
             silent_program_s=options.silent_program_s,
         )
         self.events.on_end = metrics.ended
-        self._migrator = ProgramMigrator(self.events, replicas, self.session, metrics)
+        self._migrator = ProgramMigrator(routing_backend, self.events, replicas, self.session, metrics)
         self.queries = EngineQueries(replicas, self.session, engine_key=options.engine_key)
         self.live = LiveHub(GatewayLiveSource(self.queries, replicas, names, self.monitor), gateway=True)
         self.generation = GenerationProxy(
@@ -252,7 +252,7 @@ class Gateway:
     async def _any_engine(self, path: str, request: Request) -> Response:
         """Pass on the answer of the least loaded engine that answers."""
         body = await read_body(request, self.options.max_body_bytes)
-        states = await self.routing_backend.replicas()
+        states = self.routing_backend.replicas()
         loads = {state.replica: state.load for state in states if state.health != "suspect"}
         usable = [address for address in self.replicas.engines() if address.replica_id in loads]
         for address in sorted(usable, key=lambda one: loads[one.replica_id]):
@@ -320,7 +320,7 @@ class Gateway:
     def _run_action(self, action: GatewayAction) -> None:
         """Carry out an action of the core that concerns more than its request."""
         if isinstance(action, routing_events.ReleaseProgramKv):
-            self._migrator.release(action)
+            self._migrator.release((action.tenant, action.program_id), action.replica_id)
         elif isinstance(action, routing_events.ProbeReplica):
             self.monitor.probe(action)
         else:

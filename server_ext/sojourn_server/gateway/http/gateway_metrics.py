@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 
 from ...programs.program_status import REPORTED_OUTCOMES, ProgramOutcome
 from ...routing import routing_events
-from ...routing.routing_records import ReplicaHealth
+from ...routing.routing_records import Key, ReplicaHealth
 from ...routing.routing_status import PairEngineStatus, ReplicaStatus
 from .client_apis import GATEWAY_ERROR_CODES
 
@@ -161,25 +161,16 @@ class GatewayMetrics:
         self._recalled.inc()
 
     def moved(
-        self,
-        tenant: str,
-        program_id: str,
-        moved_from: str,
-        moved_to: str,
-        reason: str,
-        kv: str,
-        waited_s: float,
-        left_because: str = "",
+        self, key: Key, moved_from: str, decision: routing_events.SendRequest, kv: str, waited_s: float
     ) -> None:
-        """Record that a program moves to a new home. Call this just before the program's first request goes
-        there. The arguments are the fields of ``ProgramMove``."""
-        self._moved.labels(reason).inc()
+        """Record that a program, (tenant, id), moves to a new home. Call this just before the program's first
+        request goes there. ``kv``, ``waited_s``: fields of ``ProgramMove``."""
+        self._moved.labels(decision.reason).inc()
+        to, why, left_because = decision.replica_id, decision.reason, decision.left_because
+        now, (tenant, program_id) = self._clock(), key
         self._moves.append(
-            ProgramMove(
-                self._clock(), program_id, tenant, moved_from, moved_to, reason, kv,
-                round(waited_s, 4), left_because,
-            )
-        )  # fmt: skip
+            ProgramMove(now, program_id, tenant, moved_from, to, why, kv, round(waited_s, 4), left_because)
+        )
 
     def count_broken_answer(self) -> None:
         """Count an answer that broke off after its first byte."""

@@ -354,16 +354,13 @@ class ProgramEvents:
             if record.lacking(place):
                 record.again_s = self._clock() + REPLAY_RETRY_S
 
-    def release(self, left: routing_events.ReleaseProgramKv, authorization: str | None = None) -> None:
+    def release(self, key: Key, address: ReplicaAddress, authorization: str | None = None) -> None:
         """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
 
         ``authorization``: header of the program's last request; ``None``: use the header of its last recorded
         event.
         """
-        key = (left.tenant, left.program_id)
-        record, address = self.programs.get(key), self._replicas.get(left.replica_id)
-        if address is None:
-            return
+        record = self.programs.get(key)
         if record is not None and record.place == self._instance(address):
             record.place = None
         if record is not None and authorization is None:

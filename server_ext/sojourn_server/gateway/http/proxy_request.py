@@ -304,12 +304,7 @@ class ProxyRequest:
             if decision is None:
                 metrics.waiting += 1
                 try:
-                    with (
-                        self._proxy.migrator.while_waiting((self._tenant, self._program_id))
-                        if self._program_id is not None
-                        else contextlib.nullcontext()
-                    ):
-                        await self.decisions.wait()
+                    await self.decisions.wait()
                 finally:
                     metrics.waiting -= 1
             elif isinstance(decision, routing_events.RejectRequest):
@@ -343,14 +338,7 @@ class ProxyRequest:
             await proxy.events.forward_attached(attached, self._tenant, passing)
         key = (self._tenant, self._program_id or "")
         if decision.moved_from is not None or key in proxy.migrator.leaving or key in proxy.events.programs:
-            await proxy.migrator.prepare(
-                key,
-                replica_id,
-                decision.moved_from,
-                decision.reason,
-                headers.get("authorization"),
-                left_because=decision.left_because,
-            )
+            await proxy.migrator.prepare(key, decision, headers.get("authorization"))
         try:
             answer = await self.decisions.unless_decided(
                 self._ask_pair(decision, address, headers)

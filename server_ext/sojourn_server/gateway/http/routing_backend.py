@@ -198,11 +198,16 @@ class RoutingBackend:
         without a home."""
         return self.core.answered_by(tenant, program_id)
 
-    async def programs(self) -> Sequence[ProgramRouteStatus]:
+    def is_waiting(self, tenant: str, program_id: str) -> bool:
+        """Whether a request of a program waits at the gateway."""
+        program = self.core.programs.get((tenant, program_id))
+        return program is not None and program.waiting > 0
+
+    def programs(self) -> Sequence[ProgramRouteStatus]:
         """Return the statuses of all programs that have not ended, most recently active first."""
         return self.core.program_statuses()
 
-    async def replicas(self) -> Sequence[ReplicaStatus]:
+    def replicas(self) -> Sequence[ReplicaStatus]:
         """Return the statuses of all known replicas with their engines' links, in the order of
         registration."""
         return [

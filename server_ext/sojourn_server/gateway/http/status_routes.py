@@ -109,7 +109,7 @@ class StatusRoutes:
         """Handle ``/health``. The status is 200 if at least one replica is not suspect, otherwise 503. With
         prefill and decode engines, 200 also needs an engine of each role that is ``up``. ``peers``: number of
         other gateways that answer."""
-        states = await self._routing_backend.replicas()
+        states = self._routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
         health = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
@@ -128,7 +128,7 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states = await self._routing_backend.replicas()
+        states = self._routing_backend.replicas()
         page = self._metrics.exposition(
             states,
             self._routing_backend.shares_used(),
@@ -158,7 +158,7 @@ class StatusRoutes:
     async def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
         """Return the live programs that the client may see, most recently active first."""
         tenant = request.state.tenant
-        programs = await self._routing_backend.programs()
+        programs = self._routing_backend.programs()
         return [program for program in programs if tenant in (None, program.tenant)]
 
     async def _place(self, request: Request, program_id: str) -> ProgramRouteStatus | None:
@@ -274,7 +274,7 @@ class StatusRoutes:
         Needs the admin key, if there are keys."""
         self._access.only_admin(request)
         found = await self._queries.ask(f"{PREFIX}/stats", engine_authorization(request))
-        replicas = await self._routing_backend.replicas()
+        replicas = self._routing_backend.replicas()
         return json_response(
             GatewayStats(replicas=replicas, engines=found.documents, stock=found.stock, silent=found.silent)
         )
@@ -325,7 +325,7 @@ class StatusRoutes:
 
     async def _replica_list(self, request: Request) -> Response:
         """List the replicas with health, load and capacity."""
-        states = await self._routing_backend.replicas()
+        states = self._routing_backend.replicas()
         roles = self._roles(states)
         return json_response(
             ReplicaList(
@@ -370,7 +370,7 @@ class StatusRoutes:
         else:
             # The core may have remembered the drain of a replica that is gone.
             logger.warning("%.200r is not here; it will not be drained if it returns", replica_id)
-        states = await self._routing_backend.replicas()
+        states = self._routing_backend.replicas()
         if event is routing_events.ReplicaDrainStarted and not any(state.health == "up" for state in states):
             logger.warning("every replica is drained or gone: requests wait until one is available")
         if missed:
