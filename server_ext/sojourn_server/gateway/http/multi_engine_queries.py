@@ -54,25 +54,27 @@ class EngineQueries:
         self._session = session
         self._engine_key = engine_key
 
-    async def ask(
-        self,
-        path: str,
-        authorization: str | None,
-        *,
-        others_s: float | None = None,
-        only: Callable[[ReplicaAddress], bool] = lambda engine: True,
-    ) -> EngineReplies:
-        """Send a GET to the engines for which ``only`` is true, and return their answers.
+    async def every(
+        self, path: str, authorization: str | None, *, others_s: float | None = None
+    ) -> dict[str, EngineReply | None]:
+        """Send a GET to all engines, and return their answers by URL; ``None``: no answer.
 
         ``others_s``: seconds to wait for the other engines after the first success; ``None``: wait until all
         have answered or timed out.
         """
-        engines = [engine for engine in self._replicas.engines() if only(engine)]
-        asked = {e.url: asyncio.ensure_future(self._get(e, path, authorization)) for e in engines}
+        asked = {
+            engine.url: asyncio.ensure_future(self._get(engine, path, authorization))
+            for engine in self._replicas.engines()
+        }
         await _gather_replies(set(asked.values()), others_s)
+        return {url: None if task.cancelled() else task.result() for url, task in asked.items()}
+
+    async def ask(
+        self, path: str, authorization: str | None, *, others_s: float | None = None
+    ) -> EngineReplies:
+        """Send a GET to all engines as ``every`` does, and sort their answers."""
         replies = EngineReplies()
-        for url, task in asked.items():
-            answer = None if task.cancelled() else task.result()
+        for url, answer in (await self.every(path, authorization, others_s=others_s)).items():
             if answer is not None and (document := answer.document) is not None:
                 replies.documents[url] = document
             elif answer is not None and answer.status == 404:
@@ -116,12 +118,6 @@ class EngineQueries:
             else {"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}
         )
         return {**graphs, "stock": found.stock, "silent": found.silent}
-
-    async def program(self, path: str, authorization: str | None) -> dict[str, Any] | None:
-        """Return the report on a program, from the engine that ran most of its turns. ``None``: no engine
-        remembers the program. ``path``: the engines' route for the program."""
-        found = await self.ask(path, authorization)
-        return response_merging.merge_program(list(found.documents.values()))
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
         """Query all engines. Return the first answer with status 200; ``None``: there is none. Raises

@@ -3,7 +3,6 @@ drain."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...api import response_merging
 from ...api.api_errors import ApiError
 from ...api.engine_route_types import MAX_DELTA_S
 from ...api.live_stream import Audience, LiveHub
@@ -26,7 +26,7 @@ from ...routing.routing_events import PairRole
 from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
-from .engine_client import REPLICA
+from .engine_client import REPLICA, EngineReply
 from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import (
@@ -151,108 +151,94 @@ class StatusRoutes:
                 f"status is {status[:40]!r}: this list has all live programs, and engines know their status",
                 f"leave it out; GET {PREFIX}/programs/ID has a program's status under engine",
             )
-        found = await self._visible_programs(request)
+        found = self._visible_programs(request)
         shown = found[:limit]
         return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=len(found)))
 
-    async def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
+    def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
         """Return the live programs that the client may see, most recently active first."""
         tenant = request.state.tenant
         programs = self._routing_backend.programs()
         return [program for program in programs if tenant in (None, program.tenant)]
 
-    async def _place(self, request: Request, program_id: str) -> ProgramRouteStatus | None:
-        """Return the status of a live program; ``None``: unknown, or the client may not see the program."""
-        programs = await self._visible_programs(request)
-        return next((one for one in programs if one.program_id == program_id), None)
+    def _place(self, request: Request) -> tuple[ProgramRouteStatus, bool]:
+        """Return (status of the program that the path names, whether it is live). Of another program, which
+        may have ended, only id and tenant are known. Raises ``ApiError`` if the tenant is not known either,
+        because the request has the admin key and there are several."""
+        program_id = request.path_params["program_id"]
+        for place in self._visible_programs(request):
+            if place.program_id == program_id:
+                return place, True
+        tenant: str | None = request.state.tenant
+        tenant = tenant if tenant is not None else self._names.only_tenant
+        if tenant is None:
+            raise _unknown_program()
+        return ProgramRouteStatus(program_id, tenant, None, 0, 0, 0, 0, 0, 0), False
+
+    async def _ask(
+        self, request: Request, place: ProgramRouteStatus, more: str = ""
+    ) -> dict[str, EngineReply | None]:
+        """Ask the engine that served a program last, or all engines if none is known to have. Return their
+        answers by name. ``more``: rest of the path of the route."""
+        path = f"{PREFIX}/programs/{_quoted(self._names.engine_name(place.tenant, place.program_id))}{more}"
+        authorization = engine_authorization(request)
+        last = place.replica or self._routing_backend.answered_by(place.tenant, place.program_id)
+        if last is not None:
+            return {last: await self._queries.one(last, path, authorization)}
+        replies = await self._queries.every(path, authorization)
+        return {urlsplit(url).netloc: reply for url, reply in replies.items()}
 
     async def _program(self, request: Request) -> Response:
         """Return one program: its home, and under ``engine`` the answer of its engine.
 
         For an ended program, the answer has only what the engines still remember."""
-        program_id = request.path_params["program_id"]
-        place = await self._place(request, program_id)
-        if place is not None:
-            replica_id, path = self._replica_of(place), self._engine_path(place.tenant, program_id)
-            if replica_id is None:  # its KV is lost, but an engine remembers it
-                engine = await self._queries.program(path, engine_authorization(request))
-            else:
-                answer = await self._queries.one(replica_id, path, engine_authorization(request))
-                engine = answer.document if answer is not None else None
-            if engine is not None:
-                shows_all = request.state.tenant is None
-                engine = self._names.answer(place.tenant, engine, shows_all=shows_all)
-            return json_response({**msgspec.to_builtins(place), "engine": engine})
-        ended = await self._ended_program(request, program_id)
-        if ended is None:
-            raise _unknown_program()
-        return json_response(ended)
+        place, is_live = self._place(request)
+        found = await self._remembered(request, place)
+        if not is_live:
+            if found is None or found.get("status") not in OVER_STATUSES:
+                raise _unknown_program()
+            turns, tokens = found.get("turns", 0), found.get("context_tokens", 0)
+            place = ProgramRouteStatus(place.program_id, place.tenant, None, turns, tokens, tokens, 0, 0, 0)
+        if found is not None:
+            found = self._names.answer(place.tenant, found, shows_all=request.state.tenant is None)
+        return json_response({**msgspec.to_builtins(place), "engine": found})
 
-    async def _ended_program(self, request: Request, program_id: str) -> dict[str, Any] | None:
-        """Return what the engines remember about an ended program; ``None``: nothing."""
-        names, tenant = self._names, self._tenant_of_ended(request)
-        if tenant is None:
-            return None
-        path = self._engine_path(tenant, program_id)
-        engine = await self._queries.program(path, engine_authorization(request))
-        if engine is None or engine.get("status") not in OVER_STATUSES:
-            return None
-        turns, tokens = engine.get("turns", 0), engine.get("context_tokens", 0)
-        place = ProgramRouteStatus(program_id, tenant, None, turns, tokens, tokens, 0, 0, 0)
-        engine = names.answer(tenant, engine, shows_all=request.state.tenant is None)
-        return {**msgspec.to_builtins(place), "engine": engine}
-
-    def _tenant_of_ended(self, request: Request) -> str | None:
-        """Return the tenant whose ended programs a request may name. ``None``: unknown, because the request
-        has the admin key and there are several tenants."""
-        own: str | None = request.state.tenant
-        return own if own is not None else self._names.only_tenant
+    async def _remembered(self, request: Request, place: ProgramRouteStatus) -> dict[str, Any] | None:
+        """Return what the engines remember about a program; ``None``: nothing."""
+        replies = (await self._ask(request, place)).values()
+        return response_merging.merge_program([one.document for one in replies if one is not None])
 
     async def _explanation(self, request: Request) -> Response:
         """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions.
 
         If only engines remember the program, the explanation with the highest turn number is returned."""
-        program_id = request.path_params["program_id"]
         turn = f"?turn={_number(request, 'turn', 1, 1, 2**31)}" if "turn" in request.query_params else ""
-        shows_all, place = request.state.tenant is None, await self._place(request, program_id)
-        tenant = place.tenant if place is not None else self._tenant_of_ended(request)
-        if tenant is None:
-            raise _unknown_program()
-        path = f"{self._engine_path(tenant, program_id)}/explain{turn}"
-        replica_id = self._replica_of(place) if place is not None else None
-        if replica_id is None:
-            replies = await self._queries.ask(path, engine_authorization(request))
-            explained: list[tuple[Explanation, str]] = []
-            for url, document in replies.documents.items():
-                with contextlib.suppress(msgspec.ValidationError):
-                    explained.append((msgspec.convert(document, Explanation), urlsplit(url).netloc))
-            if not explained:
-                if turn and await self._ended_program(request, program_id) is not None:
-                    raise ApiError(404, "the turn is no longer known", "leave turn out for the newest one")
-                if place is not None:
-                    raise unavailable_error("the program's engine does not answer")
-                raise _unknown_program()
+        place, is_live = self._place(request)
+        replies = await self._ask(request, place, f"/explain{turn}")
+        explained: list[tuple[Explanation, str]] = []
+        wrong = ""
+        for replica, reply in replies.items():
+            if reply is not None and reply.document is not None:
+                try:
+                    explained.append((msgspec.convert(reply.document, Explanation), replica))
+                except msgspec.ValidationError as error:
+                    wrong = str(error)
+        if explained:
             found, replica = max(explained, key=lambda one: one[0].turn)
-            return json_response(self._names.explanation(tenant, found, replica, shows_all=shows_all))
-        answer = await self._queries.one(replica_id, path, engine_authorization(request))
+            shows_all = request.state.tenant is None
+            return json_response(self._names.explanation(place.tenant, found, replica, shows_all=shows_all))
+        if wrong:
+            what = f"the program's engine sent no explanation: {wrong}"
+            raise ApiError(502, what, "run one release of sojourn everywhere")
+        if not is_live:
+            known = await self._remembered(request, place) if turn else None
+            if known is not None and known.get("status") in OVER_STATUSES:
+                raise ApiError(404, "the turn is no longer known", "leave turn out for the newest one")
+            raise _unknown_program()
+        answer = next(iter(replies.values())) if len(replies) == 1 else None
         if answer is None:
             raise unavailable_error("the program's engine does not answer")
-        if answer.document is None:
-            return Response(answer.body, answer.status, media_type=answer.media_type)
-        try:
-            found = msgspec.convert(answer.document, Explanation)
-        except msgspec.ValidationError as error:
-            what = f"the program's engine sent no explanation: {error}"
-            raise ApiError(502, what, "run one release of sojourn everywhere") from None
-        return json_response(self._names.explanation(tenant, found, replica_id, shows_all=shows_all))
-
-    def _replica_of(self, place: ProgramRouteStatus) -> str | None:
-        """Return the id of the replica that knows a program: its home, or the engine of its last answer.
-        ``None``: there is neither."""
-        return place.replica or self._routing_backend.answered_by(place.tenant, place.program_id)
-
-    def _engine_path(self, tenant: str, program_id: str) -> str:
-        return f"{PREFIX}/programs/{_quoted(self._names.engine_name(tenant, program_id))}"
+        return Response(answer.body, answer.status, media_type=answer.media_type)
 
     async def _graphs(self, request: Request) -> Response:
         """List the graphs that the engines know. Needs the admin key, if there are keys."""
