@@ -8,7 +8,7 @@ from typing import Any
 
 import sojourn_server.kv_transfer
 from sojourn_server.kv_offload.disk_store import PutOutcome
-from sojourn_server.metrics.link_metrics import LINK_LABELS, RECEIVED, LinkMetrics
+from sojourn_server.metrics.link_metrics import LINK_LABELS, RECEIVED, count_links
 from sojourn_server.metrics.metric_catalog import LINK_LANES, PATH_OUTCOMES
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 
@@ -20,21 +20,20 @@ def totals(moved: int, received: int = 0, **counts: int) -> dict[str, Any]:
 
 def test_totals_become_increments() -> None:
     recorder = MetricsRecorder(strict=True)
-    meter = LinkMetrics(recorder)
-    assert meter.count_growth(None) == {}
-    meter.count_growth(totals(100, pushes=9, pushes_complete=2))
-    meter.count_growth(totals(150, 30, pushes=9, pushes_complete=3))
+    assert count_links(recorder, None) == {}
+    count_links(recorder, totals(100, pushes=9, pushes_complete=2))
+    count_links(recorder, totals(150, 30, pushes=9, pushes_complete=3))
     drained = recorder.drain()["counters"]
     moved = {(row["link"], row["direction"]): n for row, n in drained["sojourn_link_bytes_total"]}
     assert moved == {lane: 30 if lane == RECEIVED else 150 for lane in LINK_LANES}
     assert drained["sojourn_path_outcomes_total"] == [[{"what": "pushes_complete"}, 3]]
-    meter.count_growth(totals(150, 30, pushes_complete=3))
+    count_links(recorder, totals(150, 30, pushes_complete=3))
     assert recorder.drain()["counters"] == {}
 
 
 def test_gauges_show_the_present_state() -> None:
     recorder = MetricsRecorder(strict=True)
-    gauges = recorder.drain(LinkMetrics(recorder).count_growth(totals(0)))["gauges"]
+    gauges = recorder.drain(count_links(recorder, totals(0)))["gauges"]
     assert gauges["sojourn_path_slots"] == [[{"state": "used"}, 4], [{"state": "free"}, 6]]
     read = {"link": "storage", "direction": "read"}
     assert [read, 0.5] in gauges["sojourn_link_queued_seconds"]

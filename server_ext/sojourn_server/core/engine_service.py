@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from sojourn.wire_codec import (
     encode,
 )
 
-from ..metrics.link_metrics import LinkMetrics
+from ..metrics.link_metrics import count_links
 from ..metrics.live_frame import EngineSnapshot
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..policies.placement.placement_views import Tier
@@ -119,9 +119,6 @@ class EngineService:
         self._owned_blocks = owned_blocks
         self._below_blocks = below_blocks
         self._cpu_clock = cpu_clock
-        self._links = LinkMetrics(program_scheduler.recorder)
-        self._counted: dict[tuple[str, str], float] = {}
-        """Totals of tier traffic that the metrics already include, by metric and label."""
         self._handle = handle or program_scheduler.handle
         self.client_event_decoder = ClientEventDecoder(self._handle, program_scheduler.recorder)
         """Handles client events, including those attached to requests."""
@@ -421,30 +418,24 @@ class EngineService:
                 for name, blocks in parts.items()
             ],
         }
-        tiers = self._tier_state()
+        tiers, recorder = self._tier_state(), state.recorder
         traffic = tiers.pop("traffic", {})
-        self._count("sojourn_tier_moves_total", "what", tiers.pop("moves", {}))
-        self._count("sojourn_tier_bytes_total", "lane", traffic.get("moved_bytes", {}))
-        self._count("sojourn_tier_seconds_total", "lane", traffic.get("seconds", {}))
+        for what, total in tiers.pop("moves", {}).items():
+            recorder.count_total("sojourn_tier_moves_total", total, what=what)
         if traffic:
-            self._count("sojourn_tier_wait_seconds_total", "", {"": traffic["waited_s"]})
+            for lane, total in traffic["moved_bytes"].items():
+                recorder.count_total("sojourn_tier_bytes_total", total, lane=lane)
+            for lane, total in traffic["seconds"].items():
+                recorder.count_total("sojourn_tier_seconds_total", total, lane=lane)
+            recorder.count_total("sojourn_tier_wait_seconds_total", traffic["waited_s"])
             gauges["sojourn_tier_jobs"] = [({}, traffic["jobs"])]
         gauges["sojourn_tier_blocks"] = [
             ({"tier": tier, "state": state}, blocks)
             for tier, states in tiers.items()
             for state, blocks in states.items()
         ]
-        gauges |= self._links.count_growth(self._paths.stats() if self._paths is not None else None)
+        gauges |= count_links(recorder, self._paths.stats() if self._paths is not None else None)
         return state.recorder.drain(gauges)
-
-    def _count(self, metric: str, label: str, totals: Mapping[str, float]) -> None:
-        """Increase the counter ``metric`` to the given totals. ``totals`` has one total for each value of
-        ``label``."""
-        for name, total in totals.items():
-            grown = total - self._counted.get((metric, name), 0)
-            self._counted[metric, name] = total
-            if grown > 0:
-                self._state.recorder.count(metric, grown, **({label: name} if label else {}))
 
     def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
         """The fields of a ``ProgramSummary``."""
@@ -487,7 +478,6 @@ class StockEngineService:
         self._paths = paths
         self._engine = engine
         self._recorder = MetricsRecorder()
-        self._links = LinkMetrics(self._recorder)
 
     def call(self, operation: str) -> str:
         """Carry out one operation; returns JSON. An unsupported operation returns an error with the names of
@@ -500,7 +490,7 @@ class StockEngineService:
         elif operation == "load":
             answer = answers.EngineLoad(complete=False, **pair_load(self._paths))
         elif operation == "drain_metrics":
-            answer = self._recorder.drain(self._links.count_growth(self._paths.stats()))
+            answer = self._recorder.drain(count_links(self._recorder, self._paths.stats()))
         else:
             answer = {"error": "stock", "answers": STOCK_OPERATIONS}
         return encode(answer).decode()

@@ -71,6 +71,8 @@ class MetricsRecorder:
         # tool names that are counted as "other" do not fill it.
         self._counter_at: dict[tuple[Any, ...], _Counter] = {}
         self._histogram_at: dict[tuple[Any, ...], _Histogram] = {}
+        self._totals: dict[tuple[str, ...], float] = {}
+        """(Counter, label values) → the total of the last ``count_total``."""
 
     def count(self, name: str, n: float = 1, **labels: str) -> None:
         """Add ``n`` ≥ 0 to the counter ``name``."""
@@ -84,6 +86,15 @@ class MetricsRecorder:
             self._drop("bad_value", f"{name} incremented by {n}")
             return
         cell.total += n
+
+    def count_total(self, name: str, total: float, **labels: str) -> None:
+        """Add to the counter ``name`` what ``total``, which someone else counts, has grown since the last
+        call."""
+        at = (name, *labels.values())
+        grown = total - self._totals.get(at, 0)
+        self._totals[at] = total
+        if grown > 0:
+            self.count(name, grown, **labels)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to the histogram ``name``, in the unit that the name ends with."""

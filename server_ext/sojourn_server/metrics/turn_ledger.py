@@ -206,8 +206,8 @@ class TurnEntry(TypedDict):
     evictor: str | None
     """Program whose request took the first missing block of the prompt; ``None``: unknown or no loss."""
     evicted_score: tuple[float, ...] | None
-    """Eviction score of the owner of the first missing block, at the eviction. ``None``: no loss is known, or
-    the eviction policy has no scores."""
+    """Eviction score of the owner of the first missing block, at the eviction; the lowest is evicted first.
+    ``None``: no loss is known, or the eviction policy has no scores."""
     goes_on: float | None
     """Probability of another turn, predicted at the end of this turn; ``None``: not predicted."""
     tier: str | None
@@ -221,7 +221,8 @@ class TurnEntry(TypedDict):
 
 @dataclass(slots=True)
 class TurnRecord:
-    """Times, tokens and outcome of one turn. Times are seconds on the engine's monotonic clock."""
+    """Times, tokens and outcome of one turn. Times are seconds on the engine's monotonic clock. ``TurnEntry``
+    describes the fields that have no description here."""
 
     program_id: str
     turn: int
@@ -235,31 +236,19 @@ class TurnRecord:
     recomputed_after_preemption: int = 0
     preemptions: int = 0
     evictor: str | None = None
-    """Program whose request took the first missing block of the prompt; ``None``: unknown or no loss."""
     evicted_score: tuple[float, ...] | None = None
-    """Eviction score of the owner of the first missing block, at the eviction. ``None``: no loss is known, or
-    the eviction policy has no scores. Blocks with the lowest score are evicted first."""
     continuation_probability: float | None = None
-    """Probability of another turn, predicted at the end of this turn; ``None``: not predicted."""
+    """``TurnEntry.goes_on``."""
     prediction_source: str | None = None
-    """Source of ``continuation_probability``, a ``PredictionSource``: hints, inferred or cold."""
+    """``TurnEntry.tier``: a ``PredictionSource``."""
     p_reuse: float | None = None
-    """``continuation_probability`` times the expected cached share of the next prompt. ``None``: not
-    predicted."""
     tool_before: str | None = None
-    """History key of the tool of this gap: of the calls that the client reported, the one that began last, or
-    else the tool that the output called."""
     tool_s: float | None = None
-    """Seconds of the gap in which tools ran, by the client's reports. Of calls at once the time counts once.
-    ``None``: there was no gap, the client reported no call, or a call had not ended."""
     gap_s: float | None = None
-    """Seconds from the end of the previous turn to the arrival of this turn; ``None``: there was no gap."""
     leased: bool = False
-    """Whether the program had a lease when the request arrived."""
     client_request_id: str | None = None
-    """The client's own id of the request, by which the client finds the turn; ``None``: not given."""
+    """``TurnEntry.request_id``, by which the client finds the turn."""
     lease_ttl_s: float | None = None
-    """TTL of the lease granted at the end of the turn; ``None``: no lease."""
     outcome: str = "running"
 
     def seconds(self) -> TurnSeconds:
