@@ -1,6 +1,7 @@
 """Write the generated parts of the documents: docs/metrics.md from the catalogue, the tables from the
 committed results, the differences in docs/frameworks/ from the examples, the lists and the example of
-docs/simulator.md, the table of packages in docs/architecture.md, the Grafana boards in docs/boards.
+docs/simulator.md, the table of packages in docs/architecture.md, the Grafana boards in docs/boards, the
+OpenAPI documents in the package api.
 
 python docs/generate.py
 
@@ -120,6 +121,15 @@ def _plain(template: str) -> str:
     """The summary of an alert without its variables' syntax."""
     text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", template)
     return re.sub(r"\{\{ \$value \| humanize(Percentage)? \}\}", "*a number*", text)
+
+
+API = Path(__file__).parents[1] / "server_ext" / "sojourn_server" / "api"
+
+
+def api_documents() -> dict[Path, str]:
+    """Return the OpenAPI documents of an engine and a gateway, by their files."""
+    pages = _script(Path(__file__).parent / "http_api.py").pages()
+    return {API / name: text for name, text in pages.items()}
 
 
 def boards() -> dict[Path, str]:
@@ -394,8 +404,8 @@ def _values(values: frozenset[str] | OpenLabel) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(document(), encoding="utf-8")
-    for board, content in boards().items():
-        board.write_text(content, encoding="utf-8")
+    for path, content in (boards() | api_documents()).items():
+        path.write_text(content, encoding="utf-8")
     if RESULT.exists():
         demo = json.loads(RESULT.read_text(encoding="utf-8"))
         table = demo_table(demo)

@@ -98,7 +98,7 @@ def api_page() -> str:
         "[ErrorAnswer](#erroranswer).",
     ]
     schemas: dict[str, Any] = {}
-    for title, document in (("Engine", engine_api()), ("Gateway", gateway_api())):
+    for title, document in (("Engine", server_api("engine")), ("Gateway", server_api("gateway"))):
         parts.append(f"## {title}")
         schemas |= document["components"]["schemas"]
         for path, methods in document["paths"].items():
@@ -110,25 +110,12 @@ def api_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def engine_api() -> dict[str, Any]:
-    """Return the OpenAPI document of an engine."""
-    from sojourn_server.api.api_keys import ApiKeys
-    from sojourn_server.api.routes import build_router, engine_document
+def server_api(server: str) -> dict[str, Any]:
+    """Return the OpenAPI document of ``server``, which is ``engine`` or ``gateway``."""
+    from sojourn_server.api.openapi import openapi_response
 
-    no_engine: Any = None  # no route is called
-    return engine_document(build_router(no_engine, ApiKeys()))
-
-
-def gateway_api() -> dict[str, Any]:
-    """Return the OpenAPI document of a gateway."""
-    from sojourn_server.gateway.http.gateway_app import GatewayOptions
-    from sojourn_server.gateway.http.standalone_gateway import build_gateway
-    from sojourn_server.gateway.http.tenant_keys import TenantKeys
-    from sojourn_server.policies.cluster_preset import load_cluster_preset
-
-    preset = load_cluster_preset("sojourn")
-    gateway, _ = build_gateway([], preset, TenantKeys(None), GatewayOptions(policy=preset.name))
-    return gateway.document
+    document: dict[str, Any] = json.loads(openapi_response(server).body)
+    return document
 
 
 def _operation(operation: dict[str, Any]) -> list[str]:

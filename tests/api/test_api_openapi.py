@@ -10,11 +10,11 @@ from api_contract import Contract, VirtualRpc
 from api_test_engines import client_of
 from fastapi.testclient import TestClient
 from openapi_spec_validator import validate
+from script_modules import load_script
 from sojourn.aeg import END, START, Aeg
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart
 from sojourn_server.api.api_keys import ApiKeys
-from sojourn_server.api.engine_route_types import ENGINE_OPERATIONS
-from sojourn_server.api.openapi import PREFIX, openapi_document
+from sojourn_server.api.openapi import PREFIX
 from sojourn_server.api.routes import build_router
 from sojourn_server.core.engine_answers import MissingTiers, TierCapabilities, TierCapacity
 from sojourn_server.core.engine_service import StockEngineService
@@ -66,16 +66,21 @@ def test_the_document_is_valid_and_has_title_version_and_texts(document: dict[st
     assert set(events["discriminator"]["mapping"]) >= {"program_start", "tool_stop", "program_end"}
 
 
+def test_the_files_are_what_the_code_says() -> None:
+    for path, text in load_script("docs/generate.py").api_documents().items():
+        assert path.read_text(encoding="utf-8") == text, "run: python docs/generate.py"
+
+
 def test_a_route_without_an_operation_and_the_reverse_are_errors() -> None:
+    http_api = load_script("docs/http_api.py")
     routes = build_router(VirtualRpc(VirtualEngine()), ApiKeys()).routes
-    left = dict(ENGINE_OPERATIONS)
+    left = dict(http_api.ENGINE_OPERATIONS)
+    more = {**left, ("GET", "/moves"): left["GET", "/graphs"]}
     del left["GET", "/stats"]
     with pytest.raises(KeyError, match="/stats"):
-        openapi_document("x", routes, left)
+        http_api.openapi_document("x", routes, left)
     with pytest.raises(ValueError, match="/moves"):
-        openapi_document(
-            "x", routes, {**ENGINE_OPERATIONS, ("GET", "/moves"): ENGINE_OPERATIONS["GET", "/graphs"]}
-        )
+        http_api.openapi_document("x", routes, more)
 
 
 def test_query_parameters_are_those_of_the_routes(document: dict[str, Any]) -> None:

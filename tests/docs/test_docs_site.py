@@ -45,7 +45,7 @@ def test_the_reference_has_every_command_and_every_public_name() -> None:
     public = {name for name in sojourn.__all__ if callable(getattr(sojourn, name))}
     assert public <= set(re.findall(r"^## (\w+)$", names, re.MULTILINE))
     routes = script.api_page()
-    for document in (script.engine_api(), script.gateway_api()):
+    for document in (script.server_api("engine"), script.server_api("gateway")):
         for path, methods in document["paths"].items():
             assert all(f"\n### {method.upper()} {path}\n" in routes for method in methods)
 

@@ -44,6 +44,8 @@ MAX_FAILURES = 3
 """Number of failed polls in a row after which the streams end. A viewer may connect again."""
 SEND_TIMEOUT_S = 30.0
 """Seconds in which a viewer must read a frame. After that its connection is closed."""
+MAX_DELTA_S = 86_400
+"""Largest ``changed_within_s`` of a request for one frame."""
 OVERLAP_S = 1.0
 """A delta covers the seconds since the previous poll, and this many more. Engines count the seconds back from
 their answer, which comes some time after the poll begins."""

@@ -6,8 +6,6 @@ but no text of prompts, tool arguments or tool outputs. Answers of polled routes
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
@@ -28,13 +26,6 @@ from ..programs.program_status import ProgramStatus
 from .api_errors import RETRY_AFTER_S, ApiError
 from .api_keys import ApiKeys
 from .body_reader import read_body
-from .engine_route_types import (
-    ENGINE_OPERATIONS,
-    MAX_DECISIONS,
-    MAX_DELTA_S,
-    MAX_PROGRAMS,
-    NDJSON,
-)
 from .engine_rpc import (
     PERSIST_OPERATION,
     EngineQueryLimiter,
@@ -43,8 +34,8 @@ from .engine_rpc import (
     StockEngineError,
 )
 from .event_intake import EventIntake
-from .live_stream import Audience, EngineLiveSource, LiveHub
-from .openapi import PREFIX, openapi_document
+from .live_stream import MAX_DELTA_S, Audience, EngineLiveSource, LiveHub
+from .openapi import PREFIX, openapi_response
 from .response_merging import (
     encode_json,
     merge_capabilities,
@@ -59,6 +50,9 @@ from .web_page import page_routes
 logger = logging.getLogger(__name__)
 
 EVENTS_TIMEOUT_S = 5.0
+MAX_PROGRAMS = 1000
+MAX_DECISIONS = 5000
+NDJSON = "application/x-ndjson"
 QUERY_TIMEOUT_S = 15.0
 
 
@@ -213,21 +207,12 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
             return Response(lines, media_type=NDJSON, headers={"X-Sojourn-Next": str(document["next"])})
         return JSONResponse({**document, "engine": ids[index], "engines": ids})
 
-    @functools.cache
-    def document() -> bytes:
-        return msgspec.json.encode(engine_document(router))
-
     @router.get("/openapi.json")
     async def get_openapi() -> Response:
         """Return this document: OpenAPI 3.1 with the schemas of all answers."""
-        return Response(await asyncio.to_thread(document), media_type="application/json")
+        return openapi_response("engine")
 
     return router
-
-
-def engine_document(router: APIRouter) -> dict[str, Any]:
-    """Return the OpenAPI document of a router that ``build_router`` made."""
-    return openapi_document("sojourn engine", router.routes, ENGINE_OPERATIONS)
 
 
 def _require_program(program: dict[str, Any] | None) -> dict[str, Any]:

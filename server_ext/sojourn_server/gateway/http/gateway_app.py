@@ -22,7 +22,7 @@ from starlette.routing import Route
 from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
 from ...api.live_stream import LiveHub
-from ...api.openapi import PREFIX, openapi_document
+from ...api.openapi import PREFIX, openapi_response
 from ...api.web_page import page_routes
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
@@ -38,7 +38,6 @@ from .client_apis import (
 from .engine_client import REPLICA, EngineClient
 from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
-from .gateway_route_types import GATEWAY_OPERATIONS
 from .generation_request import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyReader
 from .live_engines import GatewayLiveSource
 from .multi_engine_queries import EngineQueries
@@ -308,12 +307,7 @@ class Gateway:
 
     async def _openapi(self, request: Request) -> Response:
         """Return this document: OpenAPI 3.1 with the schemas of all answers."""
-        return json_response(await asyncio.to_thread(lambda: self.document))
-
-    @functools.cached_property
-    def document(self) -> dict[str, Any]:
-        """The OpenAPI document of the gateway's own routes."""
-        return openapi_document("sojourn gateway", self._routes(), GATEWAY_OPERATIONS)
+        return openapi_response("gateway")
 
     # -- internals ----------------------------------------------------------------
 
@@ -324,7 +318,7 @@ class Gateway:
         elif isinstance(action, routing_events.ProbeReplica):
             self.monitor.probe(action)
         else:
-            self.metrics.recalled()
+            self.metrics.recalls.inc()
 
 
 def _log_task_failure(task: asyncio.Future[Any]) -> None:

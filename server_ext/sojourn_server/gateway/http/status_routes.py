@@ -16,8 +16,7 @@ from starlette.routing import Route
 
 from ...api import response_merging
 from ...api.api_errors import ApiError
-from ...api.engine_route_types import MAX_DELTA_S
-from ...api.live_stream import Audience, LiveHub
+from ...api.live_stream import MAX_DELTA_S, Audience, LiveHub
 from ...api.openapi import PREFIX
 from ...metrics.turn_explanation import Explanation
 from ...programs.program_status import OVER_STATUSES
