@@ -29,7 +29,7 @@ from sojourn_server.routing.routing_events import (
     PrefillFinished,
     RequestFinished,
     RequestReceived,
-    SendRequestToPair,
+    SendRequest,
 )
 
 API = ClientApi.COMPLETIONS
@@ -51,8 +51,8 @@ class Router:
     def __init__(self, engines: Sequence[Engine], side: ReadSidePolicy, pool_tokens: int) -> None:
         self._core = RoutingCore(PairStrategy(PairScheduler(side=side)))
         self._engines = {engine.name: engine for engine in engines}
-        self._waiting: dict[str, asyncio.Future[SendRequestToPair]] = {}
-        self._sent: dict[str, SendRequestToPair] = {}
+        self._waiting: dict[str, asyncio.Future[SendRequest]] = {}
+        self._sent: dict[str, SendRequest] = {}
         for engine in engines:
             seen = PairEngineRegistered(
                 replica_id=engine.name,
@@ -109,7 +109,7 @@ class Router:
 
     def _take(self, fact: Any) -> None:
         for action in self._core.take(fact, time.monotonic()):
-            if not isinstance(action, SendRequestToPair):
+            if not isinstance(action, SendRequest):
                 raise RuntimeError(f"the core says {action}")
             self._sent[action.request_id] = action
 

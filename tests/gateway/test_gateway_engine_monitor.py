@@ -126,7 +126,7 @@ async def test_an_unknown_replica_is_gone_and_engines_come_and_go() -> None:
     fake = FakeEngine()
     async with running(fake), monitored(fake.url) as it:
         it.monitor.probe(ProbeReplica("nowhere", "1"))
-        assert it.of(ReplicaGone) == [ReplicaGone("nowhere", "1", "not seen")]
+        assert it.of(ReplicaGone) == [ReplicaGone("nowhere", "1")]
         it.monitor.watch({}, absent=["Engine"])
         assert it.monitor.missing() == ["Engine"], "one that answers stays"
         await fake.kill()

@@ -22,7 +22,7 @@ from sojourn_server.routing.routing_events import (
     ProbeReplica,
     RejectRequest,
     RequestFinished,
-    SendRequestToPair,
+    SendRequest,
 )
 from sojourn_server.routing.routing_limits import RoutingLimits
 from sojourn_server.routing.routing_records import ReplicaHealth
@@ -60,7 +60,7 @@ def test_a_request_goes_to_a_pair_and_the_next_to_the_other() -> None:
     it = core("p1", "p2", "d1", "d2")
     first = only(it.take(asked("a"), 1.0))
     second = only(it.take(asked("b"), 1.0))
-    assert isinstance(first, SendRequestToPair)
+    assert isinstance(first, SendRequest)
     assert {first.prefill_id, second.prefill_id} == {"p1", "p2"}
     assert {first.replica_id, second.replica_id} == {"d1", "d2"}
     assert not first.decode_reads  # nothing of it is stored
@@ -372,7 +372,7 @@ class Life(RuleBasedStateMachine):
         pairs = PairScheduler(PrefillSelectionLimits(most_tokens=5000))
         self.core = core(pairs=pairs, wait_s=500.0, most_waiting=30)
         self.lives = dict.fromkeys(NAMES, 1)
-        self.sent: dict[str, SendRequestToPair] = {}
+        self.sent: dict[str, SendRequest] = {}
         self.open: set[str] = set()
         for name in ("p1", "d1"):  # without both nobody is taken in
             self.core.take(seen(name), self.now)
@@ -380,7 +380,7 @@ class Life(RuleBasedStateMachine):
     def tell(self, fact: Any) -> None:
         self.now += 0.1
         for action in self.core.take(fact, self.now):
-            if isinstance(action, SendRequestToPair):
+            if isinstance(action, SendRequest):
                 assert action.request_id in self.open
                 for name in (action.prefill_id, action.replica_id):
                     engine = self.core.fleet.get(name)

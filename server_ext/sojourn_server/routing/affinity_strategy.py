@@ -43,7 +43,7 @@ from ..policies.routing.replica_views import ReplicaView, ResidentProgramGroup, 
 from ..policies.routing.routing_policy import RoutingPolicy
 from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy, WaitingProgramView
 from ..policies.routing.work_stealing import StealingPolicy, StealingReplicaView
-from .routing_core import Placement, RoutingCore, RoutingStrategy, Wait
+from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import KvReported, ResidentKv
 from .routing_limits import PolicyCallError
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
@@ -211,9 +211,8 @@ class AffinityStrategy(RoutingStrategy):
         if home is not None:
             home.groups = None
 
-    def enqueue(self, request: RoutedRequest, wait: Wait) -> None:
-        """Add a request to the queue for any replica. It is in no queue."""
-        request.replica_id, request.needs_tokens = None, wait.needs_tokens
+    def enqueue(self, request: RoutedRequest) -> None:
+        request.replica_id = None
         if request.failed_at:
             self.failed[request.request_id] = request
             self.capacity_changed = True
@@ -232,7 +231,8 @@ class AffinityStrategy(RoutingStrategy):
 
     def enqueue_again(self, request: RoutedRequest) -> None:
         """Add a request, which is in no queue, to the queue for any replica, to be routed soon."""
-        self.enqueue(request, Wait())
+        request.needs_tokens = 0
+        self.enqueue(request)
         self.capacity_changed = True
 
     def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
@@ -287,18 +287,19 @@ class AffinityStrategy(RoutingStrategy):
 
     # -- choice -------------------------------------------------------------------
 
-    def choose(self, request: RoutedRequest, now: float) -> Placement | Wait:
+    def choose(self, request: RoutedRequest, now: float) -> Placement | None:
         route = self.route(request, now, self.reserved)
         home = request.program.home if request.program is not None else None
         comes_new = route.replica_id not in (None, home) and not route.passes
         if comes_new and self._is_closed_to_new and self.anywhere:
-            return Wait()
+            return None
         replica = self._fleet.get(route.replica_id)
         if replica is None:
             self._is_closed_to_new |= not route.needs_tokens
             # This request could not use the reserved replica. A new pass may reserve another, or none.
             self.capacity_changed |= self.reserved is not None
-            return Wait(route.needs_tokens)
+            request.needs_tokens = route.needs_tokens
+            return None
         self._admitted += route.replica_id != home
         return Placement(replica.replica_id, route.reason)
 

@@ -13,7 +13,7 @@ from itertools import count
 from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
 from . import routing_events
-from .routing_core import Placement, RoutingCore, RoutingStrategy, Wait
+from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import PairEngineRegistered, PairRole
 from .routing_limits import QUEUE_FULL_RETRY_S
 from .routing_records import Replica, ReplicaHealth, RoutedRequest
@@ -89,10 +89,10 @@ class PairStrategy(RoutingStrategy):
 
     # -- requests -------------------------------------------------------------------
 
-    def choose(self, request: RoutedRequest, now: float) -> Placement | Wait:
-        return Wait()
+    def choose(self, request: RoutedRequest, now: float) -> Placement | None:
+        return None
 
-    def enqueue(self, request: RoutedRequest, wait: Wait) -> None:
+    def enqueue(self, request: RoutedRequest) -> None:
         """Queue a request at the pair scheduler. Its sizes are cut to the largest context that a decode
         engine can hold, since they are estimates and the client may state any output length. A request
         that really is too long is rejected by its engine."""
@@ -125,7 +125,7 @@ class PairStrategy(RoutingStrategy):
             for request in waiting:
                 self.dequeue(request)
             for request in waiting:
-                self.enqueue(request, Wait())
+                self.enqueue(request)
         for pair in self.pairs.dispatch(now):
             decode, prefill = self._names[pair.decode], self._names[pair.prefill]
             placement = Placement(decode, "pair", prefill, pair.decode_reads)

@@ -26,7 +26,6 @@ from .routing_events import (
     ReleaseProgramKv,
     ReplicaRegistered,
     SendRequest,
-    SendRequestToPair,
 )
 from .routing_limits import (
     NO_ROOM_RETRY_S,
@@ -60,14 +59,7 @@ class Placement(NamedTuple):
     prefill_id: str = ""
     """Id of the prefill engine; empty: ``replica_id`` computes the prompt too."""
     decode_reads: bool = False
-    """``SendRequestToPair.decode_reads``."""
-
-
-class Wait(NamedTuple):
-    """No replica takes the request now; it waits in the strategy's queue."""
-
-    needs_tokens: int = 0
-    """Free KV tokens that the request waits for; 0: unknown."""
+    """``SendRequest.decode_reads``."""
 
 
 class RoutingStrategy:
@@ -81,11 +73,12 @@ class RoutingStrategy:
         """Use this core from now on."""
         raise NotImplementedError
 
-    def choose(self, request: RoutedRequest, now: float) -> Placement | Wait:
-        """Choose where a new request goes. Raises ``PolicyCallError`` if a policy fails."""
+    def choose(self, request: RoutedRequest, now: float) -> Placement | None:
+        """Choose where a new request goes; ``None``: it has to wait. Raises ``PolicyCallError`` if a policy
+        fails."""
         raise NotImplementedError
 
-    def enqueue(self, request: RoutedRequest, wait: Wait) -> None:
+    def enqueue(self, request: RoutedRequest) -> None:
         """Add a request to the queue for any replica. ``dispatch`` places it later."""
         raise NotImplementedError
 
@@ -265,11 +258,11 @@ class RoutingCore:
         else:
             request = self._add_request(event, now)
             try:
-                choice = self.strategy.choose(request, now)
-                if isinstance(choice, Wait):
-                    self.strategy.enqueue(request, choice)
+                placement = self.strategy.choose(request, now)
+                if placement is None:
+                    self.strategy.enqueue(request)
                 else:
-                    self.place(request, choice, now)
+                    self.place(request, placement, now)
             except PolicyCallError as error:
                 # No later event handles this request, so it has to be answered now.
                 self.reject_unrouted(request, error, now)
@@ -368,19 +361,16 @@ class RoutingCore:
         replica = self.fleet.get(placement.replica_id)
         assert replica is not None
         del self.waiting[request.request_id]
-        where = (request.request_id, replica.replica_id, placement.reason, request.moved_from)
+        where = (request.request_id, replica.replica_id, placement.reason)
         if placement.prefill_id:
-            assert isinstance(replica.seen, PairEngineRegistered)
-            request.sent = SendRequestToPair(
-                *where,
-                prefill_id=placement.prefill_id,
-                peer=replica.seen.peer,
-                epoch=replica.seen.epoch,
-                decode_reads=placement.decode_reads,
+            seen, prefill_id = replica.seen, placement.prefill_id
+            assert isinstance(seen, PairEngineRegistered)
+            request.sent = SendRequest(
+                *where, None, "", prefill_id, seen.peer, seen.epoch, placement.decode_reads
             )
-            request.prefill_id, request.prefilled = placement.prefill_id, False
+            request.prefill_id, request.prefilled = prefill_id, False
         else:
-            request.sent = SendRequest(*where, request.left_because)
+            request.sent = SendRequest(*where, request.moved_from, request.left_because)
         request.replica_id, request.sent_s = replica.replica_id, now
         for one in (replica, self.fleet.get(placement.prefill_id)):
             if one is not None:
@@ -406,7 +396,7 @@ class RoutingCore:
             request.program.waiting += 1
         self.strategy.unsent(request, now)
         request.replica_id = request.prefill_id = request.sent = None
-        request.began, request.prefilled = False, True
+        request.began, request.prefilled, request.needs_tokens = False, True, 0
         request.waiting_since_s = now
 
     def _take_from(self, replica_id: str | None, request: RoutedRequest, now: float) -> None:
@@ -481,15 +471,14 @@ class RoutingCore:
         if event.replica_id is not None and not self._is_at(request, event.replica_id, now):
             return  # the end of an earlier attempt
         sent, sent_s, program = request.sent, request.sent_s, request.program
-        answered = request.began if event.answered is None else event.answered
         self.close(request, now)
         if program is None or not self.knows(program):
             return
         program.last_s = now
         self.programs.move_to_end(program.key)
-        if sent is None or not answered:
+        if sent is None or not event.answered:
             return
-        if isinstance(sent, SendRequestToPair):
+        if sent.prefill_id:
             if event.replica_id is not None:  # an answer that its client gave up has stored nothing
                 program.turns += 1
                 program.answered_by = sent.replica_id
@@ -546,7 +535,7 @@ class RoutingCore:
         else:
             self.unsend(request, now)
             self.counts.replayed += 1
-            self.strategy.enqueue(request, Wait())
+            self.strategy.enqueue(request)
 
     def give_up(self, request: RoutedRequest, now: float) -> None:
         """Reject a request that has failed too often, or has no replica left to try."""

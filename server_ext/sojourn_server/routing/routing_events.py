@@ -17,11 +17,7 @@ class PairRole(str, Enum):
     DECODE = "decode"
 
 
-class RoutingEvent(msgspec.Struct, frozen=True):
-    """Base class of events."""
-
-
-class ReplicaRegistered(RoutingEvent, frozen=True):
+class ReplicaRegistered(msgspec.Struct, frozen=True):
     """A replica registers, or reports that it is alive. ``instance`` is an id that changes when the replica
     restarts and loses all its KV."""
 
@@ -52,7 +48,7 @@ class PairEngineRegistered(ReplicaRegistered, frozen=True, kw_only=True):
     """Instance of the engine's KV transfer manager; empty: unknown."""
 
 
-class NicQueueReported(RoutingEvent, frozen=True):
+class NicQueueReported(msgspec.Struct, frozen=True):
     """A node reports how many seconds of reads are queued at its storage NIC."""
 
     node: str
@@ -74,7 +70,7 @@ class ResidentKv(msgspec.Struct, frozen=True, array_like=True):
     unknown."""
 
 
-class KvReported(RoutingEvent, frozen=True, kw_only=True):
+class KvReported(msgspec.Struct, frozen=True, kw_only=True):
     """A replica reports its load, and the programs whose KV it has."""
 
     replica_id: str
@@ -92,28 +88,27 @@ class KvReported(RoutingEvent, frozen=True, kw_only=True):
     """Maximum seconds since the engine wrote the report."""
 
 
-class ReplicaGone(RoutingEvent, frozen=True):
+class ReplicaGone(msgspec.Struct, frozen=True):
     """An instance of a replica is dead. The event is ignored if another instance is registered."""
 
     replica_id: str
     instance: str
-    reason: str = "lost"
 
 
-class ReplicaDrainStarted(RoutingEvent, frozen=True):
+class ReplicaDrainStarted(msgspec.Struct, frozen=True):
     """A replica begins to drain. It gets no further programs, and its own programs move away at their next
     turn."""
 
     replica_id: str
 
 
-class ReplicaDrainCancelled(RoutingEvent, frozen=True):
+class ReplicaDrainCancelled(msgspec.Struct, frozen=True):
     """The drain of a replica was cancelled."""
 
     replica_id: str
 
 
-class RequestReceived(RoutingEvent, frozen=True):
+class RequestReceived(msgspec.Struct, frozen=True):
     """A client's request arrived."""
 
     request_id: str
@@ -135,21 +130,21 @@ class RequestReceived(RoutingEvent, frozen=True):
     not reject the request as too long."""
 
 
-class FirstByteSent(RoutingEvent, frozen=True):
+class FirstByteSent(msgspec.Struct, frozen=True):
     """The client has the first byte of an answer, so the request can no longer be sent to another replica."""
 
     request_id: str
     replica_id: str
 
 
-class PrefillFinished(RoutingEvent, frozen=True):
+class PrefillFinished(msgspec.Struct, frozen=True):
     """A prefill engine has computed a request's prompt. Only pairs have this event."""
 
     request_id: str
     replica_id: str
 
 
-class RequestFinished(RoutingEvent, frozen=True):
+class RequestFinished(msgspec.Struct, frozen=True):
     """A request ended: it was answered, refused by the engine, or abandoned by its client."""
 
     request_id: str
@@ -157,14 +152,13 @@ class RequestFinished(RoutingEvent, frozen=True):
     replica_id: str | None = None
     """The replica at which the request ended. ``None``: the request ended, whether it was waiting or sent.
     For example, its client gave up."""
-    answered: bool | None = True
-    """Whether the request was answered with status 200, completely or in part. ``None``: unknown; then it
-    counts as answered if the client has the first byte."""
+    answered: bool = True
+    """Whether the request was answered with status 200, completely or in part."""
     prompt_tokens: int = 0
     """Number of prompt tokens, as counted by an engine; 0: unknown."""
 
 
-class RequestFailed(RoutingEvent, frozen=True):
+class RequestFailed(msgspec.Struct, frozen=True):
     """A request did not reach its replica, or got no answer from it."""
 
     request_id: str
@@ -173,14 +167,14 @@ class RequestFailed(RoutingEvent, frozen=True):
     """Whether the replica had accepted the request. Then the request itself may have caused the failure."""
 
 
-class ProgramEnded(RoutingEvent, frozen=True):
+class ProgramEnded(msgspec.Struct, frozen=True):
     """A program ended."""
 
     program_id: str
     tenant: str
 
 
-class Tick(RoutingEvent, frozen=True):
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed. The gateway that owns the core sends this event regularly."""
 
 
@@ -202,12 +196,9 @@ AnyRoutingEvent = (
 )
 
 
-class RoutingAction(msgspec.Struct, frozen=True):
-    """Base class of actions. The gateway that owns the core carries them out."""
-
-
-class SendRequest(RoutingAction, frozen=True):
-    """Send a request to a replica."""
+class SendRequest(msgspec.Struct, frozen=True):
+    """Send a request to a replica. With prefill and decode engines, send it to a prefill engine first, then
+    to ``replica_id``, which decodes."""
 
     request_id: str
     replica_id: str
@@ -218,13 +209,9 @@ class SendRequest(RoutingAction, frozen=True):
     move."""
     left_because: str = ""
     """Why the program had to leave its home, one of ``HOME_LEFT_REASONS``; empty: it could have stayed."""
-
-
-class SendRequestToPair(SendRequest, frozen=True, kw_only=True):
-    """Send a request first to a prefill engine, then to ``replica_id``, which decodes."""
-
-    prefill_id: str
-    peer: str
+    prefill_id: str = ""
+    """Id of the prefill engine; empty: engines do not work in pairs. Then the fields below are empty too."""
+    peer: str = ""
     """Address of the decode engine's KV transfer manager, to which the prefill engine sends KV."""
     epoch: str = ""
     """Expected instance of the decode engine's KV transfer manager; empty: any."""
@@ -232,7 +219,7 @@ class SendRequestToPair(SendRequest, frozen=True, kw_only=True):
     """Whether the decode engine's node reads the prompt's stored blocks, not the prefill engine's."""
 
 
-class RecallRequest(RoutingAction, frozen=True):
+class RecallRequest(msgspec.Struct, frozen=True):
     """Close a request's connection to its replica. Either the request makes way for a more urgent one, or it
     waits at this replica for KV capacity. A ``SendRequest`` or ``RejectRequest`` for the recalled request
     follows, now or later.
@@ -245,7 +232,7 @@ class RecallRequest(RoutingAction, frozen=True):
     replica_id: str
 
 
-class RejectRequest(RoutingAction, frozen=True):
+class RejectRequest(msgspec.Struct, frozen=True):
     """Answer a request with an error. ``status`` is the HTTP status, ``code`` one of ``REJECTION_CODES``.
     ``retry_after_s`` is the ``Retry-After`` header in seconds; ``None``: no header."""
 
@@ -256,7 +243,7 @@ class RejectRequest(RoutingAction, frozen=True):
     retry_after_s: float | None = None
 
 
-class AbortStream(RoutingAction, frozen=True):
+class AbortStream(msgspec.Struct, frozen=True):
     """End a request's stream with an error inside the stream. The replica failed after the client had got
     the first byte."""
 
@@ -264,7 +251,7 @@ class AbortStream(RoutingAction, frozen=True):
     replica_id: str
 
 
-class ReleaseProgramKv(RoutingAction, frozen=True):
+class ReleaseProgramKv(msgspec.Struct, frozen=True):
     """Allow a replica to drop a program's KV, because the program has moved to another replica."""
 
     program_id: str
@@ -272,22 +259,14 @@ class ReleaseProgramKv(RoutingAction, frozen=True):
     tenant: str
 
 
-class ProbeReplica(RoutingAction, frozen=True):
+class ProbeReplica(msgspec.Struct, frozen=True):
     """Check whether a replica is alive, because it was silent for too long or failed at a request."""
 
     replica_id: str
     instance: str
 
 
-AnyRoutingAction = (
-    SendRequest
-    | SendRequestToPair
-    | RecallRequest
-    | RejectRequest
-    | AbortStream
-    | ReleaseProgramKv
-    | ProbeReplica
-)
+AnyRoutingAction = SendRequest | RecallRequest | RejectRequest | AbortStream | ReleaseProgramKv | ProbeReplica
 
 HOME_LEFT_REASONS = ("drain", "failed")
 """Why a program had to leave its home. ``drain``: the home drains. ``failed``: the request failed there."""

@@ -194,7 +194,7 @@ class EngineMonitor:
         once."""
         watched = self._engine_of(action.replica_id)
         if watched is None:
-            self._tell(ReplicaGone(action.replica_id, action.instance, "not seen"))
+            self._tell(ReplicaGone(action.replica_id, action.instance))
         else:
             watched.polls = 0  # another engine may have been started at the same address
             self._start_poll(watched)
@@ -358,7 +358,7 @@ class EngineMonitor:
             return
         why = self._why_refused(watched, described) if watched.role is not None else ""
         if why:
-            self._forget(watched, "refused")
+            self._forget(watched)
             if watched.refused != why:
                 logger.warning("%s gets no requests: %s", watched.url, why)
                 watched.refused = why
@@ -366,7 +366,7 @@ class EngineMonitor:
         watched.refused = ""
         places = rank_addresses(watched.url, described.ranks)
         if watched.places != places:
-            self._forget(watched, "described anew")
+            self._forget(watched)
             watched.places = places
         watched.instance = described.instance
         for address in places:
@@ -441,15 +441,15 @@ class EngineMonitor:
         else:
             lost = f"other {watched.role.value} engines go on" if watched.role else "other engines go on"
         logger.warning("%s is gone (%s); %s", watched.url, why, lost)
-        self._forget(watched, "lost")
+        self._forget(watched)
         watched.description, watched.refused = None, ""
         watched.polls = watched.errors = 0
         watched.links = {}
         watched.lives += 1
 
-    def _forget(self, watched: MonitoredEngine, reason: str) -> None:
+    def _forget(self, watched: MonitoredEngine) -> None:
         """Report an engine's replicas to the core as gone, and remove their addresses."""
         for address in watched.places:
             self._replicas.pop(address.replica_id, None)
-            self._tell(ReplicaGone(address.replica_id, watched.instance, reason))
+            self._tell(ReplicaGone(address.replica_id, watched.instance))
         watched.places = []

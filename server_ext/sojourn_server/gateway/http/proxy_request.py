@@ -16,7 +16,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from ...routing import routing_events
-from ...routing.routing_events import SendRequestToPair
+from ...routing.routing_events import SendRequest
 from .client_apis import (
     GATEWAY_FAILED,
     GATEWAY_FULL,
@@ -151,7 +151,7 @@ class GenerationProxy:
         except InvalidGenerationRequest as error:
             await self._refuse(send, api, RequestRejected(400, "bad_request", str(error)))
         except (ClientDisconnected, OSError):  # the server raises OSError on a write to a client that left
-            self.metrics.count_disconnect()
+            self.metrics.disconnects.inc()
         except Exception:
             if request is not None and request.has_begun:
                 raise  # the server closes the connection, so that the answer does not look complete
@@ -291,7 +291,7 @@ class ProxyRequest:
         if not self.has_begun:
             raise RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
         if self._is_streaming:
-            self._proxy.metrics.count_broken_answer()
+            self._proxy.metrics.cut_streams.inc()
             event = error_event(self._api, GATEWAY_STOPPING, message)
             with contextlib.suppress(OSError):
                 await self._to_client({"type": "http.response.body", "body": event})
@@ -313,10 +313,10 @@ class ProxyRequest:
                 )
             elif isinstance(decision, routing_events.AbortStream):
                 raise RequestRejected(502, REPLICA_LOST, "the replica that was answering is gone", 1.0)
-            elif isinstance(decision, routing_events.SendRequest) and await self._send_to_replica(decision):
+            elif isinstance(decision, SendRequest) and await self._send_to_replica(decision):
                 return
 
-    async def _send_to_replica(self, decision: routing_events.SendRequest) -> bool:
+    async def _send_to_replica(self, decision: SendRequest) -> bool:
         """Send the request to the chosen replica, and pass the answer to the client. Return False if there is
         no answer, or if a new decision came first. The caller must then carry out the next decision."""
         proxy, replica_id = self._proxy, decision.replica_id
@@ -342,7 +342,7 @@ class ProxyRequest:
         try:
             answer = await self.decisions.unless_decided(
                 self._ask_pair(decision, address, headers)
-                if isinstance(decision, SendRequestToPair)
+                if decision.prefill_id
                 else proxy.client.send(address.url + self._path, headers, self._body)
             )
         except ReplicaRequestError as error:
@@ -364,7 +364,7 @@ class ProxyRequest:
         return True
 
     async def _ask_pair(
-        self, decision: SendRequestToPair, address: ReplicaAddress, headers: EngineHeaders
+        self, decision: SendRequest, address: ReplicaAddress, headers: EngineHeaders
     ) -> EngineAnswer:
         """Send the request to its pair of engines, of which the one that decodes has ``address``. Return the
         answer once its first part has arrived.
@@ -401,7 +401,7 @@ class ProxyRequest:
             raise ReplicaRequestError(f"it failed, status {answer.status}")
         return answer
 
-    async def _prefill(self, pair: SendRequestToPair) -> EngineAnswer | dict[str, Any]:
+    async def _prefill(self, pair: SendRequest) -> EngineAnswer | dict[str, Any]:
         """Run the prefill stage. Return the ``kv_transfer_params`` that say where the KV is. If the engine
         rejects the request, return its answer. Raises ``ReplicaRequestError``."""
         proxy, request_id = self._proxy, self.decisions.request_id
@@ -443,9 +443,7 @@ class ProxyRequest:
             routing_events.RequestFailed(self.decisions.request_id, replica_id, computing=computing)
         )
 
-    async def _pass_back(
-        self, answer: EngineAnswer, decision: routing_events.SendRequest, waited_s: float
-    ) -> None:
+    async def _pass_back(self, answer: EngineAnswer, decision: SendRequest, waited_s: float) -> None:
         """Pass an engine's answer to the client, and record it. From now on the request cannot go to another
         replica. ``waited_s``: seconds that the request waited at the gateway before."""
         proxy, replica_id = self._proxy, decision.replica_id
@@ -513,7 +511,7 @@ class ProxyRequest:
             await self._to_client({"type": "http.response.body", "body": meter.rest()})
             return True
         logger.warning("replica %s broke off an answer after its first byte", replica_id)
-        self._proxy.metrics.count_broken_answer()
+        self._proxy.metrics.cut_streams.inc()
         self._proxy.routing_backend.tell(routing_events.RequestFailed(self.decisions.request_id, replica_id))
         if answer.is_stream:
             message = "the replica that was answering is gone; send the request again"
