@@ -4,12 +4,16 @@ another."""
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 
 from ...programs.program_status import REPORTED_OUTCOMES, ProgramOutcome
 from ...routing import routing_events
@@ -55,7 +59,7 @@ class ProgramMove(msgspec.Struct, frozen=True):
     stayed."""
 
 
-class GatewayMetrics:
+class GatewayMetrics(Collector):
     """Metrics of one gateway. ``docs/gateway.md`` lists their names and labels; ids are never labels."""
 
     def __init__(
@@ -72,17 +76,14 @@ class GatewayMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
 
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"sojourn_gateway_{name}", text, labels, registry=self.registry)
-
         self._requests = counter("requests", "Requests sent to a replica, by why it was chosen.", "reason")
         self._refused = counter(
             "refused", "Requests answered by the gateway with an error, by its code.", "code"
         )
         self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
-        self._recalled = counter("recalls", "Requests recalled from a replica for a more urgent one.")
-        self._cut = counter("cut_streams", "Answers that broke off after their first byte.")
-        self._left = counter(
+        self.recalls = counter("recalls", "Requests recalled from a replica for a more urgent one.")
+        self.cut_streams = counter("cut_streams", "Answers that broke off after their first byte.")
+        self.disconnects = counter(
             "client_disconnects", "Requests whose client closed the connection before the answer's end."
         )
         self._ended = counter(
@@ -106,43 +107,11 @@ class GatewayMetrics:
         self.waiting = 0
         """Number of requests that wait at the gateway, for one replica or for any replica. No other metric
         counts the requests that wait for any replica."""
-        self._waiting = Gauge(
-            "sojourn_gateway_waiting",
-            "Requests that wait at the gateway, for one replica or for any.",
-            registry=self.registry,
-        )
-        self._waiting.set_function(lambda: self.waiting)
-        self._of_replicas = [
-            (field, gauge(f"replica_{field}", text, "replica")) for field, text in _OF_REPLICAS
-        ]
-        self._health = gauge("replica_health", "1 for the assumed health of a replica.", "replica", "health")
-        # A sum of ``replica_health`` has no value once there is no replica, so no alert could compare it.
-        self._replicas = gauge(
-            "replicas",
-            "Replicas, by assumed health. missing: engines that should be there and do not answer.",
-            "health",
-        )
-        self._up_by_role = gauge("role_replicas", "Prefill and decode engines that are up, by role.", "role")
-        self._role = gauge(
-            "replica_role",
-            "1 for the role and node of a prefill or decode engine.",
-            "replica", "role", "node",
-        )  # fmt: skip
-        self._link = gauge(
-            "link_queued_seconds",
-            "Queue of a link of a replica at its last report, in seconds.",
-            "replica", "link",
-        )  # fmt: skip
-        self._balance = gauge(
-            "load_spread",
-            "Load of the most loaded replica less that of the least loaded, among those of one role that are "
-            "up.",
-        )
-        self._use = gauge(
-            "tenant_use_ratio", "Usage of a tenant's requests in flight, divided by its share.", "tenant"
-        )
-        self._users: set[str] = set()
-        """Tenants that are labels of ``tenant_use_ratio``."""
+        self._replicas: Sequence[ReplicaStatus] = ()
+        self._uses: Mapping[str, float] = {}
+        self._missing = 0
+        self._up_by_role: Mapping[str, int] = {}
+        self.registry.register(self)
 
     # -- events ---------------------------------------------------------------------
 
@@ -156,10 +125,6 @@ class GatewayMetrics:
         """Count a request that got an error of the gateway or the routing core, by its code."""
         self._refused.labels(code).inc()
 
-    def recalled(self) -> None:
-        """Count a request that was recalled from a replica."""
-        self._recalled.inc()
-
     def moved(
         self, key: Key, moved_from: str, decision: routing_events.SendRequest, kv: str, waited_s: float
     ) -> None:
@@ -171,14 +136,6 @@ class GatewayMetrics:
         self._moves.append(
             ProgramMove(now, program_id, tenant, moved_from, to, why, kv, round(waited_s, 4), left_because)
         )
-
-    def count_broken_answer(self) -> None:
-        """Count an answer that broke off after its first byte."""
-        self._cut.inc()
-
-    def count_disconnect(self) -> None:
-        """Count a request whose client closed the connection before the answer's end."""
-        self._left.inc()
 
     def ended(self, status: str) -> None:
         """Count a program whose client reported its end. Any ``status`` other than ``ok``, ``cancelled`` and
@@ -200,36 +157,84 @@ class GatewayMetrics:
         missing: int = 0,
         up_by_role: Mapping[str, int] | None = None,
     ) -> bytes:
-        """Update the gauges, and return all metrics in Prometheus' text format.
+        """Return all metrics in Prometheus' text format.
 
         ``uses``: used capacity ÷ share, by tenant. ``missing``: number of engines that do not answer and are
         not among ``replicas``. ``up_by_role``: number of engines that are up, by role; ``None``: the engines
         have no roles.
         """
-        for gauge in (*(one for _, one in self._of_replicas), self._health, self._role, self._link):
-            gauge.clear()  # some replicas may be gone
-        for state in replicas:
-            for field, gauge in self._of_replicas:
-                gauge.labels(state.replica).set(getattr(state, field))
-            for health in _HEALTH_LABELS:
-                self._health.labels(state.replica, health).set(float(health == state.health))
-            if isinstance(state, PairEngineStatus):
-                self._role.labels(state.replica, state.role, state.node).set(1.0)
-                for name, link in state.links.items():
-                    if link.queued_s is not None:
-                        self._link.labels(state.replica, name).set(link.queued_s)
-        for health in _HEALTH_LABELS:
-            self._replicas.labels(health).set(sum(state.health == health for state in replicas))
-        self._replicas.labels("missing").set(missing)
-        for role, up in (up_by_role or {}).items():
-            self._up_by_role.labels(role).set(up)
-        self._balance.set(_load_spread(replicas))
-        for tenant in self._users - uses.keys():
-            self._use.labels(tenant).set(0.0)
-        self._users |= uses.keys()
-        for tenant, use in uses.items():
-            self._use.labels(tenant).set(use)
+        self._replicas, self._uses, self._missing = replicas, uses, missing
+        self._up_by_role = up_by_role or {}
         return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauges, with the values of the last ``exposition``."""
+        states = self._replicas
+        engines = [state for state in states if isinstance(state, PairEngineStatus)]
+        yield _gauge(
+            "waiting", "Requests that wait at the gateway, for one replica or for any.", {(): self.waiting}
+        )
+        for field, text in _OF_REPLICAS:
+            values = {(state.replica,): getattr(state, field) for state in states}
+            yield _gauge(f"replica_{field}", text, values, "replica")
+        yield _gauge(
+            "replica_health",
+            "1 for the assumed health of a replica.",
+            {(one.replica, health): health == one.health for one in states for health in _HEALTH_LABELS},
+            "replica",
+            "health",
+        )
+        # A sum of ``replica_health`` has no value once there is no replica, so no alert could compare it.
+        counts = Counts(state.health for state in states)
+        yield _gauge(
+            "replicas",
+            "Replicas, by assumed health. missing: engines that should be there and do not answer.",
+            {(health,): counts[health] for health in _HEALTH_LABELS} | {("missing",): self._missing},
+            "health",
+        )
+        yield _gauge(
+            "role_replicas",
+            "Prefill and decode engines that are up, by role.",
+            {(role,): up for role, up in self._up_by_role.items()},
+            "role",
+        )
+        yield _gauge(
+            "replica_role",
+            "1 for the role and node of a prefill or decode engine.",
+            {(state.replica, state.role, state.node): 1 for state in engines},
+            "replica", "role", "node",
+        )  # fmt: skip
+        yield _gauge(
+            "link_queued_seconds",
+            "Queue of a link of a replica at its last report, in seconds.",
+            {
+                (state.replica, name): link.queued_s
+                for state in engines
+                for name, link in state.links.items()
+                if link.queued_s is not None
+            },
+            "replica", "link",
+        )  # fmt: skip
+        yield _gauge(
+            "load_spread",
+            "Load of the most loaded replica less that of the least loaded, among those of one role that are "
+            "up.",
+            {(): _load_spread(states)},
+        )
+        yield _gauge(
+            "tenant_use_ratio",
+            "Usage of a tenant's requests in flight, divided by its share.",
+            {(tenant,): use for tenant, use in self._uses.items()},
+            "tenant",
+        )
+
+
+def _gauge(name: str, text: str, values: Mapping[Any, float], *labels: str) -> GaugeMetricFamily:
+    """Return a gauge. ``values``: by values of the labels."""
+    family = GaugeMetricFamily(f"sojourn_gateway_{name}", text, labels=labels)
+    for of, value in values.items():
+        family.add_metric(of, float(value))
+    return family
 
 
 def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:
