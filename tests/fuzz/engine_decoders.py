@@ -36,7 +36,7 @@ from sojourn_server.kv_offload.block_file import (
     read_block,
     write_block,
 )
-from sojourn_server.kv_offload.file_system import LocalFileSystem
+from sojourn_server.kv_offload.file_system import FileSystem
 from sojourn_server.kv_transfer.peer_transport import UnknownTransport, check_address
 from sojourn_server.kv_transfer.transfer_request import parse_transfer_params
 from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, PeerWireError, decode, decode_head
@@ -185,9 +185,7 @@ def written(write: Callable[[Path], Any]) -> bytes:
 
 def write_example_block(path: Path) -> None:
     partial = path.with_suffix(".partial")
-    write_block(
-        LocalFileSystem(), path, partial, KEY, IDENTITY.digest(), [memoryview(PAYLOAD)], parent=b"p" * 16
-    )
+    write_block(FileSystem(), path, partial, KEY, IDENTITY.digest(), [memoryview(PAYLOAD)], parent=b"p" * 16)
 
 
 def with_header_checksum(data: bytes) -> bytes:
@@ -200,7 +198,7 @@ def with_header_checksum(data: bytes) -> bytes:
 
 def read_store_file(path: Path) -> Any:
     found = bytearray(len(PAYLOAD))
-    read_block(LocalFileSystem(), path, KEY, IDENTITY.digest(), [memoryview(found)])
+    read_block(FileSystem(), path, KEY, IDENTITY.digest(), [memoryview(found)])
     assert found == PAYLOAD, "a block with other bytes was taken for this one"
     return bytes(found)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from sojourn_server.kv_offload.block_file import HEADER_BYTES, KvIdentity
 from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome
-from sojourn_server.kv_offload.file_system import FileEntry, LocalFileSystem
+from sojourn_server.kv_offload.file_system import FileEntry, FileSystem
 
 BLOCK_BYTES = 96
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
@@ -39,7 +39,7 @@ def payload(key: bytes, size: int = BLOCK_BYTES) -> bytes:
     return hashlib.shake_128(key).digest(size)
 
 
-class FaultyFiles(LocalFileSystem):
+class FaultyFiles(FileSystem):
     """The real file system, which calls ``before`` each operation and transfers at most ``max_bytes`` at a
     time.
 

@@ -18,7 +18,7 @@ from sojourn_server.kv_offload.block_file import (
     read_block,
     write_block,
 )
-from sojourn_server.kv_offload.file_system import LocalFileSystem
+from sojourn_server.kv_offload.file_system import FileSystem
 
 KEY = key(1)
 DIGEST = identity().digest()
@@ -26,13 +26,13 @@ DIGEST = identity().digest()
 
 def write(path: Path, *, name: bytes = KEY, digest: bytes = DIGEST, data: bytes = payload(KEY)) -> bytes:
     """The content of the file."""
-    write_block(LocalFileSystem(), path, path.with_suffix(".partial"), name, digest, byte_views([data]))
+    write_block(FileSystem(), path, path.with_suffix(".partial"), name, digest, byte_views([data]))
     return path.read_bytes()
 
 
 def read(path: Path) -> bytes:
     found = bytearray(BLOCK_BYTES)
-    read_block(LocalFileSystem(), path, KEY, DIGEST, byte_views([found], writable=True))
+    read_block(FileSystem(), path, KEY, DIGEST, byte_views([found], writable=True))
     return bytes(found)
 
 
@@ -171,10 +171,10 @@ def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
     data = payload(KEY, 3000)
     views = byte_views(pieces(data, list(range(3000))))
     assert len(views) == 3000
-    write_block(LocalFileSystem(), path, path.with_suffix(".partial"), KEY, DIGEST, views)
+    write_block(FileSystem(), path, path.with_suffix(".partial"), KEY, DIGEST, views)
     found = bytearray(3000)
     targets = byte_views(pieces(memoryview(found), list(range(3000))), writable=True)
-    read_block(LocalFileSystem(), path, KEY, DIGEST, targets)
+    read_block(FileSystem(), path, KEY, DIGEST, targets)
     assert found == data
 
 

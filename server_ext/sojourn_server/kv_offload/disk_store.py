@@ -40,6 +40,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -59,8 +60,8 @@ from .block_file import (
     read_parent,
     write_block,
 )
-from .file_system import FileSystem, LocalFileSystem
-from .store_folder import StoreLock, check_store_root, claim_folder, folder_name, is_store_name
+from .file_system import FileSystem, check_private
+from .store_folder import StoreLock, claim_folder, folder_name, is_store_name, matching_stores
 
 CLOSE_WAIT_S = 5.0
 """Maximum seconds that ``close`` waits for running calls. A disk may hang."""
@@ -191,14 +192,16 @@ class DiskStore:
             raise ValueError(f"a budget of {budget_bytes} bytes; expected 0 or more")
         if name is not None and not is_store_name(name):
             raise ValueError(f"a store cannot be named {name!r}; expected letters, digits, '.', '_' and '-'")
-        files = files or LocalFileSystem()
+        files = files or FileSystem()
         # The same store must be recognised if it is opened by another path.
         path = Path(os.path.realpath(root)) / folder_name(identity, name)
-        files.confine(path.parent)
         try:
-            if not alongside:
-                check_store_root(files, path, identity)
+            if not alongside and not os.path.lexists(path):  # ``claim_folder`` checks an existing store
+                known = asdict(identity)
+                del known["tp_rank"]  # the stores of another rank are the same engine's
+                matching_stores(files, path.parent, known)
             files.mkdir(path, parents=True)
+            check_private(path)
             lock = StoreLock(path)
         except OSError as error:
             raise StoreError("opening the KV store", path, error) from error
@@ -451,11 +454,8 @@ class DiskStore:
         found: list[tuple[int, bytes]] = []
         torn: set[bytes] = set()
         for folder in self._files.scan(self.path):
-            if not _FANOUT.fullmatch(folder.name):
+            if not _FANOUT.fullmatch(folder.name) or not folder.is_folder:
                 continue
-            if not folder.is_folder:
-                what = f"{self.path / folder.name} is not a folder; expected one of blocks: remove it"
-                raise NotADirectoryError(errno.ENOTDIR, what)
             for file in self._files.scan(self.path / folder.name):
                 match = _BLOCK.fullmatch(file.name)
                 if match is None or not file.is_file or not file.name.startswith(folder.name):

@@ -19,14 +19,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
 
 from .block_file import HEADER_BYTES, PARENT_BYTES, BlockCorrupt, Buffer, KvIdentity, read_block
 from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError, block_path, block_payload
-from .file_system import FileSystem, LocalFileSystem
+from .file_system import FileSystem
 from .offload_jobs import ProbeResult
-from .store_folder import find_identity_stores
+from .store_folder import IncompatibleStore, folder_name, matching_stores
 
 FULL_BLOCK_TOKENS = 64
 """Default number of tokens of a Full Block (DualPath §4.1)."""
@@ -163,8 +164,7 @@ class SiblingStores:
         self.identity = identity
         self._digest = identity.digest()
         self._file_bytes = HEADER_BYTES + identity.block_bytes
-        self._files = files or LocalFileSystem()
-        self._files.confine(own.parent)
+        self._files = files or FileSystem()
         self._clock = clock
         self._lock = threading.Lock()
         self._stores: list[Path] = []
@@ -211,9 +211,10 @@ class SiblingStores:
 
     def rescan(self) -> None:
         """List the stores again, because engines start and stop."""
+        fields, digits = asdict(self.identity), folder_name(self.identity, None)
         try:
-            there = find_identity_stores(self._files, self.own.parent, self.identity)
-        except OSError:
+            there = matching_stores(self._files, self.own.parent, fields, beginning=digits)
+        except (IncompatibleStore, OSError):
             there = []
         there = [path for path in there if path != self.own]
         with self._lock:

@@ -12,17 +12,14 @@ import fcntl
 import json
 import os
 import re
-import stat
-import struct
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .block_file import FORMAT_VERSION, KvIdentity, OffloadError, read_file, sync_folder, write_file
-from .file_system import FileSystem, LocalFileSystem
+from .file_system import FileSystem, check_private
 
 MANIFEST = "manifest.json"
 _LOCK = "lock"
@@ -37,8 +34,6 @@ _STORE = re.compile(rf"[0-9a-f]{{{_DIGITS}}}(-{_NAME.pattern})?")
 _MAX_LISTED = 5
 """Maximum number of differences that an error lists."""
 _THIS_PROCESS = "this process itself"
-_FLOCK = struct.Struct("hhqqi0q")
-"""Linux's ``struct flock``: type, origin of the start, start, length, process."""
 
 
 class StoreInUse(OffloadError):
@@ -101,16 +96,13 @@ class StoreLock:
         with self._guard:
             if self._held.get(store) == os.getpid():
                 raise StoreInUse(store, _THIS_PROCESS)
-            self._fd = LocalFileSystem(store.parent).open(store / _LOCK, os.O_RDWR | os.O_CREAT)
-            try:
-                status = os.fstat(self._fd)
-                if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:  # ``_take`` overwrites the file
-                    what = f"{store / _LOCK} is not a regular file with exactly one name; remove it"
-                    raise FileExistsError(errno.EEXIST, what)
-                self._take()
-            except BaseException:
+            self._fd, holder = _open_lock(store)
+            if holder is not None:
                 os.close(self._fd)
-                raise
+                raise StoreInUse(store, holder)
+            with contextlib.suppress(OSError):  # if the disk is full, later messages lack the id
+                os.ftruncate(self._fd, 0)
+                os.write(self._fd, f"{os.getpid()}\n".encode())
             self._held[store] = os.getpid()
 
     def release(self) -> None:
@@ -124,47 +116,32 @@ class StoreLock:
 
     @classmethod
     def holder(cls, store: Path) -> str | None:
-        """Return a description of the process that has the store open, with its id if known; ``None`` if the
-        store is not open.
-
-        Queries the lock without taking it, because taking it could make an engine's start fail. On other
-        systems than Linux, only this process's own lock is seen. Raises ``OSError``.
-        """
+        """Return a description of the process that has the store open; ``None`` if the store is not open.
+        Takes the lock for an instant. Raises ``OSError``."""
         with cls._guard:
             # Closing the lock's file here would release our own lock.
             if cls._held.get(store) == os.getpid():
                 return _THIS_PROCESS
-            if sys.platform != "linux":
+            if not (store / _LOCK).exists():
                 return None
-            try:
-                fd = LocalFileSystem(store.parent).open(store / _LOCK, os.O_RDONLY)
-            except FileNotFoundError:
-                return None
-            try:
-                wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-                kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, wanted))
-                # ``pid`` is 0 for a process in another container. The lock file has the process's id in that
-                # container.
-                return None if kind == fcntl.F_UNLCK else _process(fd, max(0, pid))
-            finally:
-                os.close(fd)
-
-    def _take(self) -> None:
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-            raise StoreInUse(self._store, _process(self._fd)) from error
-        with contextlib.suppress(OSError):  # if the disk is full, later messages lack the id
-            os.ftruncate(self._fd, 0)
-            os.write(self._fd, f"{os.getpid()}\n".encode())
+            fd, holder = _open_lock(store)
+            os.close(fd)
+            return holder
 
 
-def _process(fd: int, pid: int = 0) -> str:
-    """Return a description of the process that holds a lock: its id ``pid`` or, if that is 0, the id in the
-    lock file ``fd``."""
-    return f"process {pid or os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+def _open_lock(store: Path) -> tuple[int, str | None]:
+    """Open a store's lock file and try to take the lock. Returns the file's descriptor, and a description of
+    the process that has the lock; ``None`` if this process has it now."""
+    fd = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd, None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            os.close(fd)
+            raise
+        # The process's id in its container, if it runs in one.
+        return fd, f"process {os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
 def is_store_name(name: str) -> bool:
@@ -184,23 +161,8 @@ def store_name(store: Path) -> str | None:
     return store.name[_DIGITS + 1 :] or None
 
 
-class FoundStore(NamedTuple):
-    """A store that ``find_stores`` returns, with its manifest."""
-
-    path: Path
-    manifest: Mapping[str, Any]
-
-    @property
-    def name(self) -> str | None:
-        """The store's name; ``None`` if the store has no name."""
-        return store_name(self.path)
-
-
-def find_stores(
-    root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None
-) -> list[FoundStore]:
-    """Return the stores in ``root`` whose manifests match what is known of a starting engine's identity. The
-    list is empty if there is no store or no root. Changes nothing.
+def check_stores(root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None) -> None:
+    """Check that a starting engine will be able to open its store in ``root``. Changes nothing.
 
     ``root``: a path without symbolic links. ``known``: known fields of the engine's ``KvIdentity``.
     ``weights``: the beginning of the identity's field ``model``, up to a space; ``None`` if unknown.
@@ -209,59 +171,56 @@ def find_stores(
     Raises the errors that the engine itself would raise later: ``IncompatibleStore`` if there are stores but
     none matches; ``StoreInUse`` if all matching stores named ``name`` are open; and ``OSError``.
     """
+    found = matching_stores(FileSystem(), root, known, weights)
+    # Raise only if all these stores are open. A store that is not open may be the engine's own, because only
+    # a part of the engine's identity is known.
+    holders = {store: StoreLock.holder(store) for store in found if store_name(store) == name}
+    for path, holder in holders.items():
+        if holder is not None and all(holders.values()):
+            raise StoreInUse(path, holder)
+
+
+def matching_stores(
+    files: FileSystem,
+    root: Path,
+    known: Mapping[str, Any],
+    weights: str | None = None,
+    *,
+    beginning: str = "",
+) -> list[Path]:
+    """Return the stores in ``root`` whose manifests have the fields ``known``, and weights that begin with
+    ``weights`` and a space. Only folders with a name that starts with ``beginning`` are considered. The list
+    is empty if there is no store or no root. Raises ``IncompatibleStore`` if there are stores but none
+    matches, and ``OSError``."""
     others: list[tuple[list[ManifestMismatch], Path]] = []
-    found: list[FoundStore] = []
-    for store, manifest in _manifests(LocalFileSystem(root), root):
+    found: list[Path] = []
+    try:
+        names = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
+    except FileNotFoundError:
+        return []
+    for store in (root / name for name in names if _STORE.fullmatch(name) and name.startswith(beginning)):
+        manifest: dict[str, Any] | ManifestMismatch | None
+        try:
+            check_private(store)
+            manifest = _read_manifest(files, store)
+        except OSError as error:  # for example, another user's
+            manifest = ManifestMismatch(MANIFEST, error.strerror, "one that can be read")
+        if manifest is None:
+            continue
         differences = _manifest_mismatches(manifest, {**_OF_THIS_FORMAT, **known})
         if isinstance(manifest, dict) and weights is not None:
             model = manifest.get("model")
             if not str(model).startswith(f"{weights} "):
                 differences.append(ManifestMismatch("model", model, f"{weights} …"))
-        if differences or isinstance(manifest, ManifestMismatch):
+        if differences:
             others.append((differences, store))
         else:
-            found.append(FoundStore(store, manifest))
+            found.append(store)
     if others and not found:
-        raise _nearest_incompatible(others)
-    # Raise only if all these stores are open. A store that is not open may be the engine's own, because only
-    # a part of the engine's identity is known.
-    holders = {store.path: StoreLock.holder(store.path) for store in found if store.name == name}
-    for path, holder in holders.items():
-        if holder is not None and all(holders.values()):
-            raise StoreInUse(path, holder)
+        differences, store = min(others, key=lambda other: len(other[0]))
+        advice = "Name another directory, or delete that store if its blocks are no longer wanted."
+        raise IncompatibleStore(store, differences, advice)
     return found
-
-
-def block_files_bytes(store: Path) -> int:
-    """Return the size in bytes of all files in the subfolders of ``store``: blocks, complete or partial. They
-    count against the store's budget. Raises ``OSError``."""
-    files = LocalFileSystem(store.parent)
-    folders = [store / entry.name for entry in files.scan(store) if entry.is_folder]
-    return sum(file.size for folder in folders for file in files.scan(folder))
-
-
-def check_store_root(files: FileSystem, path: Path, identity: KvIdentity) -> None:
-    """Raise ``IncompatibleStore`` if the folder that contains ``path`` has stores, but none for ``identity``
-    or for another rank of the same engine."""
-    others: list[tuple[list[ManifestMismatch], Path]] = []
-    for store, manifest in _manifests(files, path.parent):
-        differences = _manifest_mismatches(manifest, _manifest(identity))
-        if store.name == path.name or all(difference.field == "tp_rank" for difference in differences):
-            return  # if its manifest differs, claim_folder raises
-        others.append((differences, store))
-    if others:
-        raise _nearest_incompatible(others)
-
-
-def find_identity_stores(files: FileSystem, root: Path, identity: KvIdentity) -> list[Path]:
-    """Return the folders of all stores of ``identity`` in ``root``, named or not. Raises ``OSError``."""
-    expected = _manifest(identity)
-    digits = folder_name(identity, None)
-    return [
-        store
-        for store, manifest in _manifests(files, root, beginning=digits)
-        if not _manifest_mismatches(manifest, expected)
-    ]
 
 
 def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
@@ -286,28 +245,6 @@ def claim_folder(files: FileSystem, path: Path, identity: KvIdentity) -> None:
             files.unlink(partial)
         raise
     sync_folder(files, path)
-
-
-def _manifests(
-    files: FileSystem, root: Path, beginning: str = ""
-) -> Iterator[tuple[Path, dict[str, Any] | ManifestMismatch]]:
-    """Yield (folder, its manifest) for each folder in ``root`` that has a manifest, is named like a store and
-    has a name that starts with ``beginning``. An unreadable or foreign manifest is yielded as a
-    ``ManifestMismatch``. Raises ``OSError``."""
-    try:
-        folders = sorted(entry.name for entry in files.scan(root) if entry.is_folder)
-    except FileNotFoundError:
-        return
-    for name in filter(_STORE.fullmatch, folders):
-        if not name.startswith(beginning):
-            continue
-        manifest: dict[str, Any] | ManifestMismatch | None
-        try:
-            manifest = _read_manifest(files, root / name)
-        except OSError as error:  # for example, another user's
-            manifest = ManifestMismatch(MANIFEST, error.strerror, "one that can be read")
-        if manifest is not None:
-            yield root / name, manifest
 
 
 def _read_manifest(files: FileSystem, path: Path) -> dict[str, Any] | ManifestMismatch | None:
@@ -337,12 +274,6 @@ def _manifest_mismatches(
         for name in (*expected, *sorted(manifest.keys() - _FIELDS))
         if manifest.get(name) != expected.get(name)
     ]
-
-
-def _nearest_incompatible(others: Sequence[tuple[list[ManifestMismatch], Path]]) -> IncompatibleStore:
-    differences, store = min(others, key=lambda other: len(other[0]))
-    advice = "Name another directory, or delete that store if its blocks are no longer wanted."
-    return IncompatibleStore(store, differences, advice)
 
 
 def _manifest(identity: KvIdentity) -> dict[str, Any]:

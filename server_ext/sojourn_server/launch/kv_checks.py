@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..kv_offload.store_folder import IncompatibleStore, StoreInUse, find_stores
+from ..kv_offload.store_folder import IncompatibleStore, StoreInUse, check_stores
 from .kv_offload_options import GIB, KvOffloadOptions
 from .launch_errors import InvalidOption
 from .machine_memory import MachineMemory, read_memory
@@ -89,7 +89,7 @@ def check_store(
     # Two parts of a KvIdentity are known here: the release and, for most directories, the weights.
     known = {} if vllm_version is None else {"vllm_version": vllm_version}
     try:
-        find_stores(folder, known, weights, name)
+        check_stores(folder, known, weights, name)
     except (IncompatibleStore, StoreInUse) as error:
         advice = error.advice.replace(f"{DISK_FLAG}-name", f"{flag}-name")
         raise InvalidOption(f"{flag} {directory} cannot be used: {error.what}", advice) from None
