@@ -189,6 +189,14 @@ def test_a_gap_is_split_into_the_time_with_and_without_a_tool(serve: Any) -> Non
     assert re.search(r"\ngap +1\.01 .*\n  with a tool +0\.50 *\n  without +0\.51 *\n", text), "they add up"
 
 
+def test_the_slowest_turn_is_named_with_the_command_that_explains_it(serve: Any) -> None:
+    serve(Server(row("a b"), text="Turn 2. The program's slowest turn is turn 7: 4.20 s."))
+    shown = CliRunner().invoke(build_app(), ["explain", "a b"], env={"COLUMNS": "120"}).stdout
+    assert "\nnext: sojourn explain 'a b' --turn 7\n" in shown
+    shown = CliRunner().invoke(build_app(), ["explain", "a b", "--url", "h:1"], env={"COLUMNS": "120"}).stdout
+    assert "--turn 7 --url http://h:1\n" in shown
+
+
 def test_changed_tokens_are_not_called_lost(serve: Any) -> None:
     tokens = {**FOUND["tokens"], "lost": {"changed": 30}}
     serve(Server(row("a"), tokens=tokens))

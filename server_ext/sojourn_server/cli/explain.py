@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from shlex import quote
 from typing import Any, Literal
 
 import msgspec
@@ -47,6 +49,8 @@ _TERMS = {
     "price": "progress gained per second and block by the program that enters",
 }
 """Terms of the policy ``sojourn`` (docs/policy.md) → meaning."""
+_SLOWEST = re.compile(r"slowest turn is turn (\d+)")
+"""Finds the turn that an explanation's text advises to look at."""
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
@@ -67,25 +71,27 @@ def explain(
     """Print the explanation of one turn as a paragraph and a table. The numbers are from the turn ledger;
     estimates are named as such."""
     report = console if json_output == "-" else Console()
-    detail: dict[str, Any] | None = None
 
     def note(line: str) -> None:
         report.print(line, highlight=False, markup=False, soft_wrap=True)
 
     with closing(LiveClient(url, api_key)) as client:
         found = find_explanation(client, program, turn, note=note)
-        if json_output != "-":
-            detail = client.find_program(found.program_id)
-    if json_output is not None:
-        write_json(msgspec.to_builtins(found), json_output)
-    if json_output != "-":
-        report.print(explanation_view(found, detail))
-        if detail is not None and (
-            engine_detail(detail).get("status") or engine_detail(detail).get("outcome")
-        ):
-            note(f"state: {program_state(detail)}")
-        if detail is not None and not _shows_leases(found, detail):
-            report.print(reuse_line(detail), highlight=False, markup=False, soft_wrap=True)
+        if json_output is not None:
+            write_json(msgspec.to_builtins(found), json_output)
+        if json_output == "-":
+            return
+        detail = client.find_program(found.program_id)
+    report.print(explanation_view(found, detail))
+    if slowest := _SLOWEST.search(found.text):
+        other_url = "" if url == DEFAULT_URL else f" --url {client.shown_url}"
+        note(f"next: sojourn explain {quote(found.program_id)} --turn {slowest[1]}{other_url}")
+    if detail is None:
+        return
+    if engine_detail(detail).get("status") or engine_detail(detail).get("outcome"):
+        note(f"state: {program_state(detail)}")
+    if not _shows_leases(found, detail):
+        note(reuse_line(detail))
 
 
 def find_explanation(

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..metrics.live_frame import LiveFrame
 
 MIN_INTERVAL_S = 0.5
+_PIPED_WIDTH = 120
+"""Width where stdout is no terminal. It leaves room for the programs' names."""
 _PROGRAMS = 1000
 """Maximum number of programs that ``--once`` prints."""
 
@@ -118,7 +120,7 @@ def _print(frame: LiveFrame, url: str, sort: str) -> None:
     )
 
     leases = shows_leases(frame)
-    width = max(MIN_WIDTH, shutil.get_terminal_size((MIN_WIDTH, 24)).columns)
+    width = max(MIN_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
     views = sorted_programs(frame, sort=sort)
     lines = [*header(frame, width, url=url), heading(width, sort, False, leases=leases)]
     lines += [program_line(view, width, leases=leases) for view in views[:_PROGRAMS]] or [
