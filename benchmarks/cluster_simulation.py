@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from kept_runs import run_kept
+from kept_runs import run_arguments, run_kept
 from result_pages import FIRST_WORDS, less, marked, opening, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
@@ -76,7 +76,7 @@ AT_ONCE_PER_S = 1000.0
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = run_arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--traces", type=Path, help="folder of the recorded traces, for mori")
     parser.add_argument("--workloads", nargs="+", help="for mori, instead: traces, or synthetic:NAME")
@@ -86,9 +86,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scale-s", type=float, default=60.0, help="virtual seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--more-seeds", type=int, nargs="*", default=[], help="of the tenants under load")
-    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
-    parser.add_argument("--cache", help="folder in which finished runs are kept")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
     return parser.parse_args(given)
 
 

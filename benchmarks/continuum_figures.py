@@ -10,7 +10,6 @@ hand and kept.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -19,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kept_runs import row_and_log, run_kept
+from kept_runs import row_and_log, run_arguments, run_kept
 from result_pages import FIRST_WORDS, marked, opening, show, write_page
 from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.program_explanation import PHASE_KINDS, totals
@@ -48,38 +47,16 @@ Cell = tuple[str, float]
 """Workload and rate."""
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--programs", type=int, help="arrivals of each run; default: 40, or 60 short programs"
-    )
-    parser.add_argument(
-        "--workload", choices=list(RATES), action="append", help="one of the four; default: all"
-    )
-    parser.add_argument("--rates", help="arrivals a second for every workload, commas between")
-    parser.add_argument("--policy", default=",".join(POLICIES))
-    parser.add_argument("--hardware", default="a100-80gb")
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
-    parser.add_argument(
-        "--cache", help="folder in which finished runs are kept, to go on after an interruption"
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = arguments()
+    options = run_arguments(__doc__).parse_args()
     began = time.monotonic()
     specs = [
         RunSpec(
-            policy=policy, workload=workload, programs=options.programs or PROGRAMS[workload],
-            rate_per_s=rate, until_s=None, hardware=options.hardware, model=options.model, seed=options.seed,
+            policy=policy, workload=workload, programs=PROGRAMS[workload], rate_per_s=rate, until_s=None
         )
-        for workload in options.workload or RATES
-        for rate in (map(float, options.rates.split(",")) if options.rates else RATES[workload])
-        for policy in options.policy.split(",")
+        for workload, rates in RATES.items()
+        for rate in rates
+        for policy in POLICIES
     ]  # fmt: skip
     found = run_kept(specs, options.cache, options.jobs, row_and_log)
     rows, logs = [row for row, _ in found], [log for _, log in found]

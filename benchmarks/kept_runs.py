@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from argparse import ArgumentParser, RawTextHelpFormatter
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
@@ -16,19 +17,30 @@ from rich.console import Console
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.run_log import RunLog
-from sojourn_server.simulator.simulation_run import RunSpec, engine_policy, run_simulation
+from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 from sojourn_server.simulator.simulation_suite import worker_pool
+
+
+def run_arguments(doc: str | None) -> ArgumentParser:
+    """Return a parser of the options of a benchmark that keeps its runs: how many at once, and where."""
+    parser = ArgumentParser(description=doc, formatter_class=RawTextHelpFormatter)
+    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
+    parser.add_argument(
+        "--cache", help="folder in which finished runs are kept, to go on after an interruption"
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
+    return parser
 
 
 def row_of(spec: RunSpec) -> RunRow:
     """The metrics of a simulated run."""
-    return summarize_run(run_simulation(spec), limit=engine_policy(spec).bound is not None)
+    return summarize_run(run_simulation(spec))
 
 
 def row_and_log(spec: RunSpec) -> tuple[RunRow, RunLog]:
     """The metrics and the log of a simulated run."""
     log = run_simulation(spec)
-    return summarize_run(log, limit=engine_policy(spec).bound is not None), log
+    return summarize_run(log), log
 
 
 def kept_file(folder: Path | str, work: Callable[..., Any], spec: object) -> Path:

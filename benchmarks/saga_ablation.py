@@ -11,12 +11,11 @@ under stock and both. Writes saga_ablation.json and .md into benchmarks/results.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
-from kept_runs import run_kept
+from kept_runs import run_arguments, run_kept
 from result_pages import FIRST_WORDS, marked, opening, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
@@ -51,31 +50,17 @@ PUBLISHED_SWEEP = {0.5: "–", 1.0: "+4 %", 1.5: "+12 %", 2.0: "+24 %", 3.0: "+5
 """Table 10: coefficient of variation of tool times → mean completion time relative to that at 0.5."""
 WORKLOAD = "synthetic:latency-cv:{cv:g}"
 BASE_CV = 1.0
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--programs", type=int, default=40, help="arrivals of each run")
-    parser.add_argument("--rate", type=float, default=0.07, help="arrivals a second")
-    parser.add_argument("--hardware", default="a100-80gb")
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
-    parser.add_argument("--cache", help="folder in which finished runs are kept")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
-    return parser.parse_args()
+PROGRAMS, RATE = 40, 0.07
+"""Arrivals of each run, and arrivals per second."""
 
 
 def main() -> None:
-    options = arguments()
+    options = run_arguments(__doc__).parse_args()
     began = time.monotonic()
 
     def spec(policy: str, cv: float) -> RunSpec:
-        return RunSpec(
-            policy=policy, workload=WORKLOAD.format(cv=cv), programs=options.programs,
-            rate_per_s=options.rate, until_s=None, hardware=options.hardware, model=options.model,
-            seed=options.seed,
-        )  # fmt: skip
+        workload = WORKLOAD.format(cv=cv)
+        return RunSpec(policy=policy, workload=workload, programs=PROGRAMS, rate_per_s=RATE, until_s=None)
 
     ablated = [policy for _, printed, ours, _ in ROWS for policy in (printed, ours) if policy]
     wanted = {(policy, cv): spec(policy, cv) for cv in SWEEP for policy in SWEPT}

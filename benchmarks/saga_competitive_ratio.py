@@ -4,7 +4,7 @@
 
 For every trace, programs arrive by a Poisson process and run until all have finished, so every policy does
 the same work. The KV pool has several sizes. Two preliminary runs find the scale of the trace. In the first,
-each program has the device alone; this gives an arrival rate that keeps ``--live`` programs alive. In the
+each program has the device alone; this gives an arrival rate that keeps ``LIVE`` programs alive. In the
 second, programs arrive at that rate and no KV is lost. Pool sizes are shares of the largest total of living
 contexts in this run. (In much smaller pools, running programs displace each other under any order, and LRU is
 as good as Bélády.) At each size, stock vLLM is run and its block accesses are recorded. Bélády and "LRU +
@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from belady import AccessRecorder, recomputed_tokens
-from kept_runs import row_and_log, row_of, run_kept
+from kept_runs import row_and_log, row_of, run_arguments, run_kept
 from policy_comparison import chosen
 from result_pages import FIRST_WORDS, marked, opening, write_page
 from rich.console import Console
@@ -51,29 +51,21 @@ LEAST_POOL = 1.1
 """Minimum pool size ÷ the longest context."""
 ALONE_PER_S = 1e-4
 """Arrivals per second of the first run: one in three hours."""
-ALONE_PROGRAMS = 24
+PROGRAMS = 24
+"""Arrivals of each run."""
+LIVE = 8.0
+"""Programs alive at once, with no KV ever lost."""
+MAX_GAP_S = 120.0
+"""Longer idle times are cut to this."""
 TARGET = 1.31
 LEAST = 0.01
 """Minimum ratio in a geometric mean. Smaller ratios count as this one."""
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = run_arguments(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl and .jsonl.gz traces")
-    parser.add_argument("--only", help="traces whose names hold one of these, commas between")
-    parser.add_argument("--programs", type=int, default=24, help="arrivals of each run")
-    parser.add_argument(
-        "--live", type=float, default=8.0, help="programs alive at once, with no KV ever lost"
-    )
     parser.add_argument("--sizes", type=int, default=1, help="most pool sizes of a trace to run policies at")
-    parser.add_argument("--policy", default=",".join(POLICIES))
-    parser.add_argument("--hardware", default="a100-80gb")
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--max-gap-s", type=float, default=120.0, help="longer idle times are cut to this")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
-    parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
     return parser.parse_args()
 
 
@@ -114,8 +106,7 @@ def main() -> None:
     options = arguments()
     began = time.monotonic()
     console = Console(stderr=True)
-    policies = options.policy.split(",")
-    names = [find_policy(policy).name for policy in policies]
+    names = [find_policy(policy).name for policy in POLICIES]
 
     def spec(
         trace: Path,
@@ -126,19 +117,17 @@ def main() -> None:
     ) -> RunSpec:
         return RunSpec(
             policy=policy, workload=str(trace), rate_per_s=rate_per_s, until_s=None,
-            programs=options.programs if pool_tokens else ALONE_PROGRAMS,
-            hardware=options.hardware, model=options.model, seed=options.seed,
-            pool_tokens=pool_tokens, max_context_tokens=longest, max_gap_s=options.max_gap_s,
+            programs=PROGRAMS, pool_tokens=pool_tokens, max_context_tokens=longest, max_gap_s=MAX_GAP_S,
             human_gaps=False,
         )  # fmt: skip
 
     found: dict[str, list[Size]] = {}
     rows: list[RunRow] = []
-    for trace in chosen(options.traces, options.only):
+    for trace in chosen(options.traces, None):
         name = trace_name(str(trace))
         kept = options.cache, options.jobs
         ((_, alone),) = run_kept([spec(trace, "unlimited", ALONE_PER_S)], *kept, row_and_log)
-        rate_per_s, longest = scale(alone, options.live)
+        rate_per_s, longest = scale(alone, LIVE)
         # This is more than the pool ever has to hold. A given pool size also sets the usual number of
         # programs.
         ample = spec(trace, "unlimited", rate_per_s, 1000 * longest, longest)
@@ -162,7 +151,7 @@ def main() -> None:
             [
                 spec(trace, policy, rate_per_s, size.asked_tokens, longest)
                 for size in worth
-                for policy in policies
+                for policy in POLICIES
             ],
             *kept,
             row_of,
@@ -172,7 +161,7 @@ def main() -> None:
             next(s for s in worth if s.stock.pool_blocks == row.pool_blocks).rows[row.policy] = row
     made = made_with(sys.argv)
     write_json(document(rows, made), str(options.out / "saga_competitive_ratio.json"))
-    text = page(found, names, options.live, opening("Competitive ratio", made, time.monotonic() - began))
+    text = page(found, names, opening("Competitive ratio", made, time.monotonic() - began))
     write_page(options.out / "saga_competitive_ratio.md", text, FIRST_WORDS)
     Console().print(text, highlight=False, markup=False)
 
@@ -210,14 +199,14 @@ def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
     return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]
 
 
-def page(found: dict[str, list[Size]], policies: Sequence[str], live: float, begin: str) -> str:
+def page(found: dict[str, list[Size]], policies: Sequence[str], begin: str) -> str:
     """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     first = next(size for sizes in found.values() for size in sizes).stock
     run_at = [(name, size) for name, sizes in found.items() for size in sizes if size.rows]
     parts = [
         begin,
         f"{first.hardware}, {first.model}, {first.programs} programs a run arriving Poisson, as many "
-        f"a second as keep {live:g} alive where no KV is lost, until all have finished; seed {first.seed}. "
+        f"a second as keep {LIVE:g} alive where no KV is lost, until all have finished; seed {first.seed}. "
         "A cell is tokens computed again over those that Bélády's order computes again on stock's accesses. "
         "`lru` is stock, `prefix-lru` a replay. A policy that changes who runs when changes the accesses, "
         "so it may be below 1.",

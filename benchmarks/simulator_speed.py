@@ -42,12 +42,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace", help="a trace file, or synthetic:NAME")
     parser.add_argument("--programs", default="20,40,80,160,320")
-    parser.add_argument("--hours", type=float, default=1.0, help="virtual hours of a run")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--policy", default="stock")
-    parser.add_argument("--hardware", default="a100-80gb")
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/simulator_speed.json"))
     return parser.parse_args()
 
@@ -58,12 +53,9 @@ def main() -> None:
     rounds: list[Sequence[RunRow]] = []
     for _ in range(options.rounds):
         specs = [
-            RunSpec(
-                policy=options.policy, workload=options.trace, programs=count, hardware=options.hardware,
-                model=options.model, seed=options.seed, until_s=options.hours * 3600.0,
-            )
+            RunSpec(policy="stock", workload=options.trace, programs=count, until_s=3600.0)
             for count in counts
-        ]  # fmt: skip
+        ]
         # One run at a time, so that runs do not compete for memory bandwidth and cache.
         rounds.append(run_with_progress(specs, 1).rows)
     points = [point([rows[place] for rows in rounds]) for place in range(len(counts))]
@@ -74,10 +66,10 @@ def main() -> None:
         {
             "made_with": msgspec.to_builtins(made),
             "trace": rounds[0][0].trace,
-            "policy": options.policy,
+            "policy": "stock",
             "hardware": rounds[0][0].hardware,
             "model": rounds[0][0].model,
-            "virtual_hours": options.hours,
+            "virtual_hours": 1.0,
             "points": msgspec.to_builtins(points),
         },
         str(options.json),

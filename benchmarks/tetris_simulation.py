@@ -8,14 +8,12 @@ loop for half a virtual hour each. Reports per load the output throughput, preem
 steps of another one (cascades), time per output token and time to first token, absolute and relative to
 ``stock``. ``tetris+host+erring`` stands for the network on hidden states. It predicts the remaining output of
 running requests with the network's mean error on a real engine (learned_length_prediction.md), and the output
-of waiting requests like ``survival``. ``--only LOAD …`` and ``--policies …`` run some and keep the other
-results of the JSON.
+of waiting requests like ``survival``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
@@ -24,13 +22,11 @@ from typing import Any
 
 from kept_runs import run_kept
 from oracle_policies import oracle_row
-from result_pages import FIRST_WORDS, less, marked, opening, show, write_page
-from sojourn_server.cli.console import write_json
+from result_pages import less, marked, opening, show, write_result
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import RunSpec
 
-COMMAND = "python benchmarks/tetris_simulation.py --traces traces --out benchmarks/results"
 WITHOUT = Path(__file__).parent / "tetris_ablations"
 LOADS = {
     "reasoning-mix": RunSpec(policy="", workload="synthetic:reasoning-mix", programs=120),
@@ -58,7 +54,7 @@ def named(policy: str) -> str:
     return str(file) if file.exists() else policy
 
 
-def simulate(load: str, policies: list[str], options: argparse.Namespace) -> dict[str, RunRow]:
+def simulate(load: str, options: argparse.Namespace) -> dict[str, RunRow]:
     """Simulate all policies on one load. Return their rows by policy."""
     spec = LOADS[load]
     workload = spec.workload
@@ -66,9 +62,9 @@ def simulate(load: str, policies: list[str], options: argparse.Namespace) -> dic
         workload = str(options.traces / f"{workload}.jsonl.gz")
     specs = [
         replace(spec, policy=named(policy), workload=workload, until_s=3600.0 * options.hours, **DEVICE)
-        for policy in policies
+        for policy in POLICIES
     ]
-    return dict(zip(policies, run_kept(specs, None, None, oracle_row), strict=True))
+    return dict(zip(POLICIES, run_kept(specs, None, None, oracle_row), strict=True))
 
 
 def figures(row: RunRow) -> dict[str, Any]:
@@ -126,30 +122,21 @@ def main() -> None:
     """Run, print, and write the results after each load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help="folder of the traces")
-    parser.add_argument("--only", nargs="+", choices=list(LOADS), default=list(LOADS))
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--hours", type=float, default=0.5)
     parser.add_argument("--out", type=Path, help="folder to write tetris_simulation.json and .md into")
     options = parser.parse_args()
     began_s = time.monotonic()
-    target = options.out / "tetris_simulation.json" if options.out is not None else None
-    kept = json.loads(target.read_text()) if target is not None and target.exists() else {}
-    found: dict[str, dict[str, Any]] = kept.get("loads", {})
+    found: dict[str, dict[str, Any]] = {}
     made = made_with(sys.argv)
-    for load in options.only:
-        of = found.setdefault(load, {})
-        of |= {policy: figures(row) for policy, row in simulate(load, options.policies, options).items()}
-        found[load] = {policy: of[policy] for policy in POLICIES if policy in of}
+    for load in LOADS:
+        found[load] = {policy: figures(row) for policy, row in simulate(load, options).items()}
         result = {
-            "command": COMMAND, "machine": made.machine, "versions": made.versions,
             "hours": options.hours, "seed": 0, "error": ERROR, "device": DEVICE, "loads": found,
         }  # fmt: skip
-        if target is not None:
-            write_json(result, str(target))
+        if options.out is not None:
+            text = page(result, made, time.monotonic() - began_s)
+            write_result(options.out, "tetris_simulation", made, result, text)
     show(HEAD, lines(found))
-    if options.out is not None:
-        wall_s = time.monotonic() - began_s
-        write_page(options.out / "tetris_simulation.md", page(result, made, wall_s), FIRST_WORDS)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import msgspec
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
-from kept_runs import run_kept  # noqa: E402
+from kept_runs import run_arguments, run_kept  # noqa: E402
 from pd_cluster import CALIBRATION_JCT_S, PD_MODELS, PdCluster, Workload  # noqa: E402
 from pd_simulation import (  # noqa: E402
     PD_SYSTEMS,
@@ -346,15 +346,12 @@ PARTS: dict[str, Callable[[Bench], list[str]]] = {
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = run_arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the agents and the time: less, for a try"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, help="processes; default: one a core")
-    parser.add_argument("--cache", type=Path, help="folder in which finished runs are kept")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
     options = parser.parse_args(given)
     began_s = time.monotonic()
     bench, made = Bench(options), made_with(sys.argv)
