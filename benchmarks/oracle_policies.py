@@ -28,7 +28,6 @@ from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulated_gateway import isolated_turns_s
 from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
-from sojourn_server.simulator.simulator_policies import find_policy
 
 WORK_ORACLE = "sojourn-oracle"
 MIN_LEFT_S = 0.25
@@ -48,7 +47,7 @@ def oracle_row(spec: RunSpec) -> RunRow:
     log = run_simulation(replace(spec, policy=plain), prepare=prepare)
     if prepare is not None:
         log.policy = spec.policy
-    return summarize_run(log, limit=find_policy(plain).bound is not None)
+    return summarize_run(log)
 
 
 def know_work(simulation: Simulation) -> None:

@@ -20,8 +20,9 @@ from result_pages import FIRST_WORDS, made_by, marked, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
 from sojourn_server.policies.preset import load_preset
+from sojourn_server.simulator.report.result_columns import TableCell, cells, columns_to_show
 from sojourn_server.simulator.report.results_file import document, made_with
-from sojourn_server.simulator.report.results_table import markdown
+from sojourn_server.simulator.report.results_table import load_label, notes, workloads
 from sojourn_server.simulator.report.run_metrics import trace_name
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
@@ -124,9 +125,38 @@ def page(rows: Sequence[RunRow], remarks: dict[str, list[str]], made: str) -> st
             f"- {name}: {find_policy(name).paper or load_preset(name).paper}" for name in _policies(rows)
         ),
         "## All results",
-        markdown(rows, one_table=True),
+        all_results(rows),
     ]
     return "\n\n".join(parts)
+
+
+def all_results(rows: Sequence[RunRow]) -> str:
+    """Return all columns of all rows as a Markdown table, and the notes of the rows."""
+    groups = workloads(rows)
+    columns = [
+        (column, [cell for group in groups for cell in cells([group], column)])
+        for column in columns_to_show(rows)
+    ]
+    heads = [f"{column.title} {column.unit}".strip() for column, _ in columns]
+    ordered = [row for group in groups for row in group]
+    lines = [["trace", "load", "policy", *heads], [*["---"] * 3, *["--:"] * len(columns)]]
+    for number, row in enumerate(ordered):
+        policy = f"*{row.policy}*" if row.limit else row.policy
+        values = [_cell_text(of_column[number]) for _, of_column in columns]
+        lines.append([row.trace, load_label(row), policy, *values])
+    table = "\n".join(f"| {' | '.join(_escaped(part) for part in line)} |" for line in lines)
+    legend = "**Bold**: best of the policies. N×: times better than stock. *Italic*: a limit, no policy."
+    remarks = "\n".join(f"- {_escaped(note)}" for note in notes(rows))
+    return f"{table}\n\n{legend}\n\n{remarks}\n"
+
+
+def _cell_text(cell: TableCell) -> str:
+    text = f"**{cell.text}**" if cell.best else cell.text
+    return f"{text} ({cell.factor})" if cell.factor else text
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def matrix(rows: Sequence[RunRow], ratio: Ratio, *, finished: bool = False) -> str:

@@ -53,8 +53,6 @@ from sojourn_server.simulator.latency.latency_profiles import (  # noqa: E402
     ModelShape,
     load_hardware_profile,
     load_model_shape,
-    parse_hardware_profile,
-    read_profile_toml,
     shipped_profile_names,
 )
 
@@ -370,7 +368,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         _write(arguments.json, json.dumps(document, indent=2) + "\n")
     if arguments.output is not None:
         _write(arguments.output, text)
-        parse_hardware_profile(read_profile_toml(arguments.output), arguments.output)
+        load_hardware_profile(str(arguments.output))  # raises an error for a profile that it rejects
         print(f"written to {arguments.output}")
     return document
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import typer.testing
 from cli_process import COLUMNS, run_sojourn
+from simulation_results import read_results
 from sojourn_server.cli import build_app
 from sojourn_server.cli import simulate as simulate_command
 from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
-from sojourn_server.simulator.report.results_file import load_runs, read_results
+from sojourn_server.simulator.report.results_file import load_runs
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
 from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
 from sojourn_server.simulator.simulation_suite import SuiteResult, run_suite
@@ -350,6 +351,7 @@ def test_explain_shows_one_program_under_each_policy(
     twice: list[tuple[Path, subprocess.CompletedProcess[str]]],
 ) -> None:
     told = twice[0][1].stderr
+    assert "3 runs: 3 programs at once; 0.01 virtual hours each\n" in told
     assert "p0@0 under stock" in told
     assert "p0@0 under continuum" in told
     assert "Traceback" not in told
@@ -380,7 +382,7 @@ def test_kept_runs_are_shown_again(
     failed = runner.invoke(build_app(), ["simulate", "--load", kept, "--warm-up-s", "9000"])
     assert isinstance(failed.exception, CliError)
     assert "--warm-up-s 9000" in failed.exception.message
-    assert "leave out less" in failed.exception.next_step
+    assert "use a shorter warm-up" in failed.exception.next_step
     for option, value in (("--hardware", "h100"), ("--policy", "stock"), ("--pool-tokens", "5000")):
         unused = runner.invoke(build_app(), ["simulate", "--load", kept, option, value])
         assert isinstance(unused.exception, CliError)

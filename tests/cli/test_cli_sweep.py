@@ -10,9 +10,10 @@ import msgspec
 import pytest
 import typer.testing
 from cli_process import run_sojourn
+from simulation_results import read_results
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
-from sojourn_server.simulator.report.results_file import SimulationResults, read_results
+from sojourn_server.simulator.report.results_file import SimulationResults
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS, RunRow
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")

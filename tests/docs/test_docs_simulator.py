@@ -9,7 +9,7 @@ import pytest
 import typer
 from docs_tools import ROOT, block, code_words, rows
 from sojourn_server.cli import build_app
-from sojourn_server.simulator.report.result_columns import ENGINE, SERVICE
+from sojourn_server.simulator.report.result_columns import COLUMNS
 from test_docs import generator
 
 PAGE = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_every_option_has_an_example_that_uses_it() -> None:
 
 def test_every_column_is_explained() -> None:
     told = PAGE.split("| column | meaning |")[1].split("\n\n")[0]
-    for column in (*SERVICE, *ENGINE):
+    for column in COLUMNS:
         title = column.title if column.unit != "/h" else f"{column.title} {column.unit}"
         assert re.search(rf"^\|[^|]*\b{re.escape(title)}", told, re.MULTILINE), title
 

@@ -116,7 +116,7 @@ def test_a_source_is_not_optional(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("layers = 48\n", "", "layers is missing"),
+        ("layers = 48\n", "", "layers is None; expected a whole number"),
         ("layers = 48", "layers = 0", "layers is 0; expected a whole number ≥ 1"),
         ("kv_heads = 4", "kv_heads = 5", "kv_heads is 5; expected a divisor of heads, 32"),
         ("experts_per_token = 8", "experts_per_token = 0", "experts is 128 and experts_per_token 0"),

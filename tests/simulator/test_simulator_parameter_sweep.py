@@ -9,12 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from rich.console import Console
+from simulation_results import read_results
 from simulator_run_logs import BLOCK, HOST_BLOCKS, synthetic_run_log
 from sojourn_server.simulator.report.plot import write_plot
-from sojourn_server.simulator.report.results_file import Provenance, document, read_results
+from sojourn_server.simulator.report.results_file import Provenance, document
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.report.sweep_results import SweepRuns, render_sweep, sweep_runs
+from sojourn_server.simulator.report.sweep_results import SweepRuns, render_sweep
 from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.simulation_suite import SWEEP_PARAMETERS, SweepError, read_sweep
 from sojourn_server.simulator.simulator_policies import PolicyError
@@ -93,10 +94,8 @@ ROWS = [
 ]  # fmt: skip
 
 
-def by_value(kv_bytes: int | None = 131_072) -> SweepRuns:
-    return sweep_runs(
-        "cpu_ratio", "host memory", (0.0, 1.0, 2.0), ROWS, is_host_sweep=True, kv_bytes_per_token=kv_bytes
-    )
+def by_value(text: str = "cpu_ratio=0,1,2", rows: list[RunRow] = ROWS) -> SweepRuns:
+    return read_sweep(text).group_rows(specs("stock"), rows)
 
 
 def told(swept: SweepRuns, rows: list[RunRow], width: int = 220) -> str:
@@ -112,9 +111,8 @@ def test_rows_belong_to_values(tmp_path: Path) -> None:
     assert [value.runs for value in swept.values] == [(0, 1), (2, 3), (4, 5)]
     assert [value.host_tokens for value in swept.values] == [0, TOKENS, 2 * TOKENS]
     assert [value.host_text for value in swept.values] == ["0 GiB", "48.8 GiB", "97.7 GiB"]
-    assert [value.host_text for value in by_value(None).values][1] == "400,000 tokens"
-    with pytest.raises(ValueError, match="6 rows at 4 values"):
-        sweep_runs("tp", "devices", (1, 2, 3, 4), ROWS)
+    unsized = msgspec.structs.replace(swept.values[1], host_bytes=None)
+    assert unsized.host_text == "400,000 tokens"
     path = tmp_path / "out.json"
     path.write_bytes(msgspec.json.encode(document(ROWS, Provenance(command="sojourn simulate"), swept)))
     found = read_results(path)
@@ -133,7 +131,7 @@ def test_a_line_a_value_and_policy_compared_at_the_same_value() -> None:
     narrow = told(by_value(), ROWS, 80)
     assert "…" not in narrow.split("* best of")[0]
     rows = [named(STOCK, "stock", notes=("everywhere", *more)) for more in (("short",), (), ("short",))]
-    lines = told(sweep_runs("programs", "programs", (10, 20, 40), rows), rows).splitlines()
+    lines = told(by_value("programs=10,20,40", rows), rows).splitlines()
     notes = ["note: everywhere", "note: programs 10, 40: short"]
     assert [line for line in lines if line.startswith("note:")] == notes
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import dataclass
 
 import msgspec
 import pytest
 from rich.console import Console
 from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
-from sojourn_server.simulator.report.result_columns import (
-    ENGINE,
-    SERVICE,
-    ResultColumn,
-    TableCell,
-    cells,
-    columns_to_show,
-)
-from sojourn_server.simulator.report.results_table import markdown, notes, render, title, workloads
+from sojourn_server.simulator.report import result_columns
+from sojourn_server.simulator.report.result_columns import COLUMNS, ResultColumn, TableCell, columns_to_show
+from sojourn_server.simulator.report.results_table import notes, render, title, workloads
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow, SummaryStatistics
 
 BASE = summarize_run(synthetic_run_log("stock", 3, virtual_s=900.0))
+
+
+def cells(rows: list[RunRow], of: ResultColumn) -> list[TableCell]:
+    return result_columns.cells([rows], of)
 
 
 def row(policy: str, **changes: object) -> RunRow:
@@ -36,7 +33,7 @@ def seconds(value: float | None, *at_least: str) -> SummaryStatistics:
 
 
 def column(title: str, unit: str) -> ResultColumn:
-    return next(c for c in [*SERVICE, *ENGINE] if (c.title, c.unit) == (title, unit))
+    return next(c for c in COLUMNS if (c.title, c.unit) == (title, unit))
 
 
 @dataclass
@@ -130,9 +127,9 @@ def test_finished_programs_of_a_closed_loop_are_not_compared_but_the_estimate_is
 
 def test_the_estimate_takes_no_place_where_all_finished() -> None:
     rows = [row(name, programs_unfinished=0, completion_estimate_s=seconds(9)) for name in ("stock", "b")]
-    assert not [c for c in columns_to_show(rows, SERVICE) if c.title == "est. of all"]
+    assert not [c for c in columns_to_show(rows) if c.title == "est. of all"]
     rows[1] = row("b", programs_unfinished=1, completion_estimate_s=seconds(9))
-    assert len([c for c in columns_to_show(rows, SERVICE) if c.title == "est. of all"]) == 2
+    assert len([c for c in columns_to_show(rows) if c.title == "est. of all"]) == 2
 
 
 def test_without_stock_there_are_no_factors_and_zero_makes_none() -> None:
@@ -179,7 +176,7 @@ def test_no_figure_is_lost_on_a_console_of_any_width(width: int) -> None:
     # A note's own text may be folded anywhere; figures may not.
     figures = text.split("* best of the policies")[0]
     assert "…" not in figures
-    for found in (cells(ROWS, c) for c in columns_to_show(ROWS, [*SERVICE, *ENGINE])):
+    for found in (cells(ROWS, c) for c in columns_to_show(ROWS)):
         for cell in found:
             assert cell.text in figures
             assert cell.factor in figures
@@ -194,30 +191,6 @@ def test_a_wide_console_has_one_line_a_policy() -> None:
 
 def test_no_rows_are_an_empty_table() -> None:
     assert rendered([], 80).strip() == ""
-
-
-def cells_of(line: str) -> list[str]:
-    return re.split(r"(?<!\\)\|", line)[1:-1]
-
-
-@pytest.mark.parametrize("one_table", [False, True])
-def test_every_markdown_row_has_a_cell_a_column(one_table: bool) -> None:
-    rows = [*ROWS, *(msgspec.structs.replace(r, programs=99, trace="a|b") for r in ROWS)]
-    lines = [line for line in markdown(rows, one_table=one_table).splitlines() if line.startswith("|")]
-    headings = [line for line in lines if "policy" in line]
-    assert len(headings) == (1 if one_table else 2)
-    assert len(lines) == 2 * len(headings) + len(rows)
-    assert len({len(cells_of(line)) for line in lines}) == 1
-
-
-def test_markdown_says_the_same_as_the_cells() -> None:
-    text = markdown(ROWS)
-    for found in (cells(ROWS, c) for c in columns_to_show(ROWS, [*SERVICE, *ENGINE])):
-        for cell in found:
-            marked = f"**{cell.text}**" if cell.best else cell.text
-            assert f"| {marked} ({cell.factor}) |" in text if cell.factor else f"| {marked} |" in text
-    assert text.endswith("\n")
-    assert "- closed loop: completion" in text
 
 
 def test_a_note_says_whose_it_is_where_it_is_not_everybodys() -> None:

@@ -143,44 +143,47 @@ def simulate(
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
-    if json not in (None, "-"):
-        check_output_file(Path(json))
-    _check_outputs(plot, save)
+    _check_outputs(json, plot, save)
     swept: SweepRuns | None = None
-    if load is not None:
-        for name in context.params:
-            if name not in _SHOWING_OPTIONS and is_given(context, name):
-                option = name if name == "workload" else "--" + name.replace("_", "-")
+    try:
+        if load is not None:
+            for name in context.params:
+                if name not in _SHOWING_OPTIONS and is_given(context, name):
+                    option = name if name == "workload" else "--" + name.replace("_", "-")
+                    raise CliError(
+                        f"{option} has no effect on saved runs, which --load only shows",
+                        f"leave out {option}, or run the simulation again",
+                    )
+            result, made = _load_saved(load, warm_up_s)
+        else:
+            if workload is None:
                 raise CliError(
-                    f"{option} has no effect on saved runs, which --load only shows",
-                    f"leave out {option}, or run the simulation again",
+                    "no workload", "name a trace, or a synthetic one: sojourn simulate synthetic:NAME"
                 )
-        result, made = _load_saved(load, warm_up_s)
-    else:
-        if workload is None:
-            raise CliError("no workload", "name a trace, or a synthetic one: sojourn simulate synthetic:NAME")
-        sweeping = _parse_sweep(sweep, context) if sweep is not None else None
-        if not is_given(context, "policy"):
-            policy = CLUSTER_POLICIES if replicas is not None else policy
-            policy = SWEEP_POLICIES.get(sweeping.field.name, policy) if sweeping is not None else policy
-        specs = [
-            replace(
-                spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
-                async_scheduling=_is_gpu(hardware) if async_scheduling is None else async_scheduling,
-                replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
-                pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
-            )
-            for spec in _specs(workload, policy, programs, rate)
-        ]  # fmt: skip
-        if sweeping is not None:
-            specs = _expand_sweep(sweeping, specs)
-        specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
-        if explain is not None:
-            _check_program(explain, specs[0])
-        result = _run_simulations(specs, jobs, warm_up_s)
-        made = made_with(sys.argv)
-        if sweeping is not None and not result.missing_runs:
-            swept = _group_by_value(sweeping, specs, result)
+            sweeping = _parse_sweep(sweep, context) if sweep is not None else None
+            if not is_given(context, "policy"):
+                policy = CLUSTER_POLICIES if replicas is not None else policy
+                policy = SWEEP_POLICIES.get(sweeping.field.name, policy) if sweeping is not None else policy
+            specs = [
+                replace(
+                    spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
+                    async_scheduling=_is_gpu(hardware) if async_scheduling is None else async_scheduling,
+                    replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
+                    pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
+                )
+                for spec in _specs(workload, policy, programs, rate)
+            ]  # fmt: skip
+            if sweeping is not None:
+                specs = _expand_sweep(sweeping, specs)
+            specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
+            if explain is not None:
+                _check_program(explain, specs[0])
+            result = _run_simulations(specs, jobs, warm_up_s)
+            made = made_with(sys.argv)
+            if sweeping is not None and not result.missing_runs:
+                swept = sweeping.group_rows(specs, result.rows)
+    except ValueError as error:
+        raise CliError(str(error), _next_step(error, workload or "")) from None
     _show(result, made, swept, json=json, plot=plot, save=save, explain=explain)
     if load is None and result.missing_runs:
         whole = len(result.rows) + result.missing_runs
@@ -189,6 +192,25 @@ def simulate(
             "run it again for all of them",
             exit_code=130,
         )
+
+
+def _next_step(error: ValueError, workload: str) -> str:
+    from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
+    from sojourn_server.simulator.report.results_file import ResultsError
+    from sojourn_server.simulator.simulation_suite import SweepError
+    from sojourn_server.simulator.simulator_policies import PolicyError
+    from sojourn_server.simulator.workloads.program_plans import NoProgramFitsError
+    from sojourn_server.traces.trace_schema import TraceError
+
+    steps: dict[type[ValueError], str] = {
+        NoProgramFitsError: "allow more: --max-context, --max-model-len, --pool-tokens, or larger --hardware",
+        TraceError: next_step_for(workload),
+        PolicyError: "docs/simulator.md lists the policies",
+        LatencyProfileError: "set --hardware, --model, --tp, --max-model-len or --pool-tokens",
+        SweepError: "for example --sweep cpu_ratio=0,1,2,4, with a --policy that has host memory",
+        ResultsError: "name a file written by sojourn simulate --save",
+    }
+    return next((step for kind, step in steps.items() if isinstance(error, kind)), "see docs/simulator.md")
 
 
 # -- what to run ---------------------------------------------------------------------------------
@@ -249,12 +271,9 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 
 def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
-    from sojourn_server.simulator.simulation_suite import SweepError, read_sweep
+    from sojourn_server.simulator.simulation_suite import read_sweep
 
-    try:
-        sweep = read_sweep(text)
-    except SweepError as error:
-        raise CliError(f"--sweep {error}", "for example --sweep cpu_ratio=0,1,2,4") from None
+    sweep = read_sweep(text)
     option = "rate" if sweep.field.name == "rate_per_s" else sweep.field.name
     if is_given(context, option):
         option = "--" + option.replace("_", "-")
@@ -268,57 +287,33 @@ def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
 
 
 def _expand_sweep(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpec]:
-    from sojourn_server.simulator.simulation_suite import SweepError
-    from sojourn_server.simulator.simulator_policies import PolicyError
-
     loads = {(spec.programs, spec.rate_per_s) for spec in specs}
     if len(loads) > 1:
         raise CliError(
             f"--sweep shows one load, and --programs and --rate make {len(loads)}",
             "give one of each, or sweep programs or rate_per_s alone",
         )
-    try:
-        return sweep.specs(specs)
-    except SweepError as error:
-        raise CliError(f"--sweep {error}", "name one with --policy") from None
-    except PolicyError as error:
-        raise CliError(str(error), "docs/simulator.md lists the policies") from None
-
-
-def _group_by_value(sweep: ParameterSweep, specs: Sequence[RunSpec], result: SuiteResult) -> SweepRuns:
-    from sojourn_server.simulator.report.sweep_results import sweep_runs
-    from sojourn_server.simulator.simulation_run import device_for_run
-    from sojourn_server.simulator.simulation_suite import HOST_MEMORY
-
-    is_host_sweep = sweep.field is HOST_MEMORY
-    # With cpu_ratio 0 an engine profile needs no copy bandwidth.
-    kv_bytes = (
-        device_for_run(specs[0], cpu_ratio=0.0)[1].kv_bytes_per_token or None if is_host_sweep else None
-    )
-    return sweep_runs(
-        sweep.field.name,
-        sweep.field.meaning,
-        sweep.values,
-        result.rows,
-        is_host_sweep=is_host_sweep,
-        kv_bytes_per_token=kv_bytes,
-    )
+    return sweep.specs(specs)
 
 
 def _check_program(name: str, spec: RunSpec) -> None:
     """Raise ``CliError`` if the workload has no program ``name``. A closed loop repeats programs as
     ``ID@N``."""
     from sojourn_server.simulator.workloads.arrival_processes import load_programs
-    from sojourn_server.traces.trace_schema import TraceError
 
-    try:
-        known = [program.program_id for program in load_programs(spec.workload, spec.seed)]
-    except TraceError as error:
-        raise CliError(str(error), next_step_for(spec.workload)) from None
+    known = [program.program_id for program in load_programs(spec.workload, spec.seed)]
     if name not in known and name.rpartition("@")[0] not in known:
         raise CliError(
             f"--explain {name}: {spec.workload} has no such program",
             f"name one of its {len(known)}, such as {', '.join(known[:3])}",
+        )
+
+
+def _check_warm_up(warm_up_s: float, shortest_s: float) -> None:
+    if 0 < shortest_s <= warm_up_s:
+        raise CliError(
+            f"--warm-up-s {warm_up_s:g} leaves nothing of {shortest_s:g} virtual s",
+            "use a shorter warm-up, or simulate more --hours",
         )
 
 
@@ -336,18 +331,12 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
     from sojourn_server.simulator.simulation_run import validate_specs
     from sojourn_server.simulator.simulation_suite import SuiteInterrupted
 
-    for spec in specs:
-        if spec.until_s is not None and warm_up_s >= spec.until_s:
-            raise CliError(
-                f"--warm-up-s {warm_up_s:g} leaves nothing of {spec.until_s:g} virtual s",
-                "use a shorter warm-up or more --hours",
-            )
+    _check_warm_up(warm_up_s, min((spec.until_s for spec in specs if spec.until_s is not None), default=0.0))
+    for note in validate_specs(specs):
+        print_note(note)
+    print_line(_announcement(specs))
     try:
-        for note in validate_specs(specs):
-            print_note(note)
         return run_with_progress(specs, jobs, warm_up_s)
-    except ValueError as error:
-        raise CliError(str(error), _next_step(error, specs[0].workload)) from None
     except SuiteInterrupted as interrupt:
         if interrupt.result.rows:
             return interrupt.result
@@ -360,22 +349,15 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
         ) from None
 
 
-def _next_step(error: ValueError, workload: str) -> str:
-    from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
-    from sojourn_server.simulator.simulator_policies import PolicyError
-    from sojourn_server.simulator.workloads.program_plans import NoProgramFitsError
-    from sojourn_server.traces.trace_schema import TraceError
+def _announcement(specs: Sequence[RunSpec]) -> str:
+    """The line before the first run: how many runs, their loads, and how long each lasts."""
+    from sojourn_server.simulator.report.results_table import load_label
 
-    steps: tuple[tuple[type[ValueError], str], ...] = (
-        (
-            NoProgramFitsError,
-            "allow more: --max-context, --max-model-len, --pool-tokens, or larger --hardware",
-        ),
-        (TraceError, next_step_for(workload)),
-        (PolicyError, "docs/simulator.md lists the policies"),
-        (LatencyProfileError, "set --hardware, --model, --tp, --max-model-len or --pool-tokens"),
-    )
-    return next((step for kind, step in steps if isinstance(error, kind)), "see docs/simulator.md")
+    runs = len(set(specs))
+    loads = " | ".join(dict.fromkeys(load_label(spec) for spec in specs))
+    until_s = specs[0].until_s
+    ends = "until all programs have finished" if until_s is None else f"{until_s / 3600:.4g} virtual hours"
+    return f"{runs} run{'s' if runs > 1 else ''}: {loads}; {ends}{' each' if runs > 1 else ''}"
 
 
 def run_with_progress(specs: Sequence[RunSpec], jobs: int | None = None, since_s: float = 0.0) -> SuiteResult:
@@ -442,33 +424,24 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
-    from sojourn_server.simulator.report.results_file import ResultsError, load_runs
+    from sojourn_server.simulator.report.results_file import load_runs
     from sojourn_server.simulator.report.run_metrics import summarize_run
     from sojourn_server.simulator.simulation_suite import SuiteResult
 
-    try:
-        saved = load_runs(path)
-        rows = saved.rows
-        if not rows:
-            raise ResultsError(f"{path}: holds no runs")
-        if warm_up_s:
-            pairs = zip(saved.runs, rows, strict=True)
-            rows = [summarize_run(log, since_s=warm_up_s, limit=row.limit) for log, row in pairs]
-    except ResultsError as error:
-        raise CliError(str(error), "name a file written by sojourn simulate --save") from None
-    except ValueError as error:
-        raise CliError(
-            f"--warm-up-s {warm_up_s:g}: {error}", "leave out less than the duration of the shortest run"
-        ) from None
-    return SuiteResult(rows=rows, logs=saved.runs, missing_runs=saved.missing_runs), saved.made_with
+    saved = load_runs(path)
+    _check_warm_up(warm_up_s, min(log.virtual_s for log in saved.runs))
+    rows = [summarize_run(log, since_s=warm_up_s) for log in saved.runs]
+    return SuiteResult(rows, saved.runs, saved.missing_runs), saved.made_with
 
 
-def _check_outputs(plot: Path | None, save: Path | None) -> None:
-    """Raise ``CliError`` if ``plot`` or ``save`` is no name for such a file, before minutes of simulation."""
+def _check_outputs(json: str | None, plot: Path | None, save: Path | None) -> None:
+    """Raise ``CliError`` for a name that cannot be written, before minutes of simulation."""
     from importlib.util import find_spec
 
     from sojourn_server.simulator.report.results_file import SUFFIXES
 
+    if json not in (None, "-"):
+        check_output_file(Path(json))
     if save is not None:
         if not save.name.endswith(SUFFIXES):
             raise CliError(
@@ -495,7 +468,7 @@ def _show(
     console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
     try:
         if save is not None:  # first, since the other files can be made from it
-            save_runs(save, result.logs, made, result.rows, result.missing_runs)
+            save_runs(save, result.logs, made, result.missing_runs)
             print_line(f"wrote {save}")
         if json is not None:
             write_json(document(result.rows, made, swept, result.missing_runs), json)

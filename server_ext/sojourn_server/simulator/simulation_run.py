@@ -350,6 +350,7 @@ def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> 
         seed=spec.seed,
         loop="open" if spec.rate_per_s is not None else "closed",
         rate_per_s=spec.rate_per_s,
+        limit=engine_policy(spec).bound is not None,
         pool_blocks=engine.options.blocks - 1,
         host_blocks=engine.options.host_blocks,
         disk_blocks=engine.options.disk_blocks,

@@ -23,8 +23,9 @@ from sojourn_server.policies.custom_policies import did_you_mean
 
 from .report.run_metrics import summarize_run
 from .report.run_row import RunRow
+from .report.sweep_results import SweepRuns, SweepValue
 from .run_log import RunLog
-from .simulation_run import RunSpec, engine_policy, run_simulation
+from .simulation_run import DISK_POLICIES_HINT, RunSpec, device_for_run, engine_policy, run_simulation
 
 PRELOAD_MODULES = (
     "sojourn_server.simulator.quiet_vllm_logging",
@@ -158,10 +159,7 @@ def run_suite(
 
 def _result(specs: Sequence[RunSpec], logs: dict[RunSpec, RunLog], since_s: float) -> SuiteResult:
     finished = [spec for spec in specs if spec in logs]
-    rows = {
-        spec: summarize_run(log, since_s=since_s, limit=engine_policy(spec).bound is not None)
-        for spec, log in logs.items()
-    }
+    rows = {spec: summarize_run(log, since_s=since_s) for spec, log in logs.items()}
     return SuiteResult(
         [rows[spec] for spec in finished], [logs[spec] for spec in finished], len(specs) - len(finished)
     )
@@ -194,7 +192,7 @@ HOST_MEMORY = SweepParameter(
 )  # fmt: skip
 DISK = SweepParameter(
     "disk_ratio", "disk for KV, as a multiple of the device's memory", zero=True,
-    needs="a disk tier, such as continuum+host or mori",
+    needs=DISK_POLICIES_HINT,
 )  # fmt: skip
 SWEEP_PARAMETERS = {
     field.name: field
@@ -227,7 +225,8 @@ class ParameterSweep:
         if not any(self._affects(spec) for spec in specs):
             named = ", ".join(spec.policy for spec in specs)
             raise SweepError(
-                f"{self.field.name} changes nothing for {named}; expected a policy with {self.field.needs}"
+                f"--sweep {self.field.name} changes nothing for {named}; "
+                f"expected a policy with {self.field.needs}"
             )
         changes: list[dict[str, Any]] = [{self.field.name: value} for value in self.values]
         unused: dict[str, Any] = {self.field.name: 0.0}
@@ -236,6 +235,23 @@ class ParameterSweep:
             for change in changes
             for spec in specs
         ]
+
+    def group_rows(self, specs: Sequence[RunSpec], rows: Sequence[RunRow]) -> SweepRuns:
+        """Assign the results of the specifications that ``specs`` returned to the values."""
+        policies = len(rows) // len(self.values)
+        # With cpu_ratio 0 an engine profile needs no copy bandwidth.
+        token_bytes = device_for_run(specs[0], cpu_ratio=0.0)[1].kv_bytes_per_token
+        values = []
+        for number, value in enumerate(self.values):
+            runs = range(number * policies, (number + 1) * policies)
+            tokens = size = None
+            if self.field is HOST_MEMORY:
+                # Bounds have host memory of their own, and some policies have none.
+                own = [rows[place] for place in runs if not rows[place].limit]
+                tokens = max((row.host_blocks * row.block_size for row in own), default=0)
+                size = tokens * token_bytes if token_bytes else None
+            values.append(SweepValue(value=value, runs=tuple(runs), host_tokens=tokens, host_bytes=size))
+        return SweepRuns(field=self.field.name, meaning=self.field.meaning, values=tuple(values))
 
     def _affects(self, spec: RunSpec) -> bool:
         if self.field == HOST_MEMORY:
@@ -250,7 +266,7 @@ def read_sweep(text: str) -> ParameterSweep:
     if field is None:
         hint = did_you_mean(name, SWEEP_PARAMETERS)
         raise SweepError(
-            f"{text}: cannot sweep {name!r}; expected one of {', '.join(SWEEP_PARAMETERS)}{hint}"
+            f"--sweep {text}: cannot sweep {name!r}; expected one of {', '.join(SWEEP_PARAMETERS)}{hint}"
         )
     values: list[float] = []
     for part in listed.split(","):
@@ -261,6 +277,6 @@ def read_sweep(text: str) -> ParameterSweep:
         if not 0 <= value < math.inf or (value == 0 and not field.zero) or value in values:
             number = "a whole number" if field.whole else "a finite number"
             expected = f"{number} of 0 or more" if field.zero else f"{number} above 0"
-            raise SweepError(f"{text}: {part.strip()!r} is not {expected}, each once")
+            raise SweepError(f"--sweep {text}: {part.strip()!r} is not {expected}, each once")
         values.append(abs(value))  # abs() turns -0 into 0
     return ParameterSweep(field, tuple(values))

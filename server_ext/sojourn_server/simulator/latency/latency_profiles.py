@@ -12,7 +12,6 @@ default is optional. A hardware profile has one table per constant::
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -75,7 +74,10 @@ def read_profile_toml(path: Path) -> dict[str, Any]:
         raise LatencyProfileError(f"{path}: {error}") from error
 
 
-def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]) -> None:
+# Checked by hand: benchmarks/gpu/roofline.py imports this module on GPU machines without msgspec.
+
+
+def _reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]) -> None:
     """Raise ``LatencyProfileError`` for unknown fields, because a misspelt one would keep its default."""
     for key in found:
         if key not in known:
@@ -83,30 +85,19 @@ def reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str]
             raise LatencyProfileError(f"{path}: unknown field {key!r}{hint}")
 
 
-def parse_number(path: Path, where: str, value: Any, *, least: float = 0.0, most: float = math.inf) -> float:
-    """Return ``value`` if it is a finite number in [least, most]. Otherwise raise ``LatencyProfileError``
-    with the file, ``path``, and the field, ``where``."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-    if not good or not least <= value <= most:
-        bounds = f"≥ {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
-        raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a number {bounds}")
-    return float(value)
-
-
-def parse_integer(path: Path, where: str, value: Any, *, least: int) -> int:
-    """Return ``value`` if it is an integer ≥ ``least``. Otherwise raise ``LatencyProfileError`` with the
+def _number(path: Path, where: str, value: Any, *, least: float, most: float = 1e30) -> float:
+    """Return ``value`` if it is a number in [least, most]. Otherwise raise ``LatencyProfileError`` with the
     file, ``path``, and the field, ``where``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a whole number ≥ {least}")
-    return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+        return float(value)
+    bounds = f"≥ {least:g}" if most == 1e30 else f"from {least:g} to {most:g}"
+    raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a number {bounds}")
 
 
-def parse_text(path: Path, where: str, value: Any) -> str:
-    """Return ``value`` if it is a non-empty string. Otherwise raise ``LatencyProfileError`` with the file,
-    ``path``, and the field, ``where``."""
-    if not isinstance(value, str) or not value.strip():
-        raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a text")
-    return value
+def _text(path: Path, where: str, value: Any) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a text")
 
 
 HARDWARE_VERSION = 1
@@ -171,43 +162,25 @@ class HardwareProfile:
     leaves out are among them."""
 
 
-_FRACTIONS = frozenset(field.name for field in fields(HardwareProfile) if field.name.endswith("_efficiency"))
-_CONSTANTS = [
-    field.name
-    for field in fields(HardwareProfile)
-    if field.name not in ("name", "title", "sources", "estimates")
-]
-_OPTIONAL = frozenset(
-    field.name
-    for field in fields(HardwareProfile)
-    if field.name in _CONSTANTS and field.default is not MISSING
-)
-"""Constants that a profile may leave out: those with a default, because older profiles lack them."""
+_CONSTANTS = [field for field in fields(HardwareProfile) if field.type == "float"]
 
 
 def load_hardware_profile(name: str) -> HardwareProfile:
     """Load a shipped hardware profile by name, or the user's own by path. Raises ``LatencyProfileError``."""
     path = find_profile_file(name, "hardware")
-    return parse_hardware_profile(read_profile_toml(path), path)
-
-
-def parse_hardware_profile(document: dict[str, Any], path: Path) -> HardwareProfile:
-    """Parse a hardware profile. ``document`` is the content of the file ``path``. Raises
-    ``LatencyProfileError``."""
+    document = read_profile_toml(path)
     if document.get("version") != HARDWARE_VERSION:
         raise LatencyProfileError(
             f"{path}: version is {document.get('version')!r}; expected {HARDWARE_VERSION}"
         )
-    reject_unknown_fields(path, document, ["version", "name", "title", "measured", *_CONSTANTS])
-    values: dict[str, Any] = {
-        "name": parse_text(path, "name", document.get("name")),
-        "title": parse_text(path, "title", document.get("title")),
-    }
+    known = [field.name for field in _CONSTANTS]
+    _reject_unknown_fields(path, document, ["version", "name", "title", "measured", *known])
+    values: dict[str, Any] = {name: _text(path, name, document.get(name)) for name in ("name", "title")}
     sources: list[tuple[str, str]] = []
     estimates: list[str] = []
-    for constant in _CONSTANTS:
-        entry = document.get(constant)
-        if entry is None and constant in _OPTIONAL:
+    for field in _CONSTANTS:
+        constant, entry = field.name, document.get(field.name)
+        if entry is None and field.default is not MISSING:  # older profiles lack disk rates
             sources.append((constant, DISK_SOURCE))
             estimates.append(constant)
             continue
@@ -215,21 +188,17 @@ def parse_hardware_profile(document: dict[str, Any], path: Path) -> HardwareProf
             raise LatencyProfileError(
                 f"{path}: [{constant}] is {entry!r}; expected a table with value and source"
             )
-        reject_unknown_fields(path, entry, ["value", "source", "estimate"])
-        values[constant] = _constant(path, constant, entry.get("value"))
-        sources.append((constant, parse_text(path, f"{constant}.source", entry.get("source"))))
+        _reject_unknown_fields(path, entry, ["value", "source", "estimate"])
+        least, most = 1.0, 1e30
+        if constant.endswith("_efficiency"):
+            least, most = 1e-6, 1.0
+        elif constant.endswith("_overhead_s"):
+            least, most = 0.0, 10.0
+        values[constant] = _number(path, f"{constant}.value", entry.get("value"), least=least, most=most)
+        sources.append((constant, _text(path, f"{constant}.source", entry.get("source"))))
         if entry.get("estimate", False):
             estimates.append(constant)
     return HardwareProfile(**values, sources=tuple(sources), estimates=tuple(estimates))
-
-
-def _constant(path: Path, name: str, value: Any) -> float:
-    where = f"{name}.value"
-    if name in _FRACTIONS:
-        return parse_number(path, where, value, least=1e-6, most=1.0)
-    if name.endswith("_overhead_s"):
-        return parse_number(path, where, value, most=10.0)
-    return parse_number(path, where, value, least=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,25 +311,23 @@ def load_model_shape(name: str) -> ModelShape:
     """Load a shipped model by name, or the user's own by path. Raises ``LatencyProfileError``."""
     path = find_profile_file(name, "models")
     document = read_profile_toml(path)
-    reject_unknown_fields(path, document, [field.name for field in fields(ModelShape)])
+    _reject_unknown_fields(path, document, [field.name for field in fields(ModelShape)])
     values: dict[str, Any] = {}
     for field in fields(ModelShape):
-        if field.name not in document:
-            if field.default is MISSING:
-                raise LatencyProfileError(f"{path}: {field.name} is missing")
-            continue
-        found = document[field.name]
+        found = document.get(field.name, None if field.default is MISSING else field.default)
         if field.type == "str":
-            values[field.name] = parse_text(path, field.name, found)
-        elif field.type == "bool":
-            if not isinstance(found, bool):
-                raise LatencyProfileError(f"{path}: {field.name} is {found!r}; expected true or false")
-            values[field.name] = found
+            found = _text(path, field.name, found)
         elif field.type == "float":
-            values[field.name] = parse_number(path, field.name, found, least=0.1, most=8.0)
-        else:
+            found = _number(path, field.name, found, least=0.1, most=8.0)
+        elif field.type == "bool" and not isinstance(found, bool):
+            raise LatencyProfileError(f"{path}: {field.name} is {found!r}; expected true or false")
+        elif field.type == "int":
             least = 0 if field.name.startswith("experts") else 1
-            values[field.name] = parse_integer(path, field.name, found, least=least)
+            if not isinstance(found, int) or isinstance(found, bool) or found < least:
+                raise LatencyProfileError(
+                    f"{path}: {field.name} is {found!r}; expected a whole number ≥ {least}"
+                )
+        values[field.name] = found
     model = ModelShape(**values)
     if model.heads % model.kv_heads:
         raise LatencyProfileError(

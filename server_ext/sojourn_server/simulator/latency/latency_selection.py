@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from sojourn_server.policies.costs.engine_profile import EngineProfile
 
@@ -16,7 +15,6 @@ from .latency_profiles import (
     is_profile_path,
     load_hardware_profile,
     load_model_shape,
-    parse_hardware_profile,
     read_profile_toml,
 )
 from .latency_protocol import DeviceShape, LatencyModel
@@ -128,15 +126,8 @@ def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context:
 def is_engine_profile(hardware: str) -> bool:
     """Whether ``hardware`` is the path of an engine profile: measurements of one engine, made by ``sojourn
     profile``."""
-    return (
-        is_profile_path(hardware)
-        and Path(hardware).is_file()
-        and _is_engine_profile_document(read_profile_toml(Path(hardware)))
-    )
-
-
-def _is_engine_profile_document(document: dict[str, Any]) -> bool:
-    return "prefill" in document
+    path = Path(hardware)
+    return is_profile_path(hardware) and path.is_file() and "prefill" in read_profile_toml(path)
 
 
 def load_latency_model(
@@ -158,16 +149,9 @@ def load_latency_model(
 
     Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy.
     """
-    if is_profile_path(hardware):
-        path = Path(hardware)
-        if not path.is_file():
-            raise LatencyProfileError(f"{path}: no such file")
-        document = read_profile_toml(path)
-        if _is_engine_profile_document(document):
-            return _measured_latency_model(path, model, tp, cpu_ratio, kv_pool_tokens, max_model_len)
-        device = parse_hardware_profile(document, path)
-    else:
-        device = load_hardware_profile(hardware)
+    if is_engine_profile(hardware):
+        return _measured_latency_model(Path(hardware), model, tp, cpu_ratio, kv_pool_tokens, max_model_len)
+    device = load_hardware_profile(hardware)
     shape = load_model_shape(DEFAULT_MODEL if model is None else model)
     described = device_shape(
         device, shape, tp, cpu_ratio=cpu_ratio, kv_pool_tokens=kv_pool_tokens, max_model_len=max_model_len

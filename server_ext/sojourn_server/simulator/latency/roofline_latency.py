@@ -30,71 +30,43 @@ slower while a store runs. The model ignores this (see the sources of the copy r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import sqrt
 
-from .latency_profiles import HardwareProfile, LatencyProfileError, ModelShape
+from .latency_profiles import HardwareProfile, ModelShape
 from .latency_protocol import StepWork
 
 
-@dataclass(frozen=True)
 class RooflineLatency:
     """``LatencyModel`` of ``tp`` devices, from data-sheet constants. More work never takes less time. Raises
     ``LatencyProfileError`` if vLLM cannot split the model over ``tp`` devices."""
 
-    hardware: HardwareProfile
-    model: ModelShape
-    tp: int = 1
-    _fixed_s: float = field(init=False, repr=False)
-    _token_s: float = field(init=False, repr=False)
-    _read_s: float = field(init=False, repr=False)
-    _expert_read_s: float = field(init=False, repr=False)
-    _miss: float = field(init=False, repr=False)
-    _reduce_token_s: float = field(init=False, repr=False)
-    _pair_s: float = field(init=False, repr=False)
-    _kv_token_s: float = field(init=False, repr=False)
-    _head_token_s: float = field(init=False, repr=False)
-    _head_read_s: float = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        hardware, model, tp = self.hardware, self.model, self.tp
-        if tp < 1:
-            raise LatencyProfileError(f"tp is {tp}; expected at least 1")
+    def __init__(self, hardware: HardwareProfile, model: ModelShape, tp: int = 1) -> None:
         model.check_tp(tp)
+        self.hardware, self.model, self.tp = hardware, model, tp
         flops = hardware.bf16_flops_per_s * tp
         weights_per_s = hardware.memory_bandwidth_bytes_per_s * hardware.weight_read_efficiency * tp
         dense = model.attention_parameters + (0 if model.experts else model.mlp_parameters)
         routed = model.active_layer_parameters - dense
         reduce_bytes = 2 * (tp - 1) / tp * model.hidden_size * 2
         reduces = 2 * model.layers if tp > 1 else 0
-        values = {
-            "_fixed_s": hardware.step_overhead_s
+        self._fixed_s = (
+            hardware.step_overhead_s
             + model.layers * hardware.layer_overhead_s
-            + reduces * hardware.all_reduce_overhead_s,
-            "_token_s": 2
-            * model.layers
-            * (dense / hardware.linear_efficiency + routed / hardware.expert_efficiency)
-            / flops,
-            "_read_s": model.layers * dense * model.weight_bytes / weights_per_s,
-            "_expert_read_s": model.layers
-            * model.experts
-            * (model.mlp_parameters if model.experts else 0)
-            * model.weight_bytes
-            / weights_per_s,
-            "_miss": 1 - model.experts_per_token / model.experts if model.experts else 0.0,
-            "_reduce_token_s": reduces * reduce_bytes / hardware.all_reduce_bytes_per_s,
-            "_pair_s": 4
-            * model.layers
-            * model.heads
-            * model.head_size
-            / (flops * hardware.attention_efficiency),
-            "_kv_token_s": model.kv_bytes_per_token(tp)
-            / (hardware.memory_bandwidth_bytes_per_s * hardware.kv_read_efficiency * tp),
-            "_head_token_s": 2 * model.head_parameters / (flops * hardware.linear_efficiency),
-            "_head_read_s": model.head_parameters * model.weight_bytes / weights_per_s,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+            + reduces * hardware.all_reduce_overhead_s
+        )
+        layer_token_flops = dense / hardware.linear_efficiency + routed / hardware.expert_efficiency
+        self._token_s = 2 * model.layers * layer_token_flops / flops
+        self._read_s = model.layers * dense * model.weight_bytes / weights_per_s
+        experts = model.experts * (model.mlp_parameters if model.experts else 0)
+        self._expert_read_s = model.layers * experts * model.weight_bytes / weights_per_s
+        self._miss = 1 - model.experts_per_token / model.experts if model.experts else 0.0
+        self._reduce_token_s = reduces * reduce_bytes / hardware.all_reduce_bytes_per_s
+        pair_flops = 4 * model.layers * model.heads * model.head_size
+        self._pair_s = pair_flops / (flops * hardware.attention_efficiency)
+        kv_bytes_per_s = hardware.memory_bandwidth_bytes_per_s * hardware.kv_read_efficiency * tp
+        self._kv_token_s = model.kv_bytes_per_token(tp) / kv_bytes_per_s
+        self._head_token_s = 2 * model.head_parameters / (flops * hardware.linear_efficiency)
+        self._head_read_s = model.head_parameters * model.weight_bytes / weights_per_s
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step; an empty step takes only the overhead between steps."""

@@ -11,17 +11,18 @@ from typing import Any
 
 from sojourn_server.traces.atomic_files import write_atomically
 
+from .result_columns import read_metric
 from .results_table import title
 from .run_row import RunRow
 from .sweep_results import SweepRuns
 
-_METRICS = (
-    ("output throughput, tokens/s", "output_tok_per_s", ""),
-    ("programs finished per hour", "programs_per_hour", ""),
-    ("time to first token, mean, s", "ttft_s", "mean"),
-    ("program completion, P95, est. of all, s (hollow: at least)", "completion_estimate_s", "p95"),
-)
-"""(Title, field of ``RunRow``, statistic of the field)."""
+_METRICS = {
+    "output throughput, tokens/s": "output_tok_per_s",
+    "programs finished per hour": "programs_per_hour",
+    "time to first token, mean, s": "ttft_s.mean",
+    "program completion, P95, est. of all, s (hollow: at least)": "completion_estimate_s.p95",
+}
+"""Title → metric (see ``read_metric``)."""
 # Okabe and Ito's palette without yellow (too pale on white).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
@@ -74,12 +75,11 @@ def _figure(rows: Sequence[RunRow], swept: SweepRuns | None) -> Any:
     size = (10.5, 1.6 + 0.46 * len(policies)) if single else (10.5, 7.0)
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(2, 2, sharex=not single, sharey=single).flat)
-    for axis, metric in zip(axes, _METRICS, strict=True):
-        axis.set_title(metric[0])
+    for axis, (heading, metric) in zip(axes, _METRICS.items(), strict=True):
+        axis.set_title(heading)
+        values = [(row.policy, x, *read_metric(row, metric)) for x, row in placed]
         for number, policy in enumerate(policies):
-            points = sorted(
-                (x, *value) for x, row in placed if row.policy == policy and (value := _value(row, metric))
-            )
+            points = sorted((x, y, bound) for name, x, y, bound in values if name == policy and y is not None)
             colour = _COLOURS[number % len(_COLOURS)]
             if single:
                 bars = axis.barh(number, points[0][1] if points else 0.0, height=0.7, color=colour)
@@ -103,11 +103,3 @@ def _figure(rows: Sequence[RunRow], swept: SweepRuns | None) -> Any:
         figure.legend(handles, labels, loc="outside right upper")
     figure.suptitle(title(rows))
     return figure
-
-
-def _value(row: RunRow, metric: tuple[str, str, str]) -> tuple[float, bool] | None:
-    """A row's value of a metric, and whether it is only a lower bound."""
-    _, field, statistic = metric
-    found: Any = getattr(row, field)
-    value = getattr(found, statistic) if statistic else found
-    return None if value is None else (value, bool(statistic) and statistic in found.at_least)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -121,20 +122,21 @@ def verdict(run: RunLog, program: ProgramLog) -> str:
     sums = totals(program, run.virtual_s)
     if not program.turns:
         return f"{first}: it never sent a turn"
-    # Rounded by largest remainders, so that the percentages add up to 100.
-    shares = ", ".join(f"{kind} {percent} %" for kind, percent in _percentages(sums).items())
+    whole_s = sum(sums.values())
+    shares = ", ".join(
+        f"{kind} {100 * took_s / whole_s:.0f} %" for kind, took_s in sums.items() if took_s > 0
+    )
     computed = sum(turn.computed_tokens for turn in program.turns)
-    again = sum(turn.regenerated_tokens for turn in program.turns)
+    causes = _causes(program)
+    again = sum(causes.values())
     if not again:
         last = "nothing was computed again"
     else:
+        by_cause = ", ".join(f"{cause} {tokens:,}" for cause, tokens in causes.items())
         worst = max(program.turns, key=lambda turn: turn.regenerated_tokens)
-        by = {
-            cause: sum(turn.regenerated.get(cause, 0) for turn in program.turns) for cause in _causes(program)
-        }
         last = (
             f"of {computed:,} tokens computed {again:,} were computed again "
-            f"({', '.join(f'{cause} {tokens:,}' for cause, tokens in by.items())}), most at turn {worst.turn}"
+            f"({by_cause}), most at turn {worst.turn}"
         )
     return f"{first}: {shares}; {last}"
 
@@ -151,62 +153,63 @@ def _heading(run: RunLog, program: ProgramLog) -> str:
 
 
 def _table(run: RunLog, program: ProgramLog) -> WrappedTable:
-    held = any(t.entered_s is not None and t.entered_s > t.submitted_s for t in program.turns)
-    held = held or any(t.entered_s is None and t.admitted_s is None for t in program.turns)
-    host = any(turn.host_tokens for turn in program.turns)
-    preempted = any(t.preempted_before_first_token_s or t.preempted_after_s for t in program.turns)
-    several = len(run.replicas) > 1
-    hidden = {"held back": not held, "preempted": not preempted}
-    kinds = [kind for kind in PHASE_KINDS[:-1] if not hidden.get(kind)]
-    names = [
-        ("sent", "at s"),
-        *((kind, "s") for kind in kinds),
-        ("prompt", "tokens"),
-        ("on device", "tokens"),
+    turns = program.turns
+    phases = [turn_phases(program, *pair, run.virtual_s) for pair in turn_pairs(turns)]
+    columns = {("sent", "at s"): [_seconds(turn.submitted_s) for turn in turns]}
+    for kind in PHASE_KINDS[:-1]:
+        if kind not in ("held back", "preempted") or any(_seconds_of(kind, found) for found in phases):
+            columns[kind, "s"] = [
+                _duration_text(kind, found, turn) for turn, found in zip(turns, phases, strict=True)
+            ]
+    admitted = [turn.admitted_s is not None for turn in turns]
+    columns["prompt", "tokens"] = [f"{turn.prompt_tokens:,}" for turn in turns]
+    columns["on device", "tokens"] = [
+        f"{turn.device_tokens:,}" if got else "–" for turn, got in zip(turns, admitted, strict=True)
     ]
-    names += [("from host", "tokens")] if host else []
-    names += [("computed", "tokens"), ("again", "tokens")]
-    names += [("replica", "")] if several else []
-    names += [("why", ""), ("then", "tool, s")]
-    lines = []
-    for turn, next_turn in turn_pairs(program.turns):
-        lasted = turn_phases(program, turn, next_turn, run.virtual_s)
-        by_kind: dict[str, TurnPhase] = {}
-        for span in lasted:
-            before = by_kind.get(span.kind)
-            start_s = span.start_s - (before.seconds if before is not None else 0.0)
-            by_kind[span.kind] = span._replace(start_s=start_s)
-        unadmitted = turn.admitted_s is None
-        line = [
-            _seconds(turn.submitted_s),
-            *(_duration_text(by_kind.get(kind), lasted, turn) for kind in kinds),
-        ]
-        line += [f"{turn.prompt_tokens:,}", "–" if unadmitted else f"{turn.device_tokens:,}"]
-        line += [f"{turn.host_tokens:,}" if turn.host_tokens else "–"] if host else []
-        line += ["–" if unadmitted else f"{turn.computed_tokens:,}"]
-        line += [f"{turn.regenerated_tokens:,}" if turn.regenerated_tokens else "–"]
-        line += [turn.replica or "–"] if several else []
-        line += [_hit_text(turn)]
-        line += [_gap_text(turn, by_kind.get("tools"), next_turn, ended=program.finished_s is not None)]
-        lines.append(line)
-    columns = [
-        WrappedColumn(
-            Text(name, style="bold").append(f"\n{unit}", style="not bold dim"),
-            [Text(line[place]) for line in lines],
-            "left" if name in ("why", "then") else "right",
-        )
-        for place, (name, unit) in enumerate(names)
+    if any(turn.host_tokens for turn in turns):
+        columns["from host", "tokens"] = [_count(turn.host_tokens) for turn in turns]
+    columns["computed", "tokens"] = [
+        f"{turn.computed_tokens:,}" if got else "–" for turn, got in zip(turns, admitted, strict=True)
     ]
-    numbers = [Text(str(turn.turn)) for turn in program.turns]
-    return WrappedTable([WrappedColumn(Text("turn", style="bold"), numbers)], columns)
+    columns["again", "tokens"] = [_count(turn.regenerated_tokens) for turn in turns]
+    if len(run.replicas) > 1:
+        columns["replica", ""] = [turn.replica or "–" for turn in turns]
+    columns["why", ""] = [_hit_text(turn) for turn in turns]
+    ended = program.finished_s is not None
+    columns["then", "tool, s"] = [
+        _gap_text(turn, _seconds_of("tools", found), next_turn, ended=ended)
+        for (turn, next_turn), found in zip(turn_pairs(turns), phases, strict=True)
+    ]
+    return WrappedTable(
+        [WrappedColumn(Text("turn", style="bold"), [Text(str(turn.turn)) for turn in turns])],
+        [
+            WrappedColumn(
+                Text(name, style="bold").append(f"\n{unit}", style="not bold dim"),
+                [Text(text) for text in texts],
+                "left" if name in ("why", "then") else "right",
+            )
+            for (name, unit), texts in columns.items()
+        ],
+    )
 
 
-def _duration_text(span: TurnPhase | None, lasted: list[TurnPhase], turn: TurnLog) -> str:
-    if span is None:
+def _seconds_of(kind: str, phases: list[TurnPhase]) -> float | None:
+    """Seconds of all phases of ``kind``; ``None`` if there are none."""
+    found = [phase.seconds for phase in phases if phase.kind == kind]
+    return sum(found) if found else None
+
+
+def _duration_text(kind: str, phases: list[TurnPhase], turn: TurnLog) -> str:
+    seconds = _seconds_of(kind, phases)
+    if seconds is None:
         return "–"
     # A phase cut off by the end of the run is a lower bound.
-    cut = turn.finished_s is None and span.kind == lasted[-1].kind
-    return f"{'≥' if cut else ''}{_seconds(span.seconds)}"
+    cut = turn.finished_s is None and kind == phases[-1].kind
+    return f"{'≥' if cut else ''}{_seconds(seconds)}"
+
+
+def _count(tokens: int) -> str:
+    return f"{tokens:,}" if tokens else "–"
 
 
 def _hit_text(turn: TurnLog) -> str:
@@ -227,37 +230,22 @@ def _hit_text(turn: TurnLog) -> str:
     return text or "hit"
 
 
-def _gap_text(turn: TurnLog, gap: TurnPhase | None, next_turn: TurnLog | None, *, ended: bool) -> str:
-    if turn.finished_s is None or gap is None:
+def _gap_text(turn: TurnLog, gap_s: float | None, next_turn: TurnLog | None, *, ended: bool) -> str:
+    if turn.finished_s is None or gap_s is None:
         return "cut off by the run's end"
-    if next_turn is None and ended and gap.seconds <= 0:
+    if next_turn is None and ended and gap_s <= 0:
         return "end"
     at_least = "≥" if next_turn is None and not ended else ""
     foreseen = f", {turn.goes_on:.0%} to go on" if turn.goes_on is not None else ""
-    return f"{turn.tool or 'gap'} {at_least}{_seconds(gap.seconds)}{foreseen}"
+    return f"{turn.tool or 'gap'} {at_least}{_seconds(gap_s)}{foreseen}"
 
 
-def _causes(program: ProgramLog) -> list[str]:
-    """Causes of the program's recomputed tokens, most tokens first."""
-    by: dict[str, int] = {}
+def _causes(program: ProgramLog) -> dict[str, int]:
+    """The program's recomputed tokens by cause, most tokens first."""
+    by: Counter[str] = Counter()
     for turn in program.turns:
-        for cause, tokens in turn.regenerated.items():
-            by[cause] = by.get(cause, 0) + tokens
-    return sorted(by, key=lambda cause: (-by[cause], cause))
-
-
-def _percentages(sums: dict[str, float]) -> dict[str, int]:
-    """Integer percentages of the phases that took time, adding up to 100; all 0 if no phase took time."""
-    whole = sum(sums.values())
-    if whole <= 0:
-        return dict.fromkeys(sums, 0)
-    exact = {kind: 100.0 * seconds / whole for kind, seconds in sums.items() if seconds > 0}
-    floors = {kind: int(percent) for kind, percent in exact.items()}
-    # With equal remainders round up the larger share. Rounding removes floating-point noise.
-    order = sorted(exact, key=lambda kind: (round(floors[kind] - exact[kind], 9), -exact[kind], kind))
-    for kind in order[: 100 - sum(floors.values())]:
-        floors[kind] += 1
-    return floors
+        by.update(turn.regenerated)
+    return dict(sorted(by.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _seconds(seconds: float) -> str:

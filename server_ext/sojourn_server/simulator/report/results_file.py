@@ -80,55 +80,6 @@ def document(
     return plain
 
 
-def read_results(path: str | Path) -> SimulationResults:
-    """Read a results file; unknown fields are ignored. Raises ``ResultsError``."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ResultsError(f"{path}: {error.strerror or error}") from error
-    check_version(data, str(path), expected=RESULTS_VERSION, what="results")
-    results: SimulationResults = decode(data, SimulationResults, str(path))
-    return results
-
-
-def check_version(data: bytes, where: str, *, expected: int, what: str) -> None:
-    """Raise ``ResultsError`` if the version in ``data`` is not ``expected``. The message names the file
-    (``where``) and the kind of file (``what``). Without this check, decoding a file of another version would
-    only report that some field is missing."""
-
-    class Versioned(msgspec.Struct):
-        version: int
-
-    version = decode(data, Versioned, where).version
-    if version != expected:
-        raise ResultsError(
-            f"{where}: version is {version}; this sojourn reads {what} of version {expected}: "
-            "make them again or use the release that wrote them"
-        )
-
-
-def decode(data: bytes, kind: type[Any], where: str) -> Any:
-    """Decode JSON or msgpack as the type ``kind``. Raises ``ResultsError``, which names the file
-    (``where``) and the field."""
-    is_json = data[:1] < b"\x80"  # the first byte of a msgpack map is larger than that of any JSON
-    try:
-        return msgspec.json.decode(data, type=kind) if is_json else msgspec.msgpack.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise ResultsError(f"{where}: {field_first(str(error))}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ResultsError(f"{where}: neither JSON nor msgpack, or cut off: {error}") from error
-
-
-def field_first(message: str) -> str:
-    """Return an error message of msgspec with the field in front. Example: "Expected `int`, got `str` - at
-    `$.runs[0].seed`" becomes "runs[0].seed: expected `int`, got `str`"."""
-    found = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message, re.DOTALL)
-    if found is None:
-        return message[:1].lower() + message[1:]
-    what, field = found.groups()
-    return f"{field}: {what[:1].lower()}{what[1:]}"
-
-
 def _without_folders(argument: str) -> str:
     parts = re.split(r"([=,])", argument)
     return "".join((Path(part).name or part) if Path(part).is_absolute() else part for part in parts)
@@ -148,40 +99,27 @@ SAVED_RUNS_VERSION = 1
 SUFFIXES = (".json", ".json.gz", ".msgpack", ".msgpack.gz")
 
 
+class _Versioned(msgspec.Struct):
+    version: int
+
+
 class SavedRuns(msgspec.Struct, kw_only=True):
     """Content of a ``--save`` file."""
 
     version: int
     made_with: Provenance
     runs: list[RunLog]
-    rows: list[RunRow] = msgspec.field(default_factory=list)
-    """Metrics of ``runs``, and of bounds, which have no log if they were not simulated."""
     missing_runs: int = 0
     """Number of runs that an interrupt left out."""
 
 
-def save_runs(
-    path: str | Path,
-    runs: Iterable[RunLog],
-    made: Provenance,
-    rows: Iterable[RunRow] = (),
-    missing_runs: int = 0,
-) -> None:
+def save_runs(path: Path, runs: Sequence[RunLog], made: Provenance, missing_runs: int = 0) -> None:
     """Write run logs; the file appears complete or not at all.
 
-    The suffix selects the format: ``.json`` or ``.msgpack``, optionally with ``.gz``. The same logs give the
-    same bytes. Raises ``ResultsError`` for another suffix.
+    The suffix, one of ``SUFFIXES``, selects the format: ``.json`` or ``.msgpack``, optionally with ``.gz``.
+    The same logs give the same bytes.
     """
-    path = Path(path)
-    if not path.name.endswith(SUFFIXES):
-        raise ResultsError(f"{path}: the name ends in none of {', '.join(SUFFIXES)}")
-    saved = SavedRuns(
-        version=SAVED_RUNS_VERSION,
-        made_with=made,
-        runs=list(runs),
-        rows=list(rows),
-        missing_runs=missing_runs,
-    )
+    saved = SavedRuns(version=SAVED_RUNS_VERSION, made_with=made, runs=list(runs), missing_runs=missing_runs)
     packed = path.name.removesuffix(".gz").endswith(".msgpack")
     data = msgspec.msgpack.encode(saved) if packed else msgspec.json.encode(saved)
     if path.suffix == ".gz":
@@ -189,16 +127,31 @@ def save_runs(
     write_atomically({path: data})
 
 
-def load_runs(path: str | Path) -> SavedRuns:
+def load_runs(path: Path) -> SavedRuns:
     """Read run logs; the format is detected. Raises ``ResultsError`` naming file and field."""
     try:
-        data = Path(path).read_bytes()
+        data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ResultsError(f"{path}: the gzip data is cut off or damaged: {error}") from error
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror or error}") from error
-    check_version(data, str(path), expected=SAVED_RUNS_VERSION, what="saved runs")
-    saved: SavedRuns = decode(data, SavedRuns, str(path))
+    # The first byte of a msgpack map is larger than that of any JSON.
+    decode: Any = msgspec.json.decode if data[:1] < b"\x80" else msgspec.msgpack.decode
+    try:
+        # A file of another version may lack a field, and should not be rejected for that.
+        version = decode(data, type=_Versioned).version
+        if version != SAVED_RUNS_VERSION:
+            raise ResultsError(
+                f"{path}: version is {version}; this sojourn reads saved runs of version "
+                f"{SAVED_RUNS_VERSION}: make them again or use the release that wrote them"
+            )
+        saved: SavedRuns = decode(data, type=SavedRuns)
+    except msgspec.ValidationError as error:
+        raise ResultsError(f"{path}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ResultsError(f"{path}: neither JSON nor msgpack, or cut off: {error}") from error
+    if not saved.runs:
+        raise ResultsError(f"{path}: holds no runs")
     return saved

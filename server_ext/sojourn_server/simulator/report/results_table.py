@@ -1,38 +1,27 @@
-"""Result tables for terminal and Markdown: grouped by workload, best values marked."""
+"""Result tables for the terminal: grouped by workload, best values marked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from .result_columns import (
-    ENGINE,
-    REFERENCES,
-    SERVICE,
-    ResultColumn,
-    TableCell,
-    cells,
-    columns_to_show,
-)
+from .result_columns import REFERENCES, ResultColumn, TableCell, cells, columns_to_show
 from .run_row import RunRow
+
+if TYPE_CHECKING:
+    from ..simulation_run import RunSpec
 
 
 def legend(rows: Sequence[RunRow]) -> str:
-    """Legend of a table of ``rows``."""
-    compared = _baseline_note(rows)
-    factors = f"; N× {compared}" if compared else ""
-    return f"* best of the policies{factors}; ≥ at least, ≤ at most"
-
-
-def _baseline_note(rows: Sequence[RunRow]) -> str:
-    """Note that names the baseline of the factors; empty if no baseline was run."""
+    """Legend of a table of ``rows``. It names the baseline of the factors, if one was run."""
     ran = {row.policy for row in rows}
     names = [name for name in REFERENCES if name in ran and ran != {name}]
-    return f"times better than {' or '.join(names)}" if names else ""
+    factors = f"; N× times better than {' or '.join(names)}" if names else ""
+    return f"* best of the policies{factors}; ≥ at least, ≤ at most"
 
 
 def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
@@ -75,11 +64,10 @@ def _common_size(rows: Sequence[RunRow], field: str) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def load_label(row: RunRow) -> str:
-    """The load of a row in words, such as ``40 programs at once``."""
-    if row.loop == "closed" or row.rate_per_s is None:
-        text = f"{row.programs} programs at once"
-    else:
+def load_label(row: RunRow | RunSpec) -> str:
+    """The load of a run in words, such as ``40 programs at once``."""
+    text = f"{row.programs} programs at once"
+    if row.rate_per_s is not None:
         text = f"{row.programs} programs, {row.rate_per_s:g} a second"
     if row.replicas is None:
         return text
@@ -90,36 +78,12 @@ def render(rows: Sequence[RunRow]) -> RenderableType:
     """One table per workload, wrapped to the width of the console, then the notes."""
     parts: list[RenderableType] = []
     for group in workloads(rows):
-        parts += [Text(title(group), style="bold"), _pieces(group), Text("")]
+        columns = [value_cells(column, [group]) for column in columns_to_show(group)]
+        parts += [Text(title(group), style="bold"), WrappedTable([policy_cells(group)], columns), Text("")]
     if parts:
         parts.append(Text(legend(rows), style="dim"))
     parts.extend(Text(f"note: {note}", style="dim") for note in notes(rows))
     return Group(*parts)
-
-
-def markdown(rows: Sequence[RunRow], *, one_table: bool = False) -> str:
-    """The tables as Markdown with all columns, ending in a newline. One section per workload or, with
-    ``one_table``, a single table with columns for trace and load."""
-    groups = workloads(rows)
-    lines: list[str] = []
-    if one_table:
-        columns = columns_to_show(rows, [*SERVICE, *ENGINE])
-        lines += _heading(["trace", "load", "policy"], columns)
-        for group in groups:
-            lines += _lines(group, columns, [group[0].trace, load_label(group[0])])
-        lines.append("")
-    else:
-        for group in groups:
-            columns = columns_to_show(group, [*SERVICE, *ENGINE])
-            lines += [f"### {_escaped(title(group))}", "", *_heading(["policy"], columns)]
-            lines += [*_lines(group, columns, []), ""]
-    compared = _baseline_note(rows)
-    factors = f" N×: {compared}." if compared else ""
-    lines.append(f"**Bold**: best of the policies.{factors} *Italic*: a limit, no policy.")
-    found = notes(rows)
-    if found:
-        lines += ["", *(f"- {_escaped(note)}" for note in found)]
-    return "\n".join(lines) + "\n"
 
 
 def notes(rows: Sequence[RunRow]) -> list[str]:
@@ -139,13 +103,6 @@ def notes(rows: Sequence[RunRow]) -> list[str]:
     return made
 
 
-def _pieces(rows: Sequence[RunRow]) -> WrappedTable:
-    columns = [
-        value_cells(column, cells(rows, column)) for column in columns_to_show(rows, [*SERVICE, *ENGINE])
-    ]
-    return WrappedTable([policy_cells(rows)], columns)
-
-
 def policy_cells(rows: Sequence[RunRow]) -> WrappedColumn:
     """Printable column of the policies' names; bounds are in italics."""
     return WrappedColumn(
@@ -153,8 +110,9 @@ def policy_cells(rows: Sequence[RunRow]) -> WrappedColumn:
     )
 
 
-def value_cells(column: ResultColumn, found: Sequence[TableCell]) -> WrappedColumn:
-    """Printable column of values, with the heading of ``column`` and the cells ``found``."""
+def value_cells(column: ResultColumn, groups: Sequence[Sequence[RunRow]]) -> WrappedColumn:
+    """Printable column of values. The rows of a group are compared with one another only."""
+    found = cells(groups, column)
     factor_width = max(len(cell.factor) for cell in found)
     heading = Text(column.title).append(f"\n{column.unit}", style="dim")
     return WrappedColumn(heading, [_text(cell, factor_width) for cell in found])
@@ -165,33 +123,6 @@ def _text(cell: TableCell, factor_width: int) -> Text:
     if factor_width:
         text.append(f" {cell.factor:>{factor_width}}", style="not bold dim default")
     return text
-
-
-def _heading(first: Sequence[str], columns: Sequence[ResultColumn]) -> list[str]:
-    names = [*first, *(f"{column.title} {column.unit}".strip() for column in columns)]
-    return [_line(names), _line([*("---" for _ in first), *("--:" for _ in columns)])]
-
-
-def _lines(rows: Sequence[RunRow], columns: Sequence[ResultColumn], first: Sequence[str]) -> list[str]:
-    made = [[_marked(cell) for cell in cells(rows, column)] for column in columns]
-    lines = []
-    for number, row in enumerate(rows):
-        policy = f"*{row.policy}*" if row.limit else row.policy
-        lines.append(_line([*first, policy, *(column[number] for column in made)]))
-    return lines
-
-
-def _marked(cell: TableCell) -> str:
-    text = f"**{cell.text}**" if cell.best else cell.text
-    return f"{text} ({cell.factor})" if cell.factor else text
-
-
-def _line(parts: Sequence[str]) -> str:
-    return f"| {' | '.join(_escaped(part) for part in parts)} |"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 _GAP = 2

@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from pathlib import PurePath
+from typing import Any
 
 import msgspec
 
 from sojourn_server.metrics.preemption_cascades import CASCADE_STEPS
 from sojourn_server.metrics.summary_statistics import PERCENTILES, summarise
 
-from ..run_log import SLO_FACTOR, ProgramLog, RunLog, TurnLog
+from ..run_log import SLO_FACTOR, ProgramLog, RunFacts, RunLog, TurnLog
 from .run_row import (
     NO_STATISTICS,
     OVERALL,
@@ -50,12 +51,7 @@ CUT_OFF_NOTE = (
 )
 
 
-def summarize_run(
-    run: RunLog,
-    *,
-    since_s: float = 0.0,
-    limit: bool = False,
-) -> RunRow:
+def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
     """Metrics of ``run``.
 
     - ``completion_s``: from arrival to the last token. In a closed loop only finished programs count. In an
@@ -78,8 +74,7 @@ def summarize_run(
     - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
       ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
 
-    ``limit``: whether the run is a bound, not a policy. Raises ``ValueError`` if ``since_s`` is
-    negative or not before the end of the run.
+    Raises ``ValueError`` if ``since_s`` is negative or not before the end of the run.
     """
     if since_s < 0 or (since_s > 0 and since_s >= run.virtual_s):
         raise ValueError(
@@ -96,13 +91,10 @@ def summarize_run(
     for turn in admitted:
         causes.update(turn.regenerated)
     window_s = run.virtual_s - since_s
+    facts: dict[str, Any] = {name: getattr(run, name) for name in RunFacts.__struct_fields__}
     return RunRow(
-        policy=run.policy,
+        **facts | {"trace": trace_name(run.trace), "routes": dict(run.routes)},
         programs=run.programs_wanted,
-        hardware=run.hardware,
-        model=run.model,
-        trace=trace_name(run.trace),
-        seed=run.seed,
         programs_finished=len(finished),
         programs_unfinished=len(elapsed),
         completion_s=censored_statistics(finished, [] if is_closed else elapsed),
@@ -118,16 +110,7 @@ def summarize_run(
         preemptions=len(run.preemption_steps),
         cascades=cascades(run.preemption_steps),
         scheduler_ms_per_step=1e3 * run.scheduler_s / run.steps if run.steps else None,
-        virtual_s=run.virtual_s,
-        wall_s=run.wall_s,
-        limit=limit,
-        loop=run.loop,
-        rate_per_s=run.rate_per_s,
         since_s=since_s,
-        pool_blocks=run.pool_blocks,
-        host_blocks=run.host_blocks,
-        disk_blocks=run.disk_blocks,
-        block_size=run.block_size,
         programs_cut=sum(program.cut and program.finished_s is not None for program in programs),
         programs_per_hour=_rate(3600.0 * _programs_finished_since(run.programs, since_s), window_s),
         unfinished_elapsed_s=summary_statistics(elapsed),
@@ -139,28 +122,19 @@ def summarize_run(
         host_hit_tokens=sum(turn.host_tokens for turn in admitted),
         regenerated_by=dict(sorted(causes.items())),
         device_busy_fraction=_rate(run.busy_s, run.virtual_s),
-        copied_to_host_bytes=run.copied_to_host_bytes,
-        copied_to_device_bytes=run.copied_to_device_bytes,
-        copied_to_disk_bytes=run.copied_to_disk_bytes,
-        copied_from_disk_bytes=run.copied_from_disk_bytes,
-        steps=run.steps,
         replicas=len(run.replicas) or None,
         replica_changes=replica_changes(programs) if run.replicas else None,
         utilisation=utilisation(run),
         slo_attainment=slo_attainment(programs, run.virtual_s) if run.replicas else None,
         per_replica=per_replica(run),
-        routes=dict(run.routes),
         notes=tuple(dict.fromkeys([*run.notes, *_notes(run, since_s, unfinished=bool(elapsed))])),
     )
 
 
 def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
     """Mean and percentiles of ``values``."""
-    summary = summarise(values)
-    return SummaryStatistics(
-        mean=summary["mean"], p50=summary["p50"], p90=summary["p90"], p95=summary["p95"], p99=summary["p99"],
-        count=int(summary["count"] or 0),
-    )  # fmt: skip
+    summary: dict[str, Any] = summarise(values)
+    return SummaryStatistics(**summary)
 
 
 def slowdowns(programs: Iterable[ProgramLog], run_end_s: float) -> tuple[list[float], list[float]]:
@@ -267,12 +241,10 @@ def _waits(turns: Iterable[TurnLog], mark: str, run_end_s: float) -> SummaryStat
 
 
 def _tpot_s(turn: TurnLog, run_end_s: float) -> float | None:
-    end_s, tokens = turn.finished_s, turn.output_tokens
-    if end_s is None:
-        end_s, tokens = run_end_s, turn.generated_tokens
-    return (
-        (end_s - turn.first_token_s) / (tokens - 1) if turn.first_token_s is not None and tokens > 1 else None
-    )
+    if turn.first_token_s is None or turn.tokens_so_far < 2:
+        return None
+    end_s = run_end_s if turn.finished_s is None else turn.finished_s
+    return (end_s - turn.first_token_s) / (turn.tokens_so_far - 1)
 
 
 def _output_tokens_since(run: RunLog, since_s: float) -> float:
@@ -283,7 +255,7 @@ def _output_tokens_since(run: RunLog, since_s: float) -> float:
         for turn in program.turns:
             if turn.first_token_s is None:
                 continue
-            tokens = turn.generated_tokens if turn.finished_s is None else turn.output_tokens
+            tokens = turn.tokens_so_far
             end_s = run.virtual_s if turn.finished_s is None else turn.finished_s
             if turn.first_token_s >= since_s:
                 total += tokens
@@ -384,26 +356,18 @@ def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str
 
 def per_replica(run: RunLog) -> tuple[ReplicaRow, ...]:
     """One row per engine of a cluster, in order; empty for a single engine."""
-    turns: dict[str | None, list[tuple[int, int, int]]] = {}
-    for program in run.programs:
-        for turn in program.turns:
-            if turn.admitted_s is not None:
-                made = turn.generated_tokens if turn.finished_s is None else turn.output_tokens
-                turns.setdefault(turn.replica, []).append(
-                    (made, turn.computed_tokens, turn.regenerated_tokens)
-                )
-    rows = []
-    for replica in run.replicas:
-        computed_here = turns.get(replica.replica, [])
-        rows.append(
-            ReplicaRow(
-                replica=replica.replica,
-                steps=replica.steps,
-                busy_s=replica.busy_s,
-                turns=len(computed_here),
-                output_tokens=sum(made for made, _, _ in computed_here),
-                computed_tokens=sum(computed for _, computed, _ in computed_here),
-                regenerated_tokens=sum(again for _, _, again in computed_here),
-            )
+    turns: dict[str | None, list[TurnLog]] = {}
+    for turn in (turn for program in run.programs for turn in program.turns if turn.admitted_s is not None):
+        turns.setdefault(turn.replica, []).append(turn)
+    return tuple(
+        ReplicaRow(
+            replica=replica.replica,
+            steps=replica.steps,
+            busy_s=replica.busy_s,
+            turns=len(here := turns.get(replica.replica, [])),
+            output_tokens=sum(turn.tokens_so_far for turn in here),
+            computed_tokens=sum(turn.computed_tokens for turn in here),
+            regenerated_tokens=sum(turn.regenerated_tokens for turn in here),
         )
-    return tuple(rows)
+        for replica in run.replicas
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from ..run_log import RunFacts
+
 WALL_CLOCK_FIELDS = ("scheduler_ms_per_step", "wall_s")
 """Fields of ``RunRow`` that depend on the machine. Other fields are equal in every repetition of a run."""
 
@@ -61,17 +63,12 @@ OVERALL = "overall"
 """Key of ``RunRow.slo_attainment`` for all programs, whatever their tenant."""
 
 
-class RunRow(msgspec.Struct, kw_only=True, frozen=True):
+class RunRow(RunFacts, kw_only=True):
     """One policy on one workload. Times are virtual seconds except ``WALL_CLOCK_FIELDS``. ``summarize_run``
     defines the metrics; ``None`` in a metric means "not measured", never zero."""
 
-    policy: str
     programs: int
     """Concurrent programs (closed loop), or number of arrivals (open loop)."""
-    hardware: str
-    model: str
-    trace: str
-    seed: int
     programs_finished: int
     programs_unfinished: int
     completion_s: SummaryStatistics
@@ -85,18 +82,8 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     cascades: int
     scheduler_ms_per_step: float | None
     """Wall-clock milliseconds inside calls of the scheduler, per step."""
-    virtual_s: float
-    wall_s: float
 
-    limit: bool = False
-    """Whether the row belongs to a bound, not to a policy. Tables never mark such a row as the best."""
-    loop: str = "closed"
-    rate_per_s: float | None = None
     since_s: float = 0.0
-    pool_blocks: int = 0
-    host_blocks: int = 0
-    disk_blocks: int = 0
-    block_size: int = 16
     programs_cut: int = 0
     """Number of finished programs that ended early because their next turn would not have fitted."""
     programs_per_hour: float | None = None
@@ -114,23 +101,15 @@ class RunRow(msgspec.Struct, kw_only=True, frozen=True):
     host_hit_tokens: int = 0
     regenerated_by: dict[str, int] = msgspec.field(default_factory=dict)
     device_busy_fraction: float | None = None
-    copied_to_host_bytes: int = 0
-    copied_to_device_bytes: int = 0
-    copied_to_disk_bytes: int = 0
-    copied_from_disk_bytes: int = 0
-    """Bytes read from disk to host memory."""
-    steps: int = 0
     replicas: int | None = None
     """Number of engines behind a gateway; ``None`` for a single engine without a gateway. With several
-    engines, pool sizes are per engine, and ``device_busy_fraction`` is the mean."""
+    engines, ``device_busy_fraction`` is the mean."""
     replica_changes: ReplicaChanges | None = None
     utilisation: Utilisation | None = None
     slo_attainment: dict[str, float] | None = None
     """Tenant → share of its programs that meet their SLO, 0 to 1. The key ``OVERALL`` stands for all
     programs. See ``run_metrics.slo_attainment``."""
     per_replica: tuple[ReplicaRow, ...] = ()
-    routes: dict[str, int] = msgspec.field(default_factory=dict)
-    """Requests sent by the gateway over the whole run, by routing reason."""
     notes: tuple[str, ...] = ()
 
     @property

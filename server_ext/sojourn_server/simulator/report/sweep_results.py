@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from .result_columns import ENGINE, SERVICE, ResultColumn, TableCell, cells, columns_to_show, with_decimals
+from .result_columns import COLUMNS, columns_to_show
 from .results_table import WrappedColumn, WrappedTable, legend, notes, policy_cells, title, value_cells
 from .run_row import RunRow
 
@@ -54,39 +54,6 @@ class SweepRuns(msgspec.Struct, kw_only=True, frozen=True):
         return [rows[place] for place in value.runs]
 
 
-def sweep_runs(
-    field: str,
-    meaning: str,
-    values: Sequence[float],
-    rows: Sequence[RunRow],
-    *,
-    is_host_sweep: bool = False,
-    kv_bytes_per_token: int | None = None,
-) -> SweepRuns:
-    """Assign the result rows to the swept values. ``rows`` has one row per policy for the first value, then
-    for the second, and so on. ``field`` is the swept field of ``RunSpec``, and ``meaning`` describes it.
-
-    With ``is_host_sweep``, the value is an amount of host memory. It is also shown in tokens and, if
-    ``kv_bytes_per_token`` is given, in bytes. Raises ``ValueError`` unless all values have the same number of
-    rows, at least one.
-    """
-    policies, left = divmod(len(rows), len(values))
-    if left or not policies:
-        raise ValueError(f"{len(rows)} rows at {len(values)} values; expected as many at each")
-    made = []
-    for number, value in enumerate(values):
-        runs = range(number * policies, (number + 1) * policies)
-        tokens = _host_tokens([rows[place] for place in runs]) if is_host_sweep else None
-        size = tokens * kv_bytes_per_token if tokens is not None and kv_bytes_per_token is not None else None
-        made.append(SweepValue(value=value, runs=tuple(runs), host_tokens=tokens, host_bytes=size))
-    return SweepRuns(field=field, meaning=meaning, values=tuple(made))
-
-
-def _host_tokens(rows: Sequence[RunRow]) -> int:
-    # Bounds have host memory of their own, and some policies have none.
-    return max((row.host_blocks * row.block_size for row in rows if not row.limit), default=0)
-
-
 _SHOWN = (
     ("output", "tok/s"), ("est. of all", "P95 s"), ("programs", "/h"), ("finished", ""), ("unfinished", ""),
     ("TTFT", "mean s"), ("on host", "% prompt"), ("again", "% prompt"),
@@ -99,15 +66,14 @@ def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
     has its own best results and its own baseline."""
     groups = [swept.rows_of(value, rows) for value in swept.values]
     ordered = [row for group in groups for row in group]
-    keys = [_key_column(swept.field, [(value.text, len(value.runs)) for value in swept.values])]
-    if any(value.host_text for value in swept.values):
-        hosts = [(value.host_text or "–", len(value.runs)) for value in swept.values]
-        keys.append(_key_column("host memory", hosts))
-    columns = []
-    for column in columns_to_show(ordered, _columns()):
-        same = with_decimals(column, ordered)
-        found: list[TableCell] = [cell for group in groups for cell in cells(group, same)]
-        columns.append(value_cells(same, found))
+    values = [value for value in swept.values for _ in value.runs]
+    keys = [WrappedColumn(Text(swept.field), [Text(value.text) for value in values])]
+    if any(value.host_text for value in values):
+        keys.append(WrappedColumn(Text("host memory"), [Text(value.host_text or "–") for value in values]))
+    by_name = {(column.title, column.unit): column for column in COLUMNS}
+    # The estimate is shown even if all programs finished, because the plot shows it.
+    shown = [by_name[name]._replace(when=lambda row: True) for name in _SHOWN]
+    columns = [value_cells(column, groups) for column in columns_to_show(ordered, shown)]
     return Group(
         Text(f"{title(ordered)} · {swept.field}: {swept.meaning}", style="bold"),
         WrappedTable([*keys, policy_cells(ordered)], columns),
@@ -115,16 +81,6 @@ def render_sweep(swept: SweepRuns, rows: Sequence[RunRow]) -> RenderableType:
         Text(f"{legend(rows)}, at the same {swept.field}", style="dim"),
         *(Text(f"note: {note}", style="dim") for note in _notes(swept, groups)),
     )
-
-
-def _columns() -> list[ResultColumn]:
-    by_name = {(column.title, column.unit): column for column in (*SERVICE, *ENGINE)}
-    # The estimate is shown even if all programs finished, because the plot shows it.
-    return [by_name[name]._replace(when=lambda row: True) for name in _SHOWN]
-
-
-def _key_column(heading: str, texts: Sequence[tuple[str, int]]) -> WrappedColumn:
-    return WrappedColumn(Text(heading), [Text(text) for text, times in texts for _ in range(times)])
 
 
 def _notes(swept: SweepRuns, groups: Sequence[Sequence[RunRow]]) -> list[str]:
