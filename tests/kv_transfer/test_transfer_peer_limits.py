@@ -1,4 +1,4 @@
-"""What one peer can make an engine keep, whatever it says and however often."""
+"""What peers can make an engine keep, whatever they say and however often."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ NOTHING = memoryview(b"")
 class Guest:
     """A peer that says what it likes, and the engine that hears it."""
 
-    def __init__(self, conns: int = 1, **limits: Any) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.core = TransferCore(identity(), TransferLimits(**{"slots": 64, **limits}), name="d", epoch="e")
         self.now = 0.0
-        for conn in range(1, conns + 1):
-            self.core.peers.accepted(conn, self.now)
-            self.send(HelloMessage(name="x", epoch="y", kv=asdict(identity())), conn)
+        self.core.peers.accepted(1, self.now)
+        self.send(HelloMessage(name="x", epoch="y", kv=asdict(identity())))
         self.answers()
 
-    def send(self, message: WireMessage, conn: int = 1) -> None:
-        self.core.received(conn, message, NOTHING, self.now)
+    def send(self, message: WireMessage) -> None:
+        self.core.received(1, message, NOTHING, self.now)
 
     def answers(self) -> list[WireMessage]:
         return [action.message for action in self.core.take(self.now)[0] if isinstance(action, SendMessage)]
@@ -65,8 +64,8 @@ def read(name: str, first: int, blocks: int) -> ReadMessage:
     return ReadMessage(transfer=name, keys=wanted, total=blocks, traffic_class="kv")  # type: ignore[arg-type]
 
 
-def test_contexts_of_one_peer_are_bounded() -> None:
-    guest = Guest(peer_contexts=10)
+def test_contexts_of_peers_are_bounded() -> None:
+    guest = Guest(max_prompts=10)
     for number in range(25):
         make = offer if number % 2 else read
         guest.send(make(f"t{number}", 100 * number, 8))
@@ -80,15 +79,6 @@ def test_contexts_of_one_peer_are_bounded() -> None:
     guest.send(AbortMessage(transfer="t0", reason="enough"))
     guest.send(offer("next", 9000, 8))
     assert len(guest.core.prompts) == 10, "what has ended makes room"
-
-
-def test_a_whole_context_is_taken_from_everybody_and_one_peer_does_not_use_up_anothers_share() -> None:
-    guest = Guest(conns=2, slots=64, peer_contexts=3)
-    for number in range(5):
-        guest.send(offer(f"one {number}", 100 * number, 64))
-    guest.send(offer("two", 10_000, 64), conn=2)
-    refused = [message.transfer for message in guest.answers() if isinstance(message, AbortMessage)]
-    assert refused == ["one 3", "one 4"]
 
 
 def test_a_peer_that_says_it_lives_and_gives_nothing_loses_its_buffers() -> None:

@@ -277,13 +277,11 @@ class SharedStore:
         self._tree: BlockPrefixTree | None = None
         """The prefix tree of this engine's blocks; ``None`` before the first eviction."""
         self._new: dict[bytes, bytes] = {}
-        """Key → key of the parent, for blocks that this process stored before the tree was built. The parents
-        of other blocks are read from their files."""
+        """Key → key of the parent or empty, for blocks that this process stored before the tree was built.
+        The parents of other blocks are read from their files."""
         self._building = threading.Lock()
         """Held while the tree is built. ``_lock`` stays free meanwhile, because reading the headers of a
         large store takes seconds."""
-        self._pending_changes: list[Callable[[BlockPrefixTree], object]] | None = None
-        """Changes to apply to the tree once it is built; ``None`` while it is not being built."""
 
     @classmethod
     def open(cls, root: str | Path, identity: KvIdentity, *, name: str, budget_bytes: int) -> SharedStore:
@@ -312,7 +310,9 @@ class SharedStore:
         except StoreError as error:
             failed = error
         else:
-            self._touch(key)
+            with self._lock:
+                if self._tree is not None:
+                    self._tree.touch(key)
             return
         try:  # another engine may have an intact copy
             self._siblings().get_into(key, buffers)
@@ -327,8 +327,11 @@ class SharedStore:
         outcome = self._own.put(key, buffers, parent=parent)
         if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL):
             outcome = self._put_evicting(key, buffers, parent, outcome)
-        if outcome in (PutOutcome.STORED, PutOutcome.ALREADY):
-            self._note(key, parent if outcome is PutOutcome.STORED else b"")
+        with self._lock:
+            if self._tree is not None and outcome in (PutOutcome.STORED, PutOutcome.ALREADY):
+                self._tree.add(key, parent if outcome is PutOutcome.STORED else None)
+            elif outcome is PutOutcome.STORED:
+                self._new[key] = parent
         return outcome
 
     def _has(self, key: bytes) -> bool:
@@ -361,8 +364,7 @@ class SharedStore:
             if victim is None:
                 break
             try:
-                evicted += 1
-                self._own.drop(victim)
+                evicted += self._own.drop(victim)  # it may have been removed while the tree was built
             except StoreError:
                 self._no_evictions_until_s = self._clock() + EVICTION_RETRY_S
                 break
@@ -375,52 +377,28 @@ class SharedStore:
 
     def _build_tree(self) -> BlockPrefixTree:
         """Return the prefix tree. The first call builds it from the files' headers, while other threads can
-        still read blocks."""
+        still read and store blocks."""
         with self._building:
-            with self._lock:
-                if self._tree is not None:
-                    return self._tree
-                known, self._pending_changes = dict(self._new), []
-            tree = BlockPrefixTree()
-            try:
+            if self._tree is None:
+                with self._lock:
+                    known = dict(self._new)
+                tree = BlockPrefixTree()
                 keys = self._own.keys()  # least recently used first
                 for key in keys:
-                    parent = known[key] if key in known else self._own.parent_of(key)
-                    tree.add(key, parent or None)
-                tree.discard_stale()
-            except BaseException:
+                    tree.add(key, known[key] if key in known else self._own.parent_of(key))
                 with self._lock:
-                    self._pending_changes = None
-                raise
-            with self._lock:
-                for change in self._pending_changes or ():
-                    change(tree)
-                self._tree, self._pending_changes = tree, None
-                self._new.clear()
-            return tree
-
-    def _note(self, key: bytes, parent: bytes) -> None:
-        with self._lock:
-            if self._tree is None and parent:
-                self._new[key] = parent
-            self._update_tree(lambda tree: tree.add(key, parent or None))
-
-    def _touch(self, key: bytes) -> None:
-        with self._lock:
-            self._update_tree(lambda tree: tree.touch(key))
+                    for key, parent in self._new.items():  # also those stored meanwhile
+                        tree.add(key, parent)
+                    tree.discard_stale()
+                    self._tree = tree
+                    self._new.clear()
+            return self._tree
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
             self._new.pop(key, None)
-            self._update_tree(lambda tree: tree.remove(key))
-
-    def _update_tree(self, change: Callable[[BlockPrefixTree], object]) -> None:
-        """Apply a change to the prefix tree, or record the change while the tree is being built. The caller
-        holds the lock."""
-        if self._tree is not None:
-            change(self._tree)
-        elif self._pending_changes is not None:
-            self._pending_changes.append(change)
+            if self._tree is not None:
+                self._tree.remove(key)
 
     def _siblings(self) -> SiblingStores:
         with self._lock:

@@ -44,8 +44,6 @@ MAX_REMEMBERED_EVICTIONS = 4096
 EVICTED_UNCLAIMED = "evicted before any request asked for it: other transfers waited for its buffers"
 EVICTED_LOW_PRIORITY = "its request was among the last in the queue, and others waited for its buffers"
 BAD_KEYS = "no blocks, or a duplicate block"
-ALL_PEERS_FACTOR = 4
-"""The limits for all peers together are this many times the limits for one peer."""
 MAX_SILENT_LEASES = 4
 """A prompt that has buffers fails if no data arrives for this many times ``lease_s``, even if its peer
 reports progress. This bounds the time for which a peer can hold buffers."""
@@ -170,7 +168,7 @@ class IncomingPromptTable:
         elif not keys or len(set(keys)) != len(keys):
             why = BAD_KEYS
         else:
-            why = self._refusal(conn, message.transfer, len(keys))
+            why = self._refusal(message.transfer, len(keys))
         if why is not None:
             self.send(conn, FailedMessage(transfer=message.transfer, index=0, reason=why))
             return
@@ -195,7 +193,7 @@ class IncomingPromptTable:
         elif prompt is not None and prompt.state is not PromptState.GATHERING:
             why = prompt.why
         else:
-            why = refused = self._refusal(conn, message.transfer, len(keys))
+            why = refused = self._refusal(message.transfer, len(keys))
         if why is not None:
             self.send(conn, AbortMessage(transfer=message.transfer, reason=why))
             if refused is not None and prompt is not None and prompt.conns() <= {conn}:
@@ -356,31 +354,16 @@ class IncomingPromptTable:
         if len(self._gone) > MAX_REMEMBERED_EVICTIONS:
             self._gone.popitem(last=False)
 
-    def _refusal(self, conn: int, transfer: str, keys: int) -> str | None:
-        """Return why a peer's next prompt of ``keys`` blocks is refused; ``None`` if it is accepted."""
+    def _refusal(self, transfer: str, keys: int) -> str | None:
+        """Return why a peer's prompt of ``keys`` blocks is refused; ``None`` if it is accepted."""
         limits = self.ctx.limits
-        contexts = {True: 0, False: 0}
-        held = {True: keys, False: 0}
-        """Number of block keys in this peer's prompts (key ``True``) and in all others (key ``False``).
-        Prompts of ended connections count among the others until their leases end."""
-        for prompt in self._prompts.values():
-            halves = [half for half in (prompt.read, prompt.offer) if half is not None]
-            for half in halves:
-                held[half.conn == conn] += len(half.keys)
-            if halves and prompt.transfer != transfer:
-                contexts[conn in prompt.conns()] += 1
-        if contexts[True] < limits.peer_contexts and held[True] <= limits.peer_keys:
-            most_contexts, most_keys = (
-                ALL_PEERS_FACTOR * limits.peer_contexts,
-                ALL_PEERS_FACTOR * limits.peer_keys,
-            )
-            if sum(contexts.values()) < most_contexts and sum(held.values()) <= most_keys:
-                return None
-            who = "all peers together"
-        else:
-            who, most_contexts, most_keys = "one peer", limits.peer_contexts, limits.peer_keys
+        from_peers = [each for each in self._prompts.values() if each.read or each.offer]
+        held = keys + sum(len(half.keys) for each in from_peers for half in (each.read, each.offer) if half)
+        others = sum(each.transfer != transfer for each in from_peers)
+        if others < limits.max_prompts and held <= limits.max_keys:
+            return None
         self.ctx.counts["contexts_refused"] += 1
-        return f"{who} may have {most_contexts} contexts of {most_keys} keys here at a time, and no more"
+        return f"peers may have {limits.max_prompts} contexts of {limits.max_keys} keys here at a time"
 
     def release_buffers(self, prompt: IncomingPrompt, now: float) -> None:
         """Release the prompt's buffers. A prompt that the engine expects stays known until ``forget``."""

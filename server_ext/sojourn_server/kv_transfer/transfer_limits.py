@@ -9,8 +9,7 @@ MAX_WAITING_WRITE_BYTES = 256 << 20
 """Default limit of the bytes of copied blocks that wait to be written to the store."""
 
 MAX_KEYS_PER_MESSAGE = 1 << 17
-"""Maximum number of block keys in one message. ``TransferLimits.peer_keys`` is at least this, so that each
-peer may send one such message."""
+"""Maximum number of block keys in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +38,11 @@ class TransferLimits:
     queue_share: float = 0.75
     """While other transfers wait for slots, complete prompts of queued requests keep at most this share of
     the slots. The prompt of the first queued request is always kept."""
-    peer_contexts: int = 1024
-    """Maximum number of open prompts of one peer on this engine. All peers together may have four times as
-    many."""
+    max_prompts: int = 4096
+    """Maximum number of open prompts of all peers together on this engine."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "chunk_bytes", "read_width", "peer_contexts"):
+        for name in ("slots", "chunk_bytes", "read_width", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("patience_s", "report_interval_s", "lease_s"):
@@ -63,7 +61,7 @@ class TransferLimits:
             raise ValueError(f"queue_share must be from 0 to 1, not {self.queue_share}")
 
     @property
-    def peer_keys(self) -> int:
-        """Maximum number of block keys in the open prompts of one peer, including prompts that wait for
-        buffers. All peers together may have four times as many."""
-        return max(MAX_KEYS_PER_MESSAGE, 16 * self.slots)
+    def max_keys(self) -> int:
+        """Maximum number of block keys in all open prompts together, including prompts that wait for
+        buffers."""
+        return 4 * max(MAX_KEYS_PER_MESSAGE, 16 * self.slots)
