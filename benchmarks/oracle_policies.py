@@ -54,17 +54,17 @@ def know_work(simulation: Simulation) -> None:
     """Give the placement policy of ``simulation`` the work that each program has left."""
     work = ProgramWork(simulation)
     for replica in simulation.replicas:
-        replica.engine.adapter.program_scheduler.placement = OraclePlacement(work=work)
+        replica.engine.adapter.program_scheduler.tiers.policy = OraclePlacement(work=work)
 
 
 def know_lengths(simulation: Simulation, error: float | None = None) -> None:
     """Give the predictor of ``simulation`` the lengths of all outputs, exactly or with a mean error."""
     for replica in simulation.replicas:
         live, scheduler = replica.account.live, replica.engine.adapter.program_scheduler
-        scheduler.output_predictor = LengthOracle(
+        scheduler.forecaster.predictor = LengthOracle(
             length=lambda request_id, live=live: live[request_id].log.output_tokens,
             error=error,
-            unseen=scheduler.output_predictor,
+            unseen=scheduler.forecaster.predictor,
         )
 
 

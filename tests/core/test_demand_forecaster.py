@@ -25,7 +25,7 @@ TYPED = {"sojourn": {"agent_type": "solver"}}
 def engine(*, preset: str | Preset = "tetris", blocks: int = 100, host_blocks: int = 0) -> VirtualEngine:
     made = VirtualEngine(preset, blocks=blocks)
     # As an engine with host memory has it; nothing was copied yet.
-    made.program_scheduler._forecaster._pool.host_blocks = host_blocks
+    made.program_scheduler.forecaster._pool.host_blocks = host_blocks
     made.program_scheduler.state.last_shortage_s = math.inf  # admission forecasts once KV was lost
     return made
 
@@ -51,7 +51,7 @@ def start(e: VirtualEngine, name: str = "p", **hint: object) -> str:
 
 
 def left(e: VirtualEngine, view: RunningRequestView) -> tuple[float, ...] | None:
-    foreseen = e.program_scheduler._forecaster.with_predictions(view, e.now)
+    foreseen = e.program_scheduler.forecaster.with_predictions(view, e.now)
     return foreseen.remaining
 
 
@@ -136,7 +136,7 @@ def test_who_may_enter_and_is_not_admitted_may_enter_again_and_is_counted_once()
     e = engine(blocks=70)
     learn(e, *[80] * 20)
     a = start(e, "a")
-    demand_forecaster = e.program_scheduler._forecaster
+    demand_forecaster = e.program_scheduler.forecaster
     e.program_scheduler.plan_proactive_offload([running(a)], 10, e.now)
     alone = demand_forecaster.demand.needed_blocks
     late = e.request_state(e.arrive("late", prompt(40), **TYPED))
@@ -185,7 +185,7 @@ def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:
 def test_the_way_back_goes_by_what_either_costs_now() -> None:
     e = engine(host_blocks=100)
     e.program_scheduler.state.reload.observe_step(1000, 1.0)  # a millisecond a token
-    demand_forecaster = e.program_scheduler._forecaster
+    demand_forecaster = e.program_scheduler.forecaster
     link = e.program_scheduler.state.host_link
     link.observe_stores(1e-4, 0.0)
     link.observe_loads(1e-4, 0.0)
@@ -199,7 +199,7 @@ def test_the_way_back_goes_by_what_either_costs_now() -> None:
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE, (
         "a link at a tenth of its speed"
     )
-    assert engine().program_scheduler._forecaster.recovery(500, 0.0) is RecoveryMethod.RECOMPUTE, (
+    assert engine().program_scheduler.forecaster.recovery(500, 0.0) is RecoveryMethod.RECOMPUTE, (
         "there is nowhere to copy to"
     )
 
@@ -207,7 +207,7 @@ def test_the_way_back_goes_by_what_either_costs_now() -> None:
 def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
     """What a step measures of the link counts for preemption as for leases, assumptions included."""
     e = engine(host_blocks=100)
-    state, demand_forecaster = e.program_scheduler.state, e.program_scheduler._forecaster
+    state, demand_forecaster = e.program_scheduler.state, e.program_scheduler.forecaster
     state.reload.observe_step(1000, 1.0)  # a millisecond a token
     assumed_s = state.copy_back_s(500)
     assert assumed_s == pytest.approx(500 * state.pool.block_bytes / state.pool.block_size / 4e9)
@@ -256,9 +256,9 @@ def test_the_need_is_that_of_those_who_run_whatever_happens(happenings: list[tup
                 e.program_scheduler.preempted(request, e.now, tokens=40)
         elif what == "look":
             e.program_scheduler.plan_proactive_offload(list(live.values()), 0, e.now)
-    kept = e.program_scheduler._forecaster.demand.needed_blocks
+    kept = e.program_scheduler.forecaster.demand.needed_blocks
     e.program_scheduler.plan_proactive_offload(list(live.values()), 0, e.now)
-    assert kept == pytest.approx(e.program_scheduler._forecaster.demand.needed_blocks, abs=1e-6)
+    assert kept == pytest.approx(e.program_scheduler.forecaster.demand.needed_blocks, abs=1e-6)
 
 
 # -- what a network guesses ------------------------------------------------------------------------
@@ -289,12 +289,12 @@ def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -
     e = network()
     before = left(e, running(start(e, "before")))
     judged(e, MIN_JUDGED_OUTPUTS - 1, guessed=200.0)
-    assert e.program_scheduler._forecaster.prediction_errors == (None, None)
+    assert e.program_scheduler.forecaster.prediction_errors == (None, None)
     request = start(e, "p")
     guess(e, request, 0, *[190.0] * 8)
     assert left(e, running(request)) != (190.0,) * 8
     judged(e, 1, guessed=200.0, name="last")
-    off, without = e.program_scheduler._forecaster.prediction_errors
+    off, without = e.program_scheduler.forecaster.prediction_errors
     assert off is not None
     assert without is not None
     assert off == pytest.approx(0.0, abs=1e-9)
@@ -309,9 +309,9 @@ def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -
 def test_a_network_that_gets_worse_is_given_up_by_and_by() -> None:
     e = network()
     judged(e, PREDICTION_ERROR_WINDOW, guessed=200.0)
-    assert e.program_scheduler._forecaster.prediction_errors[0] == pytest.approx(0.0, abs=1e-9)
+    assert e.program_scheduler.forecaster.prediction_errors[0] == pytest.approx(0.0, abs=1e-9)
     judged(e, PREDICTION_ERROR_WINDOW, guessed=20_000.0, name="worse")
-    assert e.program_scheduler._forecaster.prediction_errors[0] == pytest.approx(math.log(100)), (
+    assert e.program_scheduler.forecaster.prediction_errors[0] == pytest.approx(math.log(100)), (
         "only the newest are counted"
     )
 
@@ -338,4 +338,4 @@ def test_stats_say_what_there_is_to_judge_by() -> None:
     assert (
         known["network_off"],
         known["without_off"],
-    ) == e.program_scheduler._forecaster.prediction_errors
+    ) == e.program_scheduler.forecaster.prediction_errors

@@ -165,7 +165,7 @@ class Life(RuleBasedStateMachine):
             running=running,
             anything_running=anything,
         )
-        if self.scheduler.may_reclaim(need):
+        if self.scheduler.lease_manager.may_reclaim(need):
             self.handle(ev.BlocksNeeded(need))
 
     @rule(requests=st.lists(REQUESTS, min_size=1, unique=True), used=SMALL, sample=st.booleans())
@@ -224,7 +224,7 @@ class Life(RuleBasedStateMachine):
         for program in state.programs:
             if program.status is ProgramStatus.ENDED and not program.live_requests:
                 assert program.id not in state.leases
-                assert self.scheduler.placed_tier(program.id) is None
+                assert self.scheduler.tiers.placed(program.id) is None
 
     @invariant()
     def questions_have_answers(self) -> None:
@@ -249,7 +249,7 @@ class Life(RuleBasedStateMachine):
         assert not self.held
         assert state.requests.states == {}
         assert state.requests.running_tokens == 0
-        assert not any(self.scheduler.placed_counts().values())
+        assert not any(self.scheduler.tiers.counts().values())
         assert all(program.status in OVER_STATUSES for program in state.programs)
 
 

@@ -91,7 +91,7 @@ def newcomers_let_in(engine: VirtualEngine) -> int:
 
 
 def contexts_of(engine: VirtualEngine) -> SharedBlockAccounting:
-    return engine.program_scheduler._tiers._contexts
+    return engine.program_scheduler.tiers._contexts
 
 
 def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
@@ -100,7 +100,7 @@ def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
 
 def counted(engine: VirtualEngine) -> int:
     """Blocks that count on the device: those of all programs there, and those of other requests."""
-    tiers = engine.program_scheduler._tiers
+    tiers = engine.program_scheduler.tiers
     tiers._update_stale(engine.now)
     views = [place.seen for place in tiers._by_tier[Tier.DEVICE].values() if place.seen is not None]
     untracked_blocks = contexts_of(engine).untracked_blocks()
@@ -198,7 +198,7 @@ class Contexts(RuleBasedStateMachine):
         return {program for program, _ in self.prompts.values()}
 
     def tier(self, program: str) -> Tier | None:
-        return self.engine.program_scheduler._tiers.placed(ProgramId(program))
+        return self.engine.program_scheduler.tiers.placed(ProgramId(program))
 
     @rule(program=st.sampled_from(PROGRAMS))
     def end(self, program: str) -> None:

@@ -141,7 +141,7 @@ class Engine(VirtualEngine):
         return self.program_scheduler.is_parked(request)
 
     def tier(self, program: str) -> Tier:
-        return self.program_scheduler._tiers.tier(ProgramId(program))
+        return self.program_scheduler.tiers.tier(ProgramId(program))
 
     def placed(self) -> list[EngineAction]:
         """Orders to bring KV somewhere, but for those of programs that are over."""
@@ -165,7 +165,7 @@ def order(
 ) -> None:
     """Have the scripted policy make one move at the next step."""
     policy.answer = [TierMove(ProgramId(program), to, when, reason)]
-    engine.program_scheduler._tiers._trigger = PlacementTrigger.CAPACITY
+    engine.program_scheduler.tiers._trigger = PlacementTrigger.CAPACITY
     engine.step()
     assert not policy.answer
 
@@ -195,7 +195,7 @@ def test_a_summary_says_where_a_program_is_placed_and_nothing_of_one_that_has_en
     engine.come("a", 16)
     assert placed("a") == "waiting", "its id is used again"
     assert sum(engine.ask("stats")["placed"].values()) == 2
-    assert VirtualEngine("fixed-ttl").program_scheduler.placed_tier(ProgramId("a")) is None
+    assert VirtualEngine("fixed-ttl").program_scheduler.tiers.placed(ProgramId("a")) is None
 
 
 # -- who is parked ---------------------------------------------------------------------
@@ -273,14 +273,14 @@ def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
     assert len(engine.placed()) == 1, "its KV stays where it is until its turn is over"
     assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.BUSY
     waiting = engine.come("a", 6)
-    engine.program_scheduler._predictor._changed.clear()
+    engine.program_scheduler.predictor._changed.clear()
     order(engine, policy, "a", HOST)
     assert engine.placed()[-1] == EngineAction(
         EngineActionKind.PLACE, ProgramId("a"), DecisionReason.PLACED, HOST
     )
     assert ProgramId("a") not in engine.program_scheduler.state.leases
     assert engine.reasons("release") == ["placed"]
-    assert ProgramId("a") in engine.program_scheduler._predictor._changed, (
+    assert ProgramId("a") in engine.program_scheduler.predictor._changed, (
         "its blocks stand elsewhere in the order of reuse"
     )
     assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.IDLE
@@ -387,12 +387,12 @@ def test_a_context_is_worth_what_the_next_prompt_finds_of_it(
     kept_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rebuild_s(program: str) -> float:
-        shown = engine.program_scheduler._tiers._by_id[ProgramId(program)].seen
+        shown = engine.program_scheduler.tiers._by_id[ProgramId(program)].seen
         assert shown is not None
         return shown.rebuild_s
 
     engine = Engine(ResidencyPricePlacement(), blocks=200)
-    reload = engine.program_scheduler._tiers._views._reload
+    reload = engine.program_scheduler.tiers._views._reload
     monkeypatch.setattr(type(reload), "seconds", lambda _, tokens: 0.01 * tokens)
     for turn in range(8):  # Each prompt has ten blocks. Only the first block may repeat.
         engine.turn("a", [*prompt(4, 99 if kept_blocks else 10 + turn), *prompt(36, 100 + turn)])
@@ -423,8 +423,8 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.INACTIVE
     assert engine.program_scheduler.label(None) is BlockLabel.INACTIVE
     assert engine.placed() == []
-    assert sum(engine.program_scheduler.placed_counts().values()) == 0
-    assert list(engine.program_scheduler._tiers.take_overdue(0.0, engine.now)) == []
+    assert sum(engine.program_scheduler.tiers.counts().values()) == 0
+    assert list(engine.program_scheduler.tiers.take_overdue(0.0, engine.now)) == []
 
 
 # -- what the policy is shown -----------------------------------------------------------------
@@ -542,7 +542,7 @@ def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are
     small = engine.come("small", 5)
     answers = 0
     while engine.parked(small):
-        engine.wait(engine.program_scheduler.placement.tick_s)
+        engine.wait(engine.program_scheduler.tiers.policy.tick_s)
         answers += 1
         assert answers <= 1 + large / MAX_FURTHER_WAITING_IN_VIEW
     assert engine.tier("l0") is WAITING
@@ -668,7 +668,7 @@ def test_long_parked_requests_are_released_one_after_the_other() -> None:
     engine.finish(waits[1], outcome=TurnFinishReason.ABORTED)
     engine.spend(1.0)
     assert [engine.parked(request) for request in waits[2:]] == [False, True]
-    assert engine.program_scheduler._tiers._last_overdue_admission_s == -math.inf, "no turn of the policy's"
+    assert engine.program_scheduler.tiers._last_overdue_admission_s == -math.inf, "no turn of the policy's"
 
 
 def holding(limit_s: float = 100.0) -> Engine:
@@ -689,7 +689,7 @@ def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
     other = engine.come("c", 10)
     again = engine.come("b", 10)
     engine.step()
-    shown = engine.program_scheduler._tiers._by_id[ProgramId("b")].seen
+    shown = engine.program_scheduler.tiers._by_id[ProgramId("b")].seen
     assert shown is not None
     assert (shown.waiting_since_s, shown.arrived_s) == (1000.0, 1000.0)
     engine.spend(38.9)
@@ -741,7 +741,7 @@ def test_only_a_repetition_keeps_the_place(what: str) -> None:
 
 def test_aborted_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = holding()
-    waits = engine.program_scheduler._tiers._waits._aborted
+    waits = engine.program_scheduler.tiers._waits._aborted
     for number in range(20):
         engine.finish(engine.come(f"b{number}", 10), outcome=TurnFinishReason.ABORTED)
         engine.spend(RETRY_S / 10)
@@ -790,7 +790,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert len(policy.views) == asked
     assert engine.tier("b") is DEVICE
     assert engine.program_scheduler.refused == []
-    tier_manager = engine.program_scheduler._tiers
+    tier_manager = engine.program_scheduler.tiers
     assert sum(tier_manager.counts().values()) == 0
     assert [*tier_manager._waiting_queue, *tier_manager._waits.longest()] == [], "no table holds a request"
 

@@ -432,7 +432,7 @@ class PlacedLife:
 
     def _all_is_in_place(self) -> None:
         """Just asked and its answer applied: no tier holds too much, and asked again nothing is moved."""
-        view = self.program_scheduler._tiers._view(PlacementTrigger.TICK)
+        view = self.program_scheduler.tiers._view(PlacementTrigger.TICK)
         for group, state in ((view.on_host, view.host), (view.on_disk, view.disk)):
             assert sum(each.context_blocks for each in group) <= state.budget_blocks
         stay = [each for each in view.on_device if not each.pending]
@@ -450,7 +450,7 @@ class PlacedLife:
     # -- what must hold after each ---------------------------------------------------------------
 
     def each_program_is_in_exactly_one_queue(self) -> None:
-        tier_manager = self.program_scheduler._tiers
+        tier_manager = self.program_scheduler.tiers
         assert tier_manager._changed.keys() <= tier_manager._by_id.keys()
         waiting = {each.arrival for place in tier_manager._by_id.values() for each in place.waiting.values()}
         waits = tier_manager._waits
@@ -474,7 +474,7 @@ class PlacedLife:
 
     def the_line_holds_those_who_wait_in_order(self) -> None:
         """But for those with events since the last question: the next one puts them in order."""
-        tier_manager = self.program_scheduler._tiers
+        tier_manager = self.program_scheduler.tiers
         assert tier_manager._waiting_queue == sorted(tier_manager._waiting_queue)
         changed = tier_manager._changed.keys()
         waiting = {name for name, place in self.places.items() if place.tier is WAITING and place.waiting}
@@ -492,7 +492,7 @@ class PlacedLife:
             expected = place is not None and place.parks(request)
             assert self.program_scheduler.is_parked(request.name) == expected
             assert request.parked == (expected and not request.running), "the engine was not told to look"
-        assert {*self.program_scheduler._tiers._contexts.others} == self.others.keys()
+        assert {*self.program_scheduler.tiers._contexts.others} == self.others.keys()
 
     def everybody_gets_in(self) -> None:
         """Nobody new comes and turns end. Nobody's tool ends unless there is no other hope for the others."""

@@ -162,7 +162,7 @@ def test_scores_of_others_hold_until_the_scale_moves() -> None:
     agents.turn("a", expected_steps_left=5.0)
     agents.engine.wait(1.0)
     agents.turn("a", expected_steps_left=5.0)
-    workflow_predictor = agents.engine.program_scheduler._predictor
+    workflow_predictor = agents.engine.program_scheduler.predictor
     program_scheduler = agents.engine.program_scheduler
     before, score = workflow_predictor.scale_changes, agents.score("a")
     standing = program_scheduler.owner_standing(ProgramId("a"))
@@ -197,7 +197,7 @@ def test_a_tool_that_only_an_event_tells_is_a_step_all_the_same() -> None:
 
 def test_everything_that_changes_a_score_says_so() -> None:
     agents = Agents()
-    workflow_predictor = agents.engine.program_scheduler._predictor
+    workflow_predictor = agents.engine.program_scheduler.predictor
 
     def scored() -> dict[str, tuple[float, ...]]:
         return {name: agents.score(name) for name in agents.contexts}

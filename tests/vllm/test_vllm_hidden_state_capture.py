@@ -402,8 +402,8 @@ def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
     engine.add("r", range(20), max_tokens=900, program_id="A")
     engine.step()
     program_scheduler = engine.scheduler.sojourn.program_scheduler
-    assert program_scheduler._forecaster.predictor.remaining(
-        program_scheduler._forecaster._output_view(program_scheduler.state.requests.states["r"], 0, 900), 0.0
+    assert program_scheduler.forecaster.predictor.remaining(
+        program_scheduler.forecaster._output_view(program_scheduler.state.requests.states["r"], 0, 900), 0.0
     ) == pytest.approx((30.0,) * 8)
     stats = engine.ask("stats")["output_lengths"]
     assert stats == {"outputs": 16, "network_off": None, "without_off": None, "network": None}
@@ -497,9 +497,9 @@ def test_informative_states_improve_forecasts_and_others_are_ignored(
     request_state = program_scheduler.state.requests.states["last"]
     assert request_state.network_prediction is not None
     written = request_state.network_predicted_at_tokens
-    asked = program_scheduler._forecaster._predict_remaining(request_state, written, 400, 0.0)
-    without = program_scheduler._forecaster.predictor.remaining(
-        program_scheduler._forecaster._output_view(request_state, written, 400), 0.0
+    asked = program_scheduler.forecaster._predict_remaining(request_state, written, 400, 0.0)
+    without = program_scheduler.forecaster.predictor.remaining(
+        program_scheduler.forecaster._output_view(request_state, written, 400), 0.0
     )
     assert (asked == without) == (not telling)
     if telling:

@@ -279,7 +279,7 @@ def test_only_a_request_of_a_pair_is_not_parked(
     from vllm.v1.request import Request
 
     engine = crowded.engine
-    crowded.engine.scheduler.sojourn._waiting._in_pair = in_pair
+    crowded.engine.scheduler.sojourn.waiting._in_pair = in_pair
     params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": params})
     request = Request(
         request_id="b2",
@@ -341,7 +341,7 @@ def test_a_prefix_that_programs_share_counts_once(
         most = max(most, len(running(engine)))
     assert most == 20
     if policy is not None:
-        tiers = engine.scheduler.sojourn.program_scheduler._tiers
+        tiers = engine.scheduler.sojourn.program_scheduler.tiers
         tiers._update_stale(clock.now)
         own = sum(place.seen.context_blocks for place in tiers._by_tier[Tier.DEVICE].values())
         assert own == 30 + 20 * 6, "all are on the device"
@@ -444,7 +444,7 @@ def test_what_is_demoted_is_the_first_that_the_device_reuses(worker: Worker) -> 
     from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
     from sojourn_server.policies.placement.placement_views import Tier
 
-    program_scheduler._tiers._apply(
+    program_scheduler.tiers._apply(
         TierMove("A", Tier.HOST, MoveTiming.NOW, MoveReason.OVER_CAPACITY), worker.clock.now
     )
     worker.step()
@@ -560,7 +560,7 @@ def test_where_the_planner_fails_the_tiers_are_off_and_the_engine_goes_on(
             assert request.num_output_tokens == 2
             clock.now += 10.0
     assert engine.scheduler.connector.off
-    assert not engine.scheduler.sojourn._queue.broken
+    assert not engine.scheduler.sojourn.queue.broken
     assert engine.scheduler.sojourn.failures == 0, "the tiers' failure is not the adapter's"
 
 

@@ -236,7 +236,7 @@ class EngineService:
                 continue
             found = map(state.requests.states.get, program.live_requests)
             own = [request for request in found if request is not None]
-            if self._program_scheduler.placed_tier(program.id) is Tier.WAITING:
+            if self._program_scheduler.tiers.placed(program.id) is Tier.WAITING:
                 if own:
                     waiting.append(str(program.id))
                 continue
@@ -343,10 +343,10 @@ class EngineService:
             pool={"block_size": state.pool.block_size, **self._pool_state()},
             tiers=self._tier_state(),
             paths=self._paths.stats() if self._paths is not None else None,
-            placed={tier.value: count for tier, count in self._program_scheduler.placed_counts().items()},
+            placed={tier.value: count for tier, count in self._program_scheduler.tiers.counts().items()},
             ledger=state.ledger.totals,
             output_lengths={
-                **self._program_scheduler.output_length_errors(),
+                **self._program_scheduler.forecaster.statistics(),
                 "network": self._network_state(),
             },
             tombstones=len(state.eviction_log),
@@ -368,7 +368,7 @@ class EngineService:
             now=now,
             since_s=None if within_s is None else now - within_s,
             limit=_int_argument(arguments, "limit", MAX_SNAPSHOT_PROGRAMS, 1, MAX_SNAPSHOT_PROGRAMS),
-            placed_tier=self._program_scheduler.placed_tier,
+            placed_tier=self._program_scheduler.tiers.placed,
             owned_blocks=self._owned_blocks,
             below_blocks=self._below_blocks,
             blocks=self._pool_state(),
@@ -397,7 +397,7 @@ class EngineService:
             "sojourn_leases": [({}, len(state.leases))],
             "sojourn_placed_programs": [
                 ({"tier": tier.value}, count)
-                for tier, count in self._program_scheduler.placed_counts().items()
+                for tier, count in self._program_scheduler.tiers.counts().items()
             ],
             "sojourn_build_info": [
                 (
@@ -440,7 +440,7 @@ class EngineService:
     def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
         """The fields of a ``ProgramSummary``."""
         lease = self._state.leases.get(program.id)
-        placed = self._program_scheduler.placed_tier(program.id)
+        placed = self._program_scheduler.tiers.placed(program.id)
         return {
             "program_id": program.id,
             "status": program.status,

@@ -5,7 +5,8 @@ events with ``now`` and carries out the returned actions. In the simulator, ``no
 events always give the same decisions, so a recorded run can be replayed. If an event causes an exception, the
 actions that were added before the exception are returned with the actions of the next event.
 
-Queries such as ``queue_place`` change nothing. The two ``take_…`` methods empty the list that
+Queries such as ``queue_place`` change nothing. Other packages also ask the parts ``predictor``,
+``forecaster``, ``tiers`` and ``lease_manager``. The ``take_…`` methods of ``predictor`` empty the list that
 they return. The tables are in ``state``. Only ``core`` and ``recording`` may use them.
 """
 
@@ -23,11 +24,10 @@ from sojourn.wire_codec import Outcome
 
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
 from ..policies.eviction.block_labels import LABEL_OF_TIER, BlockLabel
-from ..policies.forecasting.output_length_prediction import RemainingTokensPolicy
-from ..policies.placement.placement_policy import MoveReason, MoveTiming, PlacementPolicy, TierMove
+from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
-from ..policies.policy_views import AbandonedBranch, ReclaimRequest, RunningRequestView, WaitingRequestView
+from ..policies.policy_views import AbandonedBranch, RunningRequestView, WaitingRequestView
 from ..policies.preemption.preemption_recovery import RecoveryMethod
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
@@ -137,20 +137,20 @@ class ProgramScheduler:
         self._outbox = state.actions
         self._reset_leases: list[ProgramId] = []
         """Programs whose leases ended when the latest reset of the cache started."""
-        self._lease_manager = LeaseManager(state)
-        self._turns = TurnGapTracker(state, self._lease_manager)
+        self.lease_manager = LeaseManager(state)
+        self._turns = TurnGapTracker(state, self.lease_manager)
         self._decision_recorder = DecisionRecorder(state)
-        self._predictor = WorkflowPredictor(state, self._decision_recorder)
-        self._forecaster = DemandForecaster(state)
-        self._admission = AdmissionController(state, self._forecaster)
-        self._tiers = TierManager(state, self._moved)
+        self.predictor = WorkflowPredictor(state, self._decision_recorder)
+        self.forecaster = DemandForecaster(state)
+        self._admission = AdmissionController(state, self.forecaster)
+        self.tiers = TierManager(state, self._moved)
         self._lifecycle = ProgramLifecycle(
-            state, self._lease_manager, self._predictor, self._tiers, self._decision_recorder
+            state, self.lease_manager, self.predictor, self.tiers, self._decision_recorder
         )
         self._client_events = ClientEventHandler(
-            state, self._lifecycle, self._lease_manager, self._predictor, self._tiers
+            state, self._lifecycle, self.lease_manager, self.predictor, self.tiers
         )
-        self._parked_requests = self._tiers.parked_requests
+        self._parked_requests = self.tiers.parked_requests
         self._unused_hints = unused_hint_fields(state.preset)
         self._now_s = 0.0
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
@@ -172,8 +172,8 @@ class ProgramScheduler:
             DemandSampled: self._demand_sampled,
             OutputLengthPredicted: self._output_length_predicted,
             BlocksEvicted: self._evicted,
-            CachedBlocksFound: self._lease_manager.cached_blocks_found,
-            PrefetchStarted: self._predictor.prefetch_started,
+            CachedBlocksFound: self.lease_manager.cached_blocks_found,
+            PrefetchStarted: self.predictor.prefetch_started,
             CacheResetStarted: self._cache_reset_started,
             CacheReset: self._cache_reset,
         }
@@ -239,13 +239,13 @@ class ProgramScheduler:
         gap_s = self._turns.close_gap(program, now)
         tool = program.pending_tool
         if gap_s is not None:
-            self._predictor.came_back(program, tool, gap_s, event.prompt_tokens)
-        self._predictor.eviction_key_changed(program)
+            self.predictor.came_back(program, tool, gap_s, event.prompt_tokens)
+        self.predictor.eviction_key_changed(program)
         request_state.tool, program.pending_tool = tool, None
         program.priority = event.priority
         program.live_requests.add(event.request_id)
         self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
-        self._tiers.arrived(request_state, now)
+        self.tiers.arrived(request_state, now)
         if self._parked_requests.is_parked(request_state):
             self._programs.signal(program, ProgramSignal.GATE)
         leased = self._leases.set_waiting(program.id, True)
@@ -275,10 +275,10 @@ class ProgramScheduler:
         if request_state is not None and request_state.program is not None:
             self._end_missing_request(event.request_id, now)
             return
-        self._forecaster.request_left(event.request_id)
+        self.forecaster.request_left(event.request_id)
         if request_state is not None:
             del self._requests.states[event.request_id]
-            self._tiers.finished(request_state, now)
+            self.tiers.finished(request_state, now)
             self._requests.stop(request_state, now)
 
     def _admitted(self, event: RequestAdmitted, now: float) -> None:
@@ -288,8 +288,8 @@ class ProgramScheduler:
             return
         first = self._requests.run(request_state, now, self._promoted_s(request_state))
         request_state.output_tokens_at_admission = max(0, event.tokens - request_state.prompt_tokens)
-        self._tiers.admitted(request_state, now, event.block_hashes)
-        self._forecaster.admitted(request_state, event.tokens, event.most_tokens, now)
+        self.tiers.admitted(request_state, now, event.block_hashes)
+        self.forecaster.admitted(request_state, event.tokens, event.most_tokens, now)
         program, record = request_state.program, request_state.record
         if program is None or record is None:
             return
@@ -300,9 +300,9 @@ class ProgramScheduler:
             return
         before = self.state.contexts.get(program.id)
         shared = common_prefix_length(before, event.block_hashes) if before is not None else None
-        self._predictor.admitted(program, event.block_hashes, len(before or ()), shared)
+        self.predictor.admitted(program, event.block_hashes, len(before or ()), shared)
         self._turns.admitted(record, program, event, before, shared, now)
-        self._lease_manager.end(program.id, DecisionReason.RETURN, now)
+        self.lease_manager.end(program.id, DecisionReason.RETURN, now)
         self.state.release_reasons.pop(program.id, None)
 
     def _preempted(self, event: RequestPreempted, now: float) -> RecoveryChosen:
@@ -312,11 +312,11 @@ class ProgramScheduler:
         link = self.state.host_link
         link.observe_stores(event.offload_s_per_token, event.queued_s)
         link.observe_loads(event.load_back_s_per_token)
-        recovery = self._forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
-        self._forecaster.request_left(request_id)
+        recovery = self.forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
+        self.forecaster.request_left(request_id)
         if request_state is not None:
             self._requests.stop(request_state, now)
-            self._tiers.preempted(request_state, now)
+            self.tiers.preempted(request_state, now)
             request_state.preempted = True
             request_state.preemptions += 1
             self._admission.drop_holder(request_id)
@@ -332,7 +332,7 @@ class ProgramScheduler:
         This counts as a preemption of the request, so that it is not chosen as victim every time.
         """
         request_state = self._requests.states.get(event.request_id)
-        self._forecaster.request_left(event.request_id)
+        self.forecaster.request_left(event.request_id)
         self._admission.drop_holder(event.request_id)
         if request_state is not None:
             request_state.preemptions += 1
@@ -343,18 +343,18 @@ class ProgramScheduler:
         and the program may get a lease. Returns that lease, or ``None``."""
         request_state = self._requests.states.pop(event.request_id, None)
         self._admission.drop_holder(event.request_id)
-        self._forecaster.request_left(event.request_id)
+        self.forecaster.request_left(event.request_id)
         if request_state is None:
             return None
         self._requests.stop(request_state, now)
         failed = event.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
         if not failed:
-            self._forecaster.ended(
+            self.forecaster.ended(
                 request_state, event.output_tokens, cut=event.outcome is TurnFinishReason.LENGTH
             )
         elif event.outcome is TurnFinishReason.ABORTED:
-            self._forecaster.output_aborted(request_state, event.output_tokens)
-        self._tiers.finished(request_state, now, failed=failed)
+            self.forecaster.output_aborted(request_state, event.output_tokens)
+        self.tiers.finished(request_state, now, failed=failed)
         if request_state.program is None:
             return None
         program = request_state.program
@@ -368,17 +368,17 @@ class ProgramScheduler:
             self._turns.close(record, event, now)
         program.live_requests.discard(event.request_id)
         program.last_contact_s = now
-        self._predictor.eviction_key_changed(program)
+        self.predictor.eviction_key_changed(program)
         program.turns += is_current and not failed
         if program.live_requests:
-            if self._tiers.places and not self._parked_requests.any_of(program.id):
+            if self.tiers.places and not self._parked_requests.any_of(program.id):
                 self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked
             return None
         program.disconnected = event.outcome is TurnFinishReason.ABORTED
         self._programs.signal(program, ProgramSignal.TURN_OVER)
         self._leases.set_waiting(program.id, False)
         if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
-            self._lease_manager.order_action(EngineActionKind.DROP, program.id, DecisionReason.END, now)
+            self.lease_manager.order_action(EngineActionKind.DROP, program.id, DecisionReason.END, now)
             return None
         if failed:
             program.turn_final = False  # the program went on after a turn that was announced as the last
@@ -386,21 +386,21 @@ class ProgramScheduler:
         self._turns.open_gap(program, event, now)
         program.hinted_ttl_s = request_state.hinted_ttl_s
         self.state.contexts.put(program.id, event.block_hashes)
-        self._tiers.turn_finished(program, event.cached_blocks, now, event.block_hashes)
+        self.tiers.turn_finished(program, event.cached_blocks, now, event.block_hashes)
         program.turn_final = request_state.final
-        self._predictor.turn_finished(program, request_state, event.cached_blocks, now)
+        self.predictor.turn_finished(program, request_state, event.cached_blocks, now)
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
         if request_state.final:
-            self._tiers.forget(program.id, now)
-            self._lease_manager.log_keep(
+            self.tiers.forget(program.id, now)
+            self.lease_manager.log_keep(
                 program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), event.cached_blocks, now
             )
             return None
         if program.id in self._leases:  # a parallel branch of the same program still holds a lease
-            self._lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
-        lease = self._lease_manager.grant(program, program.pending_tool, event.cached_blocks, event, now)
+            self.lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
+        lease = self.lease_manager.grant(program, program.pending_tool, event.cached_blocks, event, now)
         if lease is not None and record is not None:
             record.lease_ttl_s = round(lease.ttl_s, 3)
         return LeaseGranted(lease) if lease is not None else None
@@ -413,7 +413,7 @@ class ProgramScheduler:
         if not need.anything_running:
             need = replace(need, idle_s=self._requests.idle_s(now, False))
         freed_by = freed.__getitem__ if freed is not None else None
-        self._lease_manager.make_room(need, now, freed_by, self._score)
+        self.lease_manager.make_room(need, now, freed_by, self._score)
 
     def _evicted(self, event: BlocksEvicted, now: float) -> None:
         """Log why cached blocks were evicted, and for which program."""
@@ -426,7 +426,7 @@ class ProgramScheduler:
                 program = state.programs.get(owner) if owner is not None else None
                 if program is not None and program.status not in OVER_STATUSES:
                     state.last_shortage_s = now
-                cause = self._lease_manager.release_cause(owner) or LossCause.EVICTED
+                cause = self.lease_manager.release_cause(owner) or LossCause.EVICTED
                 entries[owner] = EvictedBlock(cause, owner, evictor, now, event.score), []
             entries[owner][1].append(block_hash)
         for entry, hashes in entries.values():
@@ -442,7 +442,7 @@ class ProgramScheduler:
     def _demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
         """Choose a running request to offload before a forecast shortage comes. ``None``: no request is
         offloaded."""
-        state, forecaster = self.state, self._forecaster
+        state, forecaster = self.state, self.forecaster
         state.host_link.observe_stores(event.offload_s_per_token, event.queued_s)
         state.host_link.observe_loads(event.load_back_s_per_token)
         if forecaster.sample_demand(event.running, event.used_blocks, now) is None:
@@ -457,13 +457,13 @@ class ProgramScheduler:
     def _with_predictions(
         self, running: Sequence[RunningRequestView], now: float
     ) -> list[RunningRequestView]:
-        with_service, with_predictions = self._requests.with_service, self._forecaster.with_predictions
+        with_service, with_predictions = self._requests.with_service, self.forecaster.with_predictions
         return [with_predictions(with_service(view, now), now) for view in running]
 
     def _victim(
         self, views: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
     ) -> str | None:
-        need = self._forecaster.block_shortage(views, short_blocks, used_blocks)
+        need = self.forecaster.block_shortage(views, short_blocks, used_blocks)
         return self.preset.victim.victim(views, need, now)
 
     def _score(self, program_id: ProgramId) -> tuple[float, ...]:
@@ -476,28 +476,28 @@ class ProgramScheduler:
         due = self._leases.next_deadline_s()
         if due is not None and due <= now:
             for lease, reason in self._leases.pop_expired(now, self.limits.max_ends_per_tick):
-                self._lease_manager.ended(lease, reason, now)
+                self.lease_manager.ended(lease, reason, now)
         self._lifecycle.expire_silent_programs(now)
         # Only parts that the preset uses.
         if self.preset.workflow_prediction.is_used:
-            self._predictor.observe_open_gap(now)
+            self.predictor.observe_open_gap(now)
         if self.preset.prefetch.is_used:
-            while (program := self._predictor.pop_due_prefetch(now)) is not None:
+            while (program := self.predictor.pop_due_prefetch(now)) is not None:
                 prefetch = EngineAction(EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL)
                 self._outbox.append(prefetch)
-        if not self._tiers.places:
+        if not self.tiers.places:
             return
-        self._tiers.tick(now)
+        self.tiers.tick(now)
         limits = self.limits
-        limit_s = limits.gate_timeout_s if self._tiers.policy.refuses else limits.hold_timeout_s
-        for request_state in self._tiers.take_overdue(limit_s, now):
+        limit_s = limits.gate_timeout_s if self.tiers.policy.refuses else limits.hold_timeout_s
+        for request_state in self.tiers.take_overdue(limit_s, now):
             self._outbox.append(RequestRefused(request_state.request_id))
             self._decision_recorder.refused(request_state, now)
 
     def _step_completed(self, event: StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
         self.state.host_link.observe_loads(event.load_back_s_per_token, event.queued_s)
-        self._forecaster.record_step(event.seconds)
+        self.forecaster.record_step(event.seconds)
         self._decision_recorder.step_completed()
 
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
@@ -508,12 +508,12 @@ class ProgramScheduler:
         return RequestLetIn(event.request_id) if enters else None
 
     def _output_length_predicted(self, event: OutputLengthPredicted, now: float) -> None:
-        self._forecaster.store_prediction(
+        self.forecaster.store_prediction(
             event.request_id, event.at_tokens, event.remaining, now, most_tokens=event.most_tokens
         )
 
     def _cache_reset_started(self, event: CacheResetStarted, now: float) -> None:
-        self._reset_leases = self._lease_manager.end_all(DecisionReason.RESET, now)
+        self._reset_leases = self.lease_manager.end_all(DecisionReason.RESET, now)
         # The engine may refuse the reset. Then the blocks of these leases stay cached.
         for program_id in self._reset_leases:
             self.state.release_reasons.pop(program_id, None)
@@ -521,17 +521,17 @@ class ProgramScheduler:
     def _cache_reset(self, event: CacheReset, now: float) -> None:
         contexts = self.state.contexts
         if event.device:
-            self._lease_manager.end_all(DecisionReason.RESET, now)
+            self.lease_manager.end_all(DecisionReason.RESET, now)
             lost = [*self._reset_leases, *contexts.clear()]
-            self._predictor.cache_reset()
+            self.predictor.cache_reset()
         else:
-            lost = [each for each in contexts.programs() if self._tiers.tier(each) is not Tier.DEVICE]
+            lost = [each for each in contexts.programs() if self.tiers.tier(each) is not Tier.DEVICE]
             for program_id in lost:
                 contexts.drop(program_id)
         self._reset_leases = []
         for program_id in lost:
-            self._lease_manager.record_release(program_id, DecisionReason.RESET)
-        self._tiers.cache_reset(now, device=event.device)
+            self.lease_manager.record_release(program_id, DecisionReason.RESET)
+        self.tiers.cache_reset(now, device=event.device)
 
     # -- queries: they change nothing -------------------------------------------
 
@@ -555,14 +555,7 @@ class ProgramScheduler:
     def prefetch_keys(self, program_id: ProgramId) -> Sequence[Any]:
         """Hashes of the blocks with which the program's next prompt probably begins; empty if unknown."""
         program = self._programs.get(program_id)
-        return self._predictor.expected_prefix(program)[0] if program is not None else ()
-
-    @property
-    def prefetch_reserve_blocks(self) -> int:
-        """Number of blocks that requests may take in one engine step. The prefetch policy leaves these blocks
-        to requests. So the engine needs to count spare blocks only up to this number plus the number of
-        blocks that it can load."""
-        return self._predictor.reserve_blocks
+        return self.predictor.expected_prefix(program)[0] if program is not None else ()
 
     def leased_programs(self) -> KeysView[ProgramId]:
         """Programs with a lease."""
@@ -627,59 +620,6 @@ class ProgramScheduler:
         """Ids of requests that belong to programs, were admitted, and have no output token yet."""
         return self._turns.awaiting_first_token.keys()
 
-    def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether a ``BlocksNeeded`` event for ``need`` could end a lease.
-
-        False if there is no lease. While requests run, a ``need`` that ended no lease is not tried again
-        until leases change."""
-        return self._lease_manager.may_reclaim(need)
-
-    @property
-    def predicts_outputs(self) -> bool:
-        """Whether the preset predicts output lengths."""
-        return self._forecaster.predicts
-
-    @property
-    def output_predictor(self) -> RemainingTokensPolicy:
-        """The policy that predicts output lengths. The simulator may set a policy that knows the true
-        lengths."""
-        return self._forecaster.predictor
-
-    @output_predictor.setter
-    def output_predictor(self, predictor: RemainingTokensPolicy) -> None:
-        self._forecaster.predictor = predictor
-
-    @property
-    def placement(self) -> PlacementPolicy:
-        """The policy that places programs in tiers. The simulator may set a policy that knows the programs'
-        futures."""
-        return self._tiers.policy
-
-    @placement.setter
-    def placement(self, policy: PlacementPolicy) -> None:
-        self._tiers.policy = policy
-
-    @property
-    def demand_changes(self) -> int:
-        """Counter of changes that may let a rejected request be admitted. Each departure of a request and
-        each sample of demand adds 1."""
-        return self._forecaster.changes
-
-    def output_length_errors(self) -> dict[str, float | None]:
-        """Return the number of learned output lengths (``outputs``), and the mean errors of predictions with
-        the neural network (``network_off``) and without it (``without_off``).
-
-        An error is the mean |ln(actual ÷ predicted)|; ``None``: too few outputs have been checked."""
-        return self._forecaster.statistics()
-
-    def placed_tier(self, program_id: ProgramId) -> Tier | None:
-        """The tier in whose queue the program is placed; ``None``: in no queue."""
-        return self._tiers.placed(program_id)
-
-    def placed_counts(self) -> dict[Tier, int]:
-        """Number of programs in each tier's queue."""
-        return self._tiers.counts()
-
     # -- queries for the eviction order -------------------------------------------
 
     def label(self, program_id: ProgramId | None) -> BlockLabel:
@@ -690,49 +630,29 @@ class ProgramScheduler:
         program = self._programs.get(program_id) if program_id is not None else None
         if program is None or program.status in OVER_STATUSES:
             return BlockLabel.INACTIVE
-        return LABEL_OF_TIER[self._tiers.tier(program.id)]
+        return LABEL_OF_TIER[self.tiers.tier(program.id)]
 
     def owner_standing(
         self, program_id: ProgramId, left: AbandonedBranch | None = None
     ) -> tuple[float, ...] | None:
         """Return the input of ``owner_score`` for a program, or for the branch ``left`` that it abandoned.
-        The value is valid until ``take_changed_programs`` returns the program. ``None``: unknown program."""
+        The value is valid until ``predictor.take_changed`` returns the program. ``None``: unknown program."""
         program = self._programs.get(program_id)
         if program is None:
             return None
-        view = self._predictor.owner_view(program, left)
-        return self.preset.eviction.score_inputs(view._replace(tier=self._tiers.tier(program_id)))
+        view = self.predictor.owner_view(program, left)
+        return self.preset.eviction.score_inputs(view._replace(tier=self.tiers.tier(program_id)))
 
     def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
         """Return the eviction key for a result of ``owner_standing``. Blocks with the lowest key are evicted
         first.
 
         ``branch_reuse`` is the share of abandoned blocks that was used again. The key is valid until that
-        share or ``score_scale_changes`` changes.
+        share or ``predictor.scale_changes`` changes.
         """
         if standing is None:
             return (-math.inf,)
-        return self.preset.eviction.score(standing, self._predictor.scale(branch_reuse))
-
-    @property
-    def score_scale_changes(self) -> int:
-        """Number of changes so far of the statistics over all programs that ``owner_score`` uses. Each change
-        makes all eviction keys out of date."""
-        return self._predictor.scale_changes
-
-    def take_changed_programs(self) -> dict[ProgramId, None]:
-        """Return the programs whose ``owner_standing`` may have changed since the last call, in the order of
-        the changes. Empty if evictions are not ordered by program."""
-        return self._predictor.take_changed()
-
-    def take_begun_turns(self) -> dict[ProgramId, float]:
-        """Return the programs that began a turn since the last call, each with the time at which the program
-        last used its earlier blocks. This time is the end of the previous turn or, for a first turn, the
-        program's arrival.
-
-        A turn begins when its request is admitted. Turns with parallel requests are left out. Empty if
-        evictions are not ordered by program."""
-        return self._predictor.take_begun()
+        return self.preset.eviction.score(standing, self.predictor.scale(branch_reuse))
 
     # -- inside -----------------------------------------------------------------
 
@@ -745,10 +665,10 @@ class ProgramScheduler:
         self._decision_recorder.moved(program.id, move, now)
         if move.when is MoveTiming.AFTER_TURN:
             return
-        self._predictor.eviction_key_changed(program)
+        self.predictor.eviction_key_changed(program)
         parked = move.to is not Tier.DEVICE
         if parked:
-            self._lease_manager.end(program.id, DecisionReason.PLACED, now)
+            self.lease_manager.end(program.id, DecisionReason.PLACED, now)
         if program.live_requests:
             self._programs.signal(program, ProgramSignal.GATE if parked else ProgramSignal.UNGATE)
         self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.PLACED, move.to))

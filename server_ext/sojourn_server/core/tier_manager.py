@@ -82,6 +82,7 @@ class TierManager:
     def __init__(self, state: SchedulerState, moved: MoveListener) -> None:
         """``moved`` is called after each move."""
         self.policy: PlacementPolicy = state.preset.placement
+        """A simulation may set a policy that knows the programs' futures."""
         self._pool = state.pool
         self._reload = state.reload
         self._views = PlacedProgramViews(state)

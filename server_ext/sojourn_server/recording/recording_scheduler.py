@@ -127,7 +127,7 @@ class RecordingScheduler(ProgramScheduler):
             self._chains.pop(request_id, None)
         elif state is not None and state.program is not None:
             self._chains[request_id] = hashes = list(hashes)
-        elif not self._tiers.places:  # only placement uses the hashes of requests without a program
+        elif not self.tiers.places:  # only placement uses the hashes of requests without a program
             hashes = ()
         shared = common_prefix_length(base, hashes)
         return shared, _joined(hashes[shared:])

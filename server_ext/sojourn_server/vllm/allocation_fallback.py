@@ -8,11 +8,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
-from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
-from .block_pool import PinnedBlocks
 from .compat import (
     FullAttentionManager,
     KVCacheBlock,
@@ -21,13 +18,13 @@ from .compat import (
     RequestStatus,
     SchedulingPolicy,
 )
-from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 from .offload_manager import OffloadManager
-from .waiting_queue import WaitingQueueAdapter, max_new_tokens
+from .waiting_queue import max_new_tokens
 
 if TYPE_CHECKING:
-    from .compat import KVCacheManager, Scheduler
+    from .compat import KVCacheManager
+    from .scheduler_adapter import SchedulerAdapter
 
 FORECAST_EVERY_STEPS = 32
 """Minimum number of steps between two forecasts."""
@@ -42,21 +39,13 @@ class DemandMonitor:
     """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks. A
     request whose preemption is forecast has its KV copied to host memory in advance."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        program_scheduler: ProgramScheduler,
-        groups: KVCacheGroups,
-        pinned: PinnedBlocks,
-        offload: OffloadManager | None,
-        handle: EventHandler,
-    ) -> None:
-        self._scheduler = scheduler
-        self._program_scheduler = program_scheduler
-        self._groups = groups
-        self._pinned = pinned
-        self._handle = handle
-        self._offload = offload
+    def __init__(self, adapter: SchedulerAdapter) -> None:
+        self._scheduler = scheduler = adapter.scheduler
+        self._program_scheduler = adapter.program_scheduler
+        self._groups = adapter.groups
+        self._pinned = adapter.pinned
+        self._handle = adapter.handle
+        self._offload = adapter.offload
         self._pool = scheduler.kv_cache_manager.block_pool
         self._due_in = 0
 
@@ -64,7 +53,7 @@ class DemandMonitor:
         """Make a forecast if one is due. If the forecast says that a running request will be preempted, start
         to copy its KV to host memory. Do nothing for presets that predict no output lengths. ``now``: seconds
         on the engine's clock."""
-        if not self._program_scheduler.predicts_outputs:
+        if not self._program_scheduler.forecaster.predicts:
             return
         self._due_in -= 1
         if self._due_in > 0:
@@ -165,37 +154,18 @@ class AllocationFallback:
 
     If blocks are missing, it first cancels all prefetches, then ends leases. If that is not enough for a
     running request, it chooses the request that vLLM preempts. It sets vLLM's scheduling policy to PRIORITY.
-
-    ``cancel_prefetches`` returns whether there were any prefetches. ``carry_out`` executes the pending
-    actions of the ``ProgramScheduler``. ``guarded`` runs a call and returns ``None`` if it fails.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        program_scheduler: ProgramScheduler,
-        groups: KVCacheGroups,
-        *,
-        clock: Callable[[], float],
-        handle: EventHandler,
-        carry_out: Callable[[float], None],
-        guarded: Callable[..., Any],
-        pinned: PinnedBlocks,
-        demand_monitor: DemandMonitor,
-        waiting: WaitingQueueAdapter,
-        cancel_prefetches: Callable[[], bool],
-    ) -> None:
-        self._scheduler = scheduler
-        self._program_scheduler = program_scheduler
-        self._groups = groups
-        self._clock = clock
-        self._handle = handle
-        self._carry_out = carry_out
-        self._guarded = guarded
-        self._pinned = pinned
-        self._demand_monitor = demand_monitor
-        self._waiting = waiting
-        self._cancel_prefetches = cancel_prefetches
+    def __init__(self, adapter: SchedulerAdapter) -> None:
+        self._adapter = adapter
+        self._scheduler = scheduler = adapter.scheduler
+        self._program_scheduler = adapter.program_scheduler
+        self._groups = groups = adapter.groups
+        self._clock = adapter.clock
+        self._handle = adapter.handle
+        self._guarded = adapter.guarded
+        self._pinned = adapter.pinned
+        self._waiting = adapter.waiting
         self.allocating: Request | None = None
         """The request for which vLLM allocates blocks now; ``None`` if unknown. It is recorded as the cause
         of evictions."""
@@ -276,7 +246,7 @@ class AllocationFallback:
             return None
         blocks: KVCacheBlocks | None = None
         # Loads ahead are given up first, so that no lease ends and no request is preempted because of them.
-        if self._cancel_prefetches():
+        if self._adapter.prefetcher.cancel_all():
             self._waiting.pause_admission()
             if not running:
                 return None  # a waiting request gets these blocks only after the worker has answered
@@ -317,7 +287,7 @@ class AllocationFallback:
             free, pinned = pool.get_num_free_blocks(), self._pinned.blocks()
             if not self._end_leases(need, now):
                 break
-            self._carry_out(now)
+            self._adapter.carry_out(now)
             if pool.get_num_free_blocks() > free:
                 blocks = self._allocate(request, *args, **kwargs)
             elif not running and self._pinned.blocks() < pinned:
@@ -329,7 +299,7 @@ class AllocationFallback:
 
     def _end_leases(self, need: ReclaimRequest, now: float) -> bool:
         """End the leases that the policy chooses. Return whether it chose any."""
-        if not self._program_scheduler.may_reclaim(need):
+        if not self._program_scheduler.lease_manager.may_reclaim(need):
             return False
         leased_programs = self._program_scheduler.leased_programs()
         freed = {program_id: self._pinned.freed_by(program_id) for program_id in leased_programs}
@@ -411,7 +381,7 @@ class AllocationFallback:
     def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:
         if not any(map(self._has_program, candidates)):
             return None  # without hints the choice is vLLM's
-        views = self._demand_monitor.views(candidates)
+        views = self._adapter.demand_monitor.views(candidates)
         event = VictimNeeded(missing_blocks(), views, self._pinned.used_blocks())
         return chosen_request(self._handle(event, self._clock()))
 

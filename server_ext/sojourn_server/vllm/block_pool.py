@@ -8,19 +8,20 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import AbandonedBranch
 from ..programs.tool_and_turn_history import BranchReuseRate
-from .compat import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
+from .compat import BlockPool, KVCacheBlock, get_block_hash
 from .eviction_heap import Score, Standing
-from .free_block_queue import BeforeReuse, OnEvicted, ProgramFreeBlockQueue
+from .free_block_queue import ProgramFreeBlockQueue
 
 if TYPE_CHECKING:
     from .compat import KVCacheManager
+    from .scheduler_adapter import SchedulerAdapter
 
 SMALL_POOL_BLOCKS = 20_000
 """Pool size in blocks below which ``count_by_state`` counts all blocks at each call (in at most 2 ms)."""
@@ -175,28 +176,22 @@ def without_common_prefix(manager: KVCacheManager, pinned: PinnedBlocks) -> Call
 class EvictionAdapter:
     """Keeps a pool's free queue in the order of the preset's eviction policy.
 
-    The caller must install ``queue`` in the pool, in place of ``replaced``. ``evicted``, ``failed`` and
-    ``before_reuse`` are callbacks of the queue (``ProgramFreeBlockQueue``). If the policy cannot score some
-    blocks, only these keep vLLM's order, and ``score_failed`` is called once.
+    The caller must install ``queue`` in the pool. If the policy cannot score some blocks, only these keep
+    vLLM's order.
     """
 
-    def __init__(
-        self,
-        program_scheduler: ProgramScheduler,
-        replaced: FreeKVCacheBlockQueue,
-        *,
-        evicted: OnEvicted,
-        failed: Callable[[Exception], None],
-        score_failed: Callable[[Exception], None],
-        before_reuse: BeforeReuse | None = None,
-    ) -> None:
-        self._program_scheduler = program_scheduler
-        self._score_failed = score_failed
+    def __init__(self, adapter: SchedulerAdapter) -> None:
+        self._adapter = adapter
+        self._program_scheduler = adapter.program_scheduler
+        self._by_program = self._program_scheduler.preset.eviction.by_program
         self._score_has_failed = False
-        self._by_program = program_scheduler.preset.eviction.by_program
-        scorer = self if self._by_program else None
         self.queue = ProgramFreeBlockQueue(
-            replaced, evicted=evicted, scorer=scorer, failed=failed, before_reuse=before_reuse
+            adapter.scheduler.kv_cache_manager.block_pool.free_block_queue,
+            # The blocks have left the queue already: an error there would lose them.
+            evicted=partial(adapter.guarded, adapter.evicted),
+            scorer=self if self._by_program else None,
+            failed=adapter.eviction_order_failed,
+            before_reuse=adapter.offload.save if adapter.offload is not None else None,
         )
         self._branches = BranchReuseRate()
         self._scale_changes = 0
@@ -207,9 +202,9 @@ class EvictionAdapter:
         if not self._by_program:
             return
         self._branches.observe(self.queue.abandoned_reused, self.queue.abandoned_evicted)
-        for program_id in self._program_scheduler.take_changed_programs():
+        for program_id in self._program_scheduler.predictor.take_changed():
             self.queue.rescore(program_id)
-        scale_changes = self._program_scheduler.score_scale_changes + self._branches.changes
+        scale_changes = self._program_scheduler.predictor.scale_changes + self._branches.changes
         if scale_changes != self._scale_changes:
             self._scale_changes = scale_changes
             self.queue.rescale()
@@ -218,7 +213,7 @@ class EvictionAdapter:
         """Mark an abandoned branch for each program with a newly admitted turn. It consists of the free
         blocks of the program's previous turn, which the new turn does not use."""
         if self._by_program:
-            for program_id, used_s in self._program_scheduler.take_begun_turns().items():
+            for program_id, used_s in self._program_scheduler.predictor.take_begun().items():
                 self.queue.mark_abandoned(program_id, used_s)
 
     def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
@@ -234,7 +229,8 @@ class EvictionAdapter:
         """Report the first error of the policy. Later ones are not reported, since a policy may fail for each
         program in each step."""
         if not self._score_has_failed:
-            self._score_failed(error)
+            what = "the eviction score failed; what it cannot score is evicted first"
+            self._adapter.report_failure(error, what)
             self._score_has_failed = True
 
 

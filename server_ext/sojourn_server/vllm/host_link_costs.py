@@ -63,7 +63,7 @@ class HostLinkCosts:
         planner = self._connector.planner
         if self._connector.off:
             return 0
-        if not self._program_scheduler.predicts_outputs:
+        if not self._program_scheduler.forecaster.predicts:
             return planner.host.room(RetentionRank.PLAIN)
         # Blocks of preempted requests, copied or yet to be copied, do not replace each other.
         return min(planner.host.room(RetentionRank.IDLE), planner.host.slots - len(self._wanted))

@@ -73,7 +73,7 @@ class SojournMixin:
             quota.open_step()
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         # vLLM counts parked requests too, and would then not throttle prefills (prefill_schedule_interval).
-        if self.prefill_capacity_bound and self.sojourn.guarded(self.sojourn.only_parked_wait):
+        if self.prefill_capacity_bound and self.sojourn.guarded(self.sojourn.waiting.only_parked_wait):
             self.prefill_capacity_bound = False
         self.sojourn.guarded(self.sojourn.after_step, output)
         if quota is not None:

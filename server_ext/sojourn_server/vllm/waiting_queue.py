@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Iterable, Iterator, KeysView, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import structs
 
-from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import AdmissionRequested, is_let_in
-from ..core.program_scheduler import ProgramScheduler, QueuePlace, QueueState
+from ..core.program_scheduler import QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
-from .kv_cache_groups import KVCacheGroups
 
 if TYPE_CHECKING:
-    from .compat import Scheduler
     from .kv_offload_connector import SojournConnector
+    from .scheduler_adapter import SchedulerAdapter
 
 SHARED_LOOKUP_EVERY_STEPS = 16
 """Number of steps between two look-ups of the blocks that a request waiting for admission could share."""
@@ -211,25 +209,15 @@ class PolicyRequestQueue(RequestQueue):
 
 
 class WaitingQueueAdapter:
-    """Replaces vLLM's waiting queues with queues that the ``ProgramScheduler`` orders. ``guarded`` runs a
-    call and returns ``None`` if it fails."""
+    """Replaces vLLM's waiting queues with queues that the ``ProgramScheduler`` orders."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        program_scheduler: ProgramScheduler,
-        groups: KVCacheGroups,
-        *,
-        clock: Callable[[], float],
-        handle: EventHandler,
-        guarded: Callable[..., Any],
-    ) -> None:
-        self._scheduler = scheduler
-        self._program_scheduler = program_scheduler
-        self._groups = groups
-        self._handle = handle
-        self._clock = clock
-        self._guarded = guarded
+    def __init__(self, adapter: SchedulerAdapter) -> None:
+        self._scheduler = scheduler = adapter.scheduler
+        self._program_scheduler = adapter.program_scheduler
+        self._groups = adapter.groups
+        self._handle = adapter.handle
+        self._clock = adapter.clock
+        self._guarded = adapter.guarded
         self._pool = scheduler.kv_cache_manager.block_pool
         self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -242,7 +230,7 @@ class WaitingQueueAdapter:
         """Id of a request that needs admission → (step of the last look-up, number of shared blocks). A block
         of its prompt is shared if other requests use it or leases pin it."""
         self._last_rejected: tuple[str, int] | None = None
-        """(Id of the request that admission rejected last, value of ``ProgramScheduler.demand_changes`` at
+        """(Id of the request that admission rejected last, value of ``DemandForecaster.changes`` at
         that time)."""
 
     # -- the queue's questions ----------------------------------------------------
@@ -402,7 +390,7 @@ class WaitingQueueAdapter:
     def _may_be_admitted(self, request: Request) -> bool:
         running = bool(self._scheduler.running or self._admitted_loading())
         policy = self._program_scheduler.preset.admission
-        rejected = (request.request_id, self._program_scheduler.demand_changes)
+        rejected = (request.request_id, self._program_scheduler.forecaster.changes)
         if policy.forecasts and running and rejected == self._last_rejected:
             return False  # the forecast has not changed since
         need_blocks = self._groups.blocks_of(request.num_tokens + 1)
