@@ -174,7 +174,7 @@ def test_bad_addresses_say_what_was_expected(text: str, told: str) -> None:
 def test_a_file_of_tenants(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text('[tenants]\na = ["k1", "env:K2"]\nb = "k3"\n')
-    tenants = load_tenant_keys(file, {"K2": "k2"})
+    tenants = load_tenant_keys(file, environment={"K2": "k2"})
     assert tenants.names == ("a", "b")
     assert [tenants.tenant_of(f"Bearer {key}") for key in ("k1", "k2", "k3", "k4")] == ["a", "a", "b", None]
     assert tenants.tenant_of("bearer k1") == "a"
@@ -201,7 +201,7 @@ def test_bad_files_of_tenants_say_what_was_wrong_and_no_key(tmp_path: Path, text
     file = tmp_path / "tenants.toml"
     file.write_text(text)
     with pytest.raises(TenantKeysError, match=told) as caught:
-        load_tenant_keys(file, {})
+        load_tenant_keys(file, environment={})
     assert "same'" not in str(caught.value)
     with pytest.raises(TenantKeysError, match="No such file"):
         load_tenant_keys(tmp_path / "none.toml")

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from gateway_harness import until
 from sojourn_server.gateway.ray import engine_process
-from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineLoad, EngineProcess, environment
+from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineProcess, environment
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_engine_process.py")), "{host}", "{port}"]
 WITH_CHILD = [
@@ -33,8 +33,8 @@ def engine(path: Path, command: list[str] | None = None, **more: Any) -> EngineP
     return EngineProcess(command or FAKE, engine_id="e", host="127.0.0.1", log_dir=path, **more)
 
 
-def gone(pid: int | None) -> bool:
-    assert pid is not None
+def gone(of: EngineProcess | int) -> bool:
+    pid = of if isinstance(of, int) else of.process.pid if of.process is not None else 0
     return not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
@@ -47,12 +47,12 @@ async def test_it_tells_its_load_and_drains_before_its_end(tmp_path: Path) -> No
         aiohttp.ClientSession() as http,
         http.post(f"{it.url}/v1/chat/completions", json=body) as answer,
     ):
-        assert await it.load() == EngineLoad(0.25, 1)
+        assert await it.load() == (0.25, 1)
         await it.drain(0.1, 60.0)
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
-    assert await it.load() == EngineLoad(0.25, 0)
+    assert await it.load() == (0.25, 0)
     await it.end()
-    assert gone(it.pid)
+    assert gone(it)
     assert await it.load() is None
 
 
@@ -61,16 +61,17 @@ async def test_an_engine_that_ends_or_hangs_fails_its_check_and_leaves_no_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
     monkeypatch.setattr(engine_process, "POLL_S", 0.05)
-    it = engine(tmp_path, WITH_CHILD, stop_grace_s=0.2)
+    monkeypatch.setattr(engine_process, "STOP_GRACE_S", 0.2)
+    it = engine(tmp_path, WITH_CHILD)
     await it.start()
     child = int(it.log_path.read_text().split("child ")[1].split()[0])
     assert not gone(child)
-    assert it.pid is not None
-    os.kill(it.pid, sent)
+    assert it.process is not None
+    os.kill(it.process.pid, sent)
     if sent is signal.SIGSTOP:  # as an engine whose core has died answers
         monkeypatch.setattr(it, "_is_healthy", _unhealthy)
     await it.watch()
-    assert gone(it.pid)
+    assert gone(it)
     await until(lambda: gone(child))
     why = "ended with code -9" if sent is signal.SIGKILL else "reports that it is unhealthy"
     with pytest.raises(EngineFailed, match=why):
@@ -81,7 +82,7 @@ async def test_an_engine_that_ends_or_hangs_fails_its_check_and_leaves_no_child(
     assert killed == [], "another process may have got the number"
 
 
-async def _unhealthy(session: object) -> bool:
+async def _unhealthy() -> bool:
     return False
 
 
@@ -94,7 +95,7 @@ async def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     it = engine(tmp_path, [sys.executable, "-c", code], start_timeout_s=1.0)
     with pytest.raises(EngineFailed, match="not ready after"):
         await it.start()
-    assert gone(it.pid)
+    assert gone(it)
 
 
 async def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

@@ -378,21 +378,12 @@ def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> Clus
 
 
 def _tenants(path: Path | None, api_key: str | None, admin_key: str | None) -> TenantKeys:
-    from sojourn_server.gateway.http.tenant_keys import (
-        DEFAULT_TENANT,
-        TenantKeys,
-        TenantKeysError,
-        load_tenant_keys,
-    )
+    from sojourn_server.gateway.http.tenant_keys import TenantKeysError, load_tenant_keys
 
     if path is not None and api_key is not None:
         raise CliError("--tenants and --api-key are both given", "write the key into the file of tenants")
     try:
-        known = (
-            load_tenant_keys(path)
-            if path is not None
-            else TenantKeys({api_key: DEFAULT_TENANT} if api_key else None)
-        )
+        known = load_tenant_keys(path, api_key)
     except TenantKeysError as error:
         unset = "the environment has no" in str(error)
         how = 'write [tenants] and under it lines NAME = ["KEY", ...]'

@@ -62,12 +62,17 @@ class TenantKeys:
         return found
 
 
-def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) -> TenantKeys:
+def load_tenant_keys(
+    path: Path | None, key: str | None = None, environment: Mapping[str, str] = os.environ
+) -> TenantKeys:
     """Read a tenants file: TOML with a table ``[tenants]`` of lines ``NAME = ["KEY", ...]``. A key
-    ``env:VARIABLE`` stands for the value of an environment variable.
+    ``env:VARIABLE`` stands for the value of an environment variable. Without a file, ``key`` is the key of
+    all clients, if there is one.
 
     Raises ``TenantKeysError``, whose text contains no key.
     """
+    if path is None:
+        return TenantKeys({key: DEFAULT_TENANT} if key else None)
     try:
         document = load_toml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -81,10 +86,10 @@ def load_tenant_keys(path: Path, environment: Mapping[str, str] = os.environ) ->
         )
     keys: dict[str, str] = {}
     for tenant, listed in table.items():
-        for key in _keys(path, tenant, [listed] if isinstance(listed, str) else listed, environment):
-            if keys.setdefault(key, tenant) != tenant:
+        for one in _keys(path, tenant, [listed] if isinstance(listed, str) else listed, environment):
+            if keys.setdefault(one, tenant) != tenant:
                 raise TenantKeysError(
-                    f"{path}: {keys[key]} and {tenant} have the same key; expected one each"
+                    f"{path}: {keys[one]} and {tenant} have the same key; expected one each"
                 )
     return TenantKeys(keys)
 

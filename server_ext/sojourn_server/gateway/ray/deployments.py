@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from ..http.client_connection import raise_open_file_limit, uvicorn_settings
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.peers import Peers
 from ..http.standalone_gateway import build_gateway
-from ..http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
+from ..http.tenant_keys import load_tenant_keys
 from .engine_process import STOP_GRACE_S, EngineProcess
 from .fleet_directory import (
     ANNOUNCE_S,
@@ -77,7 +76,7 @@ class EngineReplica:
             engine_command(config, group, host),
             engine_id=context.replica_id.unique_id,
             host=host,
-            log_dir=Path(group.engines.log_dir) if group.engines.log_dir is not None else log_dir(),
+            log_dir=log_dir(group),
             environment={key: str(value) for key, value in group.engines.environment.items()},
             key=read_key(config.keys.engine, "keys.engine"),
             start_timeout_s=group.engines.start_timeout_s,
@@ -95,7 +94,7 @@ class EngineReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the statistics that ``autoscaling_policy`` reads; empty if the engine does not answer."""
         load = await self._process.load()
-        return {} if load is None else {ENGINES_METRIC: load.kv_use / self._engines.target_use}
+        return {} if load is None else {ENGINES_METRIC: load[0] / self._engines.target_use}
 
     async def __call__(self) -> str:
         return self._process.url
@@ -144,7 +143,12 @@ def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str
         return [str(part) for part in group.engines.command]
     args = [str(part) for part in group.engines.args]
     if group.role is not None:
-        args = [*_role_args(config, group.role, args, host), *args]
+        assert config.pairs.store is not None, "the configuration was checked"
+        if not any(one == "--kv-listen" or one.startswith("--kv-listen=") for one in args):
+            args = ["--kv-listen", f"tcp:[{host}]:0" if ":" in host else f"tcp:{host}:0", *args]
+        name = f"{config.name[:40]}-{group.role}-{{rank}}"
+        store = ["--kv-store", config.pairs.store, "--kv-node", "{node}", "--kv-store-name", name]
+        args = ["--role", group.role, *store, *args]
     elif not any(one == "--policy" or one.startswith(("--policy=", "--policy-file")) for one in args):
         args = ["--policy", load_policy_preset(config).engine, *args]
     quiet = "--disable-uvicorn-access-log"
@@ -152,17 +156,6 @@ def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str
         args.append(quiet)  # health checks come twice a second
     serve_it = [sys.executable, "-m", "sojourn_server.cli", "serve", config.model]
     return [*serve_it, "--host", "{host}", "--port", "{port}", *args]
-
-
-def _role_args(config: RayConfig, role: str, args: Sequence[str], host: str) -> list[str]:
-    """Return the further arguments of ``sojourn serve`` for a prefill or decode engine. ``args``: the
-    configured arguments."""
-    assert config.pairs.store is not None, "the configuration was checked"
-    own = ["--role", role, "--kv-store", config.pairs.store, "--kv-node", "{node}"]
-    own += ["--kv-store-name", f"{config.name[:40]}-{role}-{{rank}}"]
-    if not any(one == "--kv-listen" or one.startswith("--kv-listen=") for one in args):
-        own += ["--kv-listen", f"tcp:[{host}]:0" if ":" in host else f"tcp:{host}:0"]
-    return own
 
 
 def _node_name() -> str:
@@ -198,24 +191,18 @@ def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlet
     limits = RoutingLimits(
         most_waiting=config.max_waiting, wait_s=config.wait_s, silent_program_s=config.silent_program_s
     )
+    pairs, tenants = config.pairs, Path(config.tenants) if config.tenants is not None else None
+    rules = PrefillDecodeRules(
+        pairs.read_side, pairs.short_queue_s, pairs.most_prefill_s, pairs.high_tokens_ratio
+    )
     return build_gateway(
         (),
-        routing_rules(config),
-        load_tenants(config),
+        rules if config.in_pairs else load_policy_preset(config),
+        load_tenant_keys(tenants, read_key(config.keys.api, "keys.api")),
         options,
         limits=limits,
         expects_engines=True,
         peers=Peers(own_url),
-    )
-
-
-def routing_rules(config: RayConfig) -> ClusterPreset | PrefillDecodeRules:
-    """Return the rules by which gateways route requests. Raises ``PresetError``."""
-    if not config.in_pairs:
-        return load_policy_preset(config)
-    pairs = config.pairs
-    return PrefillDecodeRules(
-        pairs.read_side, pairs.short_queue_s, pairs.most_prefill_s, pairs.high_tokens_ratio
     )
 
 
@@ -244,14 +231,6 @@ async def read_directory(gateway: Gateway, config: RayConfig, own_url: str) -> N
     for address in gateway.replicas.values():
         if address.url in draining:
             gateway.routing_backend.tell(ReplicaDrainStarted(address.replica_id))
-
-
-def load_tenants(config: RayConfig) -> TenantKeys:
-    """Read the clients' keys that the configuration names. Raises ``TenantKeysError``, ``RayConfigError``."""
-    if config.tenants is not None:
-        return load_tenant_keys(Path(config.tenants))
-    key = read_key(config.keys.api, "keys.api")
-    return TenantKeys({key: DEFAULT_TENANT} if key else None)
 
 
 def gateway_class(config: RayConfig) -> type[Any]:
@@ -390,6 +369,7 @@ def build(args: dict[str, Any]) -> Any:
     return application(parse_config(args, source="args"))
 
 
-def log_dir() -> Path:
-    """Return the default folder for engines' logs."""
-    return Path(tempfile.gettempdir()) / f"sojourn-{getpass.getuser()}" / "engines"
+def log_dir(group: EngineGroup) -> Path:
+    """Return the folder for the logs of a group's engines."""
+    usual = Path(tempfile.gettempdir()) / f"sojourn-{getpass.getuser()}" / "engines"
+    return Path(group.engines.log_dir) if group.engines.log_dir is not None else usual

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import aiohttp
+
+from ..http.engine_client import ask_engine, bearer
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ _EXCLUDED_PREFIXES = ("RAY_", "SERVE_")
 """Prefixes of the names of Ray's environment variables. Engines do not get these variables."""
 # Ray sets this variable to the actor's reserved CPUs; the engine may use more.
 _EXCLUDED_VARIABLES = frozenset({"OMP_NUM_THREADS"})
+_PLACEHOLDER = re.compile(r"\{\w+\}")
 _KV_USE = re.compile(r"^vllm:kv_cache_usage_perc(?:\{.*\})? (\S+)$", re.MULTILINE)
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 
@@ -40,15 +42,6 @@ _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)
 class EngineFailed(RuntimeError):
     """An engine failed to start, or has ended. The text says why. After a failed start, the text may end with
     the last lines of the engine's log."""
-
-
-class EngineLoad(NamedTuple):
-    """What an engine's ``/metrics`` say about its load."""
-
-    kv_use: float
-    """Used fraction of its KV memory, the mean of its data-parallel ranks."""
-    requests: int
-    """Number of running and waiting requests."""
 
 
 class EngineProcess:
@@ -69,12 +62,11 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         key: str | None = None,
         start_timeout_s: float = 1800.0,
-        stop_grace_s: float = STOP_GRACE_S,
         words: Mapping[str, str] | None = None,
     ) -> None:
         """``environment``: variables that are added to this process's own. Of the latter, Ray's are left out.
         ``key``: key for queries to the engine. ``words``: further placeholders of ``command``, with their
-        values. ``stop_grace_s``: seconds for the engine to end after SIGTERM before it is killed."""
+        values."""
         self.engine_id = engine_id
         self.log_path = log_dir / f"engine-{engine_id}.log"
         """File of the engine's output."""
@@ -83,10 +75,10 @@ class EngineProcess:
         self._command = tuple(command)
         self._words = dict(words or {})
         self._added = dict(environment or {})
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._authorization = bearer(key)
         self._start_timeout_s = start_timeout_s
-        self._stop_grace_s = stop_grace_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        """The engine's process; ``None``: not started."""
         self._failure: str | None = None
         """Why the engine counts as failed, although its process still ran; ``None``: it has not failed."""
         self._is_ended = False
@@ -100,14 +92,9 @@ class EngineProcess:
         return f"http://{host}:{self._port}"
 
     @property
-    def pid(self) -> int | None:
-        """The process id; ``None``: not started."""
-        return self._process.pid if self._process is not None else None
-
-    @property
     def code(self) -> int | None:
         """The exit code; ``None``: the engine runs, or was not started."""
-        return self._process.poll() if self._process is not None else None
+        return self.process.poll() if self.process is not None else None
 
     def check(self) -> None:
         """Raise ``EngineFailed`` if the engine is gone."""
@@ -123,9 +110,11 @@ class EngineProcess:
         self._port = _free_port(self._host)
         self.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         guarded = [sys.executable, "-m", "sojourn_server.gateway.ray.parent_death_signal", str(os.getpid())]
+        values = {**self._words, "{host}": self._host, "{port}": str(self._port), "{engine}": self.engine_id}
+        command = [_PLACEHOLDER.sub(lambda one: values.get(one[0], one[0]), part) for part in self._command]
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*guarded, *self._format_command()],
+            self.process = subprocess.Popen(
+                [*guarded, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -133,7 +122,7 @@ class EngineProcess:
                 # Its own process group, so that it is ended together with its children.
                 start_new_session=True,
             )
-        logger.info("engine %s: process %d, log %s", self.engine_id, self._process.pid, self.log_path)
+        logger.info("engine %s: process %d, log %s", self.engine_id, self.process.pid, self.log_path)
         try:
             await self._ready()
         except BaseException:
@@ -144,30 +133,30 @@ class EngineProcess:
         """Return when the engine has ended or counts as failed, after its process group was ended. A child
         that is left, or a process that hangs, would hold the memory that the next engine needs."""
         failed = 0
-        async with aiohttp.ClientSession(trust_env=False) as session:
-            while self.code is None and failed < MAX_FAILED_HEALTH_CHECKS:
-                await asyncio.sleep(POLL_S)
-                is_healthy = await self._is_healthy(session)
-                failed = failed + 1 if is_healthy is False else 0
+        while self.code is None and failed < MAX_FAILED_HEALTH_CHECKS:
+            await asyncio.sleep(POLL_S)
+            failed = failed + 1 if await self._is_healthy() is False else 0
         if self.code is None:
             self._failure = "the engine reports that it is unhealthy, or refuses connections"
             logger.warning("engine %s: %s", self.engine_id, self._failure)
         await self.end()
 
-    async def load(self) -> EngineLoad | None:
-        """Ask the engine for its load; ``None``: no answer."""
-        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-        try:
-            async with (
-                aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
-                session.get(f"{self.url}/metrics", headers=self._headers) as answer,
-            ):
-                text = await answer.text()
-        except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError):
+    async def load(self) -> tuple[float, int] | None:
+        """Ask the engine for its load. Return (used fraction of its KV memory, the mean of its data-parallel
+        ranks; number of running and waiting requests). ``None``: no answer."""
+        async with aiohttp.ClientSession(trust_env=False) as session:
+            answer = await ask_engine(
+                session,
+                f"{self.url}/metrics",
+                authorization=self._authorization,
+                timeout_s=ANSWER_TIMEOUT_S,
+            )
+        if answer is None:
             return None
+        text = answer.body.decode(errors="replace")
         uses = [float(use) for use in _KV_USE.findall(text)]
         requests = sum(float(number) for number in _REQUESTS.findall(text))
-        return EngineLoad(sum(uses) / len(uses) if uses else 0.0, round(requests))
+        return (sum(uses) / len(uses) if uses else 0.0, round(requests))
 
     async def drain(self, unseen_s: float, drain_s: float) -> None:
         """Wait until the engine has had no request for ``unseen_s`` seconds, at most ``drain_s`` seconds.
@@ -179,19 +168,19 @@ class EngineProcess:
                 logger.warning("engine %s stops with requests in flight", self.engine_id)
                 return
             load = await self.load()
-            if load is None or load.requests:
+            if load is None or load[1]:
                 busy_s = time.monotonic()
             await asyncio.sleep(POLL_S)
 
     async def end(self) -> None:
-        """Send SIGTERM to the engine, and wait at most ``stop_grace_s`` seconds for its end. Then kill its
-        process group, so that no child is left. Further calls have no effect."""
-        process = self._process
+        """Send SIGTERM to the engine, and wait at most ``STOP_GRACE_S`` for its end. Then kill its process
+        group, so that no child is left. Further calls have no effect."""
+        process = self.process
         if process is None or self._is_ended:
             return
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            end_s = time.monotonic() + self._stop_grace_s
+            end_s = time.monotonic() + STOP_GRACE_S
             while process.poll() is None and time.monotonic() < end_s:
                 await asyncio.sleep(0.05)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -208,43 +197,34 @@ class EngineProcess:
     async def _ready(self) -> None:
         """Wait until the started engine is healthy. Raises ``EngineFailed``."""
         began_s = time.monotonic()
-        async with aiohttp.ClientSession(trust_env=False) as session:
-            while True:
-                waited_s = time.monotonic() - began_s
-                if self.code is not None:
-                    raise EngineFailed(
-                        f"the engine ended with code {self.code} while starting:\n{self._log_tail()}"
-                    )
-                if await self._is_healthy(session):
-                    logger.info("engine %s answers at %s after %.1f s", self.engine_id, self.url, waited_s)
-                    return
-                if waited_s > self._start_timeout_s:
-                    raise EngineFailed(
-                        f"the engine was not ready after {waited_s:.0f} s:\n{self._log_tail()}"
-                    )
-                await asyncio.sleep(POLL_S)
+        while True:
+            waited_s = time.monotonic() - began_s
+            if self.code is not None:
+                raise EngineFailed(
+                    f"the engine ended with code {self.code} while starting:\n{self._log_tail()}"
+                )
+            if await self._is_healthy():
+                logger.info("engine %s answers at %s after %.1f s", self.engine_id, self.url, waited_s)
+                return
+            if waited_s > self._start_timeout_s:
+                raise EngineFailed(f"the engine was not ready after {waited_s:.0f} s:\n{self._log_tail()}")
+            await asyncio.sleep(POLL_S)
 
-    async def _is_healthy(self, session: aiohttp.ClientSession) -> bool | None:
+    async def _is_healthy(self) -> bool | None:
         """Check the engine's health. False: it says that it is unhealthy, or refuses connections. ``None``:
         unknown, for example because it does not answer in time."""
+        headers = {"Authorization": self._authorization} if self._authorization else {}
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
         try:
-            async with session.get(f"{self.url}/health", headers=self._headers, timeout=timeout) as answer:
+            async with (
+                aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
+                session.get(f"{self.url}/health", headers=headers) as answer,
+            ):
                 return answer.status < 300 or (False if answer.status in (500, 503) else None)
         except aiohttp.ClientConnectorError as error:
             return False if isinstance(error.os_error, ConnectionRefusedError) else None
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
-
-    def _format_command(self) -> list[str]:
-        """Return the command with the values of all placeholders."""
-        here = {"{host}": self._host, "{port}": str(self._port), "{engine}": self.engine_id}
-        filled = []
-        for part in self._command:
-            for word, value in {**self._words, **here}.items():
-                part = part.replace(word, value)
-            filled.append(part)
-        return filled
 
 
 def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

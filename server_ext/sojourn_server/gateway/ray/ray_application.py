@@ -83,7 +83,7 @@ def describe_progress(config: RayConfig, deployments: Mapping[str, Any]) -> tupl
     # Slow starts are normal for engines.
     troubles = [one.message for one in deployments.values() if "slow __init__" not in one.message]
     gateways = f"{running.get(GATEWAY, 0)} of {config.number_of_gateways} gateways are up"
-    up = f"{engines} of {config.total_min_engines} engines and {gateways}"
+    up = f"{engines} of {sum(group.engines.min for group in config.groups)} engines and {gateways}"
     return up, summarize_error(next(filter(None, troubles), ""))
 
 
@@ -98,15 +98,8 @@ def summarize_error(trouble: str) -> str:
 
 
 def stop_application(config: RayConfig) -> None:
-    """Drain the engines, remove the application, and disconnect from Ray. A local cluster is stopped."""
-    _remove_application(config)
-    # Serve ends with a local cluster. Its own shutdown takes seconds longer, and Ray reports the end of its
-    # controller as an error.
-    ray.shutdown()
-
-
-def _remove_application(config: RayConfig) -> None:
-    """Remove the application from Serve, and wait until its engines are drained. Errors are logged."""
+    """Drain the engines, remove the application, and disconnect from Ray. A local cluster is stopped. Errors
+    are logged."""
     drain_s = max(group.engines.drain_s for group in config.groups)
     longest_s = max(drain_s + STOP_GRACE_S, STREAM_GRACE_S) + REMOVAL_MARGIN_S
     end_s = time.monotonic() + longest_s
@@ -120,7 +113,10 @@ def _remove_application(config: RayConfig) -> None:
             logger.warning("not all engines and gateways have ended after %.0f s", longest_s)
         except Exception as error:
             logger.debug("the application cannot be removed: %s", error)
-        return
+        break
+    # Serve ends with a local cluster. Its own shutdown takes seconds longer, and Ray reports the end of its
+    # controller as an error.
+    ray.shutdown()
 
 
 def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
@@ -134,7 +130,12 @@ def serve_until_stopped(config: RayConfig, say: Callable[[str], None]) -> None:
         connect(config, log_to_driver=False, logging_level=logging.WARNING)
         # Ray's own handlers end the process at once, without draining the engines.
         _handle_signals(lambda *_: stopped.set())
-        say(f"{_describe_engines(config)} of {config.model} start; logs: {log_directories(config)}")
+        engines = " and ".join(
+            f"{one.min} {f'{role} ' if role else ''}engine{'' if one.min == 1 else 's'}"
+            for _, role, one in config.groups
+        )
+        logs = ", ".join(dict.fromkeys(str(log_dir(group)) for group in config.groups))
+        say(f"{engines} of {config.model} start; logs: {logs}")
         if not stopped.is_set():
             began = True
             deploy_application(config, stopped, say)
@@ -165,16 +166,3 @@ def listen_addresses(config: RayConfig) -> str:
     here = f"http://{config.host}"
     direct = "" if config.direct_port is None else f", and {here}:{config.direct_port} without Serve's proxy"
     return f"{here}:{config.port} answers{direct}"
-
-
-def _describe_engines(config: RayConfig) -> str:
-    """Return a text with the minimum number of engines of each role."""
-    return " and ".join(
-        f"{engines.min} {f'{role} ' if role else ''}engine{'' if engines.min == 1 else 's'}"
-        for _, role, engines in config.groups
-    )
-
-
-def log_directories(config: RayConfig) -> str:
-    """Return the folders of engines' logs, separated by commas."""
-    return ", ".join(dict.fromkeys(str(group.engines.log_dir or log_dir()) for group in config.groups))

@@ -70,7 +70,7 @@ class EnginesConfig(_Section, frozen=True, kw_only=True):
     drain_s: NotNegative = 120.0
     """Maximum seconds for running turns to end when an engine stops."""
     log_dir: str | None = None
-    """Folder of the engines' logs; ``None``: ``deployments.log_dir``."""
+    """Folder of the engines' logs; ``None``: a temporary one."""
     target_use: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Used fraction of the engines' KV memory at which Serve has enough engines."""
     shrink_after_s: NotNegative = 300.0
@@ -204,11 +204,6 @@ class RayConfig(_Section, frozen=True, kw_only=True):
         if self.prefill is None or self.decode is None:
             return (EngineGroup("Engine", None, self.engines),)
         return (EngineGroup("Prefill", "prefill", self.prefill), EngineGroup("Decode", "decode", self.decode))
-
-    @property
-    def total_min_engines(self) -> int:
-        """Minimum number of engines in all groups together."""
-        return sum(group.engines.min for group in self.groups)
 
 
 def read_config(path: Path) -> RayConfig:
