@@ -160,16 +160,12 @@ class AffinityStrategy(RoutingStrategy):
             request.program.idleness.arrived(request.request_id, request.since_s)
         if self._reads_residents:
             self._regroup(request.program)
-        if self.tenants is not None:
-            self.tenants.add_request(request.tenant, request.program)
 
     def closed(self, request: RoutedRequest, now: float) -> None:
         if request.program is not None and not self._order.by_arrival:
             request.program.idleness.finished(request.request_id, now)
         if self._reads_residents:
             self._regroup(request.program)
-        if self.tenants is not None:
-            self.tenants.remove_request(request.tenant, request.program)
         self.capacity_changed = True
 
     def sent(self, request: RoutedRequest, now: float) -> None:

@@ -284,7 +284,7 @@ class RoutingCore:
                 self.programs.move_to_end(key)
             if program.is_reported:
                 program.is_reported, program.agent_type, program.parent = False, event.agent_type, parent
-            program.is_over = False  # the program goes on
+            program.is_over, program.task = False, None  # the program goes on
             if event.deadline_s is not None:
                 program.deadline_s = event.deadline_s
             program.waiting += 1

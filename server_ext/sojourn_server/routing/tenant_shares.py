@@ -30,38 +30,10 @@ class TenantShares:
         """Total context length of requests in flight, by tenant; only tenants with such requests."""
         self.homed_tokens: dict[str, int] = {}
         """Total expected size of programs with a home, by tenant; only tenants with such programs."""
-        self._open: dict[str, int] = {}
-        """Number of requests in progress, by tenant."""
-        self._working: dict[str, dict[Key, RoutedProgram]] = {}
-        """Programs with requests in progress, by tenant."""
         self.shares: Mapping[str, float] = {}
         """Fraction of all capacity that each tenant may use, as last computed; empty: not computed yet."""
         self._due_s = -math.inf
         """Time of the next computation of the shares."""
-
-    # -- usage ------------------------------------------------------------------
-
-    def add_request(self, tenant: str, program: RoutedProgram | None) -> None:
-        """Record that a request of the tenant, and of ``program`` if it has one, arrived."""
-        add_to_sum(self._open, tenant, 1)
-        if program is not None:
-            program.task = None
-            self._working.setdefault(tenant, {})[program.key] = program
-
-    def remove_request(self, tenant: str, program: RoutedProgram | None) -> None:
-        """Record that a request of the tenant, and of ``program`` if it has one, ended."""
-        add_to_sum(self._open, tenant, -1)
-        working = self._working.get(tenant)
-        if (
-            program is None
-            or working is None
-            or not program.is_idle
-            or working.get(program.key) is not program
-        ):
-            return
-        del working[program.key]
-        if not working:
-            del self._working[tenant]
 
     def used(self, tenant: str, *, room: bool = False) -> float:
         """Return the fraction of all devices' KV capacity that a tenant's requests in flight use.
@@ -84,17 +56,21 @@ class TenantShares:
             return  # not due yet; a due time beyond one epoch means that the clock stepped back
         self._due_s = now + epoch_s
         # A tenant whose requests have no program has unknown work, so it gets the least share.
-        views = [TenantView(tenant, self._tasks(tenant, now)) for tenant in self._open]
+        working: dict[str, dict[Key, RoutedProgram]] = {}
+        for request in self._core.requests.values():
+            programs = working.setdefault(request.tenant, {})
+            if request.program is not None:
+                programs[request.program.key] = request.program
+        views = [TenantView(tenant, self._tasks(programs, now)) for tenant, programs in working.items()]
         try:
             self.shares = dict(self._policy.shares(views, now))
         except Exception as error:
             self._core.counts.policy_failed(error)
 
-    def _tasks(self, tenant: str, now: float) -> list[RunningTaskView]:
+    def _tasks(self, programs: Mapping[Key, RoutedProgram], now: float) -> list[RunningTaskView]:
         """Return the tenant's programs that count for its share, each with its work and deadline."""
         tasks = []
-        programs = self._working.get(tenant, {}).values()
-        for program in islice(programs, self._fleet.max_running or DEFAULT_MAX_RUNNING):
+        for program in islice(programs.values(), self._fleet.max_running or DEFAULT_MAX_RUNNING):
             task = program.task
             if task is None:
                 work_s = self._core.estimator.work_s(program)
