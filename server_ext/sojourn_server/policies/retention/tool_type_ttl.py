@@ -14,41 +14,34 @@ from ..policy_views import FinishedTurnView
 MIN_TTL_S = 1e-3
 """Minimum duration in the log-normal fit. Shorter durations count as this minimum, because log 0 is
 infinite."""
+PERCENTILE = 0.95
+"""Share of the tool's durations that the TTL covers."""
+PRESSURE_LOW = 0.7
+PRESSURE_HIGH = 0.9
+"""Shares of the KV memory in use between which memory pressure rises from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolTypeRetention:
-    """Grants a TTL from a percentile of the tool's earlier durations, shortened under memory pressure.
+    """Grants a TTL from ``PERCENTILE`` of the tool's earlier durations, shortened under memory pressure.
 
     The TTL is the percentile times 1 − 0.5·m, at most ``max_ttl_s``. The pressure m, limited to 0 to 1, is
-    (used share of KV memory − ``pressure_low``) / (``pressure_high`` − ``pressure_low``).
+    (used share of KV memory − ``PRESSURE_LOW``) / (``PRESSURE_HIGH`` − ``PRESSURE_LOW``).
 
     With fewer than ``min_samples`` calls of this tool, the calls of all tools are used. If all tools have too
     few calls as well, there is no lease. With fewer than ``enough`` calls, the percentile is that of a
-    log-normal distribution fitted to the calls. A program without workflow prediction ("cold" in SAGA §3.3)
-    gets a lease only if ``keeps_cold`` is true. There is no lease after a turn without a tool call, or if the
-    probability of another turn is 0. A TTL that the client asked for, up to ``max_ttl_s``, replaces all these
-    rules. Raises ``ValueError`` for numbers out of range.
+    log-normal distribution fitted to the calls. There is no lease for a program without workflow prediction
+    ("cold" in SAGA §3.3), after a turn without a tool call, or if the probability of another turn is 0. A TTL
+    that the client asked for, up to ``max_ttl_s``, replaces all these rules. Raises ``ValueError`` for
+    numbers out of range.
     """
 
     reads_hinted_ttl: ClassVar[bool] = True
-    percentile: float = 0.95
-    pressure_low: float = 0.7
-    pressure_high: float = 0.9
     max_ttl_s: float = 300.0
     min_samples: int = 3
     enough: int = 20
-    keeps_cold: bool = False
-    """Whether programs without a prediction get leases too."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.percentile < 1:
-            raise ValueError(f"percentile is {self.percentile}; expected between 0 and 1")
-        if not 0 <= self.pressure_low < self.pressure_high <= 1:
-            raise ValueError(
-                f"pressure_low {self.pressure_low}, pressure_high {self.pressure_high}; "
-                "expected 0 ≤ low < high ≤ 1"
-            )
         if not (math.isfinite(self.max_ttl_s) and self.max_ttl_s >= 0):
             raise ValueError(f"max_ttl_s is {self.max_ttl_s}; expected finite seconds ≥ 0")
         if self.min_samples < 1 or self.enough < self.min_samples:
@@ -61,7 +54,7 @@ class ToolTypeRetention:
             return RetentionDecision(min(turn.hinted_ttl_s, self.max_ttl_s), DecisionReason.HINTED)
         if turn.tool is None:
             return RetentionDecision(0.0, DecisionReason.NO_TOOL_CALL)
-        if turn.continuation_probability is None and not self.keeps_cold:
+        if turn.continuation_probability is None:
             return RetentionDecision(0.0, DecisionReason.COLD_START)
         if turn.continuation_probability == 0.0:
             return RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
@@ -75,15 +68,15 @@ class ToolTypeRetention:
 
     def _percentile_s(self, ordered: Sequence[float]) -> float:
         if len(ordered) >= self.enough:
-            return ordered[min(len(ordered) - 1, math.ceil(self.percentile * len(ordered)) - 1)]
+            return ordered[min(len(ordered) - 1, math.ceil(PERCENTILE * len(ordered)) - 1)]
         logs = [math.log(max(MIN_TTL_S, value)) for value in ordered]
         mean = math.fsum(logs) / len(logs)
         spread = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / max(1, len(logs) - 1))
         # Limited to max_ttl_s before exp(), since the tail of extreme samples would overflow a float.
         longest = math.log(max(MIN_TTL_S, self.max_ttl_s))
-        return math.exp(min(longest, mean + NormalDist().inv_cdf(self.percentile) * spread))
+        return math.exp(min(longest, mean + NormalDist().inv_cdf(PERCENTILE) * spread))
 
     def _pressure(self, used_share: float | None) -> float:
         if used_share is None:
             return 0.0
-        return min(1.0, max(0.0, (used_share - self.pressure_low) / (self.pressure_high - self.pressure_low)))
+        return min(1.0, max(0.0, (used_share - PRESSURE_LOW) / (PRESSURE_HIGH - PRESSURE_LOW)))

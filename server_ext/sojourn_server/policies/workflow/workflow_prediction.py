@@ -33,6 +33,10 @@ class NextStepPrediction(NamedTuple):
     """The most likely next workflow step; ``None``: unknown, or not likely enough to act on."""
 
 
+MIN_TASKS = 30
+"""Number of ended programs of an agent type from which next steps are inferred."""
+CONFIDENCE = 0.7
+"""θ: minimum probability of an inferred step that becomes the predicted successor."""
 NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)
 
 
@@ -52,13 +56,10 @@ class ThreeTierPrediction:
 
     Without hints, the probability of another turn is 1 minus the probability of an edge to the end. A step
     inferred from earlier programs becomes the predicted successor only if its probability is at least
-    ``confidence`` (θ). Nothing is inferred before ``min_tasks`` programs of the type have ended. A program
-    about which nothing is hinted or inferred is cold: it has no prediction. Raises ``ValueError`` for numbers
-    out of range.
+    ``CONFIDENCE``. Nothing is inferred before ``MIN_TASKS`` programs of the type have ended. A program about
+    which nothing is hinted or inferred is cold: it has no prediction.
     """
 
-    min_tasks: int = 30
-    confidence: float = 0.7
     hints: bool = True
     """Whether hints are used; false: inference alone (ablation)."""
     calls_tell: bool = False
@@ -69,15 +70,8 @@ class ThreeTierPrediction:
     too, nothing is predicted."""
     is_used: bool = True
 
-    def __post_init__(self) -> None:
-        if self.min_tasks < 0 or not 0 <= self.confidence <= 1:
-            raise ValueError(
-                f"min_tasks is {self.min_tasks}, expected ≥ 0; confidence is {self.confidence}, "
-                "expected 0 to 1"
-            )
-
     def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:
-        inferred = self.inference and step.tasks >= self.min_tasks and bool(step.inferred)
+        inferred = self.inference and step.tasks >= MIN_TASKS and bool(step.inferred)
         if self.hints:
             declared = hinted_continuation_probability(step)
             if declared is not None and (step.hints_reliable or step.final):
@@ -85,7 +79,7 @@ class ThreeTierPrediction:
                 return NextStepPrediction(
                     PredictionSource.HINTS,
                     declared,
-                    _most_likely_successor(edges, 0.0 if step.declared else self.confidence),
+                    _most_likely_successor(edges, 0.0 if step.declared else CONFIDENCE),
                 )
         if inferred:
             ends = math.fsum(p for node, p in step.inferred if node == END)
@@ -93,7 +87,7 @@ class ThreeTierPrediction:
             return NextStepPrediction(
                 PredictionSource.INFERRED,
                 continuation_probability,
-                _most_likely_successor(step.inferred, self.confidence),
+                _most_likely_successor(step.inferred, CONFIDENCE),
             )
         if self.hints and self.calls_tell and step.calls_tool and step.hints_reliable:
             return NextStepPrediction(PredictionSource.HINTS, 1.0)
