@@ -16,17 +16,16 @@ import torch
 from fake_cuda import FakeCuda
 from faulty_file_system import identity
 from sojourn_server.kv_offload.block_file import HEADER_BYTES
-from sojourn_server.kv_offload.context_persistence import PersistStatus
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
+from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.kv_offload.file_system import FileSystem
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs, OffloadResults
-from sojourn_server.kv_offload.offload_planner import OffloadPlanner
+from sojourn_server.kv_offload.offload_planner import OffloadPlanner, PersistStatus
 from sojourn_server.kv_offload.offload_worker import Copy, DeviceBackend, OffloadWorker
 from sojourn_server.kv_offload.shared_store import SiblingStores
-from sojourn_server.kv_offload.tier_limits import TierLimits
 
 LAYERS = 3
 PATIENCE_S = 20.0

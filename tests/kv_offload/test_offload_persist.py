@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.kv_offload.context_persistence import PersistStatus
-from sojourn_server.kv_offload.disk_backoff import DiskBackoff
+from sojourn_server.kv_offload.disk_planner import DiskBackoff, TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
-from sojourn_server.kv_offload.offload_planner import OffloadPlanner
-from sojourn_server.kv_offload.tier_limits import TierLimits
+from sojourn_server.kv_offload.offload_planner import OffloadPlanner, PersistStatus
 
 
 def key(number: int) -> bytes:

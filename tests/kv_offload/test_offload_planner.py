@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
-from sojourn_server.kv_offload.tier_limits import TierLimits
 
 
 def key(number: int) -> bytes:

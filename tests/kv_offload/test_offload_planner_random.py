@@ -15,9 +15,9 @@ from random_clients import (
     Loading,
     RandomClients,
 )
+from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
-from sojourn_server.kv_offload.tier_limits import TierLimits
 
 Content = tuple[bytes, int]
 """Whose hash it has, and by which weights it was computed."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, ProbeResult, RankResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
-from sojourn_server.kv_offload.tier_limits import TierLimits
 
 MOVED, FULL, MISSING, CORRUPT, FAILED = CopyResult
 

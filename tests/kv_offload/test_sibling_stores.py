@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, identity, key, payload
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
+from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, block_path
 from sojourn_server.kv_offload.offload_jobs import ProbeResult
 from sojourn_server.kv_offload.shared_store import SEARCH_S, SiblingStores
@@ -17,7 +18,6 @@ from sojourn_server.kv_offload.store_folder import (
     is_store_name,
     store_name,
 )
-from sojourn_server.kv_offload.tier_limits import TierLimits
 
 KEYS = [key(number) for number in range(10)]
 

@@ -11,10 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from .disk_backoff import DiskBackoff
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, ProbeResult
-from .tier_limits import TierLimits
 
 DISK_INDEX_TIMEOUT_STEPS = 100
 """Number of steps after which the engine stops waiting for the worker's list of files left on disk."""
@@ -37,6 +35,77 @@ jobs, blocks would be usable later, and a slow disk would look like one that han
 MAX_PINNED_SHARE = 0.5
 """Maximum share of host memory that requests waiting for the disk may pin together. A single waiting request
 may pin more."""
+
+
+MAX_STAGE_WAIT_S = 10.0
+"""Default of ``TierLimits.max_stage_wait_s``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLimits:
+    """Limits of host memory and disk of one engine. Times are in seconds."""
+
+    host_slots: int
+    """Number of blocks that fit in host memory."""
+    disk_blocks: int = 0
+    """Number of blocks that fit on the disk; 0 if there is no disk."""
+    spill_below: float = 0.25
+    """Blocks are written to disk while less than this share of the slots can be reused without loss. Such a
+    slot is empty, or its block is on disk or has the rank ``WORTHLESS`` or ``SPARE``."""
+    max_spilling: int = 256
+    """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
+    max_staging: int = 4096
+    """Maximum number of blocks being read from disk at once."""
+    max_stage_wait_s: float = MAX_STAGE_WAIT_S
+    """Maximum seconds that a request waits for a disk read. After that it computes the missing blocks."""
+    shared: bool = False
+    """Whether this engine also reads the stores of other engines in the same root folder."""
+    min_probe_blocks: int = 8
+    """Other engines' stores are searched if a request misses at least this many blocks. Computing fewer
+    blocks is faster than the search."""
+    max_probe_wait_s: float = 1.0
+    """Maximum seconds that a request waits for a search of other engines' stores. While any search runs
+    longer than this, no further search begins."""
+
+
+FIRST_STEPS = 16
+"""Length of the first pause after a failed disk write, in engine steps."""
+
+
+class DiskBackoff:
+    """Pauses disk writes after a failure, at first for ``FIRST_STEPS`` engine steps. Each further failure
+    doubles the pause, up to ``LONGEST_STEPS``. After a success, the next pause is ``FIRST_STEPS`` again."""
+
+    LONGEST_STEPS = 4096
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._left = 0
+        self._unanswered = 0
+
+    def failed(self) -> None:
+        self._steps = min(self.LONGEST_STEPS, max(FIRST_STEPS, 2 * self._steps))
+        self._left = self._steps
+        self._unanswered = 0
+
+    def worked(self) -> None:
+        self._steps = self._unanswered = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether writes are paused now."""
+        return self._left > 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the last two writes have failed, or a write has run for ``LONGEST_STEPS`` without a
+        result."""
+        return self._steps > FIRST_STEPS or self._unanswered >= self.LONGEST_STEPS
+
+    def count_step(self, writing: bool) -> None:
+        """Count one engine step. ``writing``: whether a write is under way."""
+        self._left = max(0, self._left - 1)
+        self._unanswered = self._unanswered + 1 if writing else 0
 
 
 @dataclass(slots=True, eq=False)

@@ -18,12 +18,9 @@ from itertools import count, takewhile
 from typing import NamedTuple
 
 from .context_keys import ContextKeys
-from .context_persistence import PersistStatus, persist_context
-from .device_loads import DeviceLoads
-from .disk_planner import DiskPlanner
+from .disk_planner import DiskPlanner, TierLimits
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
-from .tier_limits import TierLimits
 
 STORE_BATCH_BLOCKS = 32
 """Number of blocks per store job. If the device overwrites one of these blocks before the job ends, the step
@@ -31,6 +28,70 @@ waits for the whole job."""
 
 # Module variables, because ``RetentionRank.WANTED`` is slow to evaluate for each block.
 _WANTED, _SPARE = RetentionRank.WANTED, RetentionRank.SPARE
+
+
+class PersistStatus(NamedTuple):
+    """Progress of writing a context to disk, in blocks."""
+
+    stored: int
+    """Number of leading blocks of the context that are on disk."""
+    pending: int
+    """Number of blocks of the context that wait to be written or are being written."""
+
+
+class DeviceLoad(NamedTuple):
+    """Blocks that are being loaded for a request."""
+
+    entries: list[HostEntry]
+    """The blocks' entries in host memory, pinned until the worker has copied them."""
+    block_ids: Sequence[int]
+
+
+class DeviceLoads:
+    """The loads of one engine. The blocks' entries in host memory stay pinned until their load ends."""
+
+    def __init__(self, host: HostBlockPool) -> None:
+        self._host = host
+        self.by_request: dict[str, DeviceLoad] = {}
+        self.keys: set[BlockKey] = set()
+        """Keys of the blocks of all loads. Another request that needs one of these blocks waits for the
+        running load instead of loading the block again."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.by_request
+
+    def __len__(self) -> int:
+        return len(self.by_request)
+
+    def begin(self, request_id: str, entries: list[HostEntry], block_ids: Sequence[int]) -> list[BlockCopy]:
+        """Add a load of ``entries``, which must be pinned, into the first ``len(entries)`` of ``block_ids``.
+        Returns the copies to make."""
+        load = self.by_request[request_id] = DeviceLoad(entries, block_ids[: len(entries)])
+        self.keys.update(entry.key for entry in entries)
+        return [
+            BlockCopy(block_id, entry.slot) for entry, block_id in zip(entries, load.block_ids, strict=True)
+        ]
+
+    def end(self, request_id: str) -> DeviceLoad | None:
+        """Remove a request's load, unpin its entries and return the load; ``None`` if there is none."""
+        load = self.by_request.pop(request_id, None)
+        if load is not None:
+            self.keys.difference_update(entry.key for entry in load.entries)
+            self._host.release(load.entries)
+        return load
+
+    def blocks(self, without: Collection[str] = ()) -> set[int]:
+        """Return the ids of the device blocks of all unfinished loads, except of requests in ``without``."""
+        return {
+            block_id
+            for request_id, load in self.by_request.items()
+            if request_id not in without
+            for block_id in load.block_ids
+        }
+
+    def block_count(self) -> int:
+        """Return the number of device blocks of all unfinished loads. Cheap: it is called in every step."""
+        return sum(len(load.block_ids) for load in self.by_request.values())
 
 
 class _Lookup(NamedTuple):
@@ -200,11 +261,43 @@ class OffloadPlanner:
                 self.disk.request_spill(key, rank)
 
     def persist(self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int]) -> PersistStatus:
-        """Plan to write a context to disk (``persist_context``), and return the progress. Call it in later
-        steps too, until all blocks are stored."""
-        status = persist_context(self.host, self.disk, self.store, chain, on_device)
-        self._wants_step = self._wants_step or status.pending > 0
-        return status
+        """Plan to write a context to disk, so that a program can move to another engine that reads the same
+        disk, and return the progress so far. The writes take several steps: call it in later steps too, until
+        all blocks are stored. Without a disk, or after a cache reset, nothing is written.
+
+        ``chain``: keys of the context's blocks, in order. ``on_device``: key → block id, for blocks that the
+        device has. To make room for those that only the device has, host memory evicts only blocks of
+        retention rank ``PLAIN`` or below.
+        """
+        host, disk = self.host, self.disk
+        if disk.closed:
+            return PersistStatus(0, 0)
+        idle = RetentionRank.IDLE
+        # Writes delete the least recently used files. So write no more than fits, and mark the blocks that
+        # are on disk already as just used. Otherwise the end of the context would displace its beginning.
+        chain = chain[: disk.room]
+        disk.touch(chain)
+        unsaved: list[tuple[BlockKey, int]] = []
+        for key in chain:
+            entry = host.get(key)
+            if entry is not None and entry.rank < idle and key not in disk:
+                host.set_rank(entry, idle)  # keep the block until it is on disk
+            elif entry is None and key in on_device and key not in disk:
+                unsaved.append((key, on_device[key]))
+        self.store(unsaved, idle, at_most=RetentionRank.PLAIN)
+        stored = pending = 0
+        for key in chain:
+            if key in disk:
+                stored += not pending
+                continue
+            entry = host.get(key)
+            if entry is None:
+                break
+            if key not in disk.being_spilled:
+                disk.request_spill(key, RetentionRank.COLD if entry.rank == idle else entry.rank)
+            pending += 1
+        self._wants_step = self._wants_step or pending > 0
+        return PersistStatus(stored, pending)
 
     # -- requests -------------------------------------------------
 

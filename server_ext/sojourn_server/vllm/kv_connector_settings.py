@@ -41,6 +41,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.block_file import HEADER_BYTES, KvIdentity
+from ..kv_offload.disk_planner import MAX_STAGE_WAIT_S, TierLimits
 from ..kv_offload.disk_store import DiskStore
 from ..kv_offload.shared_store import (
     FULL_BLOCK_TOKENS,
@@ -49,7 +50,6 @@ from ..kv_offload.shared_store import (
     blocks_per_full,
 )
 from ..kv_offload.store_folder import is_store_name
-from ..kv_offload.tier_limits import MAX_STAGE_WAIT_S, TierLimits
 from ..kv_transfer.peer_transport import UnknownTransport, check_address
 from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.transfer_limits import (

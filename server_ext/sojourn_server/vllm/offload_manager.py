@@ -16,9 +16,9 @@ from sojourn.ids import ProgramId
 from ..core.context_hashes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
 from ..kv_offload.context_keys import ContextEnds
-from ..kv_offload.context_persistence import PersistStatus
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
+from ..kv_offload.offload_planner import PersistStatus
 from ..policies.eviction.block_labels import HOST_EVICTION_ORDER, BlockLabel
 from ..policies.placement.placement_views import Tier
 from .block_owners import BlockOwners
