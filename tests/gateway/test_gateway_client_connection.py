@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 import pytest
-from sojourn_server.gateway.http.client_connection import (
+from sojourn_server.gateway.http.gateway_server import (
     MAX_OPEN_FILES,
     raise_open_file_limit,
     uvicorn_settings,

@@ -273,8 +273,7 @@ def _serve(
 
     import uvicorn
 
-    from sojourn_server.gateway.http.client_connection import uvicorn_settings
-    from sojourn_server.gateway.http.gateway_server import GatewayServer
+    from sojourn_server.gateway.http.gateway_server import GatewayServer, uvicorn_settings
 
     config = uvicorn.Config(
         app,

@@ -25,7 +25,7 @@ from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_
 from ...routing.routing_events import PairRole, ReplicaDrainStarted
 from ...routing.routing_from_preset import PrefillDecodeRules
 from ...routing.routing_limits import RoutingLimits
-from ..http.client_connection import raise_open_file_limit, uvicorn_settings
+from ..http.gateway_server import raise_open_file_limit, uvicorn_settings
 from ..http.gateway_app import Gateway, GatewayOptions
 from ..http.peers import Peers
 from ..http.standalone_gateway import build_gateway
