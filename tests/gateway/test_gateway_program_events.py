@@ -562,7 +562,7 @@ async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pyt
         await post(ProgramStart(program_id=f"p{seq}", seq=seq))
         report = AegReport(program_id="q", seq=2 * seq, graph_hash=f"h{seq}", graph=graph)
         await post(report, ToolStart(program_id="q", seq=2 * seq + 1, call_id=f"c{seq}", tool="sh"))
-    assert len(fleet.events) == 100
+    assert len(fleet.events.programs) == 100
     fleet.homes = {"q": "a", "p0": "a", "p999": "a"}
     for name in fleet.homes:
         await fleet.events.replay_before_request(("", name), "a")
@@ -572,4 +572,4 @@ async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pyt
     assert "p0" not in fleet.views["a"], "it is forgotten"
     fleet.now_s += SILENT_PROGRAM_S + 1.0
     await post(Heartbeat(program_id="q", seq=9999), ToolStart(program_id="r", seq=1, call_id="c", tool="sh"))
-    assert len(fleet.events) <= 2, "the others are silent"
+    assert len(fleet.events.programs) <= 2, "the others are silent"

@@ -179,7 +179,6 @@ def gateway(
     options = GatewayOptions(
         engine_key=engine_key,
         admin_key=admin_key,
-        silent_program_s=silent_program_s,
         max_body_bytes=max_body_mib << 20,
     )
     from sojourn_server.gateway.http.standalone_gateway import build_gateway

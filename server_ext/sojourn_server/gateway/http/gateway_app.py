@@ -26,7 +26,6 @@ from ...api.openapi import PREFIX, openapi_response
 from ...api.web_page import page_routes
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
-from ...routing.routing_limits import SILENT_PROGRAM_S
 from .client_access import ClientAccess, engine_authorization, tenant_name
 from .client_apis import (
     ClientApi,
@@ -73,9 +72,6 @@ class GatewayOptions:
     """Whether the routing policy needs prefix hashes of prompts."""
     reads_deadlines: bool = False
     """Whether the tenants' shares of capacity depend on deadlines that clients state."""
-    silent_program_s: float = SILENT_PROGRAM_S
-    """Seconds without a new event after which the gateway drops a program's recorded events. Until then it
-    can send them to a restarted engine or a new home."""
     in_pairs: bool = False
     """Whether the engines are prefill and decode engines. Then a request needs one of each."""
     read_side: str | None = None
@@ -152,7 +148,7 @@ class Gateway:
             self.monitor.description_of,
             names=names,
             engine_key=options.engine_key,
-            silent_program_s=options.silent_program_s,
+            silent_program_s=routing_backend.core.limits.silent_program_s,
         )
         self.events.on_end = metrics.ended
         self._migrator = ProgramMigrator(routing_backend, self.events, replicas, self.session, metrics)

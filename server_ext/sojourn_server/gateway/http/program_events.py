@@ -62,7 +62,6 @@ from sojourn.wire_events import (
 )
 
 from ...core.client_event_decoder import MAX_ATTACHED_EVENTS
-from ...programs.program_status import ProgramOutcome
 from ...routing import routing_events
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
@@ -219,9 +218,6 @@ class ProgramEvents:
         """By URL of the engine and tenant."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def __len__(self) -> int:
-        return len(self.programs)
-
     # -- events from clients -----------------------------------------------------------
 
     async def forward_batch(
@@ -252,7 +248,7 @@ class ProgramEvents:
                 sent.append((number, key, self._record(key, event, batch.emitter, authorization)))
                 homes.setdefault(home.url, (home, {}))[1][key] = None
             elif isinstance(event, ProgramEnd):
-                is_known = self._end(key, event.status)
+                is_known = self.end(key, event.status)
                 outcomes[number] = (
                     _outcome(event, Outcome.APPLIED)
                     if is_known
@@ -275,13 +271,9 @@ class ProgramEvents:
                     address = self._replicas.get(backend.home(*key) or backend.answered_by(*key))
                     self._send_end(address, key, event.status, authorization)
                     outcome = _outcome(event, Outcome.DEFERRED, "its replica receives it later")
-                self._end(key, event.status)
+                self.end(key, event.status)
             outcomes[number] = outcome or _outcome(event, Outcome.MISSING, "its replica did not answer")
         return [outcome or EventOutcome(outcome=Outcome.MISSING) for outcome in outcomes]
-
-    def home(self, tenant: str, program_id: str) -> str | None:
-        """Return the id of the replica that is a program's home; ``None``: the program has no home."""
-        return self._routing_backend.home(tenant, program_id)
 
     # -- events in requests ------------------------------------------------------------
 
@@ -291,7 +283,7 @@ class ProgramEvents:
             return False  # the engine would reject the rest
         for event in attached.events:
             program_id = event.program_id
-            home_id = self.home(tenant, program_id)
+            home_id = self._routing_backend.home(tenant, program_id)
             # Events of a program without a home wait for a home. The program of an implicit hint gets none.
             is_here = (
                 program_id == attached.program_id
@@ -336,7 +328,7 @@ class ProgramEvents:
                 if is_new and address is not None:
                     record.place = self._instance(address)
             elif event.program_id != attached.program_id:
-                self._end(key, event.status)
+                self.end(key, event.status)
             elif self._drop(key):  # the request itself has yet to run
                 self.on_end(event.status)
 
@@ -366,11 +358,6 @@ class ProgramEvents:
         if record is not None and authorization is None:
             authorization = record.authorization
         self._send_end(address, key, "cancelled", authorization)
-
-    def forget(self, key: Key) -> None:
-        """Drop a program whose final request was answered. Report the end to ``on_end``."""
-        self._drop(key)
-        self.on_end(ProgramOutcome.FINAL.value)
 
     # -- what is kept ------------------------------------------------------------------
 
@@ -420,7 +407,7 @@ class ProgramEvents:
         record.unsent = {}
         return True
 
-    def _end(self, key: Key, status: str) -> bool:
+    def end(self, key: Key, status: str) -> bool:
         """Forget a program that has ended, and report its end to the routing core. Return whether the program
         was known."""
         backend = self._routing_backend
@@ -536,7 +523,7 @@ class ProgramEvents:
 
         async def send() -> None:
             for _ in range(END_ATTEMPTS):
-                home = self._replicas.get(self.home(*key))
+                home = self._replicas.get(self._routing_backend.home(*key))
                 if home is not None and home.url == address.url:
                     return  # the program has come back
                 async with self._turns[(address.url, key[0])].lock:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import MutableMapping
 from typing import Any
 
+from ...programs.program_status import ProgramOutcome
 from ...routing import routing_events
 from ...routing.routing_events import SendRequest
 from .client_apis import (
@@ -276,8 +277,7 @@ class ProxyRequest:
             if self._is_answered and self._api is ClientApi.RESPONSES:
                 self._record_conversation()
         if self._program_id is not None and self._question.is_last and self._is_answered:
-            self._proxy.events.forget((self._tenant, self._program_id))
-            routing_backend.tell(routing_events.ProgramEnded(self._program_id, self._tenant))
+            self._proxy.events.end((self._tenant, self._program_id), ProgramOutcome.FINAL.value)
 
     async def _until_client_leaves(self, receive: AsgiReceive) -> None:
         with contextlib.suppress(Exception):  # no other event will follow an error

@@ -25,8 +25,8 @@ from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_
 from ...routing.routing_events import PairRole, ReplicaDrainStarted
 from ...routing.routing_from_preset import PrefillDecodeRules
 from ...routing.routing_limits import RoutingLimits
-from ..http.gateway_server import raise_open_file_limit, uvicorn_settings
 from ..http.gateway_app import Gateway, GatewayOptions
+from ..http.gateway_server import raise_open_file_limit, uvicorn_settings
 from ..http.peers import Peers
 from ..http.standalone_gateway import build_gateway
 from ..http.tenant_keys import load_tenant_keys
@@ -185,7 +185,6 @@ def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlet
     options = GatewayOptions(
         engine_key=read_key(config.keys.engine, "keys.engine"),
         admin_key=read_key(config.keys.admin, "keys.admin"),
-        silent_program_s=config.silent_program_s,
         max_body_bytes=config.max_body_mib << 20,
     )
     limits = RoutingLimits(
