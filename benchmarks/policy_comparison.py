@@ -42,9 +42,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--programs", default="20,40,80")
     parser.add_argument("--policy", help="default: all but those that decide as stock does")
     parser.add_argument("--hours", type=float, default=1.0)
-    parser.add_argument("--hardware", default="a100-80gb")
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="processes; default: one a core")
     parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/RESULTS.md"))
@@ -62,15 +59,12 @@ def main() -> None:
     )
     plans = {
         trace: [
-            RunSpec(
-                policy=policy, workload=str(trace), programs=int(count), until_s=options.hours * 3600.0,
-                hardware=options.hardware, model=options.model, seed=options.seed,
-            )
+            RunSpec(policy=policy, workload=str(trace), programs=int(count), until_s=options.hours * 3600.0)
             for count in options.programs.split(",")
             for policy in policies
         ]
         for trace in traces
-    }  # fmt: skip
+    }
     remarks = {trace_name(str(trace)): validate_specs(specs) for trace, specs in plans.items()}
     rows: list[RunRow] = []
     for number, (trace, specs) in enumerate(plans.items(), 1):
@@ -137,26 +131,20 @@ def all_results(rows: Sequence[RunRow]) -> str:
         (column, [cell for group in groups for cell in cells([group], column)])
         for column in columns_to_show(rows)
     ]
-    heads = [f"{column.title} {column.unit}".strip() for column, _ in columns]
-    ordered = [row for group in groups for row in group]
-    lines = [["trace", "load", "policy", *heads], [*["---"] * 3, *["--:"] * len(columns)]]
-    for number, row in enumerate(ordered):
+    heads = ["trace", "load", "policy", *(f"{column.title} {column.unit}".strip() for column, _ in columns)]
+    lines = []
+    for number, row in enumerate(row for group in groups for row in group):
         policy = f"*{row.policy}*" if row.limit else row.policy
         values = [_cell_text(of_column[number]) for _, of_column in columns]
         lines.append([row.trace, load_label(row), policy, *values])
-    table = "\n".join(f"| {' | '.join(_escaped(part) for part in line)} |" for line in lines)
     legend = "**Bold**: best of the policies. N×: times better than stock. *Italic*: a limit, no policy."
-    remarks = "\n".join(f"- {_escaped(note)}" for note in notes(rows))
-    return f"{table}\n\n{legend}\n\n{remarks}\n"
+    remarks = "\n".join(f"- {note}" for note in notes(rows))
+    return f"{marked(heads, lines)}\n\n{legend}\n\n{remarks}\n"
 
 
 def _cell_text(cell: TableCell) -> str:
     text = f"**{cell.text}**" if cell.best else cell.text
     return f"{text} ({cell.factor})" if cell.factor else text
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def matrix(rows: Sequence[RunRow], ratio: Ratio, *, finished: bool = False) -> str:
