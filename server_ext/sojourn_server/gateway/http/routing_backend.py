@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -86,7 +86,7 @@ class RequestDecisions:
             raise ClientDisconnected
         return self._decisions.popleft() if self._decisions else None
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def interruptible(self, grace_s: float) -> AsyncIterator[asyncio.Timeout]:
         """Context manager whose block ends with ``TimeoutError`` at once if the client disconnects, and
         ``grace_s`` after a decision, unless the block moves this time."""
@@ -107,14 +107,10 @@ class RequestDecisions:
         if self.has_decision:
             doing.close()
             return None
-        try:
-            async with asyncio.timeout(None) as self._limit:
-                self._grace_s = 0.0
+        with contextlib.suppress(TimeoutError):
+            async with self.interruptible(0.0):
                 return await doing
-        except TimeoutError:
-            return None
-        finally:
-            self._limit = None
+        return None
 
     def _wake(self, grace_s: float) -> None:
         self._changed.set()
@@ -135,6 +131,8 @@ class RoutingBackend:
 
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
+        self.home, self.answered_by = core.home, core.answered_by
+        self.shares_used = core.strategy.shares_used
         self.on_action: Callable[[GatewayAction], None] = lambda action: None
         """Function that is called with each ``GatewayAction``. The gateway sets it."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
@@ -189,15 +187,6 @@ class RoutingBackend:
             await asyncio.sleep(TICK_S)
             self.tell(routing_events.Tick())
 
-    def home(self, tenant: str, program_id: str) -> str | None:
-        """Return the id of the replica that is a program's home; ``None``: unknown."""
-        return self.core.home(tenant, program_id)
-
-    def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Return the id of the engine that gave a program's last answer; ``None``: unknown. For programs
-        without a home."""
-        return self.core.answered_by(tenant, program_id)
-
     def is_waiting(self, tenant: str, program_id: str) -> bool:
         """Whether a request of a program waits at the gateway."""
         program = self.core.programs.get((tenant, program_id))
@@ -216,11 +205,6 @@ class RoutingBackend:
             else status
             for status in self.core.replica_statuses()
         ]
-
-    def shares_used(self) -> dict[str, float]:
-        """Return, by tenant, the fraction of the capacity that it uses ÷ its share of the capacity. Empty if
-        tenants do not share capacity."""
-        return self.core.strategy.shares_used()
 
     def _actions_of(self, event: routing_events.AnyRoutingEvent) -> list[routing_events.AnyRoutingAction]:
         """Pass one event to the core, and return its actions. Log errors of the core and its policies, since
