@@ -82,11 +82,9 @@ REPLAY_RETRY_S = 5.0
 """Seconds before a program's events are sent again to an engine that did not accept them."""
 END_ATTEMPTS = 3
 """Number of times that the end of a program is sent to an engine that does not answer."""
-MAX_PROGRAMS = 20_000
-"""Maximum number of programs whose state is kept."""
-MAX_UNSENT_EVENTS = 100_000
-"""Maximum number of events of all programs that no engine has answered. Beyond either bound, the programs
-whose last event is the oldest are forgotten."""
+MAX_PROGRAMS = 10_000
+"""Maximum number of programs whose state is kept. Beyond it, those whose last event is the oldest are
+forgotten."""
 MAX_RUNNING_TOOLS = 64
 """Maximum number of running tools that are kept of a program."""
 MAX_UNSENT_OF_PROGRAM = 2 * MAX_BATCH_EVENTS
@@ -207,8 +205,6 @@ class ProgramEvents:
         """Function that is called with the status of each program whose end a client reports."""
         self.programs: OrderedDict[Key, _Program] = OrderedDict()
         """The programs whose last event is the oldest come first."""
-        self._unsent_count = 0
-        """Number of events in all ``_Program.unsent``."""
         self._graphs: OrderedDict[Key, tuple[AegGraph, int]] = OrderedDict()
         """(graph, its bytes as JSON) by tenant and hash."""
         self._graph_bytes = 0
@@ -323,13 +319,13 @@ class ProgramEvents:
                 for one in list(record.unsent):
                     # A start that came after its stop would never end.
                     if one is entry or (call_id and getattr(one.event, "call_id", None) == call_id):
-                        self._answered(record, one)
+                        record.unsent.pop(one, None)
                 address = self._replicas.get(replica_id)
                 if is_new and address is not None:
                     record.place = self._instance(address)
             elif event.program_id != attached.program_id:
                 self.end(key, event.status)
-            elif self._drop(key):  # the request itself has yet to run
+            elif self.programs.pop(key, None) is not None:  # the request itself has yet to run
                 self.on_end(event.status)
 
     # -- events of the gateway ---------------------------------------------------------
@@ -380,38 +376,22 @@ class ProgramEvents:
             if name in record.state or len(record.state) < MAX_RUNNING_TOOLS + len(_STATE_NAMES):
                 record.state[name] = entry
         record.unsent[entry] = None
-        self._unsent_count += 1
         if len(record.unsent) > MAX_UNSENT_OF_PROGRAM:
-            self._answered(record, next(iter(record.unsent)))
+            del record.unsent[next(iter(record.unsent))]
         while len(self.programs) > 1:
             oldest = next(iter(self.programs))
             is_silent = now - self.programs[oldest].heard_s > self._silent_s
-            is_full = len(self.programs) > MAX_PROGRAMS or self._unsent_count > MAX_UNSENT_EVENTS
-            if not (is_silent or is_full):
+            if not is_silent and len(self.programs) <= MAX_PROGRAMS:
                 break
-            self._drop(oldest)
+            del self.programs[oldest]
         return entry
-
-    def _answered(self, record: _Program, entry: _Entry) -> None:
-        """Record that an event need not be sent any more."""
-        if entry in record.unsent:
-            del record.unsent[entry]
-            self._unsent_count -= 1
-
-    def _drop(self, key: Key) -> bool:
-        """Forget a program. Return whether it was known."""
-        record = self.programs.pop(key, None)
-        if record is None:
-            return False
-        self._unsent_count -= len(record.unsent)
-        record.unsent = {}
-        return True
 
     def end(self, key: Key, status: str) -> bool:
         """Forget a program that has ended, and report its end to the routing core. Return whether the program
         was known."""
         backend = self._routing_backend
-        is_known = self._drop(key) or backend.home(*key) is not None or backend.answered_by(*key) is not None
+        is_known = self.programs.pop(key, None) is not None
+        is_known = is_known or (backend.home(*key) or backend.answered_by(*key)) is not None
         if is_known:
             self.on_end(status)  # not for a repeated event
         backend.tell(routing_events.ProgramEnded(key[1], key[0]))
@@ -494,7 +474,7 @@ class ProgramEvents:
                     elif outcome.outcome is Outcome.REJECTED:
                         record.state = {name: one for name, one in record.state.items() if one is not entry}
                 if outcome is not None or isinstance(event, (Heartbeat, ProgramEnd)):
-                    self._answered(record, entry)
+                    record.unsent.pop(entry, None)
             if outcomes is None:
                 return None
         return refused
