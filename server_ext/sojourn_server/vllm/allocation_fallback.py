@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
+from .block_pool import PinnedBlocks
 from .compat import (
     FullAttentionManager,
     KVCacheBlock,
@@ -18,13 +19,14 @@ from .compat import (
     RequestStatus,
     SchedulingPolicy,
 )
+from .engine_context import EngineContext
 from .kv_offload_connector import SojournConnector
+from .kv_prefetcher import KVPrefetcher
 from .offload_manager import OffloadManager
-from .waiting_queue import max_new_tokens
+from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
     from .compat import KVCacheManager
-    from .scheduler_adapter import SchedulerAdapter
 
 FORECAST_EVERY_STEPS = 32
 """Minimum number of steps between two forecasts."""
@@ -39,13 +41,11 @@ class DemandMonitor:
     """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks. A
     request whose preemption is forecast has its KV copied to host memory in advance."""
 
-    def __init__(self, adapter: SchedulerAdapter) -> None:
-        self._scheduler = scheduler = adapter.scheduler
-        self._program_scheduler = adapter.program_scheduler
-        self._groups = adapter.groups
-        self._pinned = adapter.pinned
-        self._handle = adapter.handle
-        self._offload = adapter.offload
+    def __init__(self, context: EngineContext, pinned: PinnedBlocks, offload: OffloadManager | None) -> None:
+        self._scheduler = scheduler = context.scheduler
+        self._program_scheduler, self._groups = context.program_scheduler, context.groups
+        self._handle = context.handle
+        self._pinned, self._offload = pinned, offload
         self._pool = scheduler.kv_cache_manager.block_pool
         self._due_in = 0
 
@@ -156,16 +156,21 @@ class AllocationFallback:
     running request, it chooses the request that vLLM preempts. It sets vLLM's scheduling policy to PRIORITY.
     """
 
-    def __init__(self, adapter: SchedulerAdapter) -> None:
-        self._adapter = adapter
-        self._scheduler = scheduler = adapter.scheduler
-        self._program_scheduler = adapter.program_scheduler
-        self._groups = groups = adapter.groups
-        self._clock = adapter.clock
-        self._handle = adapter.handle
-        self._guarded = adapter.guarded
-        self._pinned = adapter.pinned
-        self._waiting = adapter.waiting
+    def __init__(
+        self,
+        context: EngineContext,
+        pinned: PinnedBlocks,
+        demand_monitor: DemandMonitor,
+        waiting: WaitingQueueAdapter,
+        prefetcher: KVPrefetcher,
+    ) -> None:
+        self._scheduler = scheduler = context.scheduler
+        self._program_scheduler = context.program_scheduler
+        self._groups = groups = context.groups
+        self._handle, self._clock, self._guarded = context.handle, context.clock, context.guarded
+        self._carry_out = context.carry_out
+        self._pinned, self._demand_monitor = pinned, demand_monitor
+        self._waiting, self._prefetcher = waiting, prefetcher
         self.allocating: Request | None = None
         """The request for which vLLM allocates blocks now; ``None`` if unknown. It is recorded as the cause
         of evictions."""
@@ -246,7 +251,7 @@ class AllocationFallback:
             return None
         blocks: KVCacheBlocks | None = None
         # Loads ahead are given up first, so that no lease ends and no request is preempted because of them.
-        if self._adapter.prefetcher.cancel_all():
+        if self._prefetcher.cancel_all():
             self._waiting.pause_admission()
             if not running:
                 return None  # a waiting request gets these blocks only after the worker has answered
@@ -287,7 +292,7 @@ class AllocationFallback:
             free, pinned = pool.get_num_free_blocks(), self._pinned.blocks()
             if not self._end_leases(need, now):
                 break
-            self._adapter.carry_out(now)
+            self._carry_out(now)
             if pool.get_num_free_blocks() > free:
                 blocks = self._allocate(request, *args, **kwargs)
             elif not running and self._pinned.blocks() < pinned:
@@ -381,7 +386,7 @@ class AllocationFallback:
     def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:
         if not any(map(self._has_program, candidates)):
             return None  # without hints the choice is vLLM's
-        views = self._adapter.demand_monitor.views(candidates)
+        views = self._demand_monitor.views(candidates)
         event = VictimNeeded(missing_blocks(), views, self._pinned.used_blocks())
         return chosen_request(self._handle(event, self._clock()))
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
+from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import AbandonedBranch
 from ..programs.tool_and_turn_history import BranchReuseRate
-from .compat import BlockPool, KVCacheBlock, get_block_hash
+from .compat import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
 from .eviction_heap import Score, Standing
-from .free_block_queue import ProgramFreeBlockQueue
+from .free_block_queue import BeforeReuse, OnEvicted, ProgramFreeBlockQueue
 
 if TYPE_CHECKING:
     from .compat import KVCacheManager
-    from .scheduler_adapter import SchedulerAdapter
 
 SMALL_POOL_BLOCKS = 20_000
 """Pool size in blocks below which ``count_by_state`` counts all blocks at each call (in at most 2 ms)."""
@@ -180,18 +179,24 @@ class EvictionAdapter:
     vLLM's order.
     """
 
-    def __init__(self, adapter: SchedulerAdapter) -> None:
-        self._adapter = adapter
-        self._program_scheduler = adapter.program_scheduler
-        self._by_program = self._program_scheduler.preset.eviction.by_program
+    def __init__(
+        self,
+        program_scheduler: ProgramScheduler,
+        replaced: FreeKVCacheBlockQueue,
+        *,
+        report_failure: Callable[[Exception, str], None],
+        evicted: OnEvicted,
+        failed: Callable[[Exception], None],
+        before_reuse: BeforeReuse | None,
+    ) -> None:
+        """The last three are callbacks of ``queue``, which takes the blocks of ``replaced``."""
+        self._program_scheduler = program_scheduler
+        self._report_failure = report_failure
+        self._by_program = program_scheduler.preset.eviction.by_program
         self._score_has_failed = False
+        scorer = self if self._by_program else None
         self.queue = ProgramFreeBlockQueue(
-            adapter.scheduler.kv_cache_manager.block_pool.free_block_queue,
-            # The blocks have left the queue already: an error there would lose them.
-            evicted=partial(adapter.guarded, adapter.evicted),
-            scorer=self if self._by_program else None,
-            failed=adapter.eviction_order_failed,
-            before_reuse=adapter.offload.save if adapter.offload is not None else None,
+            replaced, evicted=evicted, scorer=scorer, failed=failed, before_reuse=before_reuse
         )
         self._branches = BranchReuseRate()
         self._scale_changes = 0
@@ -229,8 +234,7 @@ class EvictionAdapter:
         """Report the first error of the policy. Later ones are not reported, since a policy may fail for each
         program in each step."""
         if not self._score_has_failed:
-            what = "the eviction score failed; what it cannot score is evicted first"
-            self._adapter.report_failure(error, what)
+            self._report_failure(error, "the eviction score failed; what it cannot score is evicted first")
             self._score_has_failed = True
 
 

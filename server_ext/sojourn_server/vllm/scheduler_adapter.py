@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
@@ -48,6 +49,7 @@ from .compat import (
     SchedulerOutput,
     get_block_hash,
 )
+from .engine_context import EngineContext
 from .engine_description import (
     connector_name,
     offload_description,
@@ -147,7 +149,21 @@ class SchedulerAdapter:
         if self._cache_policy is not None:
             self._cache_policy.strict = settings.strict
             self._cache_policy.groups = len(groups)
-        self._eviction = EvictionAdapter(self)
+        self._pending: list[EngineAction] = []
+        """Actions that are not carried out yet, oldest first."""
+        context = EngineContext(
+            scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded,
+            self.report_failure,
+        )  # fmt: skip
+        self._eviction = EvictionAdapter(
+            self.program_scheduler,
+            self._pool.free_block_queue,
+            report_failure=self.report_failure,
+            # The blocks have left the queue already: an error there would lose them.
+            evicted=partial(self.guarded, self._evicted),
+            failed=self._eviction_order_failed,
+            before_reuse=self.offload.save if self.offload is not None else None,
+        )
         self.queue = self._pool.free_block_queue = self._eviction.queue
         self.pinned = PinnedBlocks(self._pool, self.queue, clock)
         manager = scheduler.kv_cache_manager
@@ -155,12 +171,12 @@ class SchedulerAdapter:
         self.prefetcher = KVPrefetcher(
             self._pool, self.queue, groups, connector if isinstance(connector, SojournConnector) else None
         )
-        self._pending: list[EngineAction] = []
-        """Actions that are not carried out yet, oldest first."""
         check_scheduling(preset, scheduler.policy.value)
-        self.waiting = WaitingQueueAdapter(self)
-        self.demand_monitor = DemandMonitor(self)
-        self._allocation_fallback = AllocationFallback(self)
+        self.waiting = WaitingQueueAdapter(context)
+        self.demand_monitor = DemandMonitor(context, self.pinned, self.offload)
+        self._allocation_fallback = AllocationFallback(
+            context, self.pinned, self.demand_monitor, self.waiting, self.prefetcher
+        )
         self._length_predictor: LengthPredictor | None = None
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
         if preset.output_length.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
@@ -654,14 +670,12 @@ class SchedulerAdapter:
         if self.program_scheduler.live_requests(program_id) <= {request.request_id}:
             below.release_preempted(program_id, ())  # the program has no other request
 
-    def eviction_order_failed(self, error: Exception) -> None:
-        """Report that the free queue keeps vLLM's own order from now on."""
+    def _eviction_order_failed(self, error: Exception) -> None:
         if self.offload is not None:
             self.offload.turn_off("the free queue no longer reports evictions")
         self.report_failure(error, "the eviction order failed; vLLM's own order is used from now on")
 
-    def evicted(self, gone: list[tuple[KVCacheBlock, Owner]], score: Score | None) -> None:
-        """Report blocks that the pool has evicted, with their owners and their score."""
+    def _evicted(self, gone: list[tuple[KVCacheBlock, Owner]], score: Score | None) -> None:
         allocating = self._allocation_fallback.allocating
         taker = allocating.request_id if allocating is not None else None
         blocks = [

@@ -12,11 +12,11 @@ from msgspec import structs
 from ..core.events_and_actions import AdmissionRequested, is_let_in
 from ..core.program_scheduler import QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
+from .engine_context import EngineContext
 from .engine_description import is_one_of_a_pair
 
 if TYPE_CHECKING:
     from .kv_offload_connector import SojournConnector
-    from .scheduler_adapter import SchedulerAdapter
 
 SHARED_LOOKUP_EVERY_STEPS = 16
 """Number of steps between two look-ups of the blocks that a request waiting for admission could share."""
@@ -211,13 +211,11 @@ class PolicyRequestQueue(RequestQueue):
 class WaitingQueueAdapter:
     """Replaces vLLM's waiting queues with queues that the ``ProgramScheduler`` orders."""
 
-    def __init__(self, adapter: SchedulerAdapter) -> None:
-        self._scheduler = scheduler = adapter.scheduler
-        self._program_scheduler = adapter.program_scheduler
-        self._groups = adapter.groups
-        self._handle = adapter.handle
-        self._clock = adapter.clock
-        self._guarded = adapter.guarded
+    def __init__(self, context: EngineContext) -> None:
+        self._scheduler = scheduler = context.scheduler
+        self._program_scheduler = context.program_scheduler
+        self._groups = context.groups
+        self._handle, self._clock, self._guarded = context.handle, context.clock, context.guarded
         self._pool = scheduler.kv_cache_manager.block_pool
         self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
