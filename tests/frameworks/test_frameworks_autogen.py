@@ -286,7 +286,6 @@ def raise_fault(*args: Any, **kwargs: Any) -> Any:
         "run_scopes.call_under_way",
         "graph_of",
         "_patch_user_classes",
-        "tool_calls._copy",
         "tool_calls.ToolCall.__enter__",
     ],
 )

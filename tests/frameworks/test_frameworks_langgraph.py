@@ -23,7 +23,6 @@ from sojourn.wire_events import AegReport, ProgramEnd
 from sojourn_integrations import langgraph
 from sojourn_integrations.langchain import (
     callback_handler,
-    run_tree,
 )
 from sojourn_integrations.langchain.run_tree import node_path
 from sojourn_integrations.langgraph import graph_runs
@@ -510,34 +509,3 @@ def test_internal_errors_never_reach_the_user(
     monkeypatch.undo()
     for run in list(callback_handler.tree._runs.values()):
         callback_handler.tree._close(run)
-
-
-# ---- below Python 3.11, where asyncio passes no context to an async node
-
-
-@pytest.fixture
-def without_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Async nodes and chains run without LangChain's context variable, as below Python 3.11."""
-    monkeypatch.setattr("langgraph._internal._runnable.ASYNCIO_ACCEPTS_CONTEXT", False)
-    monkeypatch.setattr("langchain_core.runnables.utils.asyncio_accepts_context", lambda: False)
-    monkeypatch.setattr(run_tree, "ASYNC_RUNS_LACK_CONFIG", True)
-
-
-def test_async_nodes_without_a_config_belong_to_their_run(server: FakeServer, without_config: None) -> None:
-    init(server, *["no", "no", "DONE"] * 2)
-    graph = planner(async_speaker(model_at(server.base_url, "m")))
-
-    async def main() -> list[Any]:
-        one = await graph.ainvoke(HI)
-        assert sojourn.current_program() is None
-        chunks = []
-        async for chunk in graph.astream(HI):
-            assert sojourn.current_program() is None, "the consumer is outside"
-            chunks.append(chunk)
-        return [one, chunks]
-
-    asyncio.run(main())
-    one, other = recorded(server)
-    assert ids(server) == [one] * 3 + [other] * 3
-    assert nodes(server) == ["plan", "work", "plan"] * 2
-    assert sojourn.stats()["context_reset_failed"] == 0

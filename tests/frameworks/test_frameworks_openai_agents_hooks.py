@@ -174,7 +174,6 @@ BREAKING: dict[str, tuple[Any, str]] = {
     "end": (belonging, "_keep_interrupted"),
     "node": (seeing.Run, "enter_node"),
     "tool": (seeing, "ToolCall"),
-    "timeout": (seeing, "_timed_out"),
     "stop": (seeing.Call, "stop"),
     "enter": (seeing.Run, "enter"),
     "status": (adapter, "_stream_status"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
@@ -162,7 +161,7 @@ def test_a_conversation_names_its_program_and_agents_at_the_same_time_share_it(s
 
 def test_the_same_conversation_id_of_two_clients_is_two_programs(server, tracer, monkeypatch):
     def program_id(secret: bytes) -> str:
-        monkeypatch.setattr(thread_program_ids, "_of_process", (os.getpid(), secret))
+        monkeypatch.setattr(thread_program_ids, "_of_process", secret)
         with agent(tracer, **{"gen_ai.conversation.id": "1"}):
             ask(server)
         return server.requests[-1].context.program_id

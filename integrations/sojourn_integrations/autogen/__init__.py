@@ -55,6 +55,7 @@ from sojourn.scoped_functions import close_generator
 from sojourn_integrations.safe_scope import count_error, guarded
 
 from . import run_scopes, tool_calls
+from .run_scopes import EnteredScope
 from .team_graph import graph_of
 
 _Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
@@ -205,7 +206,7 @@ def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
         if scope is None:
             return await original(self, *args, **kwargs)
         try:
-            with _EnteredScope(scope):
+            with EnteredScope(scope):
                 result = await original(self, *args, **kwargs)
         except BaseException as error:
             scope.close(error)
@@ -239,7 +240,7 @@ def _stream(
                         return
                 else:
                     try:
-                        with _EnteredScope(scope):
+                        with EnteredScope(scope):
                             item = await step()
                     except StopAsyncIteration:
                         return
@@ -248,7 +249,7 @@ def _stream(
                 try:
                     sent = yield item
                 except GeneratorExit:
-                    await close_generator(inner, nullcontext() if scope is None else _EnteredScope(scope))
+                    await close_generator(inner, nullcontext() if scope is None else EnteredScope(scope))
                     raise
                 except BaseException as error:
                     step = functools.partial(inner.athrow, error)
@@ -262,19 +263,6 @@ def _stream(
                 scope.close(failure)
 
     return stream
-
-
-class _EnteredScope:
-    """A ``with`` block that enters the context of a ``RunScope``."""
-
-    def __init__(self, scope: run_scopes.RunScope) -> None:
-        self._scope = scope
-
-    def __enter__(self) -> None:
-        self._tokens = self._scope.activate()
-
-    def __exit__(self, *_: object) -> None:
-        self._scope.deactivate(self._tokens)
 
 
 def _is_last(item: Any) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -140,8 +140,8 @@ def _enclosing_context() -> tuple[ExecutionContext, RunFrame | None, bool]:
 
 
 class RunScope:
-    """A run or turn in progress. ``activate`` and ``deactivate`` enter and leave its context around each step
-    of the coroutine or generator; ``close`` ends it."""
+    """A run or turn in progress. ``EnteredScope`` enters its context around each step of the coroutine or
+    generator; ``close`` ends it."""
 
     __slots__ = ("_frame", "_key", "_open", "_outer", "_place", "_run")
 
@@ -163,25 +163,6 @@ class RunScope:
             add_resolver(resolve)
         if frame.node is not None:
             frame.run.program.enter_node(frame.node)
-
-    def activate(self) -> tuple[Token[ExecutionContext], Token[RunFrame | None]] | None:
-        """Enter the context. Returns the tokens for ``deactivate``; ``None`` after an error. Never raises."""
-        try:
-            return current_context.set(self._place), _frame.set(self._frame)
-        except Exception:
-            count_error("internal_error")
-            return None
-
-    def deactivate(self, tokens: tuple[Token[ExecutionContext], Token[RunFrame | None]] | None) -> None:
-        """Leave the context. Never raises."""
-        if tokens is None:
-            return
-        try:
-            self._place = current_context.get()
-            reset_context(tokens[0])
-            _frame.reset(tokens[1])
-        except Exception:
-            count_error("context_reset_failed")
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run or turn, with ``error`` if it failed. Repeating it is harmless. Never raises."""
@@ -206,6 +187,24 @@ class RunScope:
     def __del__(self) -> None:
         # Without an event loop, Python destroys an async generator without closing it.
         self.close(GeneratorExit())
+
+
+class EnteredScope:
+    """A ``with`` block that enters the context of a ``RunScope``. Never raises."""
+
+    def __init__(self, scope: RunScope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> None:
+        self._tokens = current_context.set(self._scope._place), _frame.set(self._scope._frame)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._scope._place = current_context.get()
+            reset_context(self._tokens[0])
+            _frame.reset(self._tokens[1])
+        except Exception:
+            count_error("context_reset_failed")
 
 
 def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:

@@ -150,22 +150,12 @@ def _with_current_context(tool: Any) -> Any:
                 current_context.reset(token)
 
         carried.__wrapped__ = function  # type: ignore[attr-defined]  # for inspect.signature
-        carrier = _copy(tool)
+        carrier = copy.copy(tool)
         carrier._func = carried
         return carrier
     except Exception:
         count_error("internal_error")
         return tool
-
-
-def _copy(tool: Any) -> Any:
-    """Return a shallow copy, like ``copy.copy(tool)``. Faster for a tool without copy methods of its own."""
-    kind: Any = type(tool)
-    if kind.__reduce_ex__ is not object.__reduce_ex__ or hasattr(kind, "__copy__"):
-        return copy.copy(tool)
-    carrier = kind.__new__(kind)
-    vars(carrier).update(vars(tool))
-    return carrier
 
 
 def _language(blocks: Any) -> str | None:

@@ -1,9 +1,8 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
-From Python 3.11 on, the callbacks set no context variables. (Below 3.11 see ``GraphStart.sets_context``.)
-There are two reasons. If a step has only one node, LangGraph runs the node in the caller's context, where a
-variable's value would outlive the node. And LangGraph ends an async run in a separate task, where a variable
-could not be reset.
+The callbacks set no context variables. There are two reasons. If a step has only one node, LangGraph runs the
+node in the caller's context, where a variable's value would outlive the node. And LangGraph ends an async run
+in a separate task, where a variable could not be reset.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import Any
 
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.program import Program, ResolvedContext, add_resolver, remove_resolver
-from sojourn.sdk_logger import logger
 
 from sojourn_integrations.safe_scope import count_error
 
-from . import run_tree
 from .run_tree import RunNode, RunTree, result_status, tool_status
 
 tree = RunTree()
@@ -92,7 +89,8 @@ def remove(user: str) -> None:
 
 
 def current_run_id() -> Any:
-    """Return the key (``_key``) of the LangChain run around the running code; ``None`` outside of any run."""
+    """Return the key of the LangChain run around the code: its UUID as an integer. ``None`` outside of
+    any run."""
     global _running_config
     if _running_config is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -102,11 +100,6 @@ def current_run_id() -> Any:
     if not config:
         return None
     run_id = getattr(config.get("callbacks"), "parent_run_id", None)
-    return getattr(run_id, "int", run_id)
-
-
-def _key(run_id: Any) -> Any:
-    """Return the run's key in the tree: its UUID as an integer, which is faster to hash than a UUID."""
     return getattr(run_id, "int", run_id)
 
 
@@ -163,7 +156,7 @@ def handler_class() -> Any:
             **kwargs: Any,
         ) -> None:
             try:
-                # Callbacks that run in each turn inline ``_key``.
+                # A UUID as an integer is faster to hash.
                 parent = getattr(parent_run_id, "int", parent_run_id)
                 tree.chain_started(
                     getattr(run_id, "int", run_id),
@@ -173,14 +166,6 @@ def handler_class() -> Any:
                     metadata=metadata or {},
                     inputs=None if _call_ids_passed else inputs,
                 )
-                if (
-                    run_tree.ASYNC_RUNS_LACK_CONFIG
-                    and parent_run_id is None
-                    # LangChain's code for asynchronous runs calls this from a coroutine. A running event loop
-                    # proves nothing, since a notebook has one around synchronous runs too.
-                    and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE
-                ):
-                    _check_async_chain(tree.get(_key(run_id)))
             except Exception:
                 count_error("internal_error")
 
@@ -192,7 +177,7 @@ def handler_class() -> Any:
 
         def on_chain_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
             try:
-                tree.chain_ended(_key(run_id), error)
+                tree.chain_ended(getattr(run_id, "int", run_id), error)
             except Exception:
                 count_error("internal_error")
 
@@ -211,8 +196,10 @@ def handler_class() -> Any:
                 else:
                     call_id = _call_id_from_inputs(tree.get(parent), name, kwargs.get("inputs"))
                 task = None
+                # LangChain's code for asynchronous runs calls this from a coroutine. A running event loop
+                # proves nothing, since a notebook has one around synchronous runs too.
                 if tree.get(parent) is None and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
-                    task = asyncio.current_task()  # as in ``on_chain_start``: an asynchronous call
+                    task = asyncio.current_task()
                 tree.tool_started(
                     getattr(run_id, "int", run_id), parent, name=name, call_id=call_id, task=task
                 )
@@ -227,38 +214,12 @@ def handler_class() -> Any:
 
         def on_tool_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
             try:
-                tree.tool_ended(_key(run_id), tool_status(error))
+                tree.tool_ended(getattr(run_id, "int", run_id), tool_status(error))
             except Exception:
                 count_error("internal_error")
 
     Handler.__module__, Handler.__qualname__ = __name__.rpartition(".")[0], "Handler"  # where users import it
     return Handler
-
-
-_chains_checked = False
-
-
-def _check_async_chain(run: RunNode | None) -> None:
-    """Warn, once, if requests of the asynchronous chain ``run`` do not find its program. This is so with
-    versions of LangChain that do not set their context variable inside such chains. Does nothing for a graph,
-    and for a chain without a program of its own. Called below Python 3.11."""
-    global _chains_checked
-    if _chains_checked or run is None or not run.owns or run.graph:
-        return
-    from langchain_core.runnables.utils import coro_with_context
-
-    _chains_checked = True
-    probe = _nothing()
-    if coro_with_context(probe, copy_context()) is probe:  # else a task, which runs in the context
-        probe.close()
-        logger.warning(
-            "requests of asynchronous chains do not find their program with this langchain-core below "
-            "Python 3.11: upgrade either, or run the chains in 'with sojourn.program():'"
-        )
-
-
-async def _nothing() -> None:
-    pass
 
 
 _call_ids_passed = False

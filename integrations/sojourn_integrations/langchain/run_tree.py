@@ -19,7 +19,6 @@ operations of dicts, which are atomic.
 
 from __future__ import annotations
 
-import sys
 from asyncio import Task
 from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
@@ -35,7 +34,6 @@ from sojourn.program import (
     ExecutionContext,
     Program,
     ResolvedContext,
-    current_context,
     live_context,
     new_tuple,
     opened_program,
@@ -54,17 +52,12 @@ HUMAN = "human"
 MAX_ROOTS = 10_000
 """Maximum number of open top-level runs. Beyond it the oldest run is dropped, since it may never end."""
 
-ASYNC_RUNS_LACK_CONFIG = sys.version_info < (3, 11)
-"""True below Python 3.11, where asyncio cannot start a task in a given context. LangChain's context variable
-with the config is then not set inside async nodes. With an old langchain-core it is not set inside async
-chains either. So requests in these nodes and chains do not find their run by this variable."""
-
 
 class GraphStart:
     """A graph that is about to run. The next LangChain run that begins in this context is the graph's run.
     ``aeg`` is called to read the graph; ``run`` is ``None`` until the run begins."""
 
-    __slots__ = ("aeg", "agent_type", "graph", "inside", "run", "saver", "sets_context")
+    __slots__ = ("aeg", "agent_type", "graph", "run", "saver")
 
     def __init__(
         self,
@@ -79,11 +72,6 @@ class GraphStart:
         self.saver = saver
         """The graph's own checkpointer. If it is ``None``, the checkpointer of the outer graph is used."""
         self.run: RunNode | None = None
-        self.sets_context = False
-        """True if the start of the run sets the SDK's context variable, for the nodes. The caller resets the
-        variable after each step of the run."""
-        self.inside: ExecutionContext | None = None
-        """The value that the start of the run gave to the SDK's context variable, if any."""
 
 
 starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)
@@ -188,9 +176,7 @@ class RunTree:
         ``inputs`` are stored only for a node, until the node ends."""
         if id in self._runs:
             return  # two handlers report the same run
-        here = live_context()
-        if process_programs:
-            here = _with_process_program(here)
+        here = _context_here()
         run = self._enter(id, parent_id, here)
         run.name, parent = name, run.parent
         ns = metadata.get("langgraph_checkpoint_ns")
@@ -200,10 +186,6 @@ class RunTree:
             start.run = run
             run.ns = ns or run.ns if parent is not None else ""
             self._graph_started(run, start, metadata, here)
-            if start.sets_context and run.program is not None and run.program is not here.program:
-                step = here.step if here.program is None else None
-                start.inside = new_tuple(ExecutionContext, (run.program, step, None))
-                current_context.set(start.inside)
         elif is_node and parent is not None and not parent.graph:
             # The start of the graph was not announced, since the user added the handler by hand.
             self._graph_started(parent, None, metadata, here)
@@ -434,9 +416,7 @@ class RunTree:
         """
         if id in self._runs:
             return
-        here = live_context()
-        if process_programs:
-            here = _with_process_program(here)
+        here = _context_here()
         run = self._enter(id, parent_id, here)
         if run.parent is None:
             self._root_tools[id] = run
@@ -488,10 +468,13 @@ class RunTree:
                     self._roots[child.id] = child
 
 
-def _with_process_program(here: ExecutionContext) -> ExecutionContext:
-    """Return ``here``, completed by the program that the user's code opened for the whole process. The
-    program is added only if ``here`` has none. Calls no resolvers."""
-    return here._replace(program=opened_program()) if here.program is None else here
+def _context_here() -> ExecutionContext:
+    """Return the context of the running code, with the program that the user's code opened for the whole
+    process if there is no other. Calls no resolvers."""
+    here = live_context()
+    if process_programs and here.program is None:
+        return here._replace(program=opened_program())
+    return here
 
 
 def _belongs(run: RunNode, program: Program) -> bool:

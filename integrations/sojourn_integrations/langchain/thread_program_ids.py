@@ -18,10 +18,11 @@ from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sojourn.process_hooks import register_at_fork
 from sojourn.runtime import session
 
-_secrets: WeakKeyDictionary[Any, tuple[int, bytes]] = WeakKeyDictionary()
-_of_process = (os.getpid(), os.urandom(16))
+_secrets: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
+_of_process = os.urandom(16)
 
 
 def thread_program_id(graph: str, saver: object | None, thread: str, ns: str) -> str:
@@ -44,18 +45,20 @@ def _bytes(text: str) -> bytes:
 
 def _secret(saver: object | None) -> bytes:
     """Return the random secret that makes the program ids of this checkpointer's threads unique. ``None`` and
-    all checkpointers that are not weakly referable share one secret. A forked process makes new secrets."""
-    global _of_process
-    pid = os.getpid()
+    all checkpointers that are not weakly referable share one secret."""
     try:
-        known = _secrets.get(saver)
-        if known is not None and known[0] != pid:
-            _secrets.pop(saver, None)
-            known = None
-        if known is None:
-            known = _secrets.setdefault(saver, (pid, os.urandom(16)))  # another thread may be first
+        return _secrets.get(saver) or _secrets.setdefault(
+            saver, os.urandom(16)
+        )  # another thread may be first
     except TypeError:  # not weakly referable
-        if _of_process[0] != pid:
-            _of_process = (pid, os.urandom(16))
-        known = _of_process
-    return known[1]
+        return _of_process
+
+
+def _renew() -> None:
+    """Make new secrets in a forked process."""
+    global _of_process
+    _secrets.clear()
+    _of_process = os.urandom(16)
+
+
+register_at_fork(after_in_child=_renew)

@@ -15,9 +15,8 @@ same program id again.
 meaning, as in LangGraph.
 
 Known limits: a breakpoint is noticed only if the stream carries ``updates``, as the stream of ``invoke``
-does. If two runs of a thread overlap, the second run has a program id of its own. Below Python 3.11 an async
-node does not know its LangChain run. So its requests get their program from the SDK's context variable, which
-``astream`` sets around each step of the run. They are reported at the node that the program entered last.
+does. If two runs of a thread overlap, the second run has a program id of its own. Below Python 3.11 asyncio
+passes no context to an async node, so its requests find no run: put ``with sojourn.program():`` around it.
 """
 
 from __future__ import annotations

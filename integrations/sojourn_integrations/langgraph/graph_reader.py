@@ -19,9 +19,8 @@ def graph_of(graph: Any) -> Aeg | None:
     The edges are read from the graph's builder. The result is complete only if the builder declares every
     edge. Edges are missing in two cases. A routing function may have targets that are neither listed nor in
     its return type. And a node without an edge may return a ``Command``. In both cases LangGraph's
-    ``get_graph()`` would draw an edge to the end and drop nodes that become unreachable. ``get_graph()`` also
-    adds nodes at the start and end of sub-graphs; no run enters these nodes. So ``get_graph()`` is used only
-    for a graph without a builder.
+    ``get_graph()`` would draw an edge to the end and drop nodes that become unreachable, so it is not used.
+    A graph without a builder, of the functional API, has no graph that can be read.
     """
     builder = getattr(graph, "builder", None)
     key = frozenset(graph.nodes)
@@ -37,15 +36,9 @@ def graph_of(graph: Any) -> Aeg | None:
     return known[key]
 
 
-def _read(graph: Any) -> Aeg:
+def _read(graph: Any) -> Aeg | None:
     declared = _declared(graph, frozenset())
-    if declared is not None:
-        return Aeg(declared.nodes, declared.edges, complete=declared.complete)
-    drawn = graph.get_graph(xray=True)
-    nodes = {name: _tools(node.data) for name, node in drawn.nodes.items() if name not in (START, END)}
-    edges = [(edge.source, edge.target) for edge in drawn.edges]
-    known = {*nodes, START, END}
-    return Aeg(nodes, dict.fromkeys(edge for edge in edges if known.issuperset(edge)), complete=False)
+    return declared and Aeg(declared.nodes, declared.edges, complete=declared.complete)
 
 
 def _tools(runnable: Any) -> list[str]:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from typing import Any
 
 from sojourn.monkey_patches import Around, Patches, first_anext
-from sojourn.program import ExecutionContext, current_context
 
 from ..instance_method_wrapper import overlay_method
-from ..langchain import callback_handler, run_tree
+from ..langchain import callback_handler
 from ..langchain.run_tree import GraphStart, batch_context, starting_graph
 from ..safe_scope import guarded
 from .graph_reader import graph_of
@@ -81,7 +80,6 @@ def _astream(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kw
     inner = original(*args, **kwargs)
     if start is None or not hasattr(inner, "__anext__"):
         return inner
-    start.sets_context = run_tree.ASYNC_RUNS_LACK_CONFIG
     return _AsyncChunks(start, inner, _may_hit_breakpoint(graph, kwargs))
 
 
@@ -94,17 +92,11 @@ def _iterate_chunks(start: GraphStart, inner: Iterator[Any], watch: bool) -> Ite
     finally:
         _reset(starting_graph, token)
     try:
-        if chunk is _END:
-            return
-        if watch:
-            _mark_interrupt(start, chunk)
-        yield chunk
-        if not watch:
-            yield from inner
-            return
-        for chunk in inner:
-            _mark_interrupt(start, chunk)
+        while chunk is not _END:
+            if watch:
+                _mark_interrupt(start, chunk)
             yield chunk
+            chunk = next(inner, _END)
     finally:
         getattr(inner, "close", _nothing)()
 
@@ -133,8 +125,6 @@ class _AsyncChunks:
             self._begun = True
             return self._first()
         step: Awaitable[Any] = self._inner.__anext__()
-        if self._start.inside is not None:
-            step = self._in_context(step, self._start.inside)
         return self._watched(step) if self._watch else step
 
     def aclose(self) -> Awaitable[Any]:
@@ -142,24 +132,13 @@ class _AsyncChunks:
 
     async def _first(self) -> Any:
         token = starting_graph.set(self._start)
-        outside = current_context.set(current_context.get()) if self._start.sets_context else None
         try:
             chunk = await first_anext(self._inner)
         finally:
-            if outside is not None:
-                _reset(current_context, outside)
             _reset(starting_graph, token)
         if self._watch:
             _mark_interrupt(self._start, chunk)
         return chunk
-
-    @staticmethod
-    async def _in_context(step: Awaitable[Any], inside: ExecutionContext) -> Any:
-        token = current_context.set(inside)  # the tasks of the step's nodes inherit it
-        try:
-            return await step
-        finally:
-            _reset(current_context, token)
 
     async def _watched(self, step: Awaitable[Any]) -> Any:
         chunk = await step
@@ -174,19 +153,22 @@ class _AsyncChunks:
 
 
 def _batch(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    token = batch_context.set(_mark())
-    try:
+    with _in_batch():
         return original(*args, **kwargs)
-    finally:
-        _reset(batch_context, token)
 
 
 async def _abatch(
     graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    with _in_batch():
+        return await original(*args, **kwargs)
+
+
+@contextmanager
+def _in_batch() -> Iterator[None]:
     token = batch_context.set(_mark())
     try:
-        return await original(*args, **kwargs)
+        yield
     finally:
         _reset(batch_context, token)
 

@@ -220,7 +220,8 @@ def _on_tool_end(context: Any, agent: Any, tool: Any, result: Any) -> None:
     _calling.set(None)
     if id is not None:
         current_context.set(call.outer_context)
-    late = _timed_out(tool, result, clock() - call.started_s)
+    limit_s = getattr(tool, "timeout_seconds", None)
+    late = limit_s is not None and clock() - call.started_s >= limit_s
     call.stop(call.tool_call.status or ("timeout" if late else "ok"))
 
 
@@ -232,17 +233,6 @@ HOOKS: dict[str, Callable[..., None]] = {
 }
 """Our hooks, by the name of the ``RunHooks`` method that calls them. Other methods only call the user's
 hooks."""
-
-
-def _timed_out(tool: Any, result: Any, elapsed_s: float) -> bool:
-    """Return whether the tool timed out. ``result``: the text that the framework gives to the model."""
-    limit_s = getattr(tool, "timeout_seconds", None)
-    if limit_s is None or elapsed_s < limit_s:
-        return False
-    if getattr(tool, "timeout_error_function", None) is not None:
-        return True
-    text = import_module("agents.tool").default_tool_timeout_error_message
-    return bool(result == text(tool_name=tool.name, timeout_seconds=limit_s))
 
 
 def _command_head(arguments: Any) -> str | None:

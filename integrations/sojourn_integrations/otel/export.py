@@ -296,9 +296,9 @@ class SpanExport(ProgramListener):
             try:
                 thread.start()
             except RuntimeError:
+                self._quiet_until_s = float("inf")
                 for program_id in list(self._waiting):
-                    for each in self._waiting.pop(program_id, []):
-                        each.finish(None)
+                    self._fetch(program_id)
                 return False
             self._thread = thread
         return True

@@ -8,7 +8,7 @@ program, an agent inside an agent becomes a node, and a tool becomes a tool call
 program of the current span. Spans of frameworks with an adapter of their own are ignored. Spans that are not
 sampled never reach a processor.
 
-``conventions`` says what a span stands for. Every method runs on the agent's thread and never raises.
+Every method runs on the agent's thread and never raises.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from sojourn.tools import ToolCall
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
 from sojourn_integrations.safe_scope import count_error
 
-from .conventions import MODEL, TOOL, WORKFLOW, SpanMeaning, meaning_of, text
+from . import MODEL, TOOL, WORKFLOW, SpanMeaning, meaning_of, text
 
 SCOPE = "sojourn"
 """Instrumentation scope of the spans that ``export`` writes; this module ignores them."""

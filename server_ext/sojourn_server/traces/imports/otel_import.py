@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from sojourn_integrations.otel.conventions import AGENT, CHAIN, MODEL, TOOL, WORKFLOW, meaning_of, text
+from sojourn_integrations.otel import AGENT, CHAIN, MODEL, TOOL, WORKFLOW, meaning_of, text
 
 from ..prompt_builder import MIN_CONTINUED
 from ..trace_schema import MAX_TOKENS, TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
