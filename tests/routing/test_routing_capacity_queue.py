@@ -327,7 +327,7 @@ def test_a_program_that_waits_in_its_engine_moves_once_where_another_has_room() 
     assert it.take(kv_lost(it, "p", "t", "b"), 30.0) == [], "never back and forth"
     it.take(routing_events.FirstByteSent("p/2", "b"), 31.0)
     it.take(routing_events.RequestFinished("p/2", 1, "b"), 32.0)
-    assert it.counts.relocations == 1
+    assert it.programs[("t", "p")].moves == 1
 
 
 def test_a_request_that_is_answered_stays_although_its_engine_reports_no_kv() -> None:

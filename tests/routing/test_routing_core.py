@@ -57,7 +57,7 @@ def test_a_home_that_is_loaded_by_four_fifths_is_left_for_the_least_loaded() -> 
     it.take(routing_events.RequestFinished("elsewhere"), 1.0)
     moved = next(action for action in it.take(asked("r1", "p"), 2.0) if isinstance(action, SendRequest))
     assert (moved.replica_id, moved.reason, moved.moved_from) == ("b", "home_too_full", home)
-    assert it.counts.moves == 1
+    assert it.programs[("t", "p")].moves == 1
 
 
 def test_a_program_that_moves_leaves_its_old_home() -> None:

@@ -162,7 +162,7 @@ def test_a_calm_tenants_request_makes_way_for_an_urgent_one_after_half_a_second(
     recall, send = it.take(routing_events.Tick(), 2.6)
     assert recall == RecallRequest("c1", "a"), "c0 is being answered"
     assert (send.request_id, send.replica_id) == ("u", "a")
-    assert (len(it.waiting), it.counts.recalls) == (1, 1)
+    assert len(it.waiting) == 1
     assert sends(it.take(routing_events.RequestFinished("u", replica_id="a"), 4.0)) == [("c1", "a")], (
         "moved, not dropped"
     )
@@ -174,8 +174,7 @@ def test_a_preempted_request_goes_to_another_replica_if_possible() -> None:
     assert actions[0] == RecallRequest("c1", "a")
     assert sends(actions) == [("c1", "b"), ("u", "a")]
     assert ReleaseProgramKv("c1", "a", "calm") in actions
-    assert it.programs.get(("calm", "c1")).home == "b"
-    assert it.counts.moves == 1
+    assert (it.programs[("calm", "c1")].home, it.programs[("calm", "c1")].moves) == ("b", 1)
 
 
 def test_no_request_is_preempted_twice() -> None:
@@ -191,7 +190,6 @@ def test_tenants_of_equal_standing_wait_for_each_other() -> None:
     it = blocked(urgent_s=1e6)
     assert it.take(routing_events.Tick(), 10.0) == []
     assert it.strategy.tenants.shares["calm"] > it.strategy.tenants.shares["urgent"] > 0
-    assert it.counts.recalls == 0
 
 
 def test_a_recall_that_came_too_late_changes_nothing() -> None:
@@ -269,8 +267,9 @@ def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
     it.take(asked("x", "calm", 60, deadline_s=1e6), 1.3)
     it.take(routing_events.FirstByteSent("x", "b"), 1.3)
     assert it.take(asked("u", "urgent", 650, deadline_s=3.0), 1.3) == []
-    assert sends(it.take(routing_events.Tick(), 2.2)) == [("c2/2", "b")]
-    assert it.counts.recalls == 1
+    actions = it.take(routing_events.Tick(), 2.2)
+    assert sends(actions) == [("c2/2", "b")]
+    assert [type(action) for action in actions].count(RecallRequest) == 1
     assert [it.programs.get(("calm", name)).home for name in ("c0", "c1", "c2")] == ["a", "a", "b"]
     assert it.requests["u"].sent is None
 

@@ -488,8 +488,8 @@ def test_a_program_that_waits_in_its_engine_moves_to_the_replica_that_has_become
     moving = SmallCluster("mori-paper", loop, **shape)
     monkeypatch.setattr(AffinityStrategy, "_relocate", lambda self, *arguments: None)
     staying = SmallCluster("mori-paper", loop, **shape)
-    assert moving.core.counts.relocations == sum(turn.recalls for turn in turns(moving.log)) > 0
-    assert staying.core.counts.relocations == 0
+    assert moving.core.counts.routes["relocated"] == sum(turn.recalls for turn in turns(moving.log)) > 0
+    assert staying.core.counts.routes["relocated"] == 0
     assert max(turn.recalls for turn in turns(moving.log)) == 1
     for each in (moving, staying):
         assert all(program.finished_s is not None for program in each.log.programs)

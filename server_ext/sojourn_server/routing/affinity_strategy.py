@@ -735,7 +735,6 @@ class AffinityStrategy(RoutingStrategy):
                 continue  # an earlier request took the room elsewhere, so this one stays with its cached KV
             if request.sent is not None:
                 core.recall(request, now)
-                core.counts.recalls += 1
             else:
                 self.dequeue(request)
             if request.can_move and route is not None and route.replica_id is not None:
@@ -767,7 +766,6 @@ class AffinityStrategy(RoutingStrategy):
             if thief is None or steal.thief == steal.victim or not movable:
                 return  # the policy's answer does not fit the replicas
             self.dequeue(movable[0])
-            self._core.counts.steals += 1
             self._core.place(movable[0], Placement(steal.thief, steal_reason(steal.reason)), now)
 
     def _stealing_view(self, replica: Replica, now: float) -> StealingReplicaView:
@@ -853,7 +851,6 @@ class AffinityStrategy(RoutingStrategy):
             if route is None or route.replica_id is None:
                 return
             self._core.recall(request, now)
-            self._core.counts.relocations += 1
             self._core.place(request, Placement(route.replica_id, RELOCATED_REASON), now)
 
 

@@ -525,7 +525,6 @@ class RoutingCore:
         if request.began:
             assert request.replica_id is not None
             self.actions.append(AbortStream(request.request_id, request.replica_id))
-            self.counts.cut += 1
             self.close(request, now)
         elif (
             request.failures >= limits.most_failures
@@ -534,7 +533,6 @@ class RoutingCore:
             self.give_up(request, now)
         else:
             self.unsend(request, now)
-            self.counts.replayed += 1
             self.strategy.enqueue(request)
 
     def give_up(self, request: RoutedRequest, now: float) -> None:
@@ -555,7 +553,6 @@ class RoutingCore:
         self, request_id: str, status: int, code: str, message: str, retry_after_s: float | None = None
     ) -> None:
         """Reject a request that is not, or no longer, in progress."""
-        self.counts.refused += 1
         self.actions.append(RejectRequest(request_id, status, code, message, retry_after_s))
 
     def reject_unrouted(self, request: RoutedRequest, error: PolicyCallError, now: float) -> None:
@@ -595,7 +592,6 @@ class RoutingCore:
         if before is not None:
             program.moves += 1
             program.moved_at_turn = program.turns
-            self.counts.moves += 1
             if not program.in_flight:
                 self.actions.append(ReleaseProgramKv(program.key[1], before, program.tenant))
         return before

@@ -72,23 +72,8 @@ class RoutingCounters:
 
     routes: Counter[str] = field(default_factory=Counter)
     """Number of requests sent, by reason."""
-    moves: int = 0
-    """Number of times that a program changed from one home to another."""
-    steals: int = 0
-    """Number of requests moved by work stealing."""
-    recalls: int = 0
-    """Number of requests recalled from a replica in favour of a more urgent tenant."""
-    relocations: int = 0
-    """Number of requests that waited in an engine and were placed on another replica."""
-    refused: int = 0
-    """Number of requests that were rejected."""
-    replayed: int = 0
-    """Number of times that a request was routed again because a replica did not answer it."""
-    cut: int = 0
-    """Number of streams that were aborted after their first byte."""
     policy_failures: int = 0
     """Number of policy calls that raised an exception."""
-
     newest_policy_failure: str = ""
     """Text of the last exception that a policy raised. It is kept here because the core writes no log."""
 
