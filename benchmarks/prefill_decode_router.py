@@ -128,7 +128,6 @@ class PairResponse(NamedTuple):
     """Seconds until the prefill engine had answered."""
     first_s: float
     """Seconds until the decode engine's first token."""
-    done_s: float
 
 
 def http_client() -> httpx.AsyncClient:
@@ -196,7 +195,7 @@ async def through(
                         began()
                     tokens += choice["token_ids"]
                     logprobs += choice["logprobs"]["token_logprobs"]
-    return PairResponse(tuple(tokens), tuple(logprobs), prefilled_s, first_s, time.monotonic() - sent_s)
+    return PairResponse(tuple(tokens), tuple(logprobs), prefilled_s, first_s)
 
 
 _JSON = {"Content-Type": "application/json"}
