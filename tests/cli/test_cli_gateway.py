@@ -60,7 +60,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*PAIR, *ENGINES], "--engines and --prefill are both given"),
         ([*PAIR, "--policy", "saga"], "--policy and --prefill are both given"),
         ([*PAIR, "--policy-file", "x.toml"], "--policy-file and --prefill are both given"),
-        ([*PAIR, "--read-side", "left"], "unknown --read-side 'left'"),
+        ([*PAIR, "--read-side", "left"], "--read-side is 'left'"),
         ([*PAIR, "--ray", "x.yaml"], "--ray and --prefill, --decode are both given"),
         ([*ENGINES, "--read-side", "prefill"], "--read-side is given without --prefill and --decode"),
         ([*ENGINES, "--most-prefill-s", "9"], "--most-prefill-s is given without --prefill and --decode"),

@@ -19,7 +19,7 @@ from sojourn_server.gateway.http.engine_descriptions import (
 )
 from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.routing.routing_events import NicQueueReported, PairRole
-from sojourn_server.routing.routing_status import LinkStats
+from sojourn_server.routing.routing_records import LinkStats
 
 PATHS: dict[str, Any] = {
     "role": "decode",
@@ -274,7 +274,7 @@ def queue_s(it: World, engine: PairEngine) -> float:
     """What the books have waiting for the NIC of its node."""
     core = core_of(it)
     now: float = asyncio.get_running_loop().time()  # the decider's clock
-    return float(core.strategy.pairs.queues.queue_s(core.strategy._nodes[engine.at_node], now))
+    return max(0.0, core.strategy.pairs.nics[core.strategy._nodes[engine.at_node]].busy_until_s - now)
 
 
 async def test_a_nodes_queue_is_that_of_all_its_engines() -> None:

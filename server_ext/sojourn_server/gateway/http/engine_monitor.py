@@ -106,19 +106,6 @@ class MonitoredEngine:
     is_warned: bool = False
     """Whether the log already warns that no engine answers here, or that the engine asks for a key."""
 
-    @property
-    def node(self) -> str | None:
-        """Name of the engine's machine; ``None``: unknown."""
-        paths = self.description.paths if self.description is not None else None
-        return paths.node if paths is not None else None
-
-    @property
-    def kind(self) -> EngineCompatibility | None:
-        """What must be equal in all engines of pairs; ``None``: the engine can be in no pair, or has
-        another role than configured."""
-        described = self.description
-        return described.kind if described is not None and described.pair_role is self.role else None
-
 
 class EngineMonitor:
     """Registers the engines at given addresses with a routing backend.
@@ -375,8 +362,15 @@ class EngineMonitor:
         self._report_loads(watched)
         if described.paths is not None and watched.role is not None:
             node = described.paths.node
-            there = [one for one in self._watched.values() if one.places and one.node == node]
-            event = nic_queue_event(node, [one.links for one in there])
+            there = [
+                one.links
+                for one in self._watched.values()
+                if one.places
+                and one.description
+                and one.description.paths
+                and one.description.paths.node == node
+            ]
+            event = nic_queue_event(node, there)
             if event is not None:
                 self._tell(event)
 
@@ -411,7 +405,11 @@ class EngineMonitor:
         if described.pair_role is not watched.role:
             role = described.pair_role.value if described.pair_role is not None else "other"
             return f"it is a {role} engine; expected a {watched.role.value} engine, as listed"
-        there = [(one.kind, one.role) for one in self._watched.values() if one.kind and one.role]
+        there = [
+            (found.kind, found.pair_role)
+            for one in self._watched.values()
+            if (found := one.description) and found.kind and found.pair_role and found.pair_role is one.role
+        ]
         self._kind = dominant_kind(there, self._kind)
         return incompatibility(described.kind, self._kind) if self._kind is not None else ""
 

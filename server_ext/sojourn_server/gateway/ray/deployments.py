@@ -96,9 +96,6 @@ class EngineReplica:
         load = await self._process.load()
         return {} if load is None else {ENGINES_METRIC: load[0] / self._engines.target_use}
 
-    async def __call__(self) -> str:
-        return self._process.url
-
     async def __del__(self) -> None:
         if not hasattr(self, "_tasks"):
             return

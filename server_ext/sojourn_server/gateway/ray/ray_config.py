@@ -236,31 +236,23 @@ def parse_config(document: object, *, source: str) -> RayConfig:
     try:
         config = msgspec.convert(document, RayConfig)
     except msgspec.ValidationError as error:
-        raise RayConfigError(f"{source}: {_describe_error(str(error), document)}") from None
+        raise RayConfigError(f"{source}: {_describe_error(str(error))}") from None
     for wrong in _problems(config, document):
         raise RayConfigError(f"{source}: {wrong}")
     return config
 
 
-def _describe_error(text: str, document: object) -> str:
-    """Return an error of msgspec with the key and its value. ``text``: such as ``Expected `int` >= 1 - at
+def _describe_error(text: str) -> str:
+    """Return an error of msgspec with the key in front. ``text``: such as ``Expected `int` >= 1 - at
     `$.engines.min```."""
     what, _, place = text.partition(" - at ")
     key = place.strip("`").removeprefix("$").removeprefix(".")
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what)
-    if unknown is not None:
-        name = f"{key}.{unknown[1]}" if key else unknown[1]
-        near = difflib.get_close_matches(name, ["engines", "pairs", "keys", *known_keys()], 1)
-        return f"there is no key {name}; " + (
-            f"did you mean {near[0]}?" if near else "docs/ray.md lists them"
-        )
-    value = document
-    for part in filter(None, key.split(".")):
-        if not isinstance(value, Mapping) or part not in value:
-            return f"{key}: {what[0].lower()}{what[1:]}"
-        value = value[part]
-    shown = f"{key or 'the file'} is {value!r:.80}"
-    return f"{shown}; {what[0].lower()}{what[1:]}" if place or not isinstance(value, Mapping) else what
+    if unknown is None:
+        return f"{key or 'the file'}: {what[0].lower()}{what[1:]}"
+    name = f"{key}.{unknown[1]}" if key else unknown[1]
+    near = difflib.get_close_matches(name, ["engines", "pairs", "keys", *known_keys()], 1)
+    return f"there is no key {name}; " + (f"did you mean {near[0]}?" if near else "docs/ray.md lists them")
 
 
 def known_keys() -> list[str]:
