@@ -36,7 +36,7 @@ from sojourn_server.gateway.http.gateway_route_types import (
 from sojourn_server.metrics.live_frame import LiveFrame
 from sojourn_server.metrics.turn_explanation import Explanation
 from sojourn_server.programs.program_status import ProgramStatus
-from sojourn_server.routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from sojourn_server.routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from starlette.routing import Route
 
 JSON = "application/json"

@@ -20,7 +20,7 @@ from sojourn_server.policies.cluster_preset import (
 )
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_from_preset import routing_reasons
-from sojourn_server.routing.routing_status import PairEngineStatus, ReplicaStatus
+from sojourn_server.routing.routing_records import PairEngineStatus, ReplicaStatus
 
 DOCS = Path(__file__).parents[2] / "docs"
 _NAME = re.compile(r"sojourn_gateway_[a-z_]+[a-z]")

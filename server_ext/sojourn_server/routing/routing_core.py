@@ -37,13 +37,14 @@ from .routing_limits import (
 )
 from .routing_records import (
     Key,
+    ProgramRouteStatus,
     Replica,
     ReplicaFleet,
     ReplicaHealth,
+    ReplicaStatus,
     RoutedProgram,
     RoutedRequest,
 )
-from .routing_status import ProgramRouteStatus, ReplicaStatus
 
 MAX_EXPIRED_PER_TICK = 500
 """Maximum number of timed-out requests rejected in one tick; later ticks reject the rest."""

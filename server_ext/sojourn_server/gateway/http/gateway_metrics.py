@@ -17,8 +17,7 @@ from prometheus_client.registry import Collector
 
 from ...programs.program_status import REPORTED_OUTCOMES, ProgramOutcome
 from ...routing import routing_events
-from ...routing.routing_records import Key, ReplicaHealth
-from ...routing.routing_status import PairEngineStatus, ReplicaStatus
+from ...routing.routing_records import Key, PairEngineStatus, ReplicaHealth, ReplicaStatus
 from .client_apis import GATEWAY_ERROR_CODES
 
 MAX_LOGGED_MOVES = 100

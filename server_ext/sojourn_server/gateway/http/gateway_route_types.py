@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from ...api.openapi import either
 from ...core.engine_answers import EngineStats, StockStats
-from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .gateway_metrics import ProgramMove
 
 MAX_LISTED_PROGRAMS = 1000

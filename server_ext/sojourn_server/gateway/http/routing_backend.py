@@ -17,7 +17,7 @@ from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import AbortStream, RecallRequest, RejectRequest, SendRequest
-from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .generation_request import ClientDisconnected
 
 logger = logging.getLogger(__name__)

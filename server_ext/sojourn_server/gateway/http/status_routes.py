@@ -22,7 +22,7 @@ from ...metrics.turn_explanation import Explanation
 from ...programs.program_status import OVER_STATUSES
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
-from ...routing.routing_status import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
 from .engine_client import REPLICA, EngineReply
