@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from sojourn.ids import ProgramId
@@ -134,31 +133,6 @@ class PlacementPlan(ABC):
         self._moved[program.program_id] = TierMove(
             program.program_id, to, MoveTiming.NOW, reason, tuple(terms.items())
         )
-
-
-RankingKey = tuple[float, float, ProgramId]
-"""(value of a program, number that decides between equal values, program id)"""
-
-
-class Ranking:
-    """Keys of programs in ascending order. Adding or removing a key takes O(log n) comparisons."""
-
-    def __init__(self, keys: Iterable[RankingKey]) -> None:
-        self._sorted = sorted(keys)
-        self._of = {key[-1]: key for key in self._sorted}
-
-    def __iter__(self) -> Iterator[RankingKey]:
-        return iter(self._sorted)
-
-    def add(self, key: RankingKey) -> None:
-        self._of[key[-1]] = key
-        insort(self._sorted, key)
-
-    def remove(self, program_id: ProgramId) -> None:
-        """Remove a program's key, if there is one."""
-        key = self._of.pop(program_id, None)
-        if key is not None:
-            del self._sorted[bisect_left(self._sorted, key)]
 
 
 def is_ready(program: ProgramTierView) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
@@ -24,15 +24,10 @@ class ProgramRules(Protocol):
 
 class ProgramsWithKv:
     """The programs with KV after the moves so far, each with its tier, and sums over these programs. A sum is
-    computed at its first use, because most answers use none. Afterwards, each move updates the sum."""
+    computed when it is first used after a move, because most answers use none."""
 
     def __init__(self, policy: ProgramRules, view: PlacementView, now: float) -> None:
         self._policy, self._view, self._now = policy, view, now
-        self._demands: list[float] | None = None
-        """Cumulative sums of the demands in ``_worths``; ``None`` after a move, until the next use."""
-        self._growth_sums: tuple[list[float], list[float]] | None = None
-        """Two lists of cumulative sums over ``_growths``: of growth · share, and of share. ``None`` after a
-        move, until the next use."""
 
     def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
         return iter(self._of.values())
@@ -44,17 +39,14 @@ class ProgramsWithKv:
         return {program.program_id: (tier, program) for tier, group in groups for program in group}
 
     @cached_property
-    def _sums(self) -> list[float]:
+    def _sums(self) -> tuple[float, float]:
         """Sums over all programs, in blocks: demand on the device, and mean context."""
-        sums = [0.0, 0.0]
+        demand = mean = 0.0
         for _, program in self:
-            self._add(sums, program, 1)
-        return sums
-
-    def _add(self, sums: list[float], program: ProgramTierView, sign: int) -> None:
-        reasoning_share, mean_blocks = self._reasoning_share(program), self.mean_blocks_of(program)
-        for at, blocks in enumerate((reasoning_share * mean_blocks, mean_blocks)):
-            sums[at] += sign * blocks
+            mean_blocks = self.mean_blocks_of(program)
+            demand += self._reasoning_share(program) * mean_blocks
+            mean += mean_blocks
+        return demand, mean
 
     def _reasoning_share(self, program: ProgramTierView) -> float:
         """Return the share of the program's time in which it reasons."""
@@ -72,24 +64,20 @@ class ProgramsWithKv:
     def growth_within(self, most_blocks: int) -> float:
         """Return a sum over all programs, in blocks: min(predicted growth, ``most_blocks``) times the share
         of the program's time in which it reasons. A context grows only while its program reasons."""
-        if self._growth_sums is None:
-            grown = accumulate(share * growth for growth, share in self._growths)
-            self._growth_sums = ([*grown], [*accumulate(share for _, share in self._growths)])
-        grown_blocks, shares = self._growth_sums
+        growths, grown_blocks, shares = self._growths
         if not shares:
             return 0.0
-        at = bisect_left(self._growths, (most_blocks, -math.inf))
+        at = bisect_left(growths, (most_blocks, -math.inf))
         below_blocks, below = (grown_blocks[at - 1], shares[at - 1]) if at else (0.0, 0.0)
         return below_blocks + most_blocks * (shares[-1] - below)
 
     @cached_property
-    def _growths(self) -> list[tuple[int, float]]:
-        """(predicted growth in blocks, share of its time in which it reasons) of each program, in ascending
-        order of growth."""
-        return sorted(self._growth(program) for _, program in self)
-
-    def _growth(self, program: ProgramTierView) -> tuple[int, float]:
-        return self.growth_of(program), self._reasoning_share(program)
+    def _growths(self) -> tuple[list[tuple[int, float]], list[float], list[float]]:
+        """(Predicted growth in blocks, share of its time in which it reasons) of each program, in ascending
+        order of growth; and two lists of cumulative sums over it: of growth · share, and of share."""
+        growths = sorted((self.growth_of(one), self._reasoning_share(one)) for _, one in self)
+        grown = accumulate(share * growth for growth, share in growths)
+        return growths, [*grown], [*accumulate(share for _, share in growths)]
 
     @property
     def demand_blocks(self) -> float:
@@ -104,20 +92,19 @@ class ProgramsWithKv:
 
     def demand_above(self, worth: float) -> float:
         """Return the part of ``demand_blocks`` that programs with at least this worth cause."""
-        if self._demands is None:
-            self._demands = [*accumulate(demand for _, demand in self._worths)]
-        at = bisect_left(self._worths, (worth, -math.inf))
-        total = self._demands[-1] if self._demands else 0.0
-        return total - (self._demands[at - 1] if at else 0.0)
+        worths, demands = self._worths
+        at = bisect_left(worths, (worth, -math.inf))
+        return (demands[-1] if demands else 0.0) - (demands[at - 1] if at else 0.0)
 
     @cached_property
-    def _worths(self) -> list[tuple[float, float]]:
-        """(worth, demand) of each program, in ascending order of worth."""
-        return sorted(self._pair(program) for _, program in self)
-
-    def _pair(self, program: ProgramTierView) -> tuple[float, float]:
-        demand_blocks = self._reasoning_share(program) * self.mean_blocks_of(program)
-        return self._policy.worth(program), demand_blocks
+    def _worths(self) -> tuple[list[tuple[float, float]], list[float]]:
+        """(Worth, demand) of each program, in ascending order of worth; and the cumulative sums of the
+        demands."""
+        worths = sorted(
+            (self._policy.worth(one), self._reasoning_share(one) * self.mean_blocks_of(one))
+            for _, one in self
+        )
+        return worths, [*accumulate(demand for _, demand in worths)]
 
     def context_blocks(self, program_id: ProgramId) -> int:
         """Return the blocks of the program's context."""
@@ -125,18 +112,8 @@ class ProgramsWithKv:
 
     def move(self, program: ProgramTierView, to: Tier) -> None:
         """Record that a program moves to tier ``to``."""
-        known = self._of.pop(program.program_id, None)
+        self._of.pop(program.program_id, None)
         if to is not Tier.WAITING:
             self._of[program.program_id] = (to, program)
-        change = (to is not Tier.WAITING) - (known is not None)
-        if change:
-            self._demands = self._growth_sums = None
-            for name, pair_of in (("_worths", self._pair), ("_growths", self._growth)):
-                if name in vars(self):
-                    pairs, pair = vars(self)[name], pair_of(program)
-                    if change > 0:
-                        insort(pairs, pair)
-                    else:
-                        del pairs[bisect_left(pairs, pair)]
-            if "_sums" in vars(self):
-                self._add(self._sums, program, change)
+        for name in ("_sums", "_worths", "_growths"):
+            vars(self).pop(name, None)

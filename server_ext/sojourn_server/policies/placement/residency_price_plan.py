@@ -6,11 +6,9 @@ The rules are in ``residency_price``; ``docs/policy.md`` derives them with an ex
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from operator import itemgetter
 from typing import Protocol
 
 from sojourn.ids import ProgramId
@@ -18,7 +16,7 @@ from sojourn.ids import ProgramId
 from ..costs.reload_estimate import restore_s
 from ..forecasting.context_growth import growth_reserve
 from . import gittins_index as gittins
-from .placement_plan import PlacementPlan, PlacementRules, Ranking, RankingKey, has_elapsed, is_ready
+from .placement_plan import PlacementPlan, PlacementRules, has_elapsed, is_ready
 from .placement_policy import LOOKAHEAD, MoveReason, MoveTiming, TierMove, WaitingKey
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 from .programs_with_kv import ProgramsWithKv
@@ -42,6 +40,10 @@ SMALL_PATIENCE_S = 5.0
 ``SMALL_PATIENCE_S`` for the growth of other programs. It would end before they need its blocks."""
 
 
+RankingKey = tuple[float, float, ProgramId]
+"""(value of a program, number that decides between equal values, program id)"""
+
+
 class ResidencyPriceRules(PlacementRules, Protocol):
     """The settings and values that the plan gets from its policy, ``ResidencyPricePlacement``."""
 
@@ -63,19 +65,17 @@ class ResidencyPricePlan(PlacementPlan):
         """Gittins index per second of each acting program's gap; the same for the whole answer."""
         self._exchanges = 0
         """Number of exchanges in this answer, at most ``LOOKAHEAD``."""
-        self._acting: Ranking | None = None
-        """Acting programs on the device, by the value of holding their KV, the lowest first; ``None`` until
-        first used."""
-        self._by_size: list[tuple[int, ProgramId]] = []
-        """(context blocks, id) of each program that was in ``_acting``, the smallest context first."""
-        self._acting_room = (0, 0)
-        """Free blocks in host memory and on disk when the values in ``_acting`` were computed."""
+        self._acting: list[RankingKey] = []
+        """Programs that were acting on the device, by the value of holding their KV, the lowest first."""
+        self._acting_room: tuple[int, int] | None = None
+        """Free blocks in host memory and on disk when ``_acting`` was computed, whose values depend on
+        them; ``None``: not computed yet."""
         self._with_kv = ProgramsWithKv(policy, view, now)
         self._small_growth_blocks = 0
         """Predicted growth of the small programs that enter without a reserve."""
-        self._droppable: Ranking | None = None
+        self._droppable: list[RankingKey] | None = None
         """Acting programs of all tiers, by the value per block that is lost if their KV is dropped, the
-        lowest first; ``None`` until first used."""
+        lowest first; ``None`` after a move, until the next use."""
 
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
@@ -288,17 +288,16 @@ class ResidencyPricePlan(PlacementPlan):
         """Blocks of host memory and disk."""
         return self._view.host.budget_blocks + self._view.disk.budget_blocks
 
-    def _acting_by_drop_value(self) -> Ranking:
+    def _acting_by_drop_value(self) -> list[RankingKey]:
         """Return the acting programs of all tiers, by the value per block that is lost if their KV is
         dropped, the lowest first."""
         if self._droppable is None:
-            self._droppable = Ranking(
-                self._drop_key(program, tier) for tier, program in self._with_kv if _is_droppable(program)
+            self._droppable = sorted(
+                (self._hold_value(program, tier, Tier.WAITING), 0.0, program.program_id)
+                for tier, program in self._with_kv
+                if program.activity is ProgramActivity.ACTING and program.context_blocks > 0
             )
         return self._droppable
-
-    def _drop_key(self, program: ProgramTierView, tier: Tier) -> RankingKey:
-        return (self._hold_value(program, tier, Tier.WAITING), 0.0, program.program_id)
 
     def _reserve(self) -> float:
         """Return the share of the predicted growth that is reserved on the device now. 0 if a lower tier has
@@ -359,33 +358,17 @@ class ResidencyPricePlan(PlacementPlan):
 
     # -- leaving the device ---------------------------------------------------------------------
 
-    def _acting_by_hold_value(self) -> Ranking:
+    def _acting_by_hold_value(self) -> list[RankingKey]:
         """Return the acting programs on the device, by the value of holding their KV, the lowest first."""
         room = (self._free[Tier.HOST], self._free[Tier.DISK])
-        if self._acting is None:
-            acting = [p for p in self._staying.values() if p.activity is ProgramActivity.ACTING]
-            self._acting = Ranking(map(self._hold_key, acting))
-            self._by_size = sorted((program.context_blocks, program.program_id) for program in acting)
-        elif room != self._acting_room:
-            for program_id in self._with_other_destination(room):
-                self._acting.remove(program_id)
-                self._acting.add(self._hold_key(self._staying[program_id]))
-        self._acting_room = room
-        return self._acting
-
-    def _hold_key(self, program: ProgramTierView) -> RankingKey:
-        return (self._hold_value(program, Tier.DEVICE), program.last_active_s, program.program_id)
-
-    def _with_other_destination(self, room: tuple[int, int]) -> set[ProgramId]:
-        """Return the programs in ``_acting`` whose destination may change, since the room below has changed
-        to ``room``: free blocks in host memory and on disk."""
-        found: set[ProgramId] = set()
-        for before, after in zip(self._acting_room, room, strict=True):
-            first, end = (
-                bisect_right(self._by_size, blocks, key=itemgetter(0)) for blocks in sorted((before, after))
+        if room != self._acting_room:
+            self._acting_room = room
+            self._acting = sorted(
+                (self._hold_value(program, Tier.DEVICE), program.last_active_s, program.program_id)
+                for program in self._staying.values()
+                if program.activity is ProgramActivity.ACTING
             )
-            found.update(program_id for _, program_id in self._by_size[first:end])
-        return found & self._staying.keys()
+        return [key for key in self._acting if key[-1] in self._staying]
 
     def _hold_value(self, program: ProgramTierView, tier: Tier, to: Tier | None = None) -> float:
         """Return the progress per block and second that the program's KV in ``tier`` is expected to save.
@@ -462,21 +445,13 @@ class ResidencyPricePlan(PlacementPlan):
     def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
         super()._promote(program, reason, **terms)
         self._with_kv.move(program, Tier.DEVICE)
+        self._droppable = None
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
         super()._send(program, to, reason, **terms)
         self._with_kv.move(program, to)
-        if self._acting is not None:
-            self._acting.remove(program.program_id)
-        if self._droppable is not None:
-            self._droppable.remove(program.program_id)
-            if to is not Tier.WAITING and _is_droppable(program):
-                self._droppable.add(self._drop_key(program, to))
+        self._droppable = None
 
 
 def _has_saved_context(program: ProgramTierView) -> bool:
     return program.tier in (Tier.HOST, Tier.DISK)
-
-
-def _is_droppable(program: ProgramTierView) -> bool:
-    return program.activity is ProgramActivity.ACTING and program.context_blocks > 0
