@@ -350,7 +350,7 @@ def test_a_file_that_is_damaged_is_computed(pair: Pair, alone: dict[str, Spoken]
 
 def test_a_decode_engine_that_is_not_there(pair: Pair, alone: dict[str, Spoken]) -> None:
     pair.settled()
-    assert_same(pair.say(turns()["200"], 0.5, peer=f"unix:{pair.folder / 'nobody'}"), alone["200"])
+    assert_same(pair.say(turns()["200"], True, peer=f"unix:{pair.folder / 'nobody'}"), alone["200"])
     pair.settled()
     assert BLOCK_TOKENS * 2 == FULL_TOKENS
 
@@ -419,7 +419,7 @@ def test_steps_planned_ahead_on_both_sides(
         assert both.computed_by_decode() == 0
         assert min(look["counts"]["blocks_read"] for look in both.looks()) > 0
         with failing_fills(settings):
-            for seed, spoken in zip(longer, through(list(longer.values()), 0.5), strict=True):
+            for seed, spoken in zip(longer, through(list(longer.values()), True), strict=True):
                 assert_same(spoken, alone[f"later {seed}"])
         looks = both.settled()
         assert min(look["worker"]["blocks_not_filled"] for look in looks) > 0
@@ -477,17 +477,17 @@ def test_two_workers_on_each_side(
         cold = both.say(prompt, peer=peer)
         both.settled()
         longer = later(prompt, cold.tokens, 3)
-        read_by_both = both.say(longer, 0.5, peer)
+        read_by_decode = both.say(longer, True, peer)
         assert both.computed_by_decode() == 0
         both.settled()
         stored = (700 + OUTPUT_TOKENS - 1) // FULL_TOKENS
-        for llm in (prefill, decode):
+        for llm, blocks in ((prefill, 0), (decode, stored)):
             read = [worker["counts"]["blocks_read"] for worker in llm.collective_rpc(look)]
-            assert read == [stored // 2] * 2
+            assert read == [blocks] * 2
         assert_same(cold, say(prefill, prompt, OUTPUT_TOKENS, alone=True))
-        assert_same(read_by_both, say(prefill, longer, OUTPUT_TOKENS, alone=True))
+        assert_same(read_by_decode, say(prefill, longer, OUTPUT_TOKENS, alone=True))
         both.settled()
         with spoilt_blocks(settings):
-            spoilt = both.say(longer, 0.5, peer)
-        assert spoilt.tokens != read_by_both.tokens
+            spoilt = both.say(longer, True, peer)
+        assert spoilt.tokens != read_by_decode.tokens
     assert {path.name for path in (tmp_path / "store").iterdir()} == {"rank0of2", "rank1of2"}

@@ -12,7 +12,7 @@ A, B, C, D = (b"a", b"b", b"c", b"d")
 def filled(host: HostBlockPool, *keys: bytes, rank: int = 1, on_disk: bool = False) -> list[HostEntry]:
     entries = []
     for key in keys:
-        entry = host.begin(key, rank, None, on_disk=on_disk)
+        entry = host.take(key, rank, None, on_disk=on_disk)
         assert entry is not None
         entries.append(entry)
     return entries
@@ -30,7 +30,7 @@ def not_on_disk(host: HostBlockPool, most: int = 100) -> list[bytes]:
     return [entry.key for entry in host.next_unspilled(most, above=-1)]
 
 
-# -- begin, get, entry_in_slot
+# -- take, get, entry_in_slot
 
 
 def test_each_block_gets_a_slot_of_its_own() -> None:
@@ -72,7 +72,7 @@ def test_of_what_a_reader_releases_the_end_is_reused_first() -> None:
 
 def test_what_is_being_filled_is_found_but_not_reused() -> None:
     host = HostBlockPool(2)
-    entry = host.begin(A, 0, 7)
+    entry = host.take(A, 0, 7)
     filled(host, B)
     assert host.get(A) is entry
     assert order_of_reuse(host) == [B]
@@ -169,7 +169,7 @@ def test_room_is_what_is_free_and_what_would_make_way() -> None:
     host = HostBlockPool(6)
     low, _ = filled(host, A, B, rank=1)
     filled(host, C, rank=3)
-    host.begin(D, 1, 7)
+    host.take(D, 1, 7)
     assert [host.room(rank) for rank in (0, 1, 2, 3)] == [2, 4, 4, 5]
     host.pin(low)
     assert host.room(9) == 4

@@ -101,20 +101,6 @@ class HostBlockPool:
         """Return the number of slots that are empty or have an idle block of rank ``at_most`` or below."""
         return len(self._free) + sum(len(idle) for rank, idle in self._idle.items() if rank <= at_most)
 
-    def begin(
-        self, key: BlockKey, rank: RetentionRank, job: int | None, *, on_disk: bool = False
-    ) -> HostEntry | None:
-        """Assign an empty slot to a new block and return its entry. Return ``None`` if no slot is empty; then
-        call ``reuse`` first. ``job``: number of the job that will fill the slot, ``None`` if the slot already
-        counts as filled. ``on_disk``: whether the disk has a copy."""
-        if not self._free:
-            return None
-        entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
-        self._entries[key] = entry
-        self._by_slot[entry.slot] = entry
-        self._mark_idle_or_free(entry)
-        return entry
-
     def take(
         self,
         key: BlockKey,
@@ -134,7 +120,11 @@ class HostBlockPool:
             if reused is None:
                 return None
             self._counts["dropped" if not reused.on_disk else "dropped_on_disk"] += 1
-        return self.begin(key, rank, job, on_disk=on_disk)
+        entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
+        self._entries[key] = entry
+        self._by_slot[entry.slot] = entry
+        self._mark_idle_or_free(entry)
+        return entry
 
     def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
         """Evict the least recently used idle entry of the lowest rank, and return it. Return ``None`` if

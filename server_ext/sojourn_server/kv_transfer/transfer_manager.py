@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -16,10 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..kv_offload.shared_store import SharedStore
+from ..metrics.rate_limited_log import RateLimitedLog
 from .load_table import ReadingPeer
 from .peer_transport import PeerConnection, SocketStream, UnknownTransport, dial, listen, stop_listening
 from .store_threads import StoreThreads
 from .transfer_actions import (
+    GIVEN_UP,
     CloseConnection,
     DialPeer,
     LayerLoaded,
@@ -33,10 +36,11 @@ from .transfer_actions import (
     WriteBlock,
 )
 from .transfer_core import TransferCore
-from .transfer_failure_log import TransferFailureLog
 from .transfer_handles import LoadHandle, PromptHandle, PushHandle, TransferHandle
 from .transfer_limits import TransferLimits
 from .transfer_wire import HEAD_BYTES, DataMessage, PeerWireError, decode, decode_head
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 CLOSE_GRACE_S = 1.0
@@ -81,7 +85,8 @@ class TransferManager:
         self._max_payload_bytes = max(limits.chunk_bytes, self.core.ctx.memory.layer_bytes, MIN_PAYLOAD_BYTES)
         self._clock = clock
         self._handles: dict[tuple[str, str], TransferHandle[Any]] = {}
-        self._failure_log = TransferFailureLog(name, self.core.peers.refusals)
+        self._logged_refusals = 0
+        self._rate_limited_log = RateLimitedLog(logger)
         self._actions: deque[SendMessage | DialPeer | CloseConnection] = deque()
         self._woken = False
         self._closing = False
@@ -153,7 +158,7 @@ class TransferManager:
                 transfer, False, "this engine has restarted since the prompt was pushed"
             )
             self.forget(handle)
-            self._failure_log.log_failure(handle.outcome)
+            self._log_failure(handle.outcome)
         return handle
 
     def discard(self, transfer: str, *, epoch: str | None = None) -> bool:
@@ -202,19 +207,22 @@ class TransferManager:
         """Call ``what``, a method of the core or of its tables, with ``arguments``, ``options`` and the time
         as ``now``. Then deliver the resulting events, start the resulting actions, and return the method's
         result."""
-        ended: list[TransferEnd] = []
+        failed: list[TransferEnd] = []
         refusals: list[tuple[str, str]] = []
         try:
             with self.changed:
                 try:
                     return what(*arguments, now=self._clock(), **options)
                 finally:
-                    ended = self._deliver()
-                    refusals = self._failure_log.take_new_refusals()
-        finally:
-            self._failure_log.log_refusals(refusals)
-            for event in ended:
-                self._failure_log.log_failure(event)
+                    failed = self._deliver()
+                    if len(self.core.peers.refusals) > self._logged_refusals:
+                        refusals = list(self.core.peers.refusals.items())[self._logged_refusals :]
+                        self._logged_refusals += len(refusals)
+        finally:  # outside the lock
+            for peer, why in refusals:
+                logger.warning("%s: no KV goes to or from %s: %s", self.name, peer, why)
+            for event in failed:
+                self._log_failure(event)
 
     def forget(self, handle: TransferHandle[Any]) -> None:
         with self.changed:
@@ -252,7 +260,10 @@ class TransferManager:
             handle.on_event(event)
             if isinstance(event, LayerLoaded):
                 continue
-            if not self._closing and self._failure_log.takes(event.why):
+            # Not logged: an engine has cancelled the transfer, or a logged refusal has ended it. A peer's
+            # abort contains the peer's reason.
+            why, refusals = event.why, self.core.peers.refusals.values()
+            if why and not self._closing and GIVEN_UP not in why and why not in refusals:
                 failed.append(event)
             if isinstance(event, PushEnded):
                 del self._handles[target]
@@ -269,6 +280,16 @@ class TransferManager:
             with contextlib.suppress(RuntimeError):  # the loop has just ended
                 self._loop.call_soon_threadsafe(self._carry_out)
         return failed
+
+    def _log_failure(self, event: TransferEnd) -> None:
+        """Log at a limited rate why a transfer ended before all of its blocks arrived."""
+        what = {
+            LoadEnded: "a load of KV",
+            PushEnded: "the push of a prompt's KV",
+            PromptTransferEnded: "the arrival of a prompt's KV",
+        }[type(event)]
+        message = "%s: %s (%s) failed, so missing blocks are computed: %s"
+        self._rate_limited_log.log(logging.WARNING, message, self.name, what, event[0], event.why)
 
     def _run(self, listen: list[str]) -> None:
         try:
