@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import msgspec
-from sojourn.config import Config, host_key, written_host
-from sojourn.llm_paths import LLM_PATHS
+from sojourn.config import LLM_PATHS, Config, host_key, written_host
 from sojourn.monkey_patches import Patches
 from sojourn.outgoing_request import OutgoingRequest, RetryScope
 from sojourn.program import find_context

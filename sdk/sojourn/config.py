@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 from .errors import ConfigError
 from .ids import id_problem
 
+LLM_PATHS = ("/chat/completions", "/completions", "/responses")
+"""Suffixes of the URLs of LLM requests. A patched client adds nothing to requests with other paths."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"", "0", "false", "no", "off"})
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})

@@ -61,8 +61,9 @@ class ServerDialect:
         """True if the caller named the dialect; then the server is not probed."""
         self.known = self.given
         """True if the dialect was given or detected, False if it is assumed."""
-        self.was_sojourn = False
-        """True if the dialect ``sojourn`` was ever detected."""
+        self.was_sojourn = self.given
+        """True if the dialect was given, or ``sojourn`` was ever detected. Such a server has accepted events,
+        or should, and is asked again more often."""
         self.answered = threading.Event()
         """Set after the first probe."""
         self._transport = transport
@@ -75,12 +76,7 @@ class ServerDialect:
     @property
     def may_recover(self) -> bool:
         """Whether a server that accepts no events now may accept them later."""
-        return not self.given or self.dialect.accepts_events
-
-    @property
-    def is_expected_back(self) -> bool:
-        """Whether the server has accepted events, or should. Such a server is asked again more often."""
-        return self.given or self.was_sojourn
+        return not self.given or self.dialect.end is not None or self.dialect.carries_events
 
     def event_transport(self) -> EventTransport | None:
         """Return a new transport for the server's events; sojourn's own for an unknown server. Returns

@@ -172,11 +172,6 @@ class Dialect(NamedTuple):
     """Whether the server gets the end of an implicit program."""
 
     @property
-    def accepts_events(self) -> bool:
-        """Whether the server accepts events outside of requests."""
-        return self.end is not None or self.carries_events
-
-    @property
     def carries_events(self) -> bool:
         """Whether the body of a request can carry unsent events."""
         return self.name == "sojourn"

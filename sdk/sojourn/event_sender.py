@@ -454,7 +454,7 @@ class EventSender:
         if self.ask_at_s is None:
             first_s, longest_s = (
                 (FIRST_RECOVERY_PAUSE_S, MAX_RECOVERY_PAUSE_S)
-                if self._server.is_expected_back
+                if self._server.was_sojourn
                 else (FIRST_STOCK_PAUSE_S, MAX_STOCK_PAUSE_S)
             )
             self._pause_s = min(longest_s, self._pause_s * 2 or first_s)

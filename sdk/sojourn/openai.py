@@ -18,8 +18,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from . import runtime
-from .config import Config, canonical_host, written_host
-from .llm_paths import LLM_PATHS
+from .config import LLM_PATHS, Config, canonical_host, written_host
 from .monkey_patches import Patches
 from .outgoing_request import OutgoingRequest
 from .program import find_context

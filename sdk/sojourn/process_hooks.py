@@ -5,21 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
-
-class ProcessObserver(Protocol):
-    """The part of ``Session`` that is called at a fork and at the end of the process."""
-
-    def after_fork(self) -> None:
-        """Called in a forked child, before all else."""
-
-    def exit(self) -> None:
-        """Called when the process ends; takes a bounded time."""
-
-
-_observers: WeakSet[ProcessObserver] = WeakSet()
+_observers: WeakSet[Any] = WeakSet()
+"""The sessions of this process."""
 _hooked = False
 
 
@@ -29,7 +19,7 @@ def register_at_fork(**hooks: Callable[[], object]) -> None:
         os.register_at_fork(**hooks)
 
 
-def observe_process(session: ProcessObserver) -> None:
+def observe_process(session: Any) -> None:
     """Arrange that ``after_fork`` and ``exit`` of ``session`` are called. ``session`` is held weakly."""
     global _hooked
     _observers.add(session)

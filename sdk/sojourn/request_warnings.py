@@ -13,6 +13,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from .config import LLM_PATHS
 from .sdk_logger import logger
 
 if TYPE_CHECKING:
@@ -94,9 +95,9 @@ def warn_unlisted_host(
         session.unlisted_requests += 1
         if session.unlisted_requests >= UNLISTED_REQUESTS and _unsaid.pop("unlisted", False):
             if any(listed.startswith(f"{host}/") for listed in config.hosts):
-                from .llm_paths import base_path
-
-                written += base_path(path)  # the same host with another path
+                suffix = next(filter(path.endswith, LLM_PATHS), "")
+                # The same host with another path, in the form of ``Config.hosts``.
+                written += path.removesuffix(suffix).rstrip("/").removesuffix("/v1").rstrip("/")
             if not config.url_from_environment:
                 named_by, remedy = "init()", f'write sojourn.init(url, hosts=["{written}"])'
             elif config.own_program:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from scenario_modules import Model
-from sojourn.llm_paths import LLM_PATHS
+from sojourn.config import LLM_PATHS
 from sojourn.testing import Answer, LlmRequest
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.launch.serve_command import FORCED_TOKENS
