@@ -96,16 +96,16 @@ def test_files_that_are_no_traces(tmp_path: Path, trace: Path) -> None:
 
 
 def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
-    """One that never fits is an error with its line; one that outgrows the limit later is cut, and said."""
+    """One that never fits is an error; one that outgrows the limit later is cut, and said."""
     whole = str(write(tmp_path / "long.jsonl", program("a", 200_000), program("b", 150_000)))
     error = refused(whole)
     assert error.message == (
-        f"{whole}, line 2: no program fits a context of 131,072 tokens: the shortest first turn needs "
+        f"{whole}: no program fits a context of 131,072 tokens: the shortest first turn needs "
         "150,020 (program 'b')"
     )
     assert "--max-model-len" in error.next_step
     for option in ("--max-context", "--max-model-len", "--pool-tokens"):
-        assert "line 1: no program fits a context of" in refused(str(trace), option, "500").message
+        assert "mini.jsonl: no program fits a context of" in refused(str(trace), option, "500").message
     some = str(write(tmp_path / "some.jsonl", program("a", 200_000), program("b", 900, 1000, 150_000)))
     assert validate_specs([RunSpec(policy="stock", workload=some)]) == [
         "1 programs left out: their first turn is beyond the context limit of 131,072 tokens",

@@ -78,24 +78,13 @@ def test_a_link_to_a_missing_file_leads_to_a_new_one(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "deep").read_bytes() == b"x"
 
 
-def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(OSError, match="symbolic links"):
-        write_atomically({tmp_path / "a": b"x"})
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc/self/fd here")
-@pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd", "linked"])
+@pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd"])
 def test_an_open_file_is_written_into_and_not_replaced(tmp_path: Path, folder: str) -> None:
     """``/dev/stdout`` is a link to a regular file under ``sojourn ... --json /dev/stdout > file``."""
     target = tmp_path / "target"
     with target.open("wb") as file:
-        path = Path(folder, str(file.fileno()))
-        if folder == "linked":
-            path = tmp_path / "link"
-            path.symlink_to(f"/dev/fd/{file.fileno()}")
-        write_atomically({path: b"after"})
+        write_atomically({Path(folder, str(file.fileno())): b"after"})
         assert os.fstat(file.fileno()).st_ino == target.stat().st_ino
     assert target.read_bytes() == b"after"
 

@@ -204,11 +204,8 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
 
 def _program_planner(spec: RunSpec, shape: DeviceShape) -> ProgramPlanner:
     """The planner of the workload's programs. Raises ``TraceError``, which names the workload."""
-    from sojourn_server.traces.trace_file import line_of
-
     from .workloads.arrival_processes import load_programs
-    from .workloads.program_plans import NoProgramFitsError, PlaybackOptions, ProgramPlanner
-    from .workloads.synthetic_workloads import SYNTHETIC_PREFIX
+    from .workloads.program_plans import PlaybackOptions, ProgramPlanner
 
     programs = load_programs(spec.workload, spec.seed)
     options = PlaybackOptions(
@@ -219,13 +216,8 @@ def _program_planner(spec: RunSpec, shape: DeviceShape) -> ProgramPlanner:
     )
     try:
         return ProgramPlanner(programs, options)
-    except NoProgramFitsError as error:
-        where = spec.workload
-        if not where.startswith(SYNTHETIC_PREFIX):
-            where += f", line {line_of(where, error.program_id)}"
-        raise NoProgramFitsError(f"{where}: {error}", error.program_id) from error
     except TraceError as error:
-        raise TraceError(f"{spec.workload}: {error}") from error
+        raise type(error)(f"{spec.workload}: {error}") from error
 
 
 def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShape]:

@@ -14,11 +14,6 @@ import msgspec
 from .atomic_files import write_atomically
 from .trace_schema import TraceError, TraceProgram, check_program
 
-MAX_LINE_BYTES = 256 * 1024 * 1024
-"""Maximum length of a line (one program) in bytes; readers reject more. Decoding a line takes ten times its
-length in memory."""
-
-_ZSTD = b"\x28\xb5\x2f\xfd"
 _decoder = msgspec.json.Decoder(TraceProgram)
 
 
@@ -28,41 +23,23 @@ def read_trace(path: str | Path) -> Iterator[TraceProgram]:
     Lines are decoded lazily. Empty lines and a UTF-8 byte order mark are skipped. Raises ``TraceError``,
     which names file and line, for an invalid line, a duplicate id or a file without programs.
     """
-    return (program for _, program in _numbered_programs(Path(path)))
-
-
-def line_of(path: str | Path, program_id: str) -> int | None:
-    """Return the line number of a program in a trace, from 1; ``None`` if the program is missing. Raises
-    ``TraceError``."""
-    numbered = _numbered_programs(Path(path))
-    return next((number for number, program in numbered if program.program_id == program_id), None)
-
-
-def _numbered_programs(path: Path) -> Iterator[tuple[int, TraceProgram]]:
-    """Yield (line number from 1, program) for the programs of a trace. Raises ``TraceError``."""
+    path = Path(path)
     seen: dict[str, int] = {}
     number = 0
     try:
         with _open(path) as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), start=1):
+            for number, line in enumerate(lines, start=1):
                 if number == 1:
-                    check_encoding(line, path)
                     line = line.removeprefix(codecs.BOM_UTF8)
-                if len(line) > MAX_LINE_BYTES:
-                    raise TraceError(
-                        f"{path}, line {number}: longer than {MAX_LINE_BYTES} bytes; expected one program, "
-                        "whose records are shorter (MAX_LINE_BYTES in traces/trace_file.py)"
-                    )
                 if not line.strip():
                     continue
                 program = _program(line, f"{path}, line {number}")
-                if program.program_id in seen:
+                first = seen.setdefault(program.program_id, number)
+                if first != number:
                     raise TraceError(
-                        f"{path}, line {number}: program {program.program_id!r} is already on line "
-                        f"{seen[program.program_id]}"
+                        f"{path}, line {number}: program {program.program_id!r} is already on line {first}"
                     )
-                seen[program.program_id] = number
-                yield number, program
+                yield program
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(
             f"{path}, after line {number}: the gzip data is cut off or damaged: {error}"
@@ -71,14 +48,6 @@ def _numbered_programs(path: Path) -> Iterator[tuple[int, TraceProgram]]:
         raise TraceError(f"{path}: {error.strerror or error}") from error
     if not seen:
         raise TraceError(f"{path}: holds no programs; expected one JSON object per line")
-
-
-def check_encoding(data: bytes, path: Path) -> None:
-    """Raise ``TraceError`` if a file that begins with ``data`` is UTF-16 or compressed with zstd."""
-    if data.startswith(_ZSTD):
-        raise TraceError(f"{path}: the file is zstd; expected plain or gzip")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise TraceError(f"{path}: the file is UTF-16; expected UTF-8")
 
 
 def _open(path: Path) -> BinaryIO:

@@ -28,15 +28,7 @@ VOCABULARY_SIZE = 32_000
 
 
 class NoProgramFitsError(TraceError):
-    """No program can be replayed: the first turn of every top-level program exceeds the context limit.
-    ``program_id`` is the program with the shortest first turn."""
-
-    def __init__(self, message: str, program_id: str) -> None:
-        super().__init__(message)
-        self.program_id = program_id
-
-    def __reduce__(self) -> tuple[type[NoProgramFitsError], tuple[str, str]]:
-        return NoProgramFitsError, (str(self), self.program_id)
+    """No program can be replayed: the first turn of every top-level program exceeds the context limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +250,7 @@ class ProgramPlanner:
         shortest = min(roots, key=lambda program: self._turn_tokens(program.turns[0]))
         return NoProgramFitsError(
             f"no program fits a context of {self._options.max_context_tokens:,} tokens: the shortest first "
-            f"turn needs {self._turn_tokens(shortest.turns[0]):,} (program {shortest.program_id!r})",
-            shortest.program_id,
+            f"turn needs {self._turn_tokens(shortest.turns[0]):,} (program {shortest.program_id!r})"
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..trace_file import check_encoding
 from ..trace_schema import TraceError, TraceProgram
 
 
@@ -84,7 +83,6 @@ def _text(path: Path) -> str:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
-        check_encoding(data, path)
         return data.decode("utf-8-sig")
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
