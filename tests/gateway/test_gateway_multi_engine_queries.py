@@ -175,7 +175,7 @@ async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
         pairs_check = checks["pairs"]
         assert pairs_check.ok is False
         assert pairs_check.detail.startswith("1 prefill, 0 decode; ")
-        assert f"{decode.url} is rejected: its Full Blocks are of 8,192 bytes" in pairs_check.detail
+        assert f"{decode.url} is rejected: its Full Block in bytes is 8192" in pairs_check.detail
         assert "--prefill" in pairs_check.next_step
 
 

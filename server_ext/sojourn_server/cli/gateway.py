@@ -140,7 +140,11 @@ def gateway(
         return
     in_pairs = _is_prefill_decode(context, prefill, decode)
     named = {"prefill": prefill, "decode": decode} if in_pairs else {"engines": engines}
-    urls = {role: _urls(role, texts, _PAIRS if in_pairs else _ENGINES) for role, texts in named.items()}
+    example = _PAIRS if in_pairs else _ENGINES
+    urls = {role: _addresses(texts, "an engine's", example) for role, texts in named.items()}
+    for role, found in urls.items():
+        if not found:
+            raise CliError(f"no {f'{role} engines' if in_pairs else role} were named", example)
     every = [url for found in urls.values() for url in found]
     twice = sorted({url for url in every if every.count(url) > 1})
     if twice:
@@ -224,15 +228,6 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
         if flag in others:
             raise CliError(f"{flag} and --prefill are both given; {why}", f"remove {flag}")
     return True
-
-
-def _urls(role: str, texts: list[str], example: str) -> list[str]:
-    """Return the engine addresses in ``texts``, the values of one option. ``example``: a valid command, for
-    error messages."""
-    urls = _addresses(texts, "an engine's", example)
-    if not urls:
-        raise CliError(f"no {'engines' if role == 'engines' else f'{role} engines'} were named", example)
-    return urls
 
 
 def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers | None:

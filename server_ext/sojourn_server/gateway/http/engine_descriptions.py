@@ -158,26 +158,21 @@ def describe_engine(
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
     """Return why engines with the values ``kind`` cannot form a pair with the served engines, which have
     the values ``ours``. Empty if they can. An empty ``kv`` or ``shape`` matches any value."""
-    if kind.model != ours.model:
-        return f"it serves {kind.model!r}; expected {ours.model!r}, as the others do"
-    if kind.shape and ours.shape and kind.shape != ours.shape:
-        return (
-            f"its workers are {kind.shape}, and the other engines' {ours.shape}; expected the same "
-            "--tensor-parallel-size and --pipeline-parallel-size, because each worker exchanges its part of "
-            "KV with the one of its rank"
-        )
-    if (kind.block_bytes, kind.block_tokens) != (ours.block_bytes, ours.block_tokens):
-        return (
-            f"its Full Blocks are of {kind.block_bytes:,} bytes and {kind.block_tokens} tokens; expected "
-            f"{ours.block_bytes:,} and {ours.block_tokens}, as the others have"
-        )
-    if kind.kv and ours.kv and kind.kv != ours.kv:
-        return (
-            "its KV cannot be exchanged with the other engines': weights, block size of the engine "
-            "(--block-size), data type of KV, hash seed or release differ; expected engines started with the "
-            "same flags, from the same weights"
-        )
+    for field, (what, how) in _MUST_BE_EQUAL.items():
+        theirs, own = getattr(kind, field), getattr(ours, field)
+        if theirs != own and (field == "model" or (theirs and own)):
+            return f"its {what} is {theirs!r}; expected {own!r}, as the other engines have{how}"
     return ""
+
+
+_MUST_BE_EQUAL = {
+    "model": ("model", ""),
+    "shape": ("split over workers", " (--tensor-parallel-size, --pipeline-parallel-size)"),
+    "block_bytes": ("Full Block in bytes", ""),
+    "block_tokens": ("Full Block in tokens", ""),
+    "kv": ("KV format", "; start all with the same flags, from the same weights, in one release"),
+}
+"""Field of ``EngineCompatibility`` → (its name in errors, how it becomes equal)."""
 
 
 def dominant_kind(

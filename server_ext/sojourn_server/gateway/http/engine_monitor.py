@@ -80,8 +80,6 @@ class MonitoredEngine:
     """Time of the engine's last answer, on the monitor's clock."""
     description: EngineDescription | None = None
     """The last accepted description; ``None``: no engine answers at the address."""
-    answered: frozenset[str] = frozenset()
-    """Paths that the engine answered for this description. Later ones need answers to all of these paths."""
     partial: int = 0
     """Number of consecutive incomplete descriptions."""
     errors: int = 0
@@ -258,10 +256,8 @@ class EngineMonitor:
                 watched.errors += 1
                 return False if watched.errors >= MAX_ERROR_POLLS else None
         except aiohttp.ClientConnectorError as error:
-            if error.os_error.errno in OWN_ERRORS:
-                watched.answered_s = (
-                    self._clock()
-                )  # the gateway has no connection left; the engine may well live
+            if error.os_error.errno in OWN_ERRORS:  # no connection is left; the engine may well live
+                watched.answered_s = self._clock()
             # Nothing listens there. A failed name resolution or route may be a local problem.
             return False if isinstance(error.os_error, ConnectionRefusedError) else None
         except (aiohttp.ClientError, TimeoutError, OSError):
@@ -285,12 +281,10 @@ class EngineMonitor:
         if 401 in statuses and not watched.is_warned:
             logger.warning("%s asks for a key: without --engine-key its sizes are unknown", watched.url)
             watched.is_warned = True
-        paths = zip(_DESCRIPTION_PATHS, found, strict=True)
-        answered = frozenset(path for path, (status, _) in paths if status == 200)
         known = watched.description
-        if known is not None and (0 in statuses or not answered >= watched.answered):
+        if known is not None and statuses & {0, 401}:
             return
-        if known is None and 0 in statuses:
+        if 0 in statuses:
             watched.partial += 1
             if watched.partial < MAX_PARTIAL_DESCRIPTIONS:
                 return
@@ -301,7 +295,7 @@ class EngineMonitor:
             parse_json_object(models) or {},
             watched.lives,
         )
-        watched.partial, watched.answered, watched.description = 0, answered, described
+        watched.partial, watched.description = 0, described
         if known is None:
             watched.is_warned = 401 in statuses
             logger.info(
