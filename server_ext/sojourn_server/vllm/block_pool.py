@@ -6,7 +6,7 @@ Each pin adds one reference to a block, so the pool does not reuse a pinned bloc
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,9 @@ class PinnedBlocks:
         self._queue = queue
         self._clock = clock
         self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
-        self._holders: dict[int, ProgramId | list[tuple[int, ProgramId]]] = {}
-        """Block id → the program that pins the block; a sorted list of (rank, program) if several pin it."""
         self._ranks: dict[ProgramId, int] = {}
-        self._counted_for: dict[ProgramId, int] = {}
-        """Program → number of blocks that count for it: those that no program of lower rank pins."""
+        self._pins: Counter[int] = Counter()
+        """Block id → number of programs that pin the block. Other blocks are absent."""
         self._counted: dict[str, int] | None = None
         self._counted_at = 0.0
 
@@ -53,20 +51,27 @@ class PinnedBlocks:
 
     def blocks(self) -> int:
         """Return the number of distinct pinned blocks. O(1)."""
-        return len(self._holders)
+        return len(self._pins)
 
-    def freed_by(self, program_id: ProgramId) -> int:
-        """Return the number of pinned blocks that count for the program; 0 if it pins none. O(1).
+    def freed_by(self) -> dict[ProgramId, int]:
+        """Return the number of pinned blocks that count for each program with pinned blocks. Takes O(pinned
+        blocks).
 
         If several programs pin a block, it counts only for the one with the lowest rank (the earliest). The
-        lease of that program usually ends last. The values of all programs add up to ``blocks()``. Releasing
-        a program and all programs of higher rank unpins at least the sum of their values. Running requests
-        may still use some of these blocks."""
-        return self._counted_for.get(program_id, 0)
+        lease of that program usually ends last. The values add up to ``blocks()``. Releasing a program and
+        all programs of higher rank unpins at least the sum of their values. Running requests may still use
+        some of these blocks."""
+        freed: dict[ProgramId, int] = {}
+        seen: set[int] = set()
+        for program_id in sorted(self._pinned, key=lambda one: (self._ranks[one], one)):
+            before = len(seen)
+            seen.update(block.block_id for block in self._pinned[program_id])
+            freed[program_id] = len(seen) - before
+        return freed
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of the blocks no program pins. The blocks must be distinct. O(1) per block."""
-        return sum(1 for block in blocks if block.block_id not in self._holders)
+        return sum(1 for block in blocks if block.block_id not in self._pins)
 
     def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock], rank: int = 0) -> None:
         """Pin ``blocks`` for the program. Then unpin the blocks that were pinned for it before. ``blocks``
@@ -74,10 +79,8 @@ class PinnedBlocks:
         # Pin first: blocks in both lists must not pass through the free queue.
         self._pool.touch(blocks)
         self.release(program_id)
-        self._pinned[program_id] = list(blocks)
-        self._counted_for[program_id], self._ranks[program_id] = 0, rank
-        for block in blocks:
-            self._add_holder(block.block_id, program_id)
+        self._pinned[program_id], self._ranks[program_id] = list(blocks), rank
+        self._pins.update(block.block_id for block in blocks)
 
     def release(self, program_id: ProgramId) -> bool:
         """Unpin the program's blocks. Return whether there were any. The blocks stay cached until the pool
@@ -86,8 +89,11 @@ class PinnedBlocks:
         if pinned is None:
             return False
         for block in pinned:
-            self._remove_holder(block.block_id, program_id)
-        del self._counted_for[program_id], self._ranks[program_id]
+            if self._pins[block.block_id] == 1:
+                del self._pins[block.block_id]
+            else:
+                self._pins[block.block_id] -= 1
+        del self._ranks[program_id]
         self._pool.free_blocks(reversed(pinned))
         return True
 
@@ -126,33 +132,6 @@ class PinnedBlocks:
             "free": available - cached,
         }
         return self._counted
-
-    def _add_holder(self, block_id: int, program_id: ProgramId) -> None:
-        holder = self._holders.get(block_id)
-        if holder is None:
-            self._holders[block_id] = program_id
-            self._counted_for[program_id] += 1
-            return
-        ranks = self._ranks
-        if not isinstance(holder, list):
-            holder = self._holders[block_id] = [(ranks[holder], holder)]
-        first = holder[0][1]
-        insort(holder, (ranks[program_id], program_id))
-        if holder[0][1] != first:
-            self._counted_for[first] -= 1
-            self._counted_for[program_id] += 1
-
-    def _remove_holder(self, block_id: int, program_id: ProgramId) -> None:
-        holder = self._holders[block_id]
-        if not isinstance(holder, list):
-            del self._holders[block_id]
-            return
-        at = bisect_left(holder, (self._ranks[program_id], program_id))
-        del holder[at]
-        if at == 0:
-            self._counted_for[holder[0][1]] += 1
-        if len(holder) == 1:
-            self._holders[block_id] = holder[0][1]
 
 
 def without_common_prefix(manager: KVCacheManager, pinned: PinnedBlocks) -> Callable[[str], list[int]]:
