@@ -170,7 +170,10 @@ _MUST_BE_EQUAL = {
     "shape": ("split over workers", " (--tensor-parallel-size, --pipeline-parallel-size)"),
     "block_bytes": ("Full Block in bytes", ""),
     "block_tokens": ("Full Block in tokens", ""),
-    "kv": ("KV format", "; start all with the same flags, from the same weights, in one release"),
+    "kv": (
+        "KV format",
+        "; start all with the same flags (--block-size, --kv-cache-dtype) and weights, in one release",
+    ),
 }
 """Field of ``EngineCompatibility`` → (its name in errors, how it becomes equal)."""
 
