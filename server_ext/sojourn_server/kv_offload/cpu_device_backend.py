@@ -97,7 +97,12 @@ class CpuDeviceBackend:
 
 
 class KvBlockArrays:
-    """Copies a CPU engine's KV blocks layer by layer. A Full Block consists of ``per_full`` engine blocks."""
+    """Copies a CPU engine's KV blocks layer by layer. A Full Block consists of ``per_full`` engine blocks.
+
+    ``cuda_block_arrays.CudaBlockArrays`` has the same methods. A *fence* marks a point in the device's queue
+    of model work. It completes when the device has done all work queued before that point. A copy begins once
+    its fence ``after`` has completed, and a call returns when its copy is complete.
+    """
 
     def __init__(self, layers: Mapping[str, ByteArray], per_full: int) -> None:
         """``layers``: the ``block_rows`` of each layer, in the order of the forward pass. Raises
@@ -115,10 +120,11 @@ class KvBlockArrays:
     def __len__(self) -> int:
         return len(self._layers)
 
-    def fence(self) -> None:
+    def fence(self) -> Any:
         """Return ``None``, because on a CPU all earlier work is already complete."""
+        return None
 
-    def gather(self, layer: int, block_ids: Sequence[int], after: None = None) -> list[memoryview]:
+    def gather(self, layer: int, block_ids: Sequence[int], after: Any = None) -> list[memoryview]:
         """Copy layer number ``layer`` of the engine blocks ``block_ids`` into Layer Blocks (one layer of a
         Full Block each), and return them. An incomplete last Layer Block is padded with zeros."""
         full = -(-len(block_ids) // self.per_full)
@@ -128,7 +134,7 @@ class KvBlockArrays:
         rows: Any = made.reshape(full, self.layer_bytes)
         return [memoryview(row) for row in rows]
 
-    def gather_full(self, block_ids: Sequence[int], after: None = None) -> list[memoryview]:
+    def gather_full(self, block_ids: Sequence[int], after: Any = None) -> list[memoryview]:
         """Return a copy of the Full Block that consists of the engine blocks ``block_ids``, one buffer per
         layer."""
         return [self.gather(layer, block_ids)[0] for layer in range(len(self))]
@@ -141,7 +147,7 @@ class KvBlockArrays:
         block_ids: Sequence[int],
         part: int = 0,
         *,
-        after: None = None,
+        after: Any = None,
         hold: bool = False,
     ) -> list[int]:
         """Copy layer number ``layer`` of the Full Blocks ``blocks`` into the engine blocks ``block_ids``.

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .cpu_device_backend import KvBlockArrays
 from .cuda_device_backend import (
     CudaCopy,
     CudaEvent,
@@ -194,3 +195,7 @@ class CudaBlockArrays:
         copy, self._last_in = self._last_in, None
         if copy is not None:
             copy.wait()
+
+
+KvBlocks = KvBlockArrays | CudaBlockArrays
+"""Copies an engine's KV blocks layer by layer."""

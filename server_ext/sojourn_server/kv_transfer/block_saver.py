@@ -19,10 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
-from .kv_blocks import KvBlocks
 from .transfer_jobs import SaveJob
 
 if TYPE_CHECKING:
+    from ..kv_offload.cuda_block_arrays import KvBlocks
     from .transfer_manager import TransferManager
 
 LOOKUP_BATCH_KEYS = 16

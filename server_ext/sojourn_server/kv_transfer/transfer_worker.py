@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
-from .kv_blocks import KvBlocks
 from .load_table import ReadingPeer
 from .transfer_jobs import (
     WANT_INTERVAL_S,
@@ -41,6 +40,7 @@ from .transfer_jobs import (
 from .transfer_stats import TransferStepTimes
 
 if TYPE_CHECKING:
+    from ..kv_offload.cuda_block_arrays import KvBlocks
     from .transfer_handles import LoadHandle, PromptHandle, PushHandle
     from .transfer_manager import TransferManager
 
@@ -455,7 +455,7 @@ class TransferWorker:
         self._step_times.copied_s += time.perf_counter() - came_s
         return filled
 
-    def _fill_blocks(self, fill: FillJob, source: PromptHandle | LoadHandle | None, after: object) -> int:
+    def _fill_blocks(self, fill: FillJob, source: PromptHandle | LoadHandle | None, after: Any) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks. Returns the bytes copied.
         Runs in ``_fill_lane``."""
         filled: list[int] = []
@@ -491,7 +491,7 @@ class TransferWorker:
         except ValueError:
             self.counts["pushes_refused"] += 1
 
-    def _push_layer(self, push: _ActivePush, layer: int, after: object) -> int:
+    def _push_layer(self, push: _ActivePush, layer: int, after: Any) -> int:
         """Copy a layer of a push's blocks, and send the copy. Returns the bytes copied. Runs in
         ``_push_lane``."""
         try:
