@@ -300,7 +300,7 @@ def test_a_policy_that_no_cluster_has_is_refused_before_anything_runs(policy: st
 @needs_vllm
 def test_a_routing_needs_replicas() -> None:
     error = refused("synthetic:continuum-bfcl", "--policy", "saga/stock")
-    assert error.message.startswith("saga/stock: ROUTING/ENGINE is for several replicas; expected --replicas")
+    assert error.message.startswith("saga/stock is a cluster's policy: it routes")
     error = refused("synthetic:continuum-bfcl", "--policy", "round-robin")
     assert error.message.startswith("round-robin is a cluster's policy")
     assert "expected --replicas" in error.message
@@ -310,7 +310,7 @@ def test_a_routing_needs_replicas() -> None:
 @pytest.mark.parametrize("path", ["x/y.jsonl", "/tmp/y.jsonl", "./traces/y.jsonl"])
 def test_a_path_is_no_routing(path: str) -> None:
     error = refused("synthetic:continuum-bfcl", "--policy", path)
-    assert error.message.startswith(f"no policy {path!r}; expected a policy's name")
+    assert error.message.startswith(f"unknown policy {path!r}; expected one of")
 
 
 @needs_vllm

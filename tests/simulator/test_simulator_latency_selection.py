@@ -115,20 +115,11 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
         load_latency_model(str(broken))
 
 
-def test_a_profile_of_version_one_does_if_it_measured_decodes(tmp_path: Path) -> None:
+def test_a_profile_without_step_costs_is_refused(tmp_path: Path) -> None:
     old = tmp_path / "old.toml"
-    limits = EngineLimits(max_num_seqs=4, max_num_batched_tokens=2048)
-    version_one = dataclasses.replace(PROFILE, steps=None, limits=limits)
+    version_one = dataclasses.replace(PROFILE, steps=None)
     old.write_text(version_one.to_toml().replace("version = 2", "version = 1"))
-    latency, _ = load_latency_model(str(old), kv_pool_tokens=10_000, max_model_len=8000)
-    # The two decode points lie on a line, the curve's quadratic part is pairs.
-    assert latency.step_s(StepWork(1, 1, 0, 1000, 1)) == pytest.approx(0.012 + 1e-4, rel=1e-6)
-    pairs = 8000 * 8001 // 2
-    prefill = StepWork(1, 8000, pairs, 0, 1)
-    assert isinstance(latency, FittedLatency)
-    assert latency.step_s(prefill) + latency.call_s == pytest.approx(PROFILE.prefill.seconds(8000), rel=0.01)
-    old.write_text(dataclasses.replace(version_one, decode_points=()).to_toml())
-    with pytest.raises(LatencyProfileError, match="no decode measurement"):
+    with pytest.raises(LatencyProfileError, match=r"old\.toml: the engine profile holds no step costs"):
         load_latency_model(str(old), kv_pool_tokens=10_000, max_model_len=8000)
 
 

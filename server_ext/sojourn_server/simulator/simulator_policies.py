@@ -21,7 +21,7 @@ from sojourn_server.policies.cluster_preset import (
     read_cluster_preset,
 )
 from sojourn_server.policies.custom_policies import did_you_mean
-from sojourn_server.policies.preset import Preset, load_preset, preset_names, read_preset
+from sojourn_server.policies.preset import load_preset, preset_names, read_preset
 from sojourn_server.policies.preset_store import PresetError
 
 from .request_router import UNLIMITED_S, ClusterRouter, PassThroughRouter, RequestRouter
@@ -52,10 +52,8 @@ class SimulatorPolicy:
 
     name: str
     preset: str | None = None
-    """Name of a preset of sojourn. Without this and ``preset_file``, the engine uses vLLM's own scheduler
-    class."""
-    preset_file: str | None = None
-    """Path of a preset file, instead of ``preset``."""
+    """Name of a preset of sojourn, or the path of a preset file. ``None``: the engine uses vLLM's own
+    scheduler class."""
     request_router: type[RequestRouter] = PassThroughRouter
     """Router in front of a single engine."""
     host_cache: bool = False
@@ -75,9 +73,9 @@ class SimulatorPolicy:
         """Settings of sojourn's adapter in the engine; ``None`` for vLLM's own scheduler class."""
         # Simulated clients wait for ever, so placement must not refuse or release their requests.
         more = dict.fromkeys(("gate_timeout_s", "hold_timeout_s"), UNLIMITED_S) if self.own_tiers else {}
-        if self.preset_file is not None:
-            return {"policy_file": self.preset_file, **more}
-        return None if self.preset is None else {"policy": self.preset, **more}
+        if self.preset is None:
+            return None
+        return {"policy_file" if self.preset.endswith(".toml") else "policy": self.preset, **more}
 
     @property
     def uses_cpu_ratio(self) -> bool:
@@ -88,13 +86,11 @@ class SimulatorPolicy:
     @property
     def needs_host_memory(self) -> bool:
         """Whether the policy's engine needs host memory to start."""
-        preset = self._preset()
-        return preset is not None and preset.placement.needs_tiers
-
-    def _preset(self) -> Preset | None:
-        if self.preset_file is not None:
-            return read_preset(Path(self.preset_file))
-        return None if self.preset is None else load_preset(self.preset)
+        if self.preset is None:
+            return False
+        is_file = self.preset.endswith(".toml")
+        preset = read_preset(Path(self.preset)) if is_file else load_preset(self.preset)
+        return preset.placement.needs_tiers
 
 
 _BASELINES = (
@@ -202,8 +198,9 @@ def find_policy(name: str) -> SimulatorPolicy:
     ``name`` is a baseline, a bound, a preset, or the path of a preset file (TOML). Presets may end in
     ``+host``.
     """
-    if name.endswith(HOST_SUFFIX) and _is_preset(name.removesuffix(HOST_SUFFIX)):
-        policy = find_policy(name.removesuffix(HOST_SUFFIX))
+    above = name.removesuffix(HOST_SUFFIX)
+    if above != name and (above in preset_names() or above.endswith(".toml")):
+        policy = find_policy(above)
         return replace(policy, name=policy.name + HOST_SUFFIX, host_cache=True, own_tiers=True)
     if name.endswith(".toml"):
         return _policy_from_file(name)
@@ -217,26 +214,14 @@ def find_policy(name: str) -> SimulatorPolicy:
             return SimulatorPolicy(
                 name=name, bound=bound, host_cache=bound is Bound.FREE_IO, paper=BOUNDS[bound]
             )
-    routing, slash, engine = name.partition("/")
-    if (slash and routing in routing_names()) or engine in policy_names():
-        raise PolicyError(
-            f"{name}: ROUTING/ENGINE is for several replicas; expected --replicas with it, or an engine's "
-            f"policy alone, such as {engine if engine in policy_names() else 'stock'}"
-        )
-    if slash:
-        raise PolicyError(f"no policy {name!r}; expected a policy's name, or a preset file (.toml)")
-    if name in cluster_preset_names():
+    routing, _, engine = name.partition("/")
+    if routing in routing_names() or engine in policy_names():
         raise PolicyError(
             f"{name} is a cluster's policy: it routes requests to several engines; expected --replicas with "
-            "it, or an engine's policy, such as stock"
+            f"it, or an engine's policy, such as {engine if engine in policy_names() else 'stock'}"
         )
     hint = did_you_mean(name, policy_names())
     raise PolicyError(f"unknown policy {name!r}; expected one of {', '.join(policy_names())}{hint}")
-
-
-def _is_preset(name: str) -> bool:
-    """Whether the name is that of a shipped preset or a preset file."""
-    return name in preset_names() or name.endswith(".toml")
 
 
 def _policy_from_file(name: str) -> SimulatorPolicy:
@@ -252,7 +237,7 @@ def _policy_from_file(name: str) -> SimulatorPolicy:
     below = preset.placement.is_used
     return SimulatorPolicy(
         name=path.stem,
-        preset_file=str(path.resolve()),
+        preset=str(path.resolve()),
         host_cache=below,
         own_tiers=below,
         paper=preset.paper,

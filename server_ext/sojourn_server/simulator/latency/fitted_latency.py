@@ -27,13 +27,13 @@ class FittedLatency:
 
     @classmethod
     def of(cls, profile: EngineProfile) -> FittedLatency:
-        """Build the model from ``profile``. Raises ``LatencyProfileError`` if the profile has neither step
-        costs (version 1 has none) nor decode points."""
-        return cls(
-            profile.steps if profile.steps is not None else _step_costs_from_curves(profile),
-            profile.device_to_host_bytes_per_s,
-            profile.host_to_device_bytes_per_s,
-        )
+        """Build the model from ``profile``. Raises ``LatencyProfileError`` if the profile has no step costs,
+        as one of version 1 or of ``sojourn profile --no-decode``."""
+        if profile.steps is None:
+            raise LatencyProfileError(
+                "the engine profile holds no step costs; measure with sojourn profile, decoding included"
+            )
+        return cls(profile.steps, profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s)
 
     @property
     def call_s(self) -> float:
@@ -67,30 +67,3 @@ class FittedLatency:
     def disk_s(self, kv_bytes: int, *, to_disk: bool) -> float:
         """Seconds to write or read ``kv_bytes`` in files on a typical drive (not measured)."""
         return max(0, kv_bytes) / (DISK_WRITE_BYTES_PER_S if to_disk else DISK_READ_BYTES_PER_S)
-
-
-def _step_costs_from_curves(profile: EngineProfile) -> StepCosts:
-    """Compute step costs from a profile of version 1, which has two curves instead. The prefill curve gives
-    seconds as a quadratic function of the prompt's tokens. The decode curve gives the seconds of a step with
-    one request, by context length. Raises ``LatencyProfileError`` without a decode curve."""
-    if not profile.decode_points:
-        raise LatencyProfileError(
-            "the engine profile holds no decode measurement (version 1); measure again with sojourn profile"
-        )
-    contexts = [context for context, _ in profile.decode_points]
-    seconds = [value for _, value in profile.decode_points]
-    step_s, kv_token_s = min(seconds), 0.0
-    if len(set(contexts)) > 1:
-        mean_c, mean_s = sum(contexts) / len(contexts), sum(seconds) / len(seconds)
-        slope = sum((c - mean_c) * (s - mean_s) for c, s in zip(contexts, seconds, strict=True))
-        kv_token_s = max(0.0, slope / sum((c - mean_c) ** 2 for c in contexts))
-        step_s = max(0.0, mean_s - kv_token_s * mean_c)
-    return StepCosts(
-        step_s=step_s,
-        token_s=profile.prefill.b_s_per_token,
-        # n tokens have about n²/2 pairs, so a pair costs twice the curve's coefficient of n².
-        pair_s=2 * profile.prefill.c_s_per_token2,
-        kv_token_s=kv_token_s,
-        request_s=0.0,
-        call_s=max(0.0, profile.prefill.a_s - step_s),
-    )
