@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.disk_store import DiskStore
-from sojourn_server.launch.kv_checks import check_host_memory, check_kv_offload, check_pair
+from sojourn_server.launch.kv_checks import EngineFacts, check_host_memory, check_kv_offload, check_pair
 from sojourn_server.launch.kv_offload_options import GIB, KvOffloadOptions
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.machine_memory import MachineMemory, read_memory
@@ -33,7 +33,7 @@ def make_store(root: Path, name: str | None = None) -> DiskStore:
 
 def check(disk: Path, *, version: str = "0.32.0", weights: str = WEIGHTS, **options: Any) -> list[str]:
     wanted = KvOffloadOptions(host_gib=1e-6, disk=str(disk), disk_gib=1e-6, **options)
-    return check_kv_offload(wanted, vllm_version=version, weights=weights)
+    return check_kv_offload(wanted, EngineFacts(version, weights))
 
 
 def test_a_new_folder_and_a_store_of_the_same_kind_are_fine_and_stay_as_they_are(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_more_host_memory_than_there_is_is_refused_and_too_little_is_noted() -> 
 
 def pair(store: Path, **options: Any) -> list[str]:
     wanted = PrefillDecodeOptions(role="decode", store=str(store), buffer_gib=1e-6, **options)
-    return check_pair(wanted, "d", vllm_version="0.32.0", weights=WEIGHTS)
+    return check_pair(wanted, "d", EngineFacts("0.32.0", WEIGHTS))
 
 
 def test_the_store_of_a_pair_is_there_and_its_name_is_free(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.launch.launch_environment import emulates_bfloat16, has_amx
+from sojourn_server.launch.launch_environment import emulates_bfloat16
 from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.model_config import check_layers, read_model_config
 
@@ -48,18 +48,6 @@ def test_a_hybrid_model_is_refused_before_it_is_loaded(config: dict[str, Any]) -
 )
 def test_models_whose_layers_are_alike_are_served_without_a_note(config: dict[str, Any]) -> None:
     assert check_layers("org/model", config, STEP) == []
-
-
-def test_latent_attention_without_a_prefix_cache_is_noted(tmp_path: Path) -> None:
-    config = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}
-    assert check_layers("org/model", config, STEP) == []
-    (note,) = check_layers("org/model", config, STEP, caches_latent_attention=False)
-    assert "vLLM turns prefix caching off on a CPU without AMX" in note
-    assert note.endswith(STEP)
-    processor = tmp_path / "cpuinfo"
-    assert not has_amx(processor)
-    processor.write_text("flags\t\t: fpu avx512f amx_tile amx_int8\n")
-    assert has_amx(processor)
 
 
 def test_a_processor_without_avx512_emulates_bfloat16(tmp_path: Path) -> None:

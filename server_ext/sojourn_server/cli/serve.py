@@ -17,9 +17,9 @@ from typing import Any, get_type_hints
 import typer
 
 from ..launch.engine_flags import EngineFlags, engine_workers, flag_name
-from ..launch.kv_checks import check_kv_offload, check_pair
+from ..launch.kv_checks import EngineFacts, check_kv_offload, check_pair
 from ..launch.kv_offload_options import KvOffloadOptions
-from ..launch.launch_environment import detect_launch_environment, has_amx
+from ..launch.launch_environment import detect_launch_environment
 from ..launch.launch_errors import InvalidOption
 from ..launch.model_config import check_layers, read_model_config
 from ..launch.prefill_decode_options import PrefillDecodeOptions
@@ -129,11 +129,11 @@ def serve(
             sys.stdout.write(command.as_shell() + "\n")
             is_printed = True
         if tiers.any:
-            _print_notes(check_kv_offload(tiers, **_engine_facts(model_path, command.flags)))
+            _print_notes(check_kv_offload(tiers, _engine_facts(model_path, command.flags)))
         if pair.any:
             config = json.loads(command.flags.value("--kv-transfer-config") or "{}")
             name = config["kv_connector_extra_config"]["store_name"]
-            _print_notes(check_pair(pair, name, **_engine_facts(model_path, command.flags)))
+            _print_notes(check_pair(pair, name, _engine_facts(model_path, command.flags)))
         if dry_run:
             return
         if address is not None:
@@ -244,8 +244,6 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
 def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about a model whose configuration is on this machine. Raises
     ``InvalidOption`` for a model whose kind of layers sojourn's KV connectors do not support."""
-    from sojourn_server.vllm.compat import is_cpu_build
-
     if flags.kv_connector() not in OWN_CONNECTORS:
         return []
     config = read_model_config(model_path, flags.value("--revision"))
@@ -257,13 +255,7 @@ def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[
         if role is None
         else "serve it without --role"
     )
-    return check_layers(
-        model_path,
-        config,
-        next_step,
-        in_one_group=flags.is_set(ONE_GROUP),
-        caches_latent_attention=not is_cpu_build() or has_amx(),
-    )
+    return check_layers(model_path, config, next_step, in_one_group=flags.is_set(ONE_GROUP))
 
 
 def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[str]:
@@ -302,16 +294,11 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     return notes
 
 
-def _engine_facts(model_path: str, flags: EngineFlags) -> dict[str, Any]:
-    """Return what the checks of ``launch/kv_checks.py`` know of an engine."""
+def _engine_facts(model_path: str, flags: EngineFlags) -> EngineFacts:
     from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.vllm.compat import installed_vllm
 
-    return {
-        "vllm_version": installed_vllm(),
-        "weights": known_weights(model_path),
-        "workers": engine_workers(flags),
-    }
+    return EngineFacts(installed_vllm(), known_weights(model_path), engine_workers(flags))
 
 
 def _print_notes(notes: Sequence[str]) -> None:

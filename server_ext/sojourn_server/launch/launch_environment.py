@@ -43,23 +43,13 @@ def count_memory_nodes(status: Path = Path("/proc/self/status")) -> int:
     return 1
 
 
-def has_amx(processor: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the processor has AMX, Intel's matrix instructions; false if the file ``processor``
-    cannot be read."""
-    return "amx_tile" in _processor_words(processor)
-
-
 def emulates_bfloat16(processor: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether this is an x86 processor without AVX-512, on which PyTorch multiplies matrices in
     bfloat16 several times slower than in float32. False if the file ``processor`` cannot be read."""
-    words = _processor_words(processor)
-    return "sse2" in words and "avx512f" not in words
-
-
-def _processor_words(processor: Path) -> set[str]:
+    words: set[str] = set()
     with suppress(OSError):
-        return set(processor.read_text().split())
-    return set()
+        words.update(processor.read_text().split())
+    return "sse2" in words and "avx512f" not in words
 
 
 def installed_versions(*distributions: str) -> dict[str, str]:

@@ -33,28 +33,16 @@ def read_model_config(model: str, revision: str | None = None) -> dict[str, Any]
 
 
 def check_layers(
-    model: str,
-    config: Mapping[str, Any],
-    next_step: str,
-    *,
-    in_one_group: bool = True,
-    caches_latent_attention: bool = True,
+    model: str, config: Mapping[str, Any], next_step: str, *, in_one_group: bool = True
 ) -> list[str]:
     """Check that sojourn's KV connectors support the KV caches of all layers that the configuration lists.
     Return notes for the user. Raises ``InvalidOption`` for layers that keep a state.
 
-    ``next_step``: what the user can do; part of the error or note. ``in_one_group``: whether layers with
-    sliding windows and with full attention share a KV cache group. ``caches_latent_attention``: whether
-    vLLM's prefix cache works on this device for latent attention (MLA).
+    ``next_step``: what the user can do; part of the error. ``in_one_group``: whether layers with sliding
+    windows and with full attention share a KV cache group.
     """
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config  # only multimodal models have a ``text_config``
-    if text.get("kv_lora_rank") and not caches_latent_attention:
-        return [
-            f"{model} has latent attention (MLA), for which vLLM turns prefix caching off on a CPU without "
-            "AMX: the engine will refuse sojourn's KV connectors, which find KV by its block hashes; "
-            f"{next_step}"
-        ]
     types = text.get("layer_types", text.get("layers_block_type"))
     kinds = {kind for kind in types if isinstance(kind, str)} if isinstance(types, list) else set()
     if kinds & _STATE_LAYERS:

@@ -21,17 +21,12 @@ ROLES = ("prefill", "decode")
 PREFILL_DECODE_CONNECTOR = "PathsConnector"
 PREFILL_DECODE_CONNECTOR_MODULE = "sojourn_server.vllm.kv_transfer_connector"
 
-DEFAULT_LISTEN_ADDRESS = "tcp:127.0.0.1:0"
-"""Default of ``--kv-listen``: any free port on loopback, for engines on one machine."""
-DEFAULT_STORE_GIB = 16.0
-DEFAULT_BUFFER_GIB = 1.0
-
 _MAX_NAME_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillDecodeOptions:
-    """Options of a prefill or decode engine; ``None`` means the default. All need a role."""
+    """Options of a prefill or decode engine. All need a role."""
 
     role: str | None = own_flag(
         "--role",
@@ -41,27 +36,23 @@ class PrefillDecodeOptions:
     store: str | None = own_flag(
         "--kv-store", "Existing directory that all engines of the pair share", is_path=True
     )
-    store_gib: float | None = own_flag(
-        "--kv-store-gib", "Capacity of this engine in the store, GiB", shown_default=f"{DEFAULT_STORE_GIB:g}"
-    )
+    store_gib: float = own_flag("--kv-store-gib", "Capacity of this engine in the store, GiB", default=16.0)
     store_name: str | None = own_flag(
         "--kv-store-name",
         "This engine's name in the store; unique, and the same after a restart",
         shown_default="node-role-port",
     )
-    listen: str | None = own_flag(
+    listen: str = own_flag(
         "--kv-listen",
         "Address for the other engines of the pair: tcp:HOST:PORT or unix:PATH; port 0 is any free port. "
         "Engines on other machines need a HOST of their network. There is no authentication",
-        shown_default=DEFAULT_LISTEN_ADDRESS,
+        default="tcp:127.0.0.1:0",
     )
     node: str | None = own_flag(
         "--kv-node", "Machine whose storage link this engine uses", shown_default="host's name"
     )
-    buffer_gib: float | None = own_flag(
-        "--kv-buffer-gib",
-        "Host memory for KV in transfer, GiB; the longest prompt must fit",
-        shown_default=f"{DEFAULT_BUFFER_GIB:g}",
+    buffer_gib: float = own_flag(
+        "--kv-buffer-gib", "Host memory for KV in transfer, GiB; the longest prompt must fit", default=1.0
     )
 
     @property
@@ -96,39 +87,35 @@ def prefill_decode_transfer_config(
         raise InvalidOption(
             f"--role {options.role} needs --kv-store, the directory through which the pair shares KV"
         )
-    store_gib = DEFAULT_STORE_GIB if options.store_gib is None else options.store_gib
-    buffer_gib = DEFAULT_BUFFER_GIB if options.buffer_gib is None else options.buffer_gib
-    check_size("--kv-store-gib", store_gib)
-    check_size("--kv-buffer-gib", buffer_gib)
+    check_size("--kv-store-gib", options.store_gib)
+    check_size("--kv-buffer-gib", options.buffer_gib)
     name = options.named_store(hostname, port)
     if not is_store_name(name):
         raise InvalidOption(
             f"--kv-store-name is {name!r}; expected letters, digits, '.', '_' and '-', at most "
             f"{_MAX_NAME_CHARS}, the first a letter or digit"
         )
-    listen = DEFAULT_LISTEN_ADDRESS if options.listen is None else options.listen
     try:
-        check_address(listen)
+        check_address(options.listen)
     except (ValueError, UnknownTransport) as error:
         raise InvalidOption(f"--kv-listen: {error}") from None
     node = hostname if options.node is None else options.node
     if not node.strip():
         raise InvalidOption(f"--kv-node is {node!r}; expected the name of the machine")
-    extra: dict[str, Any] = {
-        "role": options.role,
-        "node": node,
-        "listen": listen,
-        "store": options.store,
-        "store_name": name,
-        "store_bytes": int(store_gib * GIB),
-        "buffer_bytes": int(buffer_gib * GIB),
-    }
     return {
         "kv_connector": PREFILL_DECODE_CONNECTOR,
         "kv_connector_module_path": PREFILL_DECODE_CONNECTOR_MODULE,
         "kv_role": "kv_both",  # both send and receive: a decode engine also reads for a prefill engine
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {
+            "role": options.role,
+            "node": node,
+            "listen": options.listen,
+            "store": options.store,
+            "store_name": name,
+            "store_bytes": int(options.store_gib * GIB),
+            "buffer_bytes": int(options.buffer_gib * GIB),
+        },
     }
 
 
