@@ -152,7 +152,7 @@ class Gateway:
         )
         self.events.on_end = metrics.ended
         self._migrator = ProgramMigrator(routing_backend, self.events, replicas, self.session, metrics)
-        self.queries = EngineQueries(replicas, self.session, engine_key=options.engine_key)
+        self.queries = EngineQueries(replicas, self.session, options.engine_key)
         self.live = LiveHub(GatewayLiveSource(self.queries, replicas, names, self.monitor), gateway=True)
         self.generation = GenerationProxy(
             routing_backend,

@@ -4,6 +4,7 @@ for programs become the clients' program ids."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,20 +22,14 @@ STRAGGLER_WAIT_S = 2.0
 counts as silent in this frame."""
 
 
+@dataclass(frozen=True, slots=True)
 class GatewayLiveSource:
     """Live frames of a gateway's engines. Engines are named by their replica ids."""
 
-    def __init__(
-        self,
-        queries: EngineQueries,
-        replicas: ReplicaAddresses,
-        names: ProgramIdMapper,
-        monitor: EngineMonitor,
-    ) -> None:
-        self._queries = queries
-        self._replicas = replicas
-        self._names = names
-        self._monitor = monitor
+    queries: EngineQueries
+    replicas: ReplicaAddresses
+    names: ProgramIdMapper
+    monitor: EngineMonitor
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
         """Return the engines and the programs of all tenants. The gateway asks with its own key, so it may
@@ -44,13 +39,13 @@ class GatewayLiveSource:
         request or a lease; ``None``: return all programs.
         """
         path = PATH if changed_within_s is None else f"{PATH}&changed_within_s={changed_within_s:.3f}"
-        replies = await self._queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
+        replies = await self.queries.ask(path, None, others_s=STRAGGLER_WAIT_S)
         engines: list[EngineRow] = []
         rows: list[ProgramRow] = []
         total = 0
         silent: set[str] = set()
-        for url in sorted({address.url for address in self._replicas.engines()}):
-            ids = {(a.rank or 0): a.replica_id for a in self._replicas.values() if a.url == url}
+        for url in sorted({address.url for address in self.replicas.engines()}):
+            ids = {(a.rank or 0): a.replica_id for a in self.replicas.values() if a.url == url}
             document = replies.documents.get(url)
             frame = _frame(document) if document is not None else None
             if frame is None:
@@ -70,13 +65,12 @@ class GatewayLiveSource:
         """Return one row, with the reason, for each configured engine that gets no requests. On Ray, one row
         stands for all missing engines of a deployment. Such engines have no programs, so they do not count as
         silent."""
-        monitor = self._monitor
         reasons = {
             one: "does not answer" if number == 1 else f"{number} do not answer"
-            for one, number in Counter(monitor.missing()).items()
+            for one, number in Counter(self.monitor.missing()).items()
         }
-        reasons |= {url: f"gets no requests: {why}" for url, why in monitor.refused().items()}
-        used = {address.url for address in self._replicas.values()}
+        reasons |= {url: f"gets no requests: {why}" for url, why in self.monitor.refused().items()}
+        used = {address.url for address in self.replicas.values()}
         return [
             EngineRow(engine=urlsplit(one).netloc or one, now_s=0.0, error=why)
             for one, why in sorted(reasons.items())
@@ -84,12 +78,12 @@ class GatewayLiveSource:
         ]
 
     def _row(self, row: ProgramRow, engine: str) -> ProgramRow:
-        key = self._names.key(row.program_id)
+        key = self.names.key(row.program_id)
         if key is None:  # the program has no tenant of this gateway; only the admin key sees it
             return msgspec.structs.replace(row, engine=engine, tenant=None)
         parent = row.parent_program_id
         if parent is not None:
-            its = self._names.key(parent)
+            its = self.names.key(parent)
             parent = its[1] if its is not None and its[0] == key[0] else FOREIGN_PROGRAM_ID
         return msgspec.structs.replace(
             row, engine=engine, tenant=key[0], program_id=key[1], parent_program_id=parent

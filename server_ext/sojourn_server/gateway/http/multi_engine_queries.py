@@ -36,6 +36,7 @@ class EngineReplies:
     """Whether an engine refused the key. Such engines are ``silent`` too."""
 
 
+@dataclass(frozen=True, slots=True)
 class EngineQueries:
     """Queries engines on behalf of clients. Merged results name the engines that did not answer.
 
@@ -43,16 +44,9 @@ class EngineQueries:
     engines. If it is set, engines receive it in place of the client's header.
     """
 
-    def __init__(
-        self,
-        replicas: ReplicaAddresses,
-        session: Callable[[], aiohttp.ClientSession],
-        *,
-        engine_key: str | None = None,
-    ) -> None:
-        self._replicas = replicas
-        self._session = session
-        self._engine_key = engine_key
+    replicas: ReplicaAddresses
+    session: Callable[[], aiohttp.ClientSession]
+    engine_key: str | None
 
     async def every(
         self, path: str, authorization: str | None, *, others_s: float | None = None
@@ -64,7 +58,7 @@ class EngineQueries:
         """
         asked = {
             engine.url: asyncio.ensure_future(self._get(engine, path, authorization))
-            for engine in self._replicas.engines()
+            for engine in self.replicas.engines()
         }
         await _gather_replies(set(asked.values()), others_s)
         return {url: None if task.cancelled() else task.result() for url, task in asked.items()}
@@ -122,7 +116,7 @@ class EngineQueries:
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
         """Query all engines. Return the first answer with status 200; ``None``: there is none. Raises
         ``ApiError`` 401 if there is none and an engine refuses the key."""
-        asked = [asyncio.ensure_future(self._get(e, path, authorization)) for e in self._replicas.engines()]
+        asked = [asyncio.ensure_future(self._get(e, path, authorization)) for e in self.replicas.engines()]
         refuses_key = False
         try:
             for answering in asyncio.as_completed(asked):
@@ -149,7 +143,7 @@ class EngineQueries:
         """Query one replica's engine. Return its answer unchanged; ``None``: the replica is unknown or does
         not answer. ``headers``: further headers of the query. ``body``: it is sent with POST; ``None``: the
         query is a GET."""
-        address = self._replicas.get(replica_id)
+        address = self.replicas.get(replica_id)
         return await self._get(address, path, authorization, headers, body) if address is not None else None
 
     async def _get(
@@ -161,11 +155,11 @@ class EngineQueries:
         body: bytes | None = None,
     ) -> EngineReply | None:
         return await ask_engine(
-            self._session(),
+            self.session(),
             engine.url + path,
             method="GET" if body is None else "POST",
             body=body,
-            authorization=bearer(self._engine_key, authorization),
+            authorization=bearer(self.engine_key, authorization),
             headers=headers,
             timeout_s=QUERY_TIMEOUT_S,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 import aiohttp
@@ -44,25 +45,18 @@ class _StoredKv(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_StoredKv)
 
 
+@dataclass(frozen=True, slots=True)
 class ProgramMigrator:
     """Carries out moves of programs to other replicas. A move cannot fail, because missing KV is recomputed.
     In all methods, ``key`` is (tenant, program id)."""
 
-    def __init__(
-        self,
-        routing_backend: RoutingBackend,
-        events: ProgramEvents,
-        replicas: ReplicaAddresses,
-        session: Callable[[], aiohttp.ClientSession],
-        metrics: GatewayMetrics,
-    ) -> None:
-        self._routing_backend = routing_backend
-        self._events = events
-        self._replicas = replicas
-        self._session = session
-        self._metrics = metrics
-        self.leaving: dict[Key, dict[str, asyncio.TimerHandle]] = {}
-        """Timers of the releases that were not sent yet, by program and former replica, oldest first."""
+    routing_backend: RoutingBackend
+    events: ProgramEvents
+    replicas: ReplicaAddresses
+    session: Callable[[], aiohttp.ClientSession]
+    metrics: GatewayMetrics
+    leaving: dict[Key, dict[str, asyncio.TimerHandle]] = field(default_factory=dict)
+    """Timers of the releases that were not sent yet, by program and former replica, oldest first."""
 
     async def prepare(self, key: Key, decision: SendRequest, authorization: str | None) -> None:
         """Prepare a replica for a program's next request, and wait until the request may be sent.
@@ -76,7 +70,7 @@ class ProgramMigrator:
         # After two moves without a request in between, the program's KV is still at the first home.
         moved_from = next(iter(self.leaving.get(key, ())), decision.moved_from)
         try:
-            sending = self._events.replay_before_request(key, replica_id)
+            sending = self.events.replay_before_request(key, replica_id)
             if moved_from is None or moved_from == replica_id:
                 await sending
             else:
@@ -90,10 +84,10 @@ class ProgramMigrator:
     ) -> None:
         """Record a program's move. First have its KV written to the shared disk, if both engines use one."""
         began_s = time.monotonic()
-        engines = [self._events.description_of(one) for one in (moved_from, decision.replica_id)]
+        engines = [self.events.description_of(one) for one in (moved_from, decision.replica_id)]
         has_disk = all(one is not None and one.shares_disk for one in engines)
         stored = has_disk and await self._persist_kv(key, moved_from, authorization)
-        self._metrics.moved(
+        self.metrics.moved(
             key, moved_from, decision, "shared" if stored else "recomputed", time.monotonic() - began_s
         )
 
@@ -110,8 +104,8 @@ class ProgramMigrator:
         """Send a release whose delay has passed. Start another delay instead if the program has no home, or
         one of its requests waits."""
         # A program that lost its home with a replica may return to the replica that has its KV.
-        is_homeless = self._routing_backend.home(*key) is None and delays < MAX_RELEASE_ATTEMPTS
-        if is_homeless or self._routing_backend.is_waiting(*key):
+        is_homeless = self.routing_backend.home(*key) is None and delays < MAX_RELEASE_ATTEMPTS
+        if is_homeless or self.routing_backend.is_waiting(*key):
             self.release(key, former, delays + 1)
         else:
             self._send_release(key, former, None)
@@ -120,9 +114,9 @@ class ProgramMigrator:
         """Send a release to the former replica, unless the program's home is this replica again or another
         rank of its engine, because all ranks of an engine get the same message."""
         self._cancel_release(key, former)
-        old, home = self._replicas.get(former), self._replicas.get(self._routing_backend.home(*key))
+        old, home = self.replicas.get(former), self.replicas.get(self.routing_backend.home(*key))
         if old is not None and (home is None or home.url != old.url):
-            self._events.release(key, old, authorization)
+            self.events.release(key, old, authorization)
 
     def _cancel_release(self, key: Key, former: str) -> None:
         timers = self.leaving.get(key, {})
@@ -135,12 +129,12 @@ class ProgramMigrator:
         """Have a replica write a program's KV to the shared disk, and wait until it is written, at most the
         time in which the new replica would compute it. Return True if no write is pending and at least half
         of the context is on the disk."""
-        address = self._replicas.get(moved_from)
-        name = quote(self._events.names.engine_name(*key), safe="")
+        address = self.replicas.get(moved_from)
+        name = quote(self.events.names.engine_name(*key), safe="")
         began_s = time.monotonic()
         while address is not None:
             answer = await ask_engine(
-                self._session(),
+                self.session(),
                 f"{address.url}/sojourn/v1/programs/{name}/persist",
                 method="POST",
                 authorization=authorization,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -48,44 +49,29 @@ METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 """Prometheus' text format."""
 
 
+@dataclass(frozen=True, slots=True)
 class StatusRoutes:
     """Routes that show the programs, replicas and engines of one gateway. Two further routes start and cancel
     the drain of a replica."""
 
-    def __init__(
-        self,
-        routing_backend: RoutingBackend,
-        replicas: ReplicaAddresses,
-        queries: EngineQueries,
-        names: ProgramIdMapper,
-        live: LiveHub,
-        metrics: GatewayMetrics,
-        access: ClientAccess,
-        monitor: EngineMonitor,
-        peers: Peers,
-        *,
-        policy: str,
-        in_pairs: bool,
-        read_side: str | None,
-    ) -> None:
-        """``peers``: the other gateways, which drain with this one. ``policy``, ``in_pairs``, ``read_side``:
-        see ``GatewayOptions``."""
-        self._routing_backend = routing_backend
-        self._replicas = replicas
-        self._queries = queries
-        self._names = names
-        self._live = live
-        self._metrics = metrics
-        self._access = access
-        self._monitor = monitor
-        self._peers = peers
-        self._policy = policy
-        self._in_pairs = in_pairs
-        self._read_side = read_side
+    routing_backend: RoutingBackend
+    replicas: ReplicaAddresses
+    queries: EngineQueries
+    names: ProgramIdMapper
+    live: LiveHub
+    metrics: GatewayMetrics
+    access: ClientAccess
+    monitor: EngineMonitor
+    peers: Peers
+    """The other gateways, which drain with this one."""
+    policy: str
+    """This field and the next ones are those of ``GatewayOptions``."""
+    in_pairs: bool
+    read_side: str | None
 
     def routes(self) -> list[Route]:
         """Return all routes of this class. Only ``/health``, ``/ping`` and ``/metrics`` check no key."""
-        guard = self._access.guard
+        guard = self.access.guard
         return [
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
@@ -108,18 +94,18 @@ class StatusRoutes:
         """Handle ``/health``. The status is 200 if at least one replica is not suspect, otherwise 503. With
         prefill and decode engines, 200 also needs an engine of each role that is ``up``. ``peers``: number of
         other gateways that answer."""
-        states = self._routing_backend.replicas()
+        states = self.routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
-        health = {"replicas": len(states), "up": up, "waiting": self._metrics.waiting, **(roles or {})}
-        if self._peers.others:
-            health["peers"] = len(self._peers.alive)
+        health = {"replicas": len(states), "up": up, "waiting": self.metrics.waiting, **(roles or {})}
+        if self.peers.others:
+            health["peers"] = len(self.peers.alive)
         return json_response(health, 200 if up and (roles is None or all(roles.values())) else 503)
 
     def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
         """Return the number of engines that are ``up``, by role; ``None``: the engines have no roles."""
         engines = [state for state in states if isinstance(state, PairEngineStatus)]
-        if not engines and not self._in_pairs:
+        if not engines and not self.in_pairs:
             return None
         return {
             role.value: sum(state.role == role.value and state.health == "up" for state in engines)
@@ -127,11 +113,11 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states = self._routing_backend.replicas()
-        page = self._metrics.exposition(
+        states = self.routing_backend.replicas()
+        page = self.metrics.exposition(
             states,
-            self._routing_backend.shares_used(),
-            missing=len(self._monitor.missing()),
+            self.routing_backend.shares_used(),
+            missing=len(self.monitor.missing()),
             up_by_role=self._roles(states),
         )
         return Response(page, media_type=METRICS_MEDIA_TYPE)
@@ -157,7 +143,7 @@ class StatusRoutes:
     def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
         """Return the live programs that the client may see, most recently active first."""
         tenant = request.state.tenant
-        programs = self._routing_backend.programs()
+        programs = self.routing_backend.programs()
         return [program for program in programs if tenant in (None, program.tenant)]
 
     def _place(self, request: Request) -> tuple[ProgramRouteStatus, bool]:
@@ -169,7 +155,7 @@ class StatusRoutes:
             if place.program_id == program_id:
                 return place, True
         tenant: str | None = request.state.tenant
-        tenant = tenant if tenant is not None else self._names.only_tenant
+        tenant = tenant if tenant is not None else self.names.only_tenant
         if tenant is None:
             raise _unknown_program()
         return ProgramRouteStatus(program_id, tenant, None, 0, 0, 0, 0, 0, 0), False
@@ -179,12 +165,12 @@ class StatusRoutes:
     ) -> dict[str, EngineReply | None]:
         """Ask the engine that served a program last, or all engines if none is known to have. Return their
         answers by name. ``more``: rest of the path of the route."""
-        path = f"{PREFIX}/programs/{_quoted(self._names.engine_name(place.tenant, place.program_id))}{more}"
+        path = f"{PREFIX}/programs/{_quoted(self.names.engine_name(place.tenant, place.program_id))}{more}"
         authorization = engine_authorization(request)
-        last = place.replica or self._routing_backend.answered_by(place.tenant, place.program_id)
+        last = place.replica or self.routing_backend.answered_by(place.tenant, place.program_id)
         if last is not None:
-            return {last: await self._queries.one(last, path, authorization)}
-        replies = await self._queries.every(path, authorization)
+            return {last: await self.queries.one(last, path, authorization)}
+        replies = await self.queries.every(path, authorization)
         return {urlsplit(url).netloc: reply for url, reply in replies.items()}
 
     async def _program(self, request: Request) -> Response:
@@ -199,7 +185,7 @@ class StatusRoutes:
             turns, tokens = found.get("turns", 0), found.get("context_tokens", 0)
             place = ProgramRouteStatus(place.program_id, place.tenant, None, turns, tokens, tokens, 0, 0, 0)
         if found is not None:
-            found = self._names.answer(place.tenant, found, shows_all=request.state.tenant is None)
+            found = self.names.answer(place.tenant, found, shows_all=request.state.tenant is None)
         return json_response({**msgspec.to_builtins(place), "engine": found})
 
     async def _remembered(self, request: Request, place: ProgramRouteStatus) -> dict[str, Any] | None:
@@ -225,7 +211,7 @@ class StatusRoutes:
         if explained:
             found, replica = max(explained, key=lambda one: one[0].turn)
             shows_all = request.state.tenant is None
-            return json_response(self._names.explanation(place.tenant, found, replica, shows_all=shows_all))
+            return json_response(self.names.explanation(place.tenant, found, replica, shows_all=shows_all))
         if wrong:
             what = f"the program's engine sent no explanation: {wrong}"
             raise ApiError(502, what, "run one release of sojourn everywhere")
@@ -241,14 +227,14 @@ class StatusRoutes:
 
     async def _graphs(self, request: Request) -> Response:
         """List the graphs that the engines know. Needs the admin key, if there are keys."""
-        self._access.only_admin(request)
-        return json_response(await self._queries.graphs(engine_authorization(request)))
+        self.access.only_admin(request)
+        return json_response(await self.queries.graphs(engine_authorization(request)))
 
     async def _graph(self, request: Request) -> Response:
         """Return one graph with its nodes and edges. Needs the admin key, if there are keys."""
-        self._access.only_admin(request)
+        self.access.only_admin(request)
         path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
-        found = await self._queries.first(path, engine_authorization(request))
+        found = await self.queries.first(path, engine_authorization(request))
         if found is None:
             raise ApiError(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
         return Response(found.body, media_type=found.media_type)
@@ -257,9 +243,9 @@ class StatusRoutes:
         """Return the status of all replicas and the statistics of their engines.
 
         Needs the admin key, if there are keys."""
-        self._access.only_admin(request)
-        found = await self._queries.ask(f"{PREFIX}/stats", engine_authorization(request))
-        replicas = self._routing_backend.replicas()
+        self.access.only_admin(request)
+        found = await self.queries.ask(f"{PREFIX}/stats", engine_authorization(request))
+        replicas = self.routing_backend.replicas()
         return json_response(
             GatewayStats(replicas=replicas, engines=found.documents, stock=found.stock, silent=found.silent)
         )
@@ -268,20 +254,20 @@ class StatusRoutes:
         """Stream live frames as server-sent events: memory, totals and programs of all engines.
 
         ``once=1`` returns one frame as JSON. A tenant sees its own programs and no totals."""
-        audience = Audience(request.state.tenant, pools=self._access.sees_all(request))
+        audience = Audience(request.state.tenant, pools=self.access.sees_all(request))
         if request.query_params.get("once", "0") not in ("1", "true"):
-            return self._live.stream(audience, request.app.state)
+            return self.live.stream(audience, request.app.state)
         within_s = None
         if "changed_within_s" in request.query_params:
             within_s = _number(request, "changed_within_s", 0.0, 0, MAX_DELTA_S)
-        return await self._live.once(audience, within_s)
+        return await self.live.once(audience, within_s)
 
     async def _decisions(self, request: Request) -> Response:
         """Return the decision log of one replica's engine. Needs the admin key, if there are keys."""
-        self._access.only_admin(request)
+        self.access.only_admin(request)
         name = request.query_params.get("replica")
-        if name is None and len(self._replicas.engines()) > 1:
-            known = ", ".join(one.replica_id for one in self._replicas.values())
+        if name is None and len(self.replicas.engines()) > 1:
+            known = ", ".join(one.replica_id for one in self.replicas.values())
             raise ApiError(
                 400,
                 "each replica has its own decisions, and the query names none",
@@ -293,7 +279,7 @@ class StatusRoutes:
         )
         path = f"{PREFIX}/decisions" + (f"?{query}" if query else "")
         accept = request.headers.get("accept")
-        found = await self._queries.one(
+        found = await self.queries.one(
             replica.replica_id,
             path,
             engine_authorization(request),
@@ -306,20 +292,20 @@ class StatusRoutes:
 
     async def _moves(self, request: Request) -> Response:
         """List the latest changes of programs' homes, oldest first. A tenant sees only its own programs."""
-        return json_response(MoveList(moves=self._metrics.moves(request.state.tenant)))
+        return json_response(MoveList(moves=self.metrics.moves(request.state.tenant)))
 
     async def _replica_list(self, request: Request) -> Response:
         """List the replicas with health, load and capacity."""
-        states = self._routing_backend.replicas()
+        states = self.routing_backend.replicas()
         roles = self._roles(states)
         return json_response(
             ReplicaList(
-                policy=self._policy,
+                policy=self.policy,
                 replicas=states,
-                missing=self._monitor.missing(),
+                missing=self.monitor.missing(),
                 pairs=UNSET if roles is None else roles,
-                read_side=self._read_side or UNSET,
-                refused=self._monitor.refused() or UNSET,
+                read_side=self.read_side or UNSET,
+                refused=self.monitor.refused() or UNSET,
             )
         )
 
@@ -341,21 +327,21 @@ class StatusRoutes:
         """Report ``event`` about the replica that the path names, and answer with the replica's status.
         Raises ``ApiError`` without the admin key, if a drain is to start at an absent replica, or if another
         gateway has not taken the order."""
-        if self._access.admin_key is None:
+        if self.access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
             raise ApiError(403, "only operators drain replicas", "send the gateway's admin key")
         replica_id = request.path_params["replica"]
         if event is routing_events.ReplicaDrainStarted:
             self._replica(replica_id)
-        self._routing_backend.tell(event(replica_id))
-        missed = await self._peers.repeat(request.scope["path"], request.scope["headers"])
-        if self._replicas.get(replica_id) is not None:
+        self.routing_backend.tell(event(replica_id))
+        missed = await self.peers.repeat(request.scope["path"], request.scope["headers"])
+        if self.replicas.get(replica_id) is not None:
             logger.info("%s: %s", replica_id, event.__name__)
         else:
             # The core may have remembered the drain of a replica that is gone.
             logger.warning("%.200r is not here; it will not be drained if it returns", replica_id)
-        states = self._routing_backend.replicas()
+        states = self.routing_backend.replicas()
         if event is routing_events.ReplicaDrainStarted and not any(state.health == "up" for state in states):
             logger.warning("every replica is drained or gone: requests wait until one is available")
         if missed:
@@ -366,9 +352,9 @@ class StatusRoutes:
     def _replica(self, name: str | None) -> ReplicaAddress:
         """Return the address of the replica ``name``; ``None``: of the first replica. Raises ``ApiError`` if
         there is no such replica."""
-        address = self._replicas.get(name) if name is not None else next(iter(self._replicas.values()), None)
+        address = self.replicas.get(name) if name is not None else next(iter(self.replicas.values()), None)
         if address is None:
-            known = ", ".join(one.replica_id for one in self._replicas.values()) or "none yet"
+            known = ", ".join(one.replica_id for one in self.replicas.values()) or "none yet"
             raise ApiError(404, "no such replica here", f"replicas are: {known}")
         return address
 
