@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
 
 _NORMAL = NormalDist()
 
@@ -24,12 +23,8 @@ def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float
     return (low + high) / 2
 
 
-class Distribution(Protocol):
-    """A distribution over numbers ≥ 0."""
-
-    def __call__(self, rng: random.Random) -> float:
-        """Draw one value."""
-        ...
+Distribution = Callable[[random.Random], float]
+"""Draws a number ≥ 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,8 @@ class LogNormal:
         The parameters are found in closed form or, with a cap, by bisection. Raises ``ValueError`` if no
         distribution between 0 and the cap has these moments.
         """
-        plain = cls._uncapped(mean, sd)
+        variance = math.log1p((sd / mean) ** 2)
+        plain = cls(math.log(mean) - variance / 2, math.sqrt(variance))
         if cap == math.inf:
             return plain
         if not mean < cap or not sd * sd < mean * (cap - mean):
@@ -86,11 +82,6 @@ class LogNormal:
         if not (score > 0 and value < cap and of_sigma(high).moment(1) < mean < of_sigma(low).moment(1)):
             raise ValueError(f"no log-normal up to {cap} has mean {mean} and {probability} below {value}")
         return of_sigma(_bisect(lambda sigma: of_sigma(sigma).moment(1) > mean, low, high))
-
-    @classmethod
-    def _uncapped(cls, mean: float, sd: float) -> LogNormal:
-        variance = math.log1p((sd / mean) ** 2)
-        return cls(math.log(mean) - variance / 2, math.sqrt(variance))
 
     def moment(self, order: int) -> float:
         """E[X^order] of the clipped value X."""

@@ -9,6 +9,7 @@ A decision log cannot be imported, because it lacks the lengths of prompts and o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,14 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportResult:
     """Return the programs in files with ledgers. A file has one ledger, one per line, or an array of them.
     All times must be on the clock of one engine. Raises ``TraceError``, which names file and line."""
     found: dict[str, tuple[_LedgerProgram, list[_LedgerTurn]]] = {}
-    notes = _SkippedCounts()
+    skipped: Counter[str] = Counter()
     for path in paths:
         for line, record in read_records(path):
             for program in _programs(record, f"{path}, line {line}"):
-                good = notes.usable_turns(program)
-                if not good:
-                    notes.empty += 1
-                elif program.program_id in found:
+                good = _usable_turns(program, skipped)
+                if program.program_id in found and good:
                     raise TraceError(f"{path}, line {line}: program {program.program_id!r} occurs twice")
-                else:
+                if good:
                     found[program.program_id] = program, good
     names = ", ".join(str(path) for path in paths)
     if not found:
@@ -80,33 +79,20 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportResult:
             check_program(one)
         except TraceError as error:
             raise TraceError(f"{names}: program {one.program_id!r}, {error}") from None
-    return ImportResult(programs, notes.lines())
+    return ImportResult(programs, [f"{count} {what}" for what, count in skipped.items() if count])
 
 
-class _SkippedCounts:
-    """Selects the usable turns of ledgers. Counts, for each reason, the programs and turns left out."""
-
-    def __init__(self) -> None:
-        self.empty = self.unfinished = self.uncounted = self.cut = 0
-
-    def usable_turns(self, program: _LedgerProgram) -> list[_LedgerTurn]:
-        """Return the program's turns with an answer and token counts, in order of arrival."""
-        answered = [record for record in program.ledger if record.outcome in _USABLE_OUTCOMES]
-        good = [record for record in answered if record.tokens is not None and record.tokens.prompt > 0]
-        self.unfinished += len(program.ledger) - len(answered)
-        self.uncounted += len(answered) - len(good)
-        self.cut += bool(good) and good[0].turn > 1
-        return sorted(good, key=lambda record: record.arrived_s)
-
-    def lines(self) -> list[str]:
-        """Return one note for each reason that occurred."""
-        counts = [
-            (self.empty, "programs without any finished turn left out"),
-            (self.unfinished, "turns that were aborted or failed left out"),
-            (self.uncounted, "turns without token counts in the ledger left out"),
-            (self.cut, "programs begin with a later turn: the ledger has forgotten their first ones"),
-        ]
-        return [f"{count} {what}" for count, what in counts if count]
+def _usable_turns(program: _LedgerProgram, skipped: Counter[str]) -> list[_LedgerTurn]:
+    """Return the program's turns with an answer and token counts, in order of arrival. Count what is left out
+    in ``skipped``."""
+    answered = [record for record in program.ledger if record.outcome in _USABLE_OUTCOMES]
+    good = [record for record in answered if record.tokens is not None and record.tokens.prompt > 0]
+    skipped["programs without any finished turn left out"] += not good
+    skipped["turns that were aborted or failed left out"] += len(program.ledger) - len(answered)
+    skipped["turns without token counts in the ledger left out"] += len(answered) - len(good)
+    if good and good[0].turn > 1:
+        skipped["programs begin with a later turn: the ledger has forgotten their first ones"] += 1
+    return sorted(good, key=lambda record: record.arrived_s)
 
 
 def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
