@@ -175,7 +175,8 @@ class Life(RuleBasedStateMachine):
             for place, name in enumerate(requests)
         ]
         event = ev.DemandSampled(used, views) if sample else ev.VictimNeeded(2, views, used)
-        assert ev.chosen_request(self.handle(event)) in {None, *requests}
+        chosen = ev.answer_of(self.handle(event), ev.RequestChosen)
+        assert chosen is None or chosen.request_id in requests
 
     @rule(request=REQUESTS, left=st.lists(st.floats(allow_nan=True), max_size=3))
     def predict(self, request: str, left: list[float]) -> None:

@@ -86,7 +86,8 @@ class SchedulerDriver(ProgramScheduler):
         return answer.method
 
     def finished(self, event: ev.TurnFinished, now: float) -> Lease | None:
-        return ev.granted_lease(self.handle(event, now))
+        granted = ev.answer_of(self.handle(event, now), ev.LeaseGranted)
+        return granted.lease if granted is not None else None
 
     def untracked_request_left(self, request_id: str, now: float = 0.0) -> None:
         self.handle(ev.UntrackedRequestLeft(request_id), now)
@@ -113,15 +114,19 @@ class SchedulerDriver(ProgramScheduler):
         self, request_state: RequestState, need_blocks: int, free_blocks: int, now: float, **more: Any
     ) -> bool:
         event = ev.AdmissionRequested(request_state.request_id, need_blocks, free_blocks, **more)
-        return ev.is_let_in(self.handle(event, now))
+        return ev.answer_of(self.handle(event, now), ev.RequestLetIn) is not None
 
     def victim(self, running: Sequence[Any], short_blocks: int, now: float) -> str | None:
-        return ev.chosen_request(self.handle(ev.VictimNeeded(short_blocks, running), now))
+        return self._chosen(ev.VictimNeeded(short_blocks, running), now)
 
     def plan_proactive_offload(
         self, running: Sequence[Any], used_blocks: int, now: float, **more: Any
     ) -> str | None:
-        return ev.chosen_request(self.handle(ev.DemandSampled(used_blocks, running, **more), now))
+        return self._chosen(ev.DemandSampled(used_blocks, running, **more), now)
+
+    def _chosen(self, event: ev.Event, now: float) -> str | None:
+        chosen = ev.answer_of(self.handle(event, now), ev.RequestChosen)
+        return chosen.request_id if chosen is not None else None
 
     def guessed(self, request_id: str, at: int, remaining: Any, now: float, **more: Any) -> None:
         self.handle(ev.OutputLengthPredicted(request_id, at, remaining, **more), now)
@@ -130,14 +135,16 @@ class SchedulerDriver(ProgramScheduler):
         self.handle(ev.BlocksEvicted(taker, [(block, owner)], score), now)
 
     def pinned(self, program_id: ProgramId, blocks: int, now: float) -> Lease | None:
-        return ev.granted_lease(self.handle(ev.CachedBlocksFound(program_id, blocks), now))
+        granted = ev.answer_of(self.handle(ev.CachedBlocksFound(program_id, blocks), now), ev.LeaseGranted)
+        return granted.lease if granted is not None else None
 
     def prefetched(
         self, program_id: ProgramId, missing_blocks: int, now: float, *tiers: int
     ) -> ev.LoadAheadChosen | None:
         """Report a prefetch. ``tiers`` are the event's further numbers. Returns what to load into the
         device."""
-        return ev.chosen_load(self.handle(ev.PrefetchStarted(program_id, missing_blocks, *tiers), now))
+        event = ev.PrefetchStarted(program_id, missing_blocks, *tiers)
+        return ev.answer_of(self.handle(event, now), ev.LoadAheadChosen)
 
     def cache_reset(self, now: float, *, device: bool = True) -> None:
         self.handle(ev.CacheReset(device), now)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from sojourn.ids import ProgramId
@@ -376,26 +376,10 @@ Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | LoadAhea
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
 Action = EngineAction | RequestRefused | Answer
+AnswerKind = TypeVar("AnswerKind", LeaseGranted, RecoveryChosen, RequestLetIn, RequestChosen, LoadAheadChosen)
 
 
-def granted_lease(actions: Sequence[Action]) -> Lease | None:
-    """Return the lease, if the answer in ``actions`` is ``LeaseGranted``; else ``None``."""
+def answer_of(actions: Sequence[Action], kind: type[AnswerKind]) -> AnswerKind | None:
+    """Return the answer in ``actions``, if it is of this kind; else ``None``."""
     answer = actions[-1] if actions else None
-    return answer.lease if isinstance(answer, LeaseGranted) else None
-
-
-def chosen_load(actions: Sequence[Action]) -> LoadAheadChosen | None:
-    """Return the answer in ``actions``, if it is ``LoadAheadChosen``; else ``None``."""
-    answer = actions[-1] if actions else None
-    return answer if isinstance(answer, LoadAheadChosen) else None
-
-
-def chosen_request(actions: Sequence[Action]) -> str | None:
-    """Return the request's id, if the answer in ``actions`` is ``RequestChosen``; else ``None``."""
-    answer = actions[-1] if actions else None
-    return answer.request_id if isinstance(answer, RequestChosen) else None
-
-
-def is_let_in(actions: Sequence[Action]) -> bool:
-    """Whether the answer in ``actions`` is ``RequestLetIn``, so that the request may be admitted."""
-    return bool(actions) and isinstance(actions[-1], RequestLetIn)
+    return answer if isinstance(answer, kind) else None

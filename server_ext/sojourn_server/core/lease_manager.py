@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -55,7 +55,7 @@ class LeaseManager:
         self,
         need: ReclaimRequest,
         now: float,
-        freed_by: Callable[[ProgramId], int] | None,
+        freed: Mapping[ProgramId, int] | None,
         score: Callable[[ProgramId], tuple[float, ...]],
     ) -> None:
         """End leases for a request that needs blocks.
@@ -66,15 +66,15 @@ class LeaseManager:
         2. For an overdue request (``ReclaimRequest.overdue``), ``reclaim_for_overdue`` chooses.
         3. If the engine schedules by priority, a waiting request ends leases of less important programs.
 
-        ``freed_by`` returns how many blocks become free if a program's lease ends; ``None``: all blocks of
+        ``freed`` has the number of blocks that become free if a program's lease ends; ``None``: all blocks of
         the lease. ``score`` returns a program's eviction key.
         """
         if not self.may_reclaim(need):
             return
         state = self._state
         views = [lease.view() for lease in state.leases]
-        if freed_by is not None:
-            views = [view._replace(blocks=freed_by(view.program_id)) for view in views]
+        if freed is not None:
+            views = [view._replace(blocks=freed[view.program_id]) for view in views]
         if state.preset.eviction.by_program:
             views = [view._replace(score=score(view.program_id)) for view in views]
         chosen = None

@@ -412,8 +412,7 @@ class ProgramScheduler:
         need, freed = event.need, event.freed_blocks
         if not need.anything_running:
             need = replace(need, idle_s=self._requests.idle_s(now, False))
-        freed_by = freed.__getitem__ if freed is not None else None
-        self.lease_manager.make_room(need, now, freed_by, self._score)
+        self.lease_manager.make_room(need, now, freed, self._score)
 
     def _evicted(self, event: BlocksEvicted, now: float) -> None:
         """Log why cached blocks were evicted, and for which program."""

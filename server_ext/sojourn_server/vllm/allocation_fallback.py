@@ -8,7 +8,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.events_and_actions import BlocksNeeded, DemandSampled, LoadGivenUp, VictimNeeded, chosen_request
+from ..core.events_and_actions import (
+    BlocksNeeded,
+    DemandSampled,
+    LoadGivenUp,
+    RequestChosen,
+    VictimNeeded,
+    answer_of,
+)
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
 from .block_pool import PinnedBlocks
 from .compat import (
@@ -74,9 +81,9 @@ class DemandMonitor:
             load_back_s_per_token=back_s,
             queued_s=queued_s,
         )
-        likely = chosen_request(self._handle(sample, now))
+        likely = answer_of(self._handle(sample, now), RequestChosen)
         if likely is not None and self._offload is not None:
-            self._copy_ahead(scheduler.requests[likely], self._offload)
+            self._copy_ahead(scheduler.requests[likely.request_id], self._offload)
 
     def views(self, running: Iterable[Request]) -> list[RunningRequestView]:
         """Return one view for each request, in the given order."""
@@ -387,7 +394,8 @@ class AllocationFallback:
             return None  # without hints the choice is vLLM's
         views = self._demand_monitor.views(candidates)
         event = VictimNeeded(missing_blocks(), views, self._pinned.used_blocks())
-        return chosen_request(self._handle(event, self._clock()))
+        chosen = answer_of(self._handle(event, self._clock()), RequestChosen)
+        return chosen.request_id if chosen is not None else None
 
     def _has_program(self, request: Request) -> bool:
         known = self._program_scheduler.request(request.request_id)

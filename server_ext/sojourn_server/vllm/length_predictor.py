@@ -39,7 +39,7 @@ class LengthPredictor:
         self._requests = scheduler.requests
         self._handle = handle
         config = scheduler.vllm_config.model_config
-        self._background = BackgroundTrainer(
+        self.trainer = BackgroundTrainer(
             config.get_hidden_size(),
             model=model_name(config.model),
             points=QUANTILE_POINTS,
@@ -62,29 +62,21 @@ class LengthPredictor:
                 places.append(place)
         if seen:
             states = rows.states if len(seen) == len(rows.request_ids) else rows.states[places]
-            self._background.queue_hidden_states(seen, states)
+            self.trainer.queue_hidden_states(seen, states)
 
     def request_ended(self, request: Request, *, complete: bool) -> None:
         """Forget a request that has ended. If its output is ``complete``, learn the output's length."""
         learned = complete and request.num_output_tokens > 0
-        self._background.ended(request.request_id, request.num_output_tokens if learned else None)
+        self.trainer.ended(request.request_id, request.num_output_tokens if learned else None)
 
     def report(self, now: float) -> None:
         """Pass the predictions made since the last call to the ``ProgramScheduler``. ``now``: seconds on the
         engine's clock."""
-        for request_id, guess in self._background.take_predictions().items():
+        for request_id, guess in self.trainer.take_predictions().items():
             request = self._requests.get(request_id)
             if request is not None:
                 most = max(1, request.max_tokens - guess.at_tokens)
                 self._handle(OutputLengthPredicted(request_id, guess.at_tokens, guess.remaining, most), now)
-
-    def state(self) -> dict[str, float | None]:
-        """Return the trainer's counters and losses by name."""
-        return self._background.state()
-
-    def stop(self) -> None:
-        """Save the network and stop the trainer."""
-        self._background.stop()
 
 
 def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:

@@ -22,6 +22,8 @@ from ..core.events_and_actions import (
     EngineActionKind,
     Event,
     FirstToken,
+    LeaseGranted,
+    LoadAheadChosen,
     PrefetchStarted,
     RecoveryChosen,
     RequestAdmitted,
@@ -33,8 +35,7 @@ from ..core.events_and_actions import (
     TurnFinished,
     UntrackedRequestArrived,
     UntrackedRequestLeft,
-    chosen_load,
-    granted_lease,
+    answer_of,
 )
 from ..core.request_hints import read_identity
 from ..policies.preemption.preemption_recovery import RecoveryMethod
@@ -191,7 +192,7 @@ class SchedulerAdapter:
             tier_state=lambda: offload.state() if offload is not None else {},
             below_device=lambda: offload_description(scheduler),
             missing=missing,
-            network_state=lambda: predictor.state() if predictor is not None else None,
+            network_state=lambda: predictor.trainer.state() if predictor is not None else None,
             persist=self._persist,
             paths=pair_status_reporter(scheduler),
             owned_blocks=lambda program_id: len(self.queue.owners.blocks.get(program_id, ())),
@@ -264,7 +265,7 @@ class SchedulerAdapter:
         self.prefetcher.expire(now)
         if self._pending:
             self.carry_out(now)
-        self.waiting.promote(now)
+        self.waiting.queue.promote(now)
         self._eviction.before_step()
         if self._length_predictor is not None:
             self._length_predictor.report(now)
@@ -385,9 +386,9 @@ class SchedulerAdapter:
             now,
         )
         self.carry_out(now)
-        lease = granted_lease(actions)
-        if lease is not None:
-            self.pinned.hold(lease.program_id, cached, lease.rank)
+        granted = answer_of(actions, LeaseGranted)
+        if granted is not None:
+            self.pinned.hold(program_id, cached, granted.lease.rank)
         if self.offload is not None and end.is_complete:
             self.offload.turn_finished(program_id, cached)
         seconds = self.clock() - now
@@ -519,7 +520,7 @@ class SchedulerAdapter:
         finally:
             self.program_scheduler.close_recording("the engine stopped")
             if self._length_predictor is not None:
-                self._length_predictor.stop()
+                self._length_predictor.trainer.stop()
 
     # -- state ------------------------------------------------------------------
 
@@ -572,9 +573,9 @@ class SchedulerAdapter:
                 unheld_blocks=self.pinned.count_unpinned(blocks),
                 used_blocks=self.pinned.used_blocks(),
             )
-            lease = granted_lease(self.handle(found, now))
-            if lease is not None:
-                self.pinned.hold(program_id, blocks, lease.rank)
+            granted = answer_of(self.handle(found, now), LeaseGranted)
+            if granted is not None:
+                self.pinned.hold(program_id, blocks, granted.lease.rank)
         elif action.kind is EngineActionKind.PREFETCH:
             self._prefetch(program_id, now)
             return
@@ -583,7 +584,7 @@ class SchedulerAdapter:
         for request_id in self.program_scheduler.live_requests(program_id):
             request = self.scheduler.requests.get(request_id)
             if request is not None:
-                self.waiting.rekey(request)
+                self.waiting.queue.rekey(request)
 
     def _prefetch(self, program_id: ProgramId, now: float) -> None:
         """Prefetch a program's expected prefix. Blocks on disk are read into host memory. Blocks in host
@@ -598,7 +599,7 @@ class SchedulerAdapter:
         most = loadable + self.program_scheduler.predictor.reserve_blocks if loadable else 0
         spare = self.prefetcher.spare(prefix.blocks, most)
         event = PrefetchStarted(program_id, missing, being_read, lost, loadable, spare)
-        chosen = chosen_load(self.handle(event, now))
+        chosen = answer_of(self.handle(event, now), LoadAheadChosen)
         if chosen is not None:
             self._allocation_fallback.allocating = None  # no request causes these evictions
             end = prefix.hashes + chosen.blocks

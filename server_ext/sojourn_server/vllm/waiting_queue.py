@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from msgspec import structs
 
-from ..core.events_and_actions import AdmissionRequested, is_let_in
+from ..core.events_and_actions import AdmissionRequested, RequestLetIn, answer_of
 from ..core.program_scheduler import QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_context import EngineContext
@@ -219,7 +219,7 @@ class WaitingQueueAdapter:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
-        scheduler.waiting = self._queue = PolicyRequestQueue(self)
+        scheduler.waiting = self.queue = PolicyRequestQueue(self)
         scheduler.kv_holding_waiting = PolicyRequestQueue(self, holds_kv=True)
         self._steps = 0
         self._admission_paused_until = 0
@@ -281,19 +281,10 @@ class WaitingQueueAdapter:
 
     def open_step(self) -> None:
         """Start a step before vLLM plans it. In steps in which admission is paused, close the queue."""
-        self._queue.open_step()
+        self.queue.open_step()
         self._steps += 1
         if self._steps <= self._admission_paused_until:
-            self._queue.close_step()
-
-    def promote(self, now: float) -> None:
-        """Move each queued request whose long wait has changed its key to its new position. ``now``: seconds
-        on the engine's clock."""
-        self._queue.promote(now)
-
-    def rekey(self, request: Request) -> None:
-        """Move a request whose key may have changed."""
-        self._queue.rekey(request)
+            self.queue.close_step()
 
     def left(self, request: Request) -> None:
         """Forget a request that has left the engine."""
@@ -333,7 +324,7 @@ class WaitingQueueAdapter:
         has answered. With asynchronous scheduling the answer comes one step later, so the pause also covers
         the next step."""
         self._admission_paused_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
-        self._queue.close_step()
+        self.queue.close_step()
 
     def requeue_loading(self, connector: SojournConnector) -> None:
         """Cancel all loads before a cache reset, free their blocks, and queue unfinished requests again."""
@@ -359,14 +350,14 @@ class WaitingQueueAdapter:
             return True
         if self._by_user_priority:
             return False  # nothing overtakes by the time it has waited
-        if self._queue.overdue_request() is not None:
+        if self.queue.overdue_request() is not None:
             return True  # the queue returns only requests that are served before the overdue one
-        return self._queue.gated_before_untracked(request) and self.blocks_queue(request)
+        return self.queue.gated_before_untracked(request) and self.blocks_queue(request)
 
     def only_parked_wait(self) -> bool:
         """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
-        scheduler, parked = self._scheduler, self._queue.parked_requests()
-        waiting = len(self._queue) + len(scheduler.kv_holding_waiting)
+        scheduler, parked = self._scheduler, self.queue.parked_requests()
+        waiting = len(self.queue) + len(scheduler.kv_holding_waiting)
         if not parked:
             return False
         # A count is faster than a union of sets. This runs in every step, and many requests are parked.
@@ -375,7 +366,7 @@ class WaitingQueueAdapter:
 
     def is_parked(self, request: Request) -> bool:
         """Return whether the request waits because its program is not placed on the device."""
-        return request in self._queue.parked_requests()
+        return request in self.queue.parked_requests()
 
     def _is_transfer(self, request: Request) -> bool:
         """Return whether the other engine of a pair works on the same request and waits for this engine.
@@ -404,12 +395,12 @@ class WaitingQueueAdapter:
             most_tokens=max_new_tokens(request, self._scheduler.max_model_len) if policy.forecasts else 0,
             preempted=request.status == RequestStatus.PREEMPTED,
         )
-        if is_let_in(self._handle(event, now)):
+        if answer_of(self._handle(event, now), RequestLetIn):
             return True
         shared = self._shared_blocks(request)
         if shared > 0:
             event = structs.replace(event, need_blocks=need_blocks - shared)
-            if is_let_in(self._handle(event, now)):
+            if answer_of(self._handle(event, now), RequestLetIn):
                 return True
         self._last_rejected = rejected
         return False
