@@ -318,11 +318,9 @@ def main() -> None:
         f"--host-blocks {options.host_blocks} --slices {options.slices} --steps {options.steps}"
     )
     if options.full:
-        result = {**made(command, options), **full_cost(
-            options.policy, options.host_blocks, options.slices, options.steps, options.profile
-        )}  # fmt: skip
-        show_full(result)
-        write(result, options.json)
+        full = full_cost(options.policy, options.host_blocks, options.slices, options.steps)
+        show_full(full)
+        write({**made(command, options), **full}, options.json)
         return
     stock, ours = build(None), build(options.policy, options.host_blocks)
     gc.collect()

@@ -33,6 +33,7 @@ from result_pages import made_by, marked, write_result
 from rich.console import Console
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.replay.completions_client import CompletionsClient
+from sojourn_server.replay.program_announcer import NullAnnouncer
 from sojourn_server.replay.replay_driver import Replay, ReplayOptions
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 from sojourn_server.traces.trace_file import read_trace
@@ -69,7 +70,7 @@ LOADS = (
 )
 
 
-class HeaderAnnouncer:
+class HeaderAnnouncer(NullAnnouncer):
     """Names the program in the header ``X-Session-ID``. Reports nothing else."""
 
     def __init__(self) -> None:
@@ -83,14 +84,8 @@ class HeaderAnnouncer:
         finally:
             self._program.reset(token)
 
-    @asynccontextmanager
-    async def tool(self, name: str, tool_class: str | None) -> AsyncIterator[None]:
-        yield
-
     def request_parts(self) -> tuple[dict[str, Any], dict[str, str]]:
         return {}, {"X-Session-ID": self._program.get()}
-
-    def close(self) -> None: ...
 
 
 def sessions(folder: Path, seed: int) -> list[TraceProgram]:

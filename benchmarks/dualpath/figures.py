@@ -223,7 +223,7 @@ def links_table(bench: Bench) -> list[str]:
         "(Figure 13, three nodes): 1.53 with round robin, 1.18 with the scheduler. Where NICs are not the "
         "bottleneck the figure says little."
     )
-    head = ("", *map(TITLES.get, names), *(f"{TITLES[name]}: NICs busy" for name in names))
+    head = ("", *(TITLES[name] for name in names), *(f"{TITLES[name]}: NICs busy" for name in names))
     return section("Balance between storage NICs (predicted)", text, head, lines)
 
 
@@ -272,7 +272,7 @@ def online_table(bench: Bench) -> list[str]:
     published = sum(PUBLISHED_GAINS.values()) / len(PUBLISHED_GAINS)
     lines.append(["average", "", "", "", f"{sum(gains) / len(gains):.2f}×", f"{published:.2f}×", "", ""])
     limits = ("Basic's limit", "DualPath's limit")
-    head = ("model", *map(TITLES.get, COMPARED), "DualPath / Basic", "published", *limits)
+    head = ("model", *(TITLES[name] for name in COMPARED), "DualPath / Basic", "published", *limits)
     return [
         *section(
             "Online (predicted)",
