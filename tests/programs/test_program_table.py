@@ -155,19 +155,3 @@ def test_the_tool_now_is_the_longest_running() -> None:
     program.tools[CallId("late")] = RunningTool("late", 5.0)
     program.tools[CallId("early")] = RunningTool("early", 2.0)
     assert program.tool_now() == "early"
-
-
-def test_the_table_counts_running_tools_however_they_end() -> None:
-    table = ProgramTable(2)
-    a, b = opened(table, "a"), opened(table, "b")
-    for call in ("c1", "c2", "c2", "c3"):
-        for program in (a, b):
-            program.tools[CallId(call)] = RunningTool("bash", 1.0)
-    assert (len(a.tools), table.running_tools.total) == (3, 6)
-    assert a.tools.pop(CallId("c1"), None) is not None
-    assert a.tools.pop(CallId("c1"), None) is None
-    assert table.running_tools.total == 5
-    b.tools.clear()
-    assert (b.tools, table.running_tools.total) == ({}, 2)
-    assert forgotten_for(table, "c") == ["a"]
-    assert table.running_tools.total == 0

@@ -94,7 +94,7 @@ class ClientEventHandler:
             return Outcome.REJECTED, f"{MAX_TOOLS_PER_PROGRAM} tool calls of the program already run"
         if (
             len(program.tools) >= OWN_TOOLS_PER_PROGRAM
-            and self._programs.running_tools.total >= MAX_RUNNING_TOOLS
+            and self._programs.running_tools() >= MAX_RUNNING_TOOLS
         ):
             return Outcome.REJECTED, f"{MAX_RUNNING_TOOLS} tool calls of all programs already run"
         key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool

@@ -246,16 +246,10 @@ class ToolLabels:
         return OTHER_TOOL
 
     def _earned(self, name: str) -> bool:
-        seen = self._candidates.get(name, 0) + 1
-        if seen >= self.EARNED_AFTER:
-            self._candidates.pop(name, None)
-            return True
         if name not in self._candidates and len(self._candidates) >= self.MAX_CANDIDATES:
-            # Misra–Gries: every candidate loses a sighting, so only frequent names survive.
-            self._candidates = {other: n - 1 for other, n in self._candidates.items() if n > 1}
-            return False
-        self._candidates[name] = seen
-        return False
+            self._candidates.clear()  # a frequent name is soon counted again
+        seen = self._candidates[name] = self._candidates.get(name, 0) + 1
+        return seen >= self.EARNED_AFTER
 
 
 def printable_label(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Reads the operator's TOML files (presets, profiles, tenants) with limits on size and complexity."""
+"""Reads the operator's TOML files: presets, profiles, tenants."""
 
 from __future__ import annotations
 
@@ -10,26 +10,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-MAX_TOML_CHARS = 4 << 20
-"""Maximum length of a TOML text; ``load_toml`` rejects more. Large engine profiles have a tenth of that."""
-MAX_KEY_PARTS = 1000
-"""Maximum number of parts of a dotted key; ``load_toml`` rejects more. Parsing time is quadratic in this
-number."""
+
 _MAX_INTEGER = 2**63
 
 
 class TomlError(ValueError):
-    """A text is not TOML or exceeds the limits. The message gives the reason."""
+    """A text is not TOML. The message gives the reason."""
 
 
 def load_toml(text: str) -> dict[str, Any]:
     """Parse a TOML text. Raises ``TomlError``, also for integers that do not fit into 64 bits."""
-    if len(text) > MAX_TOML_CHARS:
-        raise TomlError(f"{len(text)} characters; expected at most {MAX_TOML_CHARS}")
-    for number, line in enumerate(text.split("\n"), start=1):
-        # Commas are subtracted, because a row of numbers has a dot and a comma for each number.
-        if line.count(".") - line.count(",") > MAX_KEY_PARTS:
-            raise TomlError(f"line {number}: too many dots; expected keys of at most {MAX_KEY_PARTS} parts")
     try:
         document = tomllib.loads(text)
     except RecursionError:

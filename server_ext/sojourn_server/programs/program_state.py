@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, MutableMapping, Sequence, ValuesView
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sojourn.ids import CallId, EmitterId, ProgramId
@@ -46,56 +46,6 @@ class RunningTool:
     """The tool's name in the framework, e.g. ``bash``."""
     tool_class: str | None = None
     """The finer class that the client gave, e.g. ``pytest``."""
-
-
-@dataclass(slots=True)
-class ToolCount:
-    """Number of running tool calls of all programs of a table."""
-
-    total: int = 0
-
-
-class RunningTools(MutableMapping[CallId, RunningTool]):
-    """The running tool calls of one program. Every change of the mapping also updates the table's count of
-    running calls."""
-
-    __slots__ = ("_calls", "_count")
-
-    def __init__(self, count: ToolCount | None = None) -> None:
-        """``count`` is the count of the program's table; ``None``: the program is in no table."""
-        self._calls: dict[CallId, RunningTool] = {}
-        self._count = count if count is not None else ToolCount()
-
-    def __getitem__(self, call_id: CallId) -> RunningTool:
-        return self._calls[call_id]
-
-    def __setitem__(self, call_id: CallId, tool: RunningTool) -> None:
-        before = len(self._calls)
-        self._calls[call_id] = tool
-        self._count.total += len(self._calls) - before
-
-    def __delitem__(self, call_id: CallId) -> None:
-        del self._calls[call_id]
-        self._count.total -= 1
-
-    def __iter__(self) -> Iterator[CallId]:
-        return iter(self._calls)
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    # The views and ``clear`` of ``MutableMapping`` go through ``__getitem__`` and ``__delitem__``, which is
-    # slow with a thousand tool calls.
-
-    def values(self) -> ValuesView[RunningTool]:
-        return self._calls.values()
-
-    def items(self) -> ItemsView[CallId, RunningTool]:
-        return self._calls.items()
-
-    def clear(self) -> None:
-        self._count.total -= len(self._calls)
-        self._calls.clear()
 
 
 @dataclass(slots=True)
@@ -249,7 +199,8 @@ class ProgramState:
     priority: int = 0
     """The user's priority of the program's request that arrived last."""
     live_requests: set[str] = field(default_factory=set)
-    tools: RunningTools = field(default_factory=RunningTools)
+    tools: dict[CallId, RunningTool] = field(default_factory=dict)
+    """The tool calls that run, by id."""
     pending_tool: str | None = None
     """History key of the tool that runs in this gap, from the last output or the client's report."""
     ranked: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sojourn.ids import ProgramId
 
-from .program_state import ProgramState, RunningTools, ToolCount
+from .program_state import ProgramState
 from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_status
 
 
@@ -26,7 +26,6 @@ class ProgramTable:
             raise ValueError(f"max_programs is {max_programs}; expected at least 1")
         self.max_programs = max_programs
         self.counts: Counter[ProgramStatus] = Counter()
-        self.running_tools = ToolCount()
         self.forgotten = 0
         self._programs: OrderedDict[ProgramId, ProgramState] = OrderedDict()
         self._over: OrderedDict[ProgramId, None] = OrderedDict()
@@ -51,6 +50,10 @@ class ProgramTable:
         client."""
         return self._programs.get(program_id)
 
+    def running_tools(self) -> int:
+        """Return the number of running tool calls of all programs. Takes O(programs)."""
+        return sum(len(program.tools) for program in self._programs.values())
+
     def next_rank(self) -> int:
         """Return a new arrival rank, for a program or for a request without a program."""
         self._next_rank += 1
@@ -68,13 +71,7 @@ class ProgramTable:
             program.last_contact_s = now
             return program, []
         forgotten = self._make_room()
-        program = ProgramState(
-            program_id,
-            self.next_rank(),
-            now,
-            last_contact_s=now,
-            tools=RunningTools(self.running_tools),
-        )
+        program = ProgramState(program_id, self.next_rank(), now, last_contact_s=now)
         self._programs[program_id] = program
         self.counts[program.status] += 1
         self._announced_only[program_id] = None
@@ -144,7 +141,6 @@ class ProgramTable:
             self._announced_only.pop(victim.id, None)
             self._acting[victim.heartbeats].pop(victim.id, None)
             self.counts[victim.status] -= 1
-            victim.tools.clear()  # they no longer count as running tools of the table
             self.forgotten += 1
             forgotten.append(victim)
         return forgotten
