@@ -22,7 +22,7 @@ Each share must be at most 1, and DRAM traffic at most M. This bounds x. With g 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 
@@ -44,15 +44,18 @@ class NodeLinks:
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise ValueError(f"devices is {self.devices}; expected at least 1")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{field.name} is {value}; expected finite and above 0")
+        _check_positive(self)
 
     @property
     def storage_share(self) -> float:
         """s: the storage NIC's bandwidth divided by the bandwidth of one compute NIC."""
         return self.storage_nic_bytes_per_s / self.compute_nic_bytes_per_s
+
+
+def _check_positive(numbers: NodeLinks | AverageTurnSizes) -> None:
+    for name, value in asdict(numbers).items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}; expected finite and above 0")
 
 
 class LinkRatioBound(NamedTuple):
@@ -139,9 +142,7 @@ class AverageTurnSizes:
     engine. The default is the simulator's, fitted to the paper."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0 < getattr(self, field.name) < math.inf:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; expected finite and above 0")
+        _check_positive(self)
 
 
 class TwoPathGain(NamedTuple):
