@@ -84,7 +84,7 @@ def test_the_agents_own_server_is_used_if_it_is_a_sojourn_server(ending: str) ->
     [
         (200, b'{"name": "other"}', "HTTP 200"),
         (200, b"[]", "HTTP 200"),
-        (200, b"<html>", "no JSON"),
+        (200, b"<html>", "no JSON, or no URL"),
         (401, b'{"name": "sojourn"}', "HTTP 401"),
         (404, b"", "HTTP 404"),
     ],

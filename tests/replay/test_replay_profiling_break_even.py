@@ -35,7 +35,7 @@ def test_the_measured_curve_crosses_where_both_take_the_same_time() -> None:
     assert found.tokens == pytest.approx(1500.0)  # 5e-4 S + 1e-6 S² = 2e-3 S
     assert offload_break_even(profile(b_s=3e-3)).tokens == 0.0
     assert offload_break_even(profile(b_s=1e-3, c_s=0.0)).tokens == math.inf
-    assert "--kv-bytes-per-token" in offload_break_even(profile(kv_bytes=None)).why
+    assert "sojourn serve does" in offload_break_even(profile(kv_bytes=None)).why
     assert offload_break_even(profile(bytes_per_s=None)).words(4000) == "not known, no copies were measured"
 
 

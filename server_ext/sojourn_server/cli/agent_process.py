@@ -208,10 +208,8 @@ def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | No
         document = json.loads(body) if status == 200 else None
     except (OSError, http.client.HTTPException) as error:
         problem = type(error).__name__
-    except InvalidUrlError:
-        problem = "not an HTTP URL"
     except (ValueError, RecursionError):
-        problem = "no JSON"
+        problem = "no JSON, or no URL"
     else:
         if isinstance(document, dict) and document.get("name") == "sojourn":
             return root
@@ -236,23 +234,17 @@ def autostart_directory() -> str:
     raise CliError("the integrations are not installed", remedy)
 
 
-class InvalidUrlError(Exception):
-    """Raised for a text that is not a valid URL."""
-
-
 def get_capabilities(root: str) -> tuple[int, bytes]:
     """Return HTTP status and body of a server's capabilities page. The request uses no proxy and no API key.
 
-    Raises ``InvalidUrlError``, ``OSError`` or ``http.client.HTTPException``.
+    Raises ``OSError`` or ``http.client.HTTPException``; ``ValueError`` or ``http.client.InvalidURL`` for a
+    text that is no URL.
     """
     from sojourn.http_transport import tls_context
     from sojourn.wire_codec import CAPABILITIES_PATH
 
-    try:
-        parts = urlsplit(root)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise InvalidUrlError(str(error)) from None
+    parts = urlsplit(root)
+    host, port = parts.hostname, parts.port
     if parts.scheme not in ("http", "https") or not host:
         raise http.client.UnknownProtocol(parts.scheme)
     connection = (
@@ -264,8 +256,6 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
         connection.request("GET", parts.path + CAPABILITIES_PATH)
         response = connection.getresponse()
         return response.status, response.read(MAX_ANSWER_BYTES)
-    except (ValueError, http.client.InvalidURL) as error:  # characters that no URL has
-        raise InvalidUrlError(str(error)) from None
     finally:
         connection.close()
 
@@ -275,7 +265,7 @@ def _note_unless_served(url: str, note: Note) -> bool:
     for an invalid URL."""
     try:
         status, _ = get_capabilities(url.rstrip("/").removesuffix("/v1"))
-    except InvalidUrlError as error:
+    except (ValueError, http.client.InvalidURL) as error:
         raise CliError(
             f"{url!r} is no URL: {error}", f"give the server's root, e.g. --url {DEFAULT_URL}"
         ) from error

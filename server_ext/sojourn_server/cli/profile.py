@@ -65,20 +65,11 @@ def profile(
         True, help="Also measure decodes and extended prefixes, which sojourn simulate needs"
     ),
     vocabulary: int = typer.Option(8000, min=400, help="Upper bound of token ids"),
-    block_size: int | None = typer.Option(
-        None, min=1, help="KV block size. Default: the server's answer, or 16"
-    ),
-    kv_pool_tokens: int | None = typer.Option(
-        None, min=1, help="Size of the KV pool, tokens. Default: the server's answer"
-    ),
     max_num_seqs: int | None = typer.Option(
         None, min=1, help="Most requests per step. Default: the server's answer"
     ),
     max_num_batched_tokens: int | None = typer.Option(
         None, min=1, help="Most tokens per step. Default: the server's answer"
-    ),
-    kv_bytes_per_token: int | None = typer.Option(
-        None, min=1, help="KV bytes of one token. Default: the server's answer"
     ),
     hardware: str | None = typer.Option(None, help="Name of the machine. Default: what is found here"),
     api_key: str | None = api_key_option(),
@@ -93,16 +84,12 @@ def profile(
 
     key = api_key or None
     given = EngineLimits(
-        kv_pool_tokens=kv_pool_tokens,
         max_context_tokens=max_context,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        kv_bytes_per_token=kv_bytes_per_token,
     )
     try:
-        measured = asyncio.run(
-            _measure(url, model, key, given, block_size, repeats, budget_s, vocabulary, decode)
-        )
+        measured = asyncio.run(_measure(url, model, key, given, repeats, budget_s, vocabulary, decode))
     except ServerError as error:
         raise CliError(error.message, error.next_step) from None
     except RequestError as error:
@@ -153,7 +140,6 @@ async def _measure(
     model: str | None,
     api_key: str | None,
     given: EngineLimits,
-    block_size: int | None,
     repeats: int,
     budget_s: float,
     vocabulary: int,
@@ -179,7 +165,7 @@ async def _measure(
             },
             max_context_tokens=limit or max_context,
         )
-        block_tokens = block_size or served.block_size or reported.block_size or DEFAULT_BLOCK_SIZE
+        block_tokens = served.block_size or reported.block_size or DEFAULT_BLOCK_SIZE
         if limit is None and max_context is None:
             raise CliError(f"{client.url} does not report its longest context", "add --max-context TOKENS")
         longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated

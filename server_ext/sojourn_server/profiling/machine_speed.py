@@ -9,10 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    pass
+from typing import Any, NamedTuple
 
 REPEATS = 5
 COPY_BYTES = 256 * 1024 * 1024

@@ -49,7 +49,7 @@ def offload_break_even(profile: EngineProfile) -> OffloadBreakEven:
     kv_bytes = profile.limits.kv_bytes_per_token
     down, up = profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     if not kv_bytes:
-        why = "the server does not report the KV bytes per token; give them with --kv-bytes-per-token"
+        why = "the server does not report the KV bytes per token; sojourn serve does"
         return OffloadBreakEven(None, why=why)
     if not (down and up):
         return OffloadBreakEven(None, why="no copies were measured")
