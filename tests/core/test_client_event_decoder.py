@@ -277,7 +277,6 @@ def test_two_thousand_parallel_tools_are_bounded() -> None:
     outcomes = [o.outcome.value for part in (starts[:1000], starts[1000:]) for o in engine.send(*part)]
     assert outcomes == ["applied"] * MAX_TOOLS_PER_PROGRAM + ["rejected"] * (2000 - MAX_TOOLS_PER_PROGRAM)
     assert len(engine.program("p").tools) == MAX_TOOLS_PER_PROGRAM
-    assert len(engine.program_scheduler.state.leases._deadlines) < 100
     engine.arrive("p", prompt(44))
     assert engine.program("p").tools == {}
 

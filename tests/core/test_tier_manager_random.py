@@ -454,9 +454,8 @@ class PlacedLife:
         assert tier_manager._changed.keys() <= tier_manager._by_id.keys()
         waiting = {each.arrival for place in tier_manager._by_id.values() for each in place.waiting.values()}
         waits = tier_manager._waits
-        assert waits._by_length == sorted(waits._by_arrival.values())
         longest: dict[ProgramId, RequestWait] = {}
-        for wait in waits._by_length:
+        for wait in sorted(waits._by_arrival.values()):
             longest.setdefault(wait.program_id, wait)
         assert [*waits.longest()] == list(longest.values())
         assert waits._by_arrival.keys() <= waits._starts_s.keys() == waiting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator, KeysView
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Lease:
 
 
 class LeaseTable:
-    """The leases of one engine, at most one per program; each change takes ``O(log n)``."""
+    """The leases of one engine, at most one per program."""
 
     def __init__(self, budget_blocks: int) -> None:
         self.budget_blocks = budget_blocks
@@ -79,9 +79,8 @@ class LeaseTable:
         self._uncounted: dict[str | None, dict[ProgramId, Lease]] = {}
         """Hinted leases with shared blocks that do not count (``own_blocks`` < ``blocks``), by tenant."""
         self._leases: dict[ProgramId, Lease] = {}
-        self._deadlines: list[tuple[float, int, ProgramId]] = []
-        self._version: dict[ProgramId, int] = {}
-        self._pushes = 0
+        self.next_deadline_s = math.inf
+        """A time before which no lease expires."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -161,7 +160,6 @@ class LeaseTable:
             if lease.reason is DecisionReason.HINTED:
                 self._discount(lease)
             self.changes += 1
-            self._version.pop(program_id, None)
         return lease
 
     def _discount(self, ended: Lease) -> None:
@@ -186,28 +184,18 @@ class LeaseTable:
     def pop_expired(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
         """Remove and return at most ``limit`` expired leases, each with the reason for its end. The lease of
         a program with a waiting request stays until the request is scheduled (Continuum §5.2)."""
+        if now < self.next_deadline_s:
+            return []
+        open_leases = [lease for lease in self._leases.values() if not lease.waiting]
+        due = [lease for lease in sorted(open_leases, key=Lease.deadline_s) if lease.deadline_s() <= now]
         ended: list[tuple[Lease, DecisionReason]] = []
-        while self._deadlines and self._deadlines[0][0] <= now and len(ended) < limit:
-            _, version, program_id = heapq.heappop(self._deadlines)
-            if self._version.get(program_id) != version:
-                continue
-            lease = self._leases[program_id]
-            if lease.waiting:
-                continue
+        for lease in due[:limit]:
             silent = lease.silent_s is not None and lease.silent_s < lease.expires_s
-            self.end(program_id)
+            self.end(lease.program_id)
             ended.append((lease, DecisionReason.SILENT if silent else DecisionReason.TTL))
+        left = (lease.deadline_s() for lease in self._leases.values() if not lease.waiting)
+        self.next_deadline_s = min(left, default=math.inf)
         return ended
 
-    def next_deadline_s(self) -> float | None:
-        """Return a time before which no lease expires; ``None``: no lease can expire. Leases of programs with
-        a waiting request may be left out, because they do not expire."""
-        return self._deadlines[0][0] if self._deadlines else None
-
     def _push(self, lease: Lease) -> None:
-        self._pushes += 1
-        self._version[lease.program_id] = self._pushes
-        heapq.heappush(self._deadlines, (lease.deadline_s(), self._pushes, lease.program_id))
-        if len(self._deadlines) > 4 * len(self._leases) + 64:
-            self._deadlines = [entry for entry in self._deadlines if self._version.get(entry[2]) == entry[1]]
-            heapq.heapify(self._deadlines)
+        self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())

@@ -8,11 +8,9 @@ parked.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from itertools import islice, takewhile
 from typing import NamedTuple
 
 from sojourn.ids import ProgramId
@@ -48,16 +46,14 @@ class RequestWait(NamedTuple):
 
 
 class RequestWaits:
-    """The waits of requests, by length.
+    """The waits of requests.
 
     A retry (see ``RETRY_S``) continues the wait of the aborted request. So a client that gives up and tries
     again keeps its place."""
 
     def __init__(self) -> None:
-        self._by_length: list[RequestWait] = []
-        """The longest wait first."""
         self._by_arrival: dict[int, RequestWait] = {}
-        """The same waits by arrival number."""
+        """The waits by arrival number."""
         self._starts_s: dict[int, float] = {}
         """Arrival number → start of the request's wait, as it was before any ``restart``. Includes requests
         that ``drop`` took out of the order."""
@@ -68,7 +64,7 @@ class RequestWaits:
     def longest(self) -> Iterator[RequestWait]:
         """Yield each program's longest wait, in order of decreasing length."""
         seen: set[ProgramId] = set()
-        for wait in self._by_length:
+        for wait in sorted(self._by_arrival.values()):
             if wait.program_id not in seen:
                 seen.add(wait.program_id)
                 yield wait
@@ -79,7 +75,8 @@ class RequestWaits:
         if not (since_s <= now and 0 <= now - aborted_s <= RETRY_S):
             since_s = now
         request_state.waits_since_s = self._starts_s[request_state.arrival] = since_s
-        self._add(RequestWait(since_s, request_state.arrival, request_state.request_id, program_id))
+        arrival = request_state.arrival
+        self._by_arrival[arrival] = RequestWait(since_s, arrival, request_state.request_id, program_id)
         return since_s
 
     def end(self, arrival: int, now: float) -> float:
@@ -89,23 +86,18 @@ class RequestWaits:
 
     def drop(self, arrival: int) -> None:
         """Take a request out of the order of waits, although it still waits."""
-        wait = self._by_arrival.pop(arrival, None)
-        if wait is not None:
-            del self._by_length[bisect.bisect_left(self._by_length, wait)]
+        self._by_arrival.pop(arrival, None)
 
     def restart(self, wait: RequestWait, now: float) -> RequestWait:
         """Restart a request's wait at ``now``. If the request is aborted later, its first wait still
         counts."""
-        self.drop(wait.arrival)
-        wait = wait._replace(since_s=now)
-        self._add(wait)
+        self._by_arrival[wait.arrival] = wait = wait._replace(since_s=now)
         return wait
 
     def due(self, limit_s: float, now: float, at_most: int | None = None) -> list[RequestWait]:
         """Return the requests that have waited for at least ``limit_s``, the longest wait first. ``at_most``:
         maximum number of requests to return; ``None``: all."""
-        waited = takewhile(lambda wait: now - wait.since_s >= limit_s, self._by_length)
-        return list(islice(waited, at_most))
+        return sorted(wait for wait in self._by_arrival.values() if now - wait.since_s >= limit_s)[:at_most]
 
     def hand_over(self, since_s: float, aborted_s: float, to: RequestState) -> bool:
         """Give the wait of an aborted request to ``to``, a waiting request of the same program. Returns
@@ -141,10 +133,8 @@ class RequestWaits:
 
     def shift(self, shift_s: float, now: float) -> None:
         """Move the start of all waits later by ``shift_s``, but not beyond ``now``."""
-        self._by_length = sorted(
-            wait._replace(since_s=min(wait.since_s + shift_s, now)) for wait in self._by_length
-        )
-        self._by_arrival = {wait.arrival: wait for wait in self._by_length}
+        for arrival, wait in self._by_arrival.items():
+            self._by_arrival[arrival] = wait._replace(since_s=min(wait.since_s + shift_s, now))
         for arrival, start_s in self._starts_s.items():
             self._starts_s[arrival] = min(start_s + shift_s, now)
         for program_id, (since_s, aborted_s) in self._aborted.items():
@@ -152,14 +142,9 @@ class RequestWaits:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._by_length.clear()
         self._by_arrival.clear()
         self._starts_s.clear()
         self._aborted.clear()
-
-    def _add(self, wait: RequestWait) -> None:
-        self._by_arrival[wait.arrival] = wait
-        bisect.insort(self._by_length, wait)
 
 
 class ParkedRequests:

@@ -472,8 +472,7 @@ class ProgramScheduler:
 
     def _tick(self, event: Tick, now: float) -> None:
         self._now_s = now
-        due = self._leases.next_deadline_s()
-        if due is not None and due <= now:
+        if self._leases.next_deadline_s <= now:
             for lease, reason in self._leases.pop_expired(now, self.limits.max_ends_per_tick):
                 self.lease_manager.ended(lease, reason, now)
         self._lifecycle.expire_silent_programs(now)
