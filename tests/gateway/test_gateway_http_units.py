@@ -272,7 +272,7 @@ def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, s
         register("b")
     decisions.mark_answered()
     routing_backend.tell(routing_events.ReplicaGone("decode-a", "1"))
-    routing_backend.close(decisions, routing_events.RequestFinished("r", 5, "decode-a"))
+    routing_backend.close(routing_events.RequestFinished("r", 5, "decode-a"))
     assert (core.requests, core.waiting) == ({}, {})
     assert [program.turns for program in core.program_statuses()] in ([], [0])
     register("b")

@@ -22,7 +22,7 @@ from gateway_harness import DEADLINE_S, World, served, until
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.gateway.http import peers as peers_module
-from sojourn_server.gateway.http.gateway_app import GatewayOptions
+from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayOptions
 from sojourn_server.gateway.http.peers import Peers, owner_of
 from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
@@ -176,12 +176,15 @@ async def test_a_gateway_that_hangs_holds_up_no_request_for_long(monkeypatch: py
         owned = _owned(one, True)
         hangs = asyncio.Event()
 
-        async def no_answer(*_: Any) -> None:
-            hangs.set()
-            await asyncio.sleep(3600)
+        serve = GatewayApplication.__call__
 
-        monkeypatch.setattr(one.gateway.generation.bodies, "read", no_answer)
-        monkeypatch.setattr(one.gateway.routing_backend, "replicas", no_answer)  # for /ping
+        async def hang(app: Any, *request: Any) -> None:
+            if app._generation is one.gateway.generation:
+                hangs.set()
+                await asyncio.sleep(3600)
+            await serve(app, *request)
+
+        monkeypatch.setattr(GatewayApplication, "__call__", hang)
         asked = asyncio.ensure_future(other.chat(owned, "key-a"))
         await hangs.wait()
         assert (await asked).status == 200

@@ -154,7 +154,7 @@ class GenerationProxy:
         except (ClientDisconnected, OSError):  # the server raises OSError on a write to a client that left
             self.metrics.disconnects.inc()
         except Exception:
-            if request is not None and request.has_begun:
+            if request is not None and request.meter is not None:
                 raise  # the server closes the connection, so that the answer does not look complete
             logger.exception("the gateway failed at a request; please report this")
             failed = RequestRejected(500, GATEWAY_FAILED, "the gateway failed; see its log")
@@ -208,14 +208,12 @@ class ProxyRequest:
         """The events in the hint of ``_body``; ``None``: there are none."""
         if hint is not None and hint.sojourn is not None and hint.sojourn.events:
             self._attached = AttachedEvents(program_id, hint, headers.get("authorization"))
-        self._meter: ResponseMeter | None = None
-        """What reads the answer; ``None``: no answer has begun."""
+        self.meter: ResponseMeter | None = None
+        """What reads the engine's answer; ``None``: the gateway has not begun to pass one to the client."""
         self._is_given_answer = False
         """Whether a successful answer has begun. It may have ended early."""
         self._is_answered = False
         """Whether a successful answer was passed on completely."""
-        self.has_begun = False
-        """Whether the gateway has begun to pass an engine's answer to the client."""
         self._is_streaming = False
         """Whether the client is receiving a stream that has not ended."""
         self._sent_to: str | None = None
@@ -264,10 +262,9 @@ class ProxyRequest:
             # After a newer decision, the core has assigned the request to another replica. ``None`` ends the
             # request wherever the core has it.
             where = None if self.decisions.superseded or self.decisions.has_decision else self._sent_to
-            counted, output_tokens = self._meter.counts() if self._meter is not None else (None, 0)
+            counted, output_tokens = self.meter.counts() if self.meter is not None else (None, 0)
             counted = counted or self._prefilled_tokens
             routing_backend.close(
-                self.decisions,
                 routing_events.RequestFinished(
                     self.decisions.request_id, output_tokens, where, self._is_given_answer, counted or 0
                 ),
@@ -288,7 +285,7 @@ class ProxyRequest:
     async def _end_with_gateway(self) -> None:
         """Tell the client that the gateway stops: by a rejection, or by an error event in an open stream."""
         message = "the gateway stops; send the request again"
-        if not self.has_begun:
+        if self.meter is None:
             raise RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
         if self._is_streaming:
             self._proxy.metrics.cut_streams.inc()
@@ -448,7 +445,7 @@ class ProxyRequest:
         replica. ``waited_s``: seconds that the request waited at the gateway before."""
         proxy, replica_id = self._proxy, decision.replica_id
         self.decisions.mark_answered()
-        self.has_begun = True
+        self.meter = meter = ResponseMeter(is_stream=answer.is_stream)
         self._is_given_answer = answer.status == 200 and not answer.is_engine_failure
         if self._attached is not None and self._is_given_answer:
             proxy.events.record_attached(self._attached, self._tenant, replica_id)
@@ -457,7 +454,6 @@ class ProxyRequest:
         headers.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))
         start = {"type": "http.response.start", "status": answer.status, "headers": headers}
         is_complete = answer.is_complete
-        self._meter = meter = ResponseMeter(is_stream=answer.is_stream)
         try:
             if is_complete:  # it goes to its client before it is recorded
                 await self._to_client(start)
@@ -521,7 +517,7 @@ class ProxyRequest:
 
     def _record_conversation(self) -> None:
         """Record the id of an answer of the responses API, so that the next turn finds its program."""
-        name = self._meter.response_id if self._meter is not None else None
+        name = self.meter.response_id if self.meter is not None else None
         if name is not None and self._program_id is not None:
             self._proxy.conversations[(self._tenant, name)] = self._program_id
             if len(self._proxy.conversations) > MAX_RESPONSE_IDS:

@@ -152,10 +152,10 @@ class RoutingBackend:
         self.tell(asked)
         return decisions
 
-    def close(self, decisions: RequestDecisions, over: routing_events.RequestFinished) -> None:
+    def close(self, over: routing_events.RequestFinished) -> None:
         """Report a request's end, and stop adding decisions to its queue."""
         self.tell(over)
-        self._open.pop(decisions.request_id, None)
+        self._open.pop(over.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass an event to the core, and deliver the core's actions. An error of the core is logged, not
