@@ -103,8 +103,8 @@ def test_each_direction_is_one_lane_first_come_first_served(slower: int) -> None
     assert last is not None
     assert last.staged == {5: {b"c": CopyResult.MOVED}}
     assert copies.next_done_s() == inf
-    assert (copies.to_disk_bytes, copies.from_disk_bytes) == (4000, 3000)
-    assert (copies.to_host_bytes, copies.to_device_bytes) == (0, 0)
+    assert (copies.to_disk.moved_bytes, copies.from_disk.moved_bytes) == (4000, 3000)
+    assert (copies.to_host.moved_bytes, copies.to_device.moved_bytes) == (0, 0)
 
 
 def test_what_a_step_saves_is_written_once_it_is_in_host_memory() -> None:

@@ -133,7 +133,7 @@ def test_the_next_prompt_continues_the_servers_real_output() -> None:
 
 
 def test_with_a_scale_lengths_count_and_blocks_do_not() -> None:
-    assert [len(prompt) for prompt in prompts_of(A, token_scale=0.5)] == [42, 64, 34]
+    assert [len(prompt) for prompt in prompts_of(A, outline=PromptPlan(A, 0.5))] == [42, 64, 34]
 
 
 @st.composite
@@ -160,7 +160,7 @@ def traces(draw: st.DrawFn) -> TraceProgram:
 
 @given(traces(), st.integers(0, 2))
 def test_any_blocks_give_prompts_that_keep_what_is_planned(trace: TraceProgram, copy: int) -> None:
-    builder = PromptBuilder(trace, copy=copy, vocabulary=500)
+    builder = PromptBuilder(trace, copy=copy, ids=TokenIdGenerator(500))
     runs = block_runs(trace)
     contexts: list[list[int]] = []
     by_block: dict[int, list[int]] = {}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.traces.prompt_builder import PromptBuilder, plan_turns
-from sojourn_server.traces.token_ids import FIRST_ID
+from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan, plan_turns
+from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator
 from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
 
 
@@ -137,7 +137,8 @@ TURNS = st.builds(
 
 @given(st.lists(TURNS, min_size=1, max_size=16), st.sampled_from([0.05, 0.5, 1.0, 2.0]))
 def test_any_trace_gives_prompts_of_the_planned_lengths(turns: list[TraceTurn], scale: float) -> None:
-    builder = PromptBuilder(program(*turns), token_scale=scale, vocabulary=500)
+    trace = program(*turns)
+    builder = PromptBuilder(trace, outline=PromptPlan(trace, scale), ids=TokenIdGenerator(500))
     contexts: list[list[int]] = []
     for index, plan in enumerate(builder.plans):
         prompt = builder.prompt(index)
@@ -157,6 +158,6 @@ def test_scaling_scales_the_context_not_only_the_first_prompt() -> None:
 
 def test_absurd_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="vocabulary is 300"):
-        PromptBuilder(APPENDING, vocabulary=300)
+        TokenIdGenerator(300)
     with pytest.raises(ValueError, match="token_scale is 0"):
-        PromptBuilder(APPENDING, token_scale=0)
+        PromptPlan(APPENDING, token_scale=0)

@@ -361,37 +361,34 @@ def _announcement(specs: Sequence[RunSpec]) -> str:
 
 
 def run_with_progress(specs: Sequence[RunSpec], jobs: int | None = None, since_s: float = 0.0) -> SuiteResult:
-    """Call ``run_suite`` and show its progress on stderr: a bar for each running simulation in a terminal, an
-    occasional line elsewhere. SIGTERM interrupts the runs as Ctrl-C does."""
+    """Call ``run_suite`` and show its progress on stderr: a bar in a terminal, an occasional line elsewhere.
+    SIGTERM interrupts the runs as Ctrl-C does."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from sojourn_server.simulator.simulation_suite import run_suite
 
     planned = list(dict.fromkeys(specs))
     columns = (
-        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f}% {task.fields[finished]:>4} finished"),
+        TextColumn("{task.percentage:>3.0f}%, {task.fields[ended]} of {task.total} runs, "),
+        TextColumn("{task.fields[finished]} programs finished"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     terminal = sys.stderr.isatty()
     bar = Progress(*columns, console=console, transient=True, disable=not terminal)
     with _sigterm_interrupts(), bar as progress:
-        whole = progress.add_task("all runs", total=len(planned), finished=0)
-        bars: dict[int, Any] = {}
+        task = progress.add_task("", total=len(planned), ended=0, finished=0)
         parts: dict[int, float] = {}
+        programs: dict[int, int] = {}
         line_s = time.monotonic() + LINE_INTERVAL_S
 
         def move(number: int, now: float, finished: int) -> None:
             nonlocal line_s
             spec = planned[number]
-            if number not in bars:
-                bars[number] = progress.add_task(spec.label, total=1.0, finished=0)
             part = now / spec.until_s if spec.until_s is not None else finished / spec.programs
-            parts[number] = min(1.0, part)
-            progress.update(bars[number], completed=parts[number], finished=finished)
-            progress.update(whole, completed=sum(parts.values()))
+            parts[number], programs[number] = min(1.0, part), finished
+            progress.update(task, completed=sum(parts.values()), finished=sum(programs.values()))
             if not terminal and time.monotonic() >= line_s:
                 line_s = time.monotonic() + LINE_INTERVAL_S
                 percent = 100 * sum(parts.values()) / len(planned)
@@ -399,10 +396,7 @@ def run_with_progress(specs: Sequence[RunSpec], jobs: int | None = None, since_s
 
         def end(number: int) -> None:
             parts[number] = 1.0
-            if number in bars:
-                progress.update(bars[number], completed=1.0, visible=False)
-            done = sum(part == 1.0 for part in parts.values())
-            progress.update(whole, completed=sum(parts.values()), finished=done)
+            progress.update(task, completed=sum(parts.values()), ended=list(parts.values()).count(1.0))
 
         return run_suite(specs, processes=jobs, since_s=since_s, on_progress=move, on_done=end)
 

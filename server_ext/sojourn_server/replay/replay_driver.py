@@ -18,8 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
-from sojourn_server.traces.prompt_builder import DEFAULT_VOCABULARY, PromptBuilder, recomputed_tokens
-from sojourn_server.traces.token_ids import FIRST_ID
+from sojourn_server.traces.prompt_builder import (
+    DEFAULT_VOCABULARY,
+    PromptBuilder,
+    PromptPlan,
+    recomputed_tokens,
+)
+from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator
 from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn, replayed_id
 
 from .completions_client import CompletionsClient, RequestError, ServedModel
@@ -99,6 +104,7 @@ class Replay:
         self._on_progress = on_progress
         self._clock = clock
         self._started_s = 0.0
+        self._ids = TokenIdGenerator(options.vocabulary)
         # A server remembers ended programs, so a second replay of the same trace needs other ids.
         self._run_id = secrets.token_hex(3)
         longest = max((turn.output_tokens for program in programs for turn in program.turns), default=1)
@@ -173,9 +179,8 @@ class Replay:
         parent_id: str | None,
         turns_done: list[asyncio.Event],
     ) -> ReplayedProgram:
-        builder = PromptBuilder(
-            program, token_scale=self._options.token_scale, vocabulary=self._options.vocabulary
-        )
+        outline = PromptPlan(program, self._options.token_scale)
+        builder = PromptBuilder(program, outline=outline, ids=self._ids)
         fitting, reason = self._count_fitting_turns(builder)
         if not fitting:
             return ReplayedProgram(program.program_id, finished=False, completion_s=None, reason=reason)

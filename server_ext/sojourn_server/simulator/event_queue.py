@@ -1,10 +1,14 @@
-"""Virtual time: the clock, and the queue of events behind every simulation."""
+"""Virtual time: the clock, the queue of events behind every simulation, and transfers that take time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .latency.latency_protocol import LatencyModel
 
 
 class VirtualClock:
@@ -74,3 +78,52 @@ class EventQueue:
     def is_over(self) -> bool:
         """Whether only background events are left."""
         return not self._foreground_events
+
+
+class TransferLane:
+    """Transfers in one direction, one after the other, like a DMA engine."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        """``seconds``: function that returns the duration of a transfer of so many bytes."""
+        self._seconds = seconds
+        self._free_s = 0.0
+        self.running: deque[tuple[float, Any]] = deque()
+        """(End time, content) of the transfers that have not been taken, in order."""
+        self.moved_bytes = 0
+        """Bytes of all transfers so far, queued ones included."""
+
+    def begin(self, content: Any, size: int, now: float) -> None:
+        """Queue a transfer of ``size`` bytes. It begins at ``now`` at the earliest."""
+        self._free_s = max(now, self._free_s) + self.took_s(size)
+        self.running.append((self._free_s, content))
+
+    def took_s(self, size: int) -> float:
+        """Count a transfer of ``size`` bytes, and return its seconds."""
+        self.moved_bytes += size
+        return self._seconds(size)
+
+    def take_done(self, now: float) -> Iterator[Any]:
+        """Yield the content of the transfers that have ended by ``now``, in order, each once."""
+        while self.running and self.running[0][0] <= now:
+            yield self.running.popleft()[1]
+
+
+class HostTransfers:
+    """Simulated copies between the tiers of one engine. All times are virtual seconds."""
+
+    def __init__(self, latency: LatencyModel, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.to_host = TransferLane(lambda size: latency.copy_s(size, to_host=True))
+        self.to_device = TransferLane(lambda size: latency.copy_s(size, to_host=False))
+        self.to_disk = TransferLane(lambda size: latency.disk_s(size, to_disk=True))
+        self.from_disk = TransferLane(lambda size: latency.disk_s(size, to_disk=False))
+
+    def next_done_s(self) -> float:
+        """Time at which the next transfer ends; ``inf`` if none is running."""
+        lanes = (self.to_host, self.to_device, self.to_disk, self.from_disk)
+        return min((lane.running[0][0] for lane in lanes if lane.running), default=float("inf"))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a transfer is running or queued."""
+        return self.next_done_s() != float("inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .event_queue import VirtualClock
@@ -22,19 +22,6 @@ NEVER_S = float("inf")
 
 IDLE_POLL_S = 0.05
 """Retry interval, in virtual seconds, of an engine that has requests but can run none."""
-
-
-@dataclass(slots=True)
-class ReplicaStepCounts:
-    """Counters of one engine."""
-
-    steps: int = 0
-    busy_s: float = 0.0
-    scheduler_s: float = 0.0
-    """Wall-clock seconds inside calls of the scheduler."""
-    preemption_steps: list[int] = field(default_factory=list)
-    blocked_since_s: float | None = None
-    """Time since which the engine has requests but can run none; ``None`` otherwise."""
 
 
 @dataclass(slots=True)
@@ -79,7 +66,13 @@ class SimulatedReplica:
         self.account = account
         self.host = host
         self._inbox: deque[Callable[[], None]] = deque()
-        self.counts = ReplicaStepCounts()
+        self.steps = 0
+        self.busy_s = 0.0
+        self.scheduler_s = 0.0
+        """Wall-clock seconds inside calls of the scheduler."""
+        self.preemption_steps: list[int] = []
+        self.blocked_since_s: float | None = None
+        """Time since which the engine has requests but can run none; ``None`` otherwise."""
         self.due_s = NEVER_S
         self._latency = latency
         self._clock = clock
@@ -124,7 +117,7 @@ class SimulatedReplica:
         self.deliver()
         if not self._steps:
             if not self.engine.scheduler.has_requests() and not (self.host and self.host.is_busy):
-                self.counts.blocked_since_s = None
+                self.blocked_since_s = None
                 self.due_s = NEVER_S
                 return
             self._plan(self._clock.now_s)
@@ -158,23 +151,23 @@ class SimulatedReplica:
             else:
                 self._mark_blocked()
             return
-        self.counts.blocked_since_s = None
+        self.blocked_since_s = None
         self.due_s = now
         entered = time.perf_counter()
         finished = self.engine.update_from_output(step.planned, copies, step.sampled)
-        self.counts.scheduler_s += time.perf_counter() - entered
+        self.scheduler_s += time.perf_counter() - entered
         for request_id in finished:
             turn = self.account.finished(request_id, now)
             self._on_finished(turn, self.engine)
 
     def _plan(self, begins_s: float) -> None:
         """Plan a step that begins at ``begins_s``, or later if it has to wait for copies."""
-        counts, now = self.counts, self._clock.now_s
+        now = self._clock.now_s
         entered = time.perf_counter()
         planned = self.engine.plan()
-        counts.scheduler_s += time.perf_counter() - entered
+        self.scheduler_s += time.perf_counter() - entered
         if planned.preempted_req_ids:
-            counts.preemption_steps.extend([counts.steps] * len(planned.preempted_req_ids))
+            self.preemption_steps.extend([self.steps] * len(planned.preempted_req_ids))
         orders: Any = planned.kv_connector_metadata
         host = self.host if orders is not None else None
         if host is not None:
@@ -184,16 +177,16 @@ class SimulatedReplica:
         over_s = host.begin_step(orders, begins_s) if host is not None else begins_s
         if work.tokens:
             took_s = self._latency.step_s(work)
-            counts.steps += 1
-            counts.busy_s += took_s
+            self.steps += 1
+            self.busy_s += took_s
             over_s += took_s
         self._steps.append(_Step(planned, sampled, bool(work.tokens), over_s, is_ahead=bool(self._steps)))
 
     def _mark_blocked(self) -> None:
         """Record that the engine has requests but can run none, and set the time of the next attempt."""
         now = self._clock.now_s
-        if self.counts.blocked_since_s is None:
-            self.counts.blocked_since_s = now
+        if self.blocked_since_s is None:
+            self.blocked_since_s = now
         copied_s = self.host.next_done_s() if self.host is not None else NEVER_S
         self.due_s = max(now, min(copied_s, now + IDLE_POLL_S))
 

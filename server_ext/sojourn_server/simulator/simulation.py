@@ -228,7 +228,7 @@ class Simulation:
     def _is_stuck(self) -> bool:
         now = self._clock.now_s
         for sim_replica in self.replicas:
-            since_s = sim_replica.counts.blocked_since_s
+            since_s = sim_replica.blocked_since_s
             if since_s is not None and now - since_s > STALL_TIMEOUT_S:
                 name = "" if self._standalone else f"{sim_replica.replica}: "
                 self._log.notes.append(
@@ -258,24 +258,26 @@ class Simulation:
         if isinstance(self._front, SimulatedGateway):
             log.routes = dict(sorted(self._front.core.counts.routes.items()))
         for number, sim_replica in enumerate(self.replicas):
-            counts, host = sim_replica.counts, sim_replica.host
+            host = sim_replica.host
             if self._standalone:
                 sim_replica.deliver()
-            log.steps += counts.steps
-            log.busy_s += counts.busy_s / len(self.replicas)
-            log.scheduler_s += counts.scheduler_s
+            log.steps += sim_replica.steps
+            log.busy_s += sim_replica.busy_s / len(self.replicas)
+            log.scheduler_s += sim_replica.scheduler_s
             log.preemption_steps.extend(
-                number * REPLICA_STEP_OFFSET + step for step in counts.preemption_steps
+                number * REPLICA_STEP_OFFSET + step for step in sim_replica.preemption_steps
             )
             if not self._standalone:
                 log.replicas.append(
-                    ReplicaLog(replica=sim_replica.replica, steps=counts.steps, busy_s=counts.busy_s)
+                    ReplicaLog(
+                        replica=sim_replica.replica, steps=sim_replica.steps, busy_s=sim_replica.busy_s
+                    )
                 )
             if host is not None:
-                log.copied_to_host_bytes += host.to_host_bytes
-                log.copied_to_device_bytes += host.to_device_bytes
-                log.copied_to_disk_bytes += host.to_disk_bytes
-                log.copied_from_disk_bytes += host.from_disk_bytes
+                log.copied_to_host_bytes += host.to_host.moved_bytes
+                log.copied_to_device_bytes += host.to_device.moved_bytes
+                log.copied_to_disk_bytes += host.to_disk.moved_bytes
+                log.copied_from_disk_bytes += host.from_disk.moved_bytes
             if sim_replica.engine.adapter is not None:
                 log.hook_failures += sim_replica.engine.adapter.failures
             sim_replica.account.cut_off(self._clock.now_s)

@@ -87,13 +87,6 @@ class RunSpec:
     """Number of programs from which gateway and clients learn about each agent type before the run. These
     programs are made with another seed. Only for synthetic workloads with ``replicas``."""
 
-    @property
-    def label(self) -> str:
-        """Name in progress bars and tables."""
-        load = f"{self.rate_per_s:g}/s" if self.rate_per_s is not None else str(self.programs)
-        cluster = "" if self.replicas is None else f" on {self.replicas}"
-        return f"{self.policy} @ {load}{cluster}"
-
 
 def run_simulation(
     spec: RunSpec,

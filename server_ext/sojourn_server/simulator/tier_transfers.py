@@ -7,16 +7,16 @@ one FIFO. The disk is a set of block keys.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ..kv_offload.offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
+from ..kv_offload.offload_jobs import BlockKey, CopyResult, OffloadJobs, OffloadResults
 from ..kv_offload.offload_planner import OffloadPlanner
 from ..vllm.compat import KVConnectorOutput, KVTransferConfig
 from ..vllm.kv_connector import StepOrders, StepReport
 from ..vllm.kv_offload_connector import SojournConnector
+from .event_queue import HostTransfers
 
 if TYPE_CHECKING:
     from ..vllm.compat import KVCacheConfig, KVConnectorRole, VllmConfig
@@ -26,69 +26,15 @@ _DISK_BLOCKS = "lab_disk_blocks"
 """Key of the connector setting with the number of disk blocks, for ``SimulatedTierConnector``."""
 
 
-class _FileTransfer(NamedTuple):
-    """A running copy from host memory to disk (a spill), or from disk to host memory (a stage)."""
-
-    done_s: float
-    job: int
-    files: Sequence[FileCopy]
-
-
-class _Load(NamedTuple):
-    """A running load from host memory to the device."""
-
-    done_s: float
-    request_id: str
-
-
-class _DiskTransferLane:
-    """Transfers between host memory and disk in one direction, one after the other."""
-
-    def __init__(self, latency: LatencyModel, block_bytes: int, *, to_disk: bool) -> None:
-        self._latency = latency
-        self._block_bytes = block_bytes
-        self._to_disk = to_disk
-        self._free_s = 0.0
-        self._jobs: deque[_FileTransfer] = deque()
-        self.moved_bytes = 0
-
-    def begin(self, jobs: Mapping[int, Sequence[FileCopy]], now: float) -> None:
-        """Queue ``jobs``. They begin at ``now`` at the earliest."""
-        for job, files in jobs.items():
-            size = len(files) * self._block_bytes
-            self.moved_bytes += size
-            self._free_s = max(now, self._free_s) + self._latency.disk_s(size, to_disk=self._to_disk)
-            self._jobs.append(_FileTransfer(self._free_s, job, files))
-
-    def take_done(self, now: float) -> Iterable[_FileTransfer]:
-        """Yield the jobs that have ended by ``now``, in order, each once."""
-        while self._jobs and self._jobs[0].done_s <= now:
-            yield self._jobs.popleft()
-
-    def next_done_s(self) -> float:
-        """Time at which the next job ends; ``inf`` if no job is running."""
-        return self._jobs[0].done_s if self._jobs else float("inf")
-
-
-class TierTransfers:
+class TierTransfers(HostTransfers):
     """Simulated copies between the tiers of one engine. All times are virtual seconds."""
 
     def __init__(self, latency: LatencyModel, block_bytes: int) -> None:
-        self._latency = latency
-        self._block_bytes = block_bytes
-        self._stores: dict[int, float] = {}
-        """End time of each running store (copy from the device to host memory) by job number, in order."""
-        self._to_host_free_s = 0.0
-        self._to_device_free_s = 0.0
-        self._loads: deque[_Load] = deque()
+        super().__init__(latency, block_bytes)
         self._not_filled: set[int] = set()
         """Device blocks of rejected loads, to be reported as invalid."""
-        self._to_disk = _DiskTransferLane(latency, block_bytes, to_disk=True)
-        self._from_disk = _DiskTransferLane(latency, block_bytes, to_disk=False)
         self._on_disk: set[BlockKey] = set()
         self._results = OffloadResults(on_disk=[])
-        self.to_host_bytes = 0
-        self.to_device_bytes = 0
 
     def loads(self, orders: StepOrders[OffloadJobs]) -> Iterable[tuple[str, int]]:
         """Return (request id, number of blocks) for each load that this step starts."""
@@ -98,46 +44,40 @@ class TierTransfers:
         """Start the transfers of a step. Returns the time at which the step may begin. It is later than
         ``now`` if the step must wait for saves, or for earlier transfers of blocks that it uses."""
         jobs = orders.jobs
-        begins_s = max([now, *(self._stores[job] for job in jobs.awaited if job in self._stores)])
-        if jobs.settles and self._loads:
-            begins_s = max(begins_s, self._loads[-1].done_s)
+        begins_s = max([now, *(done_s for done_s, job in self.to_host.running if job in jobs.awaited)])
+        if jobs.settles and self.to_device.running:
+            begins_s = max(begins_s, self.to_device.running[-1][0])
         if jobs.saves:
             # Saves do not queue behind stores, because they only have to end before the forward pass writes.
-            begins_s += self._copy_s(len(jobs.saves), to_host=True)
+            begins_s += self.to_host.took_s(len(jobs.saves) * self.block_bytes)
         for request_id, copies in jobs.loads.items():
-            took_s = self._copy_s(len(copies), to_host=False)
-            self._to_device_free_s = max(begins_s, self._to_device_free_s) + took_s
-            self._loads.append(_Load(self._to_device_free_s, request_id))
+            self.to_device.begin(request_id, len(copies) * self.block_bytes, begins_s)
         for request_id, block_ids in orders.rejected.items():
-            self._loads.append(_Load(begins_s, request_id))
+            self.to_device.running.append((begins_s, request_id))
             self._not_filled.update(block_ids)
         for job, copies in jobs.stores.items():
-            took_s = self._copy_s(len(copies), to_host=True)
-            self._stores[job] = self._to_host_free_s = max(begins_s, self._to_host_free_s) + took_s
+            self.to_host.begin(job, len(copies) * self.block_bytes, begins_s)
         # Deletion takes no time, and comes before spills, which may have the same key.
         self._on_disk.difference_update(jobs.drops)
         # Blocks that this step saves are in host memory when it begins, and may be spilled.
-        self._to_disk.begin(jobs.spills, begins_s)
-        self._from_disk.begin(jobs.stages, begins_s)
+        for lane, files_of in ((self.to_disk, jobs.spills), (self.from_disk, jobs.stages)):
+            for job, files in files_of.items():
+                lane.begin((job, files), len(files) * self.block_bytes, begins_s)
         return begins_s
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
         """Return, as a worker would, the transfers that have ended by ``now`` and were not returned before.
         ``None`` if there are none."""
-        for job in [job for job, done_s in self._stores.items() if done_s <= now]:
-            del self._stores[job]
-            self._results.stored[job] = CopyResult.MOVED
-        for spill in self._to_disk.take_done(now):
-            self._on_disk.update(file.key for file in spill.files)
-            self._results.spilled[spill.job] = {file.key: CopyResult.MOVED for file in spill.files}
-        for stage in self._from_disk.take_done(now):
-            self._results.staged[stage.job] = {
+        self._results.stored.update(dict.fromkeys(self.to_host.take_done(now), CopyResult.MOVED))
+        for job, files in self.to_disk.take_done(now):
+            self._on_disk.update(file.key for file in files)
+            self._results.spilled[job] = {file.key: CopyResult.MOVED for file in files}
+        for job, files in self.from_disk.take_done(now):
+            self._results.staged[job] = {
                 file.key: CopyResult.MOVED if file.key in self._on_disk else CopyResult.MISSING
-                for file in stage.files
+                for file in files
             }
-        loaded: set[str] = set()
-        while self._loads and self._loads[0].done_s <= now:
-            loaded.add(self._loads.popleft().request_id)
+        loaded = set(self.to_device.take_done(now))
         if not self._results and not loaded:
             return None
         results, self._results = self._results, OffloadResults()
@@ -147,35 +87,6 @@ class TierTransfers:
             kv_connector_worker_meta=StepReport(results) if results else None,
             invalid_block_ids=not_filled,
         )
-
-    def next_done_s(self) -> float:
-        """Time at which the next transfer ends; ``inf`` if none is running."""
-        stored_s = next(iter(self._stores.values()), float("inf"))
-        loaded_s = self._loads[0].done_s if self._loads else float("inf")
-        return min(stored_s, loaded_s, self._to_disk.next_done_s(), self._from_disk.next_done_s())
-
-    @property
-    def to_disk_bytes(self) -> int:
-        """Bytes of all writes to disk so far, queued ones included."""
-        return self._to_disk.moved_bytes
-
-    @property
-    def from_disk_bytes(self) -> int:
-        """Bytes of all reads from disk so far, queued ones included."""
-        return self._from_disk.moved_bytes
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a transfer is running or queued."""
-        return self.next_done_s() != float("inf")
-
-    def _copy_s(self, blocks: int, *, to_host: bool) -> float:
-        size = blocks * self._block_bytes
-        if to_host:
-            self.to_host_bytes += size
-        else:
-            self.to_device_bytes += size
-        return self._latency.copy_s(size, to_host=to_host)
 
 
 class SimulatedTierConnector(SojournConnector):

@@ -11,9 +11,8 @@ them from host memory (LRU). Only the worker side is simulated. Its transfers ha
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..vllm.compat import (
     KVConnectorOutput,
@@ -22,6 +21,7 @@ from ..vllm.compat import (
     OffloadingWorkerMetadata,
     TransferJob,
 )
+from .event_queue import HostTransfers
 
 if TYPE_CHECKING:
     from .latency.latency_protocol import LatencyModel
@@ -30,27 +30,13 @@ _ALIGNMENT_BYTES = 4096
 """The connector rounds the size of a block up to a multiple of this many bytes."""
 
 
-class _Transfer(NamedTuple):
-    job_id: int
-    request_id: str
-    done_s: float
-
-
-class VllmOffloadTransfers:
-    """Simulated copies between device and host memory of one engine. All times are virtual seconds."""
+class VllmOffloadTransfers(HostTransfers):
+    """Simulated copies between device and host memory of one engine. There is no disk."""
 
     def __init__(self, latency: LatencyModel, block_bytes: int) -> None:
-        self._latency = latency
-        self._block_bytes = block_bytes
-        self._stores: deque[_Transfer] = deque()
-        self._loads: deque[_Transfer] = deque()
+        super().__init__(latency, block_bytes)
         self._to_submit: dict[int, TransferJob] = {}
         """Stores that begin with the next step, by job id."""
-        self._store_lane_free_s = 0.0
-        self._load_lane_free_s = 0.0
-        self.to_host_bytes = 0
-        self.to_device_bytes = 0
-        self.to_disk_bytes = self.from_disk_bytes = 0  # there is no disk
 
     def loads(self, metadata: OffloadingConnectorMetadata) -> Iterable[tuple[str, int]]:
         """Return (request id, number of blocks) for each load that this step starts."""
@@ -66,52 +52,33 @@ class VllmOffloadTransfers:
             if job is not None:
                 self._to_submit[job_id] = job
         for job_id, job in self._to_submit.items():
-            self._store(job_id, job, now)
+            self.to_host.begin(job_id, len(job.src_spec.block_ids) * self.block_bytes, now)
         self._to_submit.clear()
-        begins_s = max([now, *(copy.done_s for copy in self._stores if copy.job_id in waits_for)])
+        begins_s = max([now, *(done_s for done_s, job_id in self.to_host.running if job_id in waits_for)])
         for job_id, job in metadata.load_jobs.items():
-            size = len(job.dst_spec.block_ids) * self._block_bytes
-            self.to_device_bytes += size
-            start_s = max(begins_s, self._load_lane_free_s)
-            self._load_lane_free_s = start_s + self._latency.copy_s(size, to_host=False)
-            self._loads.append(_Transfer(job_id, job.req_id, self._load_lane_free_s))
+            size = len(job.dst_spec.block_ids) * self.block_bytes
+            self.to_device.begin((job_id, job.req_id), size, begins_s)
         self._to_submit.update(metadata.store_jobs)
         return begins_s
-
-    def _store(self, job_id: int, job: TransferJob, now: float) -> None:
-        size = len(job.src_spec.block_ids) * self._block_bytes
-        self.to_host_bytes += size
-        start_s = max(now, self._store_lane_free_s)
-        self._store_lane_free_s = start_s + self._latency.copy_s(size, to_host=True)
-        self._stores.append(_Transfer(job_id, job.req_id, self._store_lane_free_s))
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
         """Return, as a worker would, the transfers that have ended by ``now`` and were not returned before.
         ``None`` if there are none."""
         metadata = OffloadingWorkerMetadata()
-        for copy in self._take_done(self._stores, now):
-            metadata.mark_completed(copy.job_id)
+        for job_id in self.to_host.take_done(now):
+            metadata.mark_completed(job_id)
         received: set[str] = set()
-        for copy in self._take_done(self._loads, now):
-            metadata.mark_completed(copy.job_id)
-            received.add(copy.request_id)
+        for job_id, request_id in self.to_device.take_done(now):
+            metadata.mark_completed(job_id)
+            received.add(request_id)
         if not metadata.completed_jobs:
             return None
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=metadata)
 
-    def next_done_s(self) -> float:
-        """Time at which the next transfer ends; ``inf`` if none is running."""
-        return min((lane[0].done_s for lane in (self._stores, self._loads) if lane), default=float("inf"))
-
     @property
     def is_busy(self) -> bool:
         """Whether a transfer is running, or will begin with the next step."""
-        return bool(self._stores or self._loads or self._to_submit)
-
-    @staticmethod
-    def _take_done(lane: deque[_Transfer], now: float) -> Iterable[_Transfer]:
-        while lane and lane[0].done_s <= now:
-            yield lane.popleft()
+        return bool(super().is_busy or self._to_submit)
 
 
 def vllm_offload_transfer_config(host_blocks: int, page_bytes: int) -> KVTransferConfig:

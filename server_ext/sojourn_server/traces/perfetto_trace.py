@@ -36,20 +36,14 @@ class Slice(NamedTuple):
     """(name, start, end) of the turn's phases, in order; empty for a tool call."""
 
 
-class _Group(NamedTuple):
-    """Events that are kept or cut together."""
-
-    at_s: float
-    events: list[dict[str, Any]]
-
-
 class PerfettoTrace:
     """Collects events of one or more runs. ``document`` returns them as a trace. Arguments in seconds are on
     the clock of the run."""
 
     def __init__(self) -> None:
         self._metadata: list[dict[str, Any]] = []
-        self._groups: list[_Group] = []
+        self._groups: list[list[dict[str, Any]]] = []
+        """Events that are kept or cut together; the first is the earliest."""
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[int, str, int], int] = {}
         self._leases = 0
@@ -87,7 +81,7 @@ class PerfettoTrace:
                 for name, start_s, end_s in found.parts
                 if min(end_s, found.end_s) > max(start_s, found.start_s)
             ]  # fmt: skip
-            self._groups.append(_Group(found.start_s, events))
+            self._groups.append(events)
 
     def add_instant(
         self, pid: int, program_id: str | None, name: str, at_s: float, arguments: Mapping[str, Any]
@@ -98,7 +92,7 @@ class PerfettoTrace:
             "ph": "i", "s": "p" if program_id is None else "t", "pid": pid, "tid": tid, "cat": "decision",
             "name": name, "ts": at_s, "args": dict(arguments),
         }  # fmt: skip
-        self._groups.append(_Group(at_s, [event]))
+        self._groups.append([event])
 
     def add_lease(
         self, pid: int, program_id: str, start_s: float, end_s: float, arguments: Mapping[str, Any]
@@ -110,7 +104,7 @@ class PerfettoTrace:
             "name": f"lease {program_id}",
         }  # fmt: skip
         begin = {"ph": "b", **at, "ts": start_s, "args": dict(arguments)}
-        self._groups.append(_Group(start_s, [begin, {"ph": "e", **at, "ts": max(start_s, end_s)}]))
+        self._groups.append([begin, {"ph": "e", **at, "ts": max(start_s, end_s)}])
 
     def add_counters(self, pid: int, slices: Iterable[Slice]) -> None:
         """Add the numbers of running and waiting requests over time, counted from the ``parts`` of turns."""
@@ -127,24 +121,24 @@ class PerfettoTrace:
                 "ph": "C", "pid": pid, "tid": 0, "name": "requests", "ts": at_s,
                 "args": {"running": running, "waiting": waiting},
             }  # fmt: skip
-            self._groups.append(_Group(at_s, [event]))
+            self._groups.append([event])
 
     def document(
         self, *, max_events: int = MAX_EVENTS, notes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the trace as JSON data. ``notes``, such as the source of the run, go into its
         ``otherData``."""
-        kept: list[_Group] = []
+        kept: list[list[dict[str, Any]]] = []
         room = max_events
-        groups = sorted(self._groups, key=lambda group: -group.at_s)
+        groups = sorted(self._groups, key=lambda group: -group[0]["ts"])
         for group in groups:
-            if len(group.events) > room:
+            if len(group) > room:
                 break
-            room -= len(group.events)
+            room -= len(group)
             kept.append(group)
-        cut = sum(len(group.events) for group in groups[len(kept):])  # fmt: skip
-        zero_s = min((group.at_s for group in kept), default=0.0)
-        events = [_timed(event, zero_s) for group in reversed(kept) for event in group.events]
+        cut = sum(map(len, groups[len(kept) :]))
+        zero_s = min((group[0]["ts"] for group in kept), default=0.0)
+        events = [_timed(event, zero_s) for group in reversed(kept) for event in group]
         metadata = list(self._metadata)
         if cut:
             metadata += [

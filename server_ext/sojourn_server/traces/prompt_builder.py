@@ -151,21 +151,16 @@ class PromptBuilder:
         self,
         program: TraceProgram,
         *,
-        token_scale: float = 1.0,
-        vocabulary: int = DEFAULT_VOCABULARY,
         copy: int = 0,
         system_blocks: frozenset[int] = frozenset(),
         outline: PromptPlan | None = None,
         ids: TokenIdGenerator | None = None,
     ) -> None:
         """Each ``copy`` of a program has its own tokens; copy 0 is the recorded program. ``system_blocks``
-        are recorded blocks that all copies share. Builders of one program may share ``outline``, which
-        replaces ``token_scale``. Any builders may share ``ids``, which replaces ``vocabulary``.
-
-        Raises ``ValueError`` for a vocabulary that is too small or a scale that is not positive.
-        """
-        self._outline = outline if outline is not None else PromptPlan(program, token_scale)
-        self._ids = ids if ids is not None else TokenIdGenerator(vocabulary)
+        are recorded blocks that all copies share. Builders of one program may share ``outline`` (default:
+        unscaled lengths). Any builders may share ``ids`` (default: of ``DEFAULT_VOCABULARY``)."""
+        self._outline = outline or PromptPlan(program)
+        self._ids = ids or TokenIdGenerator(DEFAULT_VOCABULARY)
         self.plans = self._outline.plans
         self._program = program
         self._name = program.program_id if copy == 0 else f"{program.program_id}#{copy}"
