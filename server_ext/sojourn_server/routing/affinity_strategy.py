@@ -449,7 +449,7 @@ class AffinityStrategy(RoutingStrategy):
         """Send the requests for which a replica has capacity. Work stealing runs on a ``Tick``, and on
         other events if a replica registered or stopped being full. Preemption between tenants runs only on
         a ``Tick``."""
-        if not self._core.waiting:
+        if not self._core.waiting:  # the usual case: nothing to send, steal, reserve for or make way for
             self.capacity_changed = self._has_unrouted = self._is_closed_to_new = False
             self._fleet.newly_idle, self.reserved = False, None
             self.freed.clear()

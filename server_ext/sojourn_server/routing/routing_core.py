@@ -612,7 +612,7 @@ class RoutingCore:
         """Change the number of tokens that are counted for a program at its home."""
         replica, more = self.fleet.get(program.home), size_tokens - program.size_tokens
         program.size_tokens = size_tokens
-        if replica is not None and (more or program.waiting):
+        if replica is not None and (more or program.waiting):  # ``homed`` looks at its waiting requests
             replica.add_homed(program, more)
             self.strategy.homed(program, more)
 
