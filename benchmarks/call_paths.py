@@ -27,8 +27,7 @@ from typing import Any
 
 import msgspec
 from result_pages import show
-from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayOptions
-from sojourn_server.gateway.http.standalone_gateway import build_gateway
+from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayOptions, build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 

@@ -424,8 +424,7 @@ def engine_api() -> dict[str, Any]:
 
 def gateway_api() -> dict[str, Any]:
     """Return the OpenAPI document of a gateway."""
-    from sojourn_server.gateway.http.gateway_app import GatewayOptions
-    from sojourn_server.gateway.http.standalone_gateway import build_gateway
+    from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
     from sojourn_server.gateway.http.tenant_keys import TenantKeys
     from sojourn_server.policies.cluster_preset import load_cluster_preset
 

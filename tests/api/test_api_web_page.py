@@ -10,8 +10,7 @@ import pytest
 from api_test_engines import KEY, ScriptedEngine, check_error, client_of, engine_answers
 from fastapi.testclient import TestClient
 from sojourn_server.api.web_page import FOLDER, page_files
-from sojourn_server.gateway.http.gateway_app import GatewayOptions
-from sojourn_server.gateway.http.standalone_gateway import build_gateway
+from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.policies.cluster_preset import parse_cluster_preset

@@ -12,7 +12,7 @@ import pytest
 from sojourn_server.cli import build_app
 from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.gateway import _READ_SIDES
-from sojourn_server.gateway.http import standalone_gateway
+from sojourn_server.gateway.http import gateway_app
 from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES, PrefillDecodeRules
 from typer.testing import CliRunner
 
@@ -120,7 +120,7 @@ def test_the_limits_of_pairs_reach_the_rules(monkeypatch: pytest.MonkeyPatch) ->
     def build(_: object, rules: PrefillDecodeRules, *__: object, **___: object) -> None:
         raise BuiltError(rules)
 
-    monkeypatch.setattr(standalone_gateway, "build_gateway", build)
+    monkeypatch.setattr(gateway_app, "build_gateway", build)
 
     def rules_of(*flags: str) -> PrefillDecodeRules:
         error = CliRunner().invoke(build_app(), ["gateway", *PAIR, *flags]).exception
@@ -134,7 +134,7 @@ def test_the_limits_of_pairs_reach_the_rules(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_neither_vllm_nor_ray_nor_torch_is_loaded_for_it(tmp_path: Path) -> None:
     code = (
-        "import sys; import sojourn_server.gateway.http.standalone_gateway, sojourn_server.cli.gateway; "
+        "import sys; import sojourn_server.gateway.http.gateway_app, sojourn_server.cli.gateway; "
         "print([name for name in ('vllm', 'ray', 'torch', 'fastapi') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

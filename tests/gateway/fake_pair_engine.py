@@ -9,8 +9,7 @@ from typing import Any
 
 from fake_engine import FakeEngine, running
 from gateway_harness import World, served, until
-from sojourn_server.gateway.http.gateway_app import GatewayOptions
-from sojourn_server.gateway.http.standalone_gateway import build_gateway
+from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.routing.routing_events import PairRole
 from sojourn_server.routing.routing_from_preset import PrefillDecodeRules

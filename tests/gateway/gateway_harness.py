@@ -15,9 +15,8 @@ from typing import Any
 import aiohttp
 import uvicorn
 from fake_engine import FakeEngine
-from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions
+from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions, build_gateway
 from sojourn_server.gateway.http.gateway_server import ClientProtocol
-from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing.routing_limits import RoutingLimits

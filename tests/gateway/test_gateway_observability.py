@@ -9,8 +9,7 @@ import pytest
 from fake_engine import engines
 from fake_pair_engine import pair_engines
 from gateway_harness import World, until, world
-from sojourn_server.gateway.http.gateway_app import GatewayOptions
-from sojourn_server.gateway.http.standalone_gateway import build_gateway
+from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys, TenantKeysError
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 

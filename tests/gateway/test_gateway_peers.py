@@ -22,9 +22,8 @@ from gateway_harness import DEADLINE_S, World, served, until
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.gateway.http import peers as peers_module
-from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayOptions
+from sojourn_server.gateway.http.gateway_app import GatewayApplication, GatewayOptions, build_gateway
 from sojourn_server.gateway.http.peers import Peers, owner_of
-from sojourn_server.gateway.http.standalone_gateway import build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.routing.routing_from_preset import PrefillDecodeRules

@@ -172,7 +172,7 @@ def test_what_ray_reads_of_the_environment() -> None:
 
 def test_neither_the_sdk_nor_a_gateway_on_one_machine_loads_ray() -> None:
     code = (
-        "import sys, sojourn, sojourn_server.gateway.http.standalone_gateway, sojourn_server.cli.gateway\n"
+        "import sys, sojourn, sojourn_server.gateway.http.gateway_app, sojourn_server.cli.gateway\n"
         "import sojourn_server.gateway.ray.engine_process, sojourn_server.gateway.ray.ray_config\n"
         "assert not [name for name in sys.modules if name.split('.')[0] in ('ray', 'yaml')]\n"
     )

@@ -178,8 +178,7 @@ def gateway(
             f"other machines can reach {host}, and the gateway checks no keys: every client may use the "
             "engines. Use --tenants or --api-key to check keys."
         )
-    from sojourn_server.gateway.http.gateway_app import GatewayOptions
-    from sojourn_server.gateway.http.standalone_gateway import build_gateway
+    from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
     from sojourn_server.routing.routing_events import PairRole
     from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
     from sojourn_server.routing.routing_limits import RoutingLimits

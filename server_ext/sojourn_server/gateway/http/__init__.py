@@ -1,5 +1,5 @@
 """The gateway as an HTTP server: routes and proxying around a routing core.
 
-It imports neither vLLM nor Ray. Read ``gateway_app`` (its parts) first, then ``proxy_request`` (one request),
-``routing_backend`` (the interface to the core) and ``standalone_gateway`` (assembly).
+It imports neither vLLM nor Ray. Read ``gateway_app`` (its parts) first, then ``proxy_request`` (one request)
+and ``routing_backend`` (the interface to the core).
 """

@@ -1,4 +1,4 @@
-"""The gateway: its parts, its routes for agents, and its background tasks."""
+"""The gateway: its parts, its routes for agents, and its background tasks. ``build_gateway`` builds one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -24,8 +24,17 @@ from ...api.body_reader import read_body
 from ...api.live_stream import LiveHub
 from ...api.openapi import PREFIX, openapi_response
 from ...api.web_page import page_routes
+from ...policies.cluster_preset import ClusterPreset
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
+from ...routing.routing_from_preset import (
+    PAIR_POLICY,
+    PrefillDecodeRules,
+    build_pair_core,
+    build_routing_core,
+    routing_reasons,
+)
+from ...routing.routing_limits import RoutingLimits
 from .client_access import ClientAccess, engine_authorization, tenant_name
 from .client_apis import (
     ClientApi,
@@ -35,7 +44,7 @@ from .client_apis import (
     unknown_route_response,
 )
 from .engine_client import REPLICA, EngineClient
-from .engine_monitor import EngineMonitor
+from .engine_monitor import POLL_S, EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .generation_request import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyReader
 from .live_engines import GatewayLiveSource
@@ -315,6 +324,43 @@ class Gateway:
             self.monitor.probe(action)
         else:
             self.metrics.recalls.inc()
+
+
+def build_gateway(
+    engines: Iterable[str] | Mapping[str, PairRole | None],
+    rules: ClusterPreset | PrefillDecodeRules,
+    tenants: TenantKeys,
+    options: GatewayOptions,
+    *,
+    limits: RoutingLimits | None = None,
+    poll_s: float = POLL_S,
+    expects_engines: bool = False,
+    peers: Peers | None = None,
+) -> tuple[Gateway, GatewayApplication]:
+    """Build a gateway. Return it with its ASGI application.
+
+    ``engines``: their URLs; with the roles of prefill and decode engines. ``rules``: how requests are routed,
+    a cluster preset or rules for pairs. ``options``: those that follow from ``rules`` are set here.
+    ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
+    an engine. ``expects_engines``: whether further engines of pairs may be named later, so that requests wait
+    for them. ``peers``: the other gateways; ``None``: there are none. Raises ``ValueError`` for wrong rules.
+    """
+    if isinstance(rules, PrefillDecodeRules):
+        core = build_pair_core(rules, limits, expects_engines=expects_engines)
+        options = replace(options, policy=PAIR_POLICY, in_pairs=True, read_side=rules.read_side)
+    else:
+        core = build_routing_core(rules, limits)
+        options = replace(
+            options,
+            policy=rules.name,
+            reads_prefixes=rules.routing.reads_prefixes,
+            reads_deadlines=rules.sharing.divides_capacity,
+        )
+    metrics = GatewayMetrics(routing_reasons(rules))
+    backend = RoutingBackend(core)
+    roles = engines if isinstance(engines, Mapping) else dict.fromkeys(engines)
+    gateway = Gateway(roles, backend, tenants, options, metrics, peers or Peers(), poll_s)
+    return gateway, gateway.app()
 
 
 def _log_task_failure(task: asyncio.Future[Any]) -> None:

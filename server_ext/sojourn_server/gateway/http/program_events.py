@@ -122,14 +122,10 @@ class _Program:
     """The engine that has all events but ``unsent``; ``None``: no engine has."""
     heard_s: float = 0.0
     """Time of the last event."""
+    authorization: str | None = None
+    """``Authorization`` header of the last event."""
     again_s: float = 0.0
     """Time before which no request waits for the events, after an engine did not accept them."""
-
-    @property
-    def authorization(self) -> str | None:
-        """``Authorization`` header of the newest event that is kept."""
-        every = (*self.state.values(), *self.unsent)
-        return max(every, key=lambda one: one.at_s).authorization if every else None
 
     def lacking(self, place: EngineInstance) -> list[_Entry]:
         """Return the events that an engine lacks, in order."""
@@ -236,21 +232,14 @@ class ProgramEvents:
                 outcomes[number] = EventOutcome(outcome=Outcome.REJECTED, reason=str(error))
                 continue
             key = (tenant, event.program_id)
-            home_id = backend.home(*key)
-            if home_id is None and isinstance(event, ProgramEnd):
-                home_id = backend.answered_by(*key)
-            home = self._replicas.get(home_id)
+            last = backend.answered_by(*key) if isinstance(event, ProgramEnd) else None
+            home = self._replicas.get(backend.home(*key) or last)
             if home is not None:
                 sent.append((number, key, self._record(key, event, batch.emitter, authorization)))
                 homes.setdefault(home.url, (home, {}))[1][key] = None
-            elif isinstance(event, ProgramEnd):
-                is_known = self.end(key, event.status)
-                outcomes[number] = (
-                    _outcome(event, Outcome.APPLIED)
-                    if is_known
-                    else _outcome(event, Outcome.MISSING, "unknown program")
-                )
-            elif isinstance(event, Heartbeat):
+            elif isinstance(event, ProgramEnd) and self.end(key, event.status):
+                outcomes[number] = _outcome(event, Outcome.APPLIED)
+            elif isinstance(event, (Heartbeat, ProgramEnd)):
                 outcomes[number] = _outcome(event, Outcome.MISSING, "unknown program")
             else:
                 self._record(key, event, batch.emitter, authorization)
@@ -368,7 +357,7 @@ class ProgramEvents:
         entry = _Entry(event, emitter, shown, now)
         record = self.programs.setdefault(key, _Program())
         self.programs.move_to_end(key)
-        record.heard_s = now
+        record.heard_s, record.authorization = now, shown
         if isinstance(event, ToolStop):
             record.state.pop(event.call_id, None)
         elif not isinstance(event, (Heartbeat, ProgramEnd)):

@@ -25,10 +25,9 @@ from ...policies.cluster_preset import ClusterPreset, load_cluster_preset, read_
 from ...routing.routing_events import PairRole, ReplicaDrainStarted
 from ...routing.routing_from_preset import PrefillDecodeRules
 from ...routing.routing_limits import RoutingLimits
-from ..http.gateway_app import Gateway, GatewayOptions
+from ..http.gateway_app import Gateway, GatewayOptions, build_gateway
 from ..http.gateway_server import raise_open_file_limit, uvicorn_settings
 from ..http.peers import Peers
-from ..http.standalone_gateway import build_gateway
 from ..http.tenant_keys import load_tenant_keys
 from .engine_process import STOP_GRACE_S, EngineProcess
 from .fleet_directory import (
