@@ -18,26 +18,15 @@ async def read_body(request: Request, max_bytes: int, *, timeout_s: float = BODY
     Raises ``ApiError``: 413 for more than ``max_bytes``, 408 after ``timeout_s`` seconds, 400 if the client
     disconnects.
     """
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+    body = bytearray()
     try:
-        return await asyncio.wait_for(_read_stream(request, max_bytes), timeout_s)
-    except asyncio.TimeoutError:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise ApiError(413, f"the body is larger than {max_bytes} bytes", "send smaller batches")
+    except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", "send it again") from None
     except ClientDisconnect:
         raise ApiError(400, "the client disconnected before its body arrived", "send it again") from None
-
-
-async def _read_stream(request: Request, max_bytes: int) -> bytes:
-    # The declared length may be absent or wrong, so received bytes are counted too.
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
     return bytes(body)
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes", "send smaller batches")
