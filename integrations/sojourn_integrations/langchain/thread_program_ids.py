@@ -47,9 +47,8 @@ def _secret(saver: object | None) -> bytes:
     """Return the random secret that makes the program ids of this checkpointer's threads unique. ``None`` and
     all checkpointers that are not weakly referable share one secret."""
     try:
-        return _secrets.get(saver) or _secrets.setdefault(
-            saver, os.urandom(16)
-        )  # another thread may be first
+        # Another thread may be first, so its secret counts.
+        return _secrets.get(saver) or _secrets.setdefault(saver, os.urandom(16))
     except TypeError:  # not weakly referable
         return _of_process
 
