@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -12,7 +10,7 @@ from simulator_small_clusters import SmallCluster
 from simulator_small_workload import SmallLoop, small_workload
 from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS
 from sojourn_server.routing.routing_records import RoutedProgram
-from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, validate_specs
+from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_programs
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -65,16 +63,3 @@ def test_programs_seen_are_others_than_those_that_come() -> None:
 
     here, before = (synthetic_programs("saga-ten-tenants", seed=seed, count=20) for seed in (0, HISTORY_SEED))
     assert [p.turns[0].prompt_tokens for p in here] != [p.turns[0].prompt_tokens for p in before]
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        replace(SPEC, history_programs=-1),
-        replace(SPEC, replicas=None, policy="saga"),
-        replace(SPEC, workload="a.jsonl"),
-    ],
-)
-def test_what_cannot_have_been_seen_is_refused(spec: RunSpec) -> None:
-    with pytest.raises(SimulatorError, match="history_programs is"):
-        validate_specs([spec])

@@ -26,7 +26,7 @@ from sojourn_server.simulator.report.results_table import render, title
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS, RunRow
 from sojourn_server.simulator.run_log import REPLICA_STEP_OFFSET, ProgramLog, ReplicaLog, RunLog, TurnLog
-from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, validate_specs
+from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
 from sojourn_server.simulator.simulation_suite import read_sweep
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
@@ -318,12 +318,6 @@ def test_kept_runs_have_the_replicas_they_had(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("{}")
     assert "--replicas has no effect on saved runs" in refused("--load", str(kept), "--replicas", "2").message
-
-
-def test_no_replicas_are_none() -> None:
-    spec = RunSpec(policy="saga", workload="synthetic:continuum-bfcl", replicas=0)
-    with pytest.raises(SimulatorError, match="replicas is 0; expected at least 1"):
-        validate_specs([spec])
 
 
 def test_replicas_are_swept_as_other_numbers_are() -> None:

@@ -138,6 +138,7 @@ def simulate(
     explain: str | None = typer.Option(None, metavar="PROGRAM", help="Print one program turn by turn"),
 ) -> None:
     """Run the simulations, or load saved ones, and print the results."""
+    from sojourn_server.simulator.latency.latency_selection import is_engine_profile
     from sojourn_server.simulator.report.results_file import made_with
 
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
@@ -164,10 +165,12 @@ def simulate(
             if not is_given(context, "policy"):
                 policy = CLUSTER_POLICIES if replicas is not None else policy
                 policy = SWEEP_POLICIES.get(sweeping.field.name, policy) if sweeping is not None else policy
+            if async_scheduling is None:  # a file from sojourn profile does not name its device
+                async_scheduling = not is_engine_profile(hardware)
             specs = [
                 replace(
                     spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
-                    async_scheduling=_is_gpu(hardware) if async_scheduling is None else async_scheduling,
+                    async_scheduling=async_scheduling,
                     replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
                     pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
                 )
@@ -214,19 +217,6 @@ def _next_step(error: ValueError, workload: str) -> str:
 
 
 # -- what to run ---------------------------------------------------------------------------------
-
-
-def _is_gpu(hardware: str) -> bool:
-    """Return whether ``hardware`` counts as a GPU. A file from ``sojourn profile`` does not count, because it
-    does not name its device. All other hardware counts, even a file that cannot be read; the run reports the
-    error."""
-    from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
-    from sojourn_server.simulator.latency.latency_selection import is_engine_profile
-
-    try:
-        return not is_engine_profile(hardware)
-    except LatencyProfileError:
-        return True
 
 
 def _until_s(hours: float | None, spec: RunSpec) -> float | None:

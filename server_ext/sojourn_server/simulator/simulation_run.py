@@ -85,7 +85,8 @@ class RunSpec:
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
     history_programs: int = 0
     """Number of programs from which gateway and clients learn about each agent type before the run. These
-    programs are made with another seed. Only for synthetic workloads with ``replicas``."""
+    programs are made with another seed. Only for synthetic workloads with ``replicas``: of a recorded trace
+    they would be the ones simulated."""
 
 
 def run_simulation(
@@ -131,7 +132,6 @@ def run_simulation(
         on_progress=report_progress,
     )
     if spec.history_programs:
-        _check_history(spec)
         before = replace(spec, seed=spec.seed + HISTORY_SEED, programs=spec.history_programs, rate_per_s=1.0)
         simulation.observe_programs(plan for _, plan in _arrival_process(before, shape).initial())
     if prepare is not None:
@@ -162,9 +162,6 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
     sources: dict[str, str] = {}
     _check_disk_is_used(specs)
     for spec in specs:
-        if spec.replicas is not None and spec.replicas < 1:
-            raise SimulatorError(f"replicas is {spec.replicas}; expected at least 1")
-        _check_history(spec)
         policy, name = engine_policy(spec), _policy_name(spec)
         if sources.setdefault(name, spec.policy) != spec.policy:
             instead = "files of different names" if spec.replicas is None else "one of them"
@@ -241,19 +238,6 @@ def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
         raise SimulatorError(
             f"disk_ratio is {asked:g}, but none of {named} has a disk; "
             f"expected a policy with {DISK_POLICIES_HINT}"
-        )
-
-
-def _check_history(spec: RunSpec) -> None:
-    from .workloads.synthetic_workloads import SYNTHETIC_PREFIX
-
-    if spec.history_programs < 0:
-        raise SimulatorError(f"history_programs is {spec.history_programs}; expected a number of programs")
-    if spec.history_programs and (spec.replicas is None or not spec.workload.startswith(SYNTHETIC_PREFIX)):
-        raise SimulatorError(
-            f"history_programs is {spec.history_programs} with the workload {spec.workload}; "
-            f"expected {SYNTHETIC_PREFIX}NAME and replicas: in a recorded trace, the programs seen before "
-            "would be the ones simulated"
         )
 
 

@@ -46,12 +46,7 @@ class ClosedLoop:
     order."""
 
     def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
-        """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
-        below 1 or ``stagger_s`` is negative."""
-        if n < 1:
-            raise ValueError(f"the number of programs at once is {n}; expected at least 1")
-        if not stagger_s >= 0:
-            raise ValueError(f"stagger_s is {stagger_s}; expected ≥ 0")
+        """The first ``n`` programs arrive ``stagger_s`` seconds apart."""
         self._n = n
         self._stagger_s = stagger_s
         self._plans = _endless_shuffle(programs, seed)
@@ -73,8 +68,6 @@ class FiniteClosedLoop(ClosedLoop):
     ``n`` programs run at a time."""
 
     def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
-        """The first ``n`` programs arrive ``stagger_s`` seconds apart. Raises ``ValueError`` if ``n`` is
-        below 1 or ``stagger_s`` is negative."""
         super().__init__(programs, n, seed=0, stagger_s=stagger_s)
         self._plans = (programs.plan(index) for index in range(len(programs)))
 
@@ -88,13 +81,7 @@ class OpenLoop:
         self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int, *, burst: int = 1
     ) -> None:
         """``rate_per_s``: mean number of top-level programs per virtual second. It does not depend on
-        ``burst``. Raises ``ValueError`` for an invalid number."""
-        if not 0 < rate_per_s < float("inf"):
-            raise ValueError(f"the arrival rate is {rate_per_s} a second; expected a number above 0")
-        if count is not None and count < 1:
-            raise ValueError(f"the number of arrivals is {count}; expected at least 1")
-        if burst < 1:
-            raise ValueError(f"the number of programs in a burst is {burst}; expected at least 1")
+        ``burst``."""
         self.count = len(programs) if count is None else count
         """Total number of arrivals."""
         self._rate_per_s = rate_per_s
