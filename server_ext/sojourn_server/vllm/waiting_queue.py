@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, KeysView, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 
 SHARED_LOOKUP_EVERY_STEPS = 16
 """Number of steps between two look-ups of the blocks that a request waiting for admission could share."""
-
-
-class QueueOwner(Protocol):
-    """Answers a ``PolicyRequestQueue``'s questions about waiting requests. No method raises."""
-
-    def place(self, request: Request) -> QueuePlace:
-        """Return the request's key and state."""
-
-    def may_be_admitted(self, request: Request) -> bool:
-        """Whether the first gated request may be admitted."""
-
-    def blocks_queue(self, request: Request) -> bool:
-        """Whether a gated request that is rejected stops all requests behind it."""
-
-    def is_overdue(self, request: Request) -> bool:
-        """Whether the oldest request without a program has waited too long."""
 
 
 class _Entry(NamedTuple):
@@ -66,8 +50,9 @@ class PolicyRequestQueue(RequestQueue):
     has peeked, so ``rekey`` does not change the peeked request.
     """
 
-    def __init__(self, owner: QueueOwner, *, holds_kv: bool = False) -> None:
-        """``holds_kv``: whether this queue is for requests that hold blocks. It is only sorted."""
+    def __init__(self, owner: WaitingQueueAdapter, *, holds_kv: bool = False) -> None:
+        """``owner`` answers the queue's questions and does not raise. ``holds_kv``: whether this queue is for
+        requests that hold blocks. It is only sorted."""
         self._owner = owner
         self._holds_kv = holds_kv
         # A sorted list: an insertion moves pointers only, and a scan in order finds every answer.
