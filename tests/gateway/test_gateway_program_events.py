@@ -198,8 +198,11 @@ async def test_a_request_does_not_wait_long_for_an_engine_that_does_not_listen()
             assert (await asyncio.wait_for(it.chat("p"), 30)).status == 200
 
 
-async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post(whole: bool) -> None:
+    """The engine rejects the event alone, or the request with it."""
     fleet = Fleet()
+    fleet.rejects_requests = whole
     fleet.homes = {"bad": "a", "good": "a"}
 
     async def post(*events: AnyEvent) -> list[Outcome]:
@@ -426,6 +429,8 @@ class Fleet:
         self.homes: dict[str, str] = {}
         self.rejects = ""
         """Program whose events engines reject."""
+        self.rejects_requests = False
+        """Whether they reject each request with such an event."""
         self.posts = 0
         self.events = ProgramEvents(self, self, lambda: self, self.describe, clock=lambda: self.now_s)  # type: ignore[arg-type, return-value]
 
@@ -450,6 +455,8 @@ class Fleet:
         batch = decode_batch(data if isinstance(data, bytes) else data.read())
         events = [decode_event(raw) for raw in batch.events]
         self.posts += 1
+        if self.rejects_requests and any(one.program_id == self.rejects for one in events):
+            return Answer(400)
         for event in events if how != "drops" else ():
             if event.program_id == self.rejects:
                 continue

@@ -527,6 +527,13 @@ class ProgramEvents:
             headers={"Content-Type": "application/json"},
             timeout_s=ANSWER_TIMEOUT_S,
         )
+        if answer is not None and answer.status in (400, 413) and (half := len(batch.events) // 2):
+            parts = (batch.events[:half], batch.events[half:])  # one event may spoil the others
+            found = [
+                await self._post(url, msgspec.structs.replace(batch, events=part), authorization)
+                for part in parts
+            ]
+            return [*found[0], *found[1]] if found[0] is not None and found[1] is not None else None
         if answer is not None and (same := _ANSWERS.get(answer.status)) is not None:
             return [same] * len(batch.events)
         if answer is None or answer.status != 200:
