@@ -436,7 +436,7 @@ def test_steps_planned_ahead_on_both_sides(
 
 
 def model_of_two_heads(tokenizer: str, target: Path) -> str:
-    """A loud model whose keys and values two workers decode_reads between them: each has a head of its own."""
+    """A loud model whose keys and values two workers share between them: each has a head of its own."""
     import torch
     import transformers
 
@@ -482,7 +482,7 @@ def test_two_workers_on_each_side(
         both.settled()
         stored = (700 + OUTPUT_TOKENS - 1) // FULL_TOKENS
         for llm, blocks in ((prefill, 0), (decode, stored)):
-            read = [worker["counts"]["blocks_read"] for worker in llm.collective_rpc(look)]
+            read = [worker["counts"].get("blocks_read", 0) for worker in llm.collective_rpc(look)]
             assert read == [blocks] * 2
         assert_same(cold, say(prefill, prompt, OUTPUT_TOKENS, alone=True))
         assert_same(read_by_decode, say(prefill, longer, OUTPUT_TOKENS, alone=True))

@@ -11,7 +11,6 @@ import sojourn_server.kv_transfer
 FOLDER = Path(sojourn_server.kv_transfer.__file__).parent
 PURE = [
     "staging_buffers",
-    "incoming_prompt",
     "incoming_prompt_table",
     "load_table",
     "peer_table",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from fake_transfer_requests import FULL_TOKENS, Request, prompt, to_prefill
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
-from sojourn_server.kv_transfer import transfer_handles, transfer_worker
+from sojourn_server.kv_transfer import transfer_manager, transfer_worker
 from sojourn_server.kv_transfer.transfer_actions import LayerLoaded, LoadEnded
-from sojourn_server.kv_transfer.transfer_handles import LoadHandle
+from sojourn_server.kv_transfer.transfer_manager import LoadHandle
 from sojourn_server.kv_transfer.transfer_stats import TransferStepTimes
 from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, run, settle
 
@@ -86,7 +86,7 @@ def test_what_is_pushed_is_copied_beside_the_computing(make: Make, monkeypatch: 
 
 def test_a_stream_takes_from_its_first_layer_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(transfer_handles.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(transfer_manager.time, "perf_counter", clock.perf_counter)
     load = LoadHandle(None, "l")  # type: ignore[arg-type]
     assert load.streamed_s == 0.0
     clock.now_s = 107.0

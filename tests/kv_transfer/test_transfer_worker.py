@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
-from sojourn_server.kv_transfer.transfer_handles import LoadHandle
+from sojourn_server.kv_transfer.transfer_manager import LoadHandle
 from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle
 
 Make = Callable[..., ToyEngine]

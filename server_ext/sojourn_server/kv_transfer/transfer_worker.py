@@ -41,8 +41,7 @@ from .transfer_stats import TransferStepTimes
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
-    from .transfer_handles import LoadHandle, PromptHandle, PushHandle
-    from .transfer_manager import TransferManager
+    from .transfer_manager import LoadHandle, PromptHandle, PushHandle, TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
 """Maximum seconds to wait for the transfer manager, after which it counts as dead. A live manager reports
