@@ -224,6 +224,11 @@ async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post(whole: b
     posts = fleet.posts
     await fleet.events.replay_before_request(("", "bad"), "a")
     assert fleet.posts == posts, "what was rejected is not sent again"
+    stops = [
+        ToolStop(program_id=name, seq=4 + number, call_id="c", duration_s=1.0)
+        for number, name in enumerate(fleet.homes)
+    ]
+    assert await post(*stops) == [Outcome.REJECTED, Outcome.APPLIED], "in one request"
 
 
 # -- who is left ------------------------------------------------------------------------
