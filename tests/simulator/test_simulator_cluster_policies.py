@@ -221,12 +221,6 @@ def test_who_has_waited_for_half_an_hour_goes_on_where_it_was_or_where_few_are()
     assert street.ask() == {"y": 1, "new": 0, "last": 0}
 
 
-@pytest.mark.parametrize("backends", [0, -1])
-def test_a_router_has_a_backend(backends: int) -> None:
-    with pytest.raises(ValueError, match=f"backends is {backends}; expected at least 1"):
-        ThunderAgentRouter(backends)
-
-
 def test_no_backend_is_promised_more_than_it_holds() -> None:
     street = Street(10_000, 3)
     street.ask()

@@ -383,7 +383,7 @@ def test_what_pythons_exporter_writes_is_read(tmp_path: Path) -> None:
         ('{"resourceSpans": 3}', r"line 1: no span .*Expected `array`, got `int` - at `\$.resourceSpans`"),
         ('{"a": 1', r"line 1: not JSON: Expecting"),
         ('\n\n"text"', "line 3: no span .*Expected `object`, got `str`"),
-        ("[" * 100_000, "line 1: not JSON: nested too deeply"),
+        ("[" * 100_000, "line 1: not JSON: maximum recursion depth"),
         (
             '{"traceId":"a","spanId":"b","startTimeUnixNano":"soon"}',
             r"Expected `int`, got `str` - at `\$.startTimeUnixNano`",

@@ -150,11 +150,6 @@ class ReplayTally:
         for label, field in (
             ("programs finished", "programs_finished"),
             ("programs unfinished", "programs_unfinished"),
-        ):
-            table.add_row(label, _figure(document[field]))
-        for reason, count in self.unfinished.most_common():
-            table.add_row(f"  {escape(reason)}", _figure(count))
-        for label, field in (
             ("turns", "turns"),
             ("prompt tokens", "prompt_tokens"),
             ("  from the cache", "cached_tokens"),
@@ -164,6 +159,9 @@ class ReplayTally:
             ("output tokens / s", "output_tokens_per_s"),
         ):
             table.add_row(label, _figure(document[field]))
+            if field == "programs_unfinished":
+                for reason, count in self.unfinished.most_common():
+                    table.add_row(f"  {escape(reason)}", _figure(count))
         return table
 
 

@@ -121,7 +121,8 @@ class ClientHints:
 
     def program_start(self) -> dict[str, Any]:
         """The event for the start of the program."""
-        return self._event("program_start", **self._parent())
+        parent = {} if self._parent_id is None else {"parent_program_id": self._parent_id}
+        return self._event("program_start", **parent)
 
     def program_end(self) -> dict[str, Any]:
         """The event for the end of the program; also adds the program to the client history."""
@@ -136,9 +137,6 @@ class ClientHints:
     def tool_stop(self, call_id: str, duration_s: float) -> dict[str, Any]:
         """The event for the end of a tool call."""
         return self._event("tool_stop", call_id=call_id, duration_s=duration_s, status="ok")
-
-    def _parent(self) -> dict[str, Any]:
-        return {} if self._parent_id is None else {"parent_program_id": self._parent_id}
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence += 1

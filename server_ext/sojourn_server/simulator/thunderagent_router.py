@@ -73,14 +73,12 @@ class _RoutedProgram:
 
 
 class ThunderAgentRouter:
-    """Router for ``backends`` vLLM engines of equal size. Raises ``ValueError`` for fewer than one."""
+    """Router for ``backends`` vLLM engines of equal size, at least one."""
 
     is_open = False
     tick_s = CHECK_EVERY_S
 
     def __init__(self, backends: int = 1) -> None:
-        if backends < 1:
-            raise ValueError(f"backends is {backends}; expected at least 1")
         self._backends = range(backends)
         self._programs: dict[str, _RoutedProgram] = {}
         self._check_s: float | None = None

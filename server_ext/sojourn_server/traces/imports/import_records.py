@@ -71,7 +71,7 @@ def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
         try:
             record, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            raise TraceError(f"{path}, line {line}: not JSON: {_reason(error)}") from None
+            raise TraceError(f"{path}, line {line}: not JSON: {error}") from None
         if isinstance(record, list):
             yield from ((line, element) for element in record)
         else:
@@ -84,17 +84,9 @@ def _text(path: Path) -> str:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
         return data.decode("utf-8-sig")
-    except OSError as error:
-        if isinstance(error, gzip.BadGzipFile):
-            raise TraceError(f"{path}: the gzip data is damaged: {error}") from None
-        raise TraceError(f"{path}: {error.strerror or error}") from None
-    except (EOFError, zlib.error) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: the gzip data is cut off or damaged: {error}") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not text: {error.reason} at byte {error.start}") from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} (line {error.lineno}, column {error.colno})"
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
