@@ -240,8 +240,9 @@ class Peers:
         if is_passed(headers):
             return []
         alive = self.alive
-        taken = await asyncio.gather(*(self._post(url, path, headers, b"") for url in alive))
-        return [url for url in self.others if not dict(zip(alive, taken, strict=True)).get(url)]
+        answers = await asyncio.gather(*(self._post(url, path, headers, b"") for url in alive))
+        taken = {url for url, answer in zip(alive, answers, strict=True) if answer}
+        return [url for url in self.others if url not in taken]
 
     async def _post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> bytes:
         """Send a POST to another gateway. Return the body of its answer; empty if there is none."""
