@@ -41,7 +41,7 @@ STOP_ID = FIRST_ID - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """Options of a replay. Raises ``ValueError`` for an invalid value."""
+    """Options of a replay. Raises ``ValueError`` unless ``speed`` and ``token_scale`` are above 0."""
 
     concurrency: int = 8
     """Number of top-level programs that run at the same time; ignored if ``arrivals`` is true."""
@@ -71,10 +71,6 @@ class ReplayOptions:
     server reports is used."""
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or (self.block_size is not None and self.block_size < 1):
-            raise ValueError("concurrency and block size must be at least 1")
-        if not self.stagger_s >= 0:
-            raise ValueError(f"stagger_s is {self.stagger_s}; expected ≥ 0")
         if not (self.speed > 0 and self.token_scale > 0):
             raise ValueError("speed and token scale must be above 0")
 
