@@ -163,12 +163,12 @@ class StatusRoutes:
     async def _ask(
         self, request: Request, place: ProgramRouteStatus, more: str = ""
     ) -> dict[str, EngineReply | None]:
-        """Ask the engine that served a program last, or all engines if none is known to have. Return their
+        """Ask the engine that served a program last; all engines if that is unknown or gone. Return their
         answers by name. ``more``: rest of the path of the route."""
         path = f"{PREFIX}/programs/{_quoted(self.names.engine_name(place.tenant, place.program_id))}{more}"
         authorization = engine_authorization(request)
         last = place.replica or self.routing_backend.answered_by(place.tenant, place.program_id)
-        if last is not None:
+        if last is not None and last in self.replicas:
             return {last: await self.queries.one(last, path, authorization)}
         replies = await self.queries.every(path, authorization)
         return {urlsplit(url).netloc: reply for url, reply in replies.items()}
