@@ -240,6 +240,5 @@ def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, 
 def _free_port(host: str) -> int:
     """Return a TCP port that is free at ``host`` now. Another process may take it before the engine does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+    with socket.create_server((host, 0), family=family) as probe:
         return int(probe.getsockname()[1])

@@ -258,17 +258,10 @@ def _describe_error(text: str) -> str:
 def known_keys() -> list[str]:
     """Return all keys of the file; those of sections with the section's name in front. ``prefill`` and
     ``decode`` have the keys of ``engines``."""
-
-    def names(kind: type[msgspec.Struct]) -> list[str]:
-        return [field.name for field in msgspec.structs.fields(kind)]
-
-    sections: dict[str, type[msgspec.Struct]] = {
-        "engines": EnginesConfig,
-        "pairs": PairsConfig,
-        "keys": KeysConfig,
-    }
-    found = [name for name in names(RayConfig) if name not in sections]
-    return found + [f"{section}.{name}" for section, kind in sections.items() for name in names(kind)]
+    sections: dict[str, type[msgspec.Struct]]
+    sections = {"": RayConfig, "engines.": EnginesConfig, "pairs.": PairsConfig, "keys.": KeysConfig}
+    found = [before + one.name for before, kind in sections.items() for one in msgspec.structs.fields(kind)]
+    return [name for name in found if f"{name}." not in sections]
 
 
 def _problems(config: RayConfig, document: Any) -> Iterator[str]:
