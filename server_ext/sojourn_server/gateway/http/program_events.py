@@ -25,11 +25,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
+from weakref import WeakValueDictionary
 
 import aiohttp
 import msgspec
@@ -134,7 +135,7 @@ class _Program:
         return [*(one for one in self.state.values() if one not in self.unsent), *self.unsent]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Turn:
     """What orders the POSTs of one tenant's events to one engine."""
 
@@ -206,8 +207,8 @@ class ProgramEvents:
         self._graph_bytes = 0
         self._emitter = f"gateway-{secrets.token_hex(6)}"
         self._seq = 0
-        self._turns: defaultdict[tuple[str, str], _Turn] = defaultdict(_Turn)
-        """By URL of the engine and tenant."""
+        self._turns: WeakValueDictionary[tuple[str, str], _Turn] = WeakValueDictionary()
+        """By URL of the engine and tenant, as long as a POST waits or runs."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- events from clients -----------------------------------------------------------
@@ -409,7 +410,7 @@ class ProgramEvents:
 
     async def _deliver(self, tenant: str, address: ReplicaAddress, keys: Collection[Key]) -> None:
         """Post to an engine all that it lacks of these programs of a tenant."""
-        turn = self._turns[(address.url, tenant)]
+        turn = self._turns.setdefault((address.url, tenant), _Turn())
         failures = turn.failures
         async with turn.lock:
             if turn.failures > failures:
@@ -495,7 +496,8 @@ class ProgramEvents:
                 home = self._replicas.get(self._routing_backend.home(*key))
                 if home is not None and home.url == address.url:
                     return  # the program has come back
-                async with self._turns[(address.url, key[0])].lock:
+                turn = self._turns.setdefault((address.url, key[0]), _Turn())
+                async with turn.lock:
                     event = self._encoded(key[0], entry, self._emitter)
                     batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=[event])
                     if await self._post(address.url, batch, authorization) is not None:
