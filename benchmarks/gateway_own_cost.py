@@ -11,9 +11,9 @@ caches hold other data. *Busy* sends 16 at once. The paths take turns in each ro
 CPU time is the user and system time of all threads of the process in front. Other work on the machine changes
 it less than latency, and changes its ratios least, so use ``--cpu-only`` on a machine that is not idle.
 ``--before`` adds the gateway of another checkout, ``--router`` the executable of vLLM's router, which is
-written in Rust. ``--gateways 4`` adds four gateways that know each other, behind connections that take turns
-as a load balancer's do, so most requests reach another gateway than their program's and are passed on once;
-their CPU time is that of all four. Linux only. Latencies need an idle machine with two cores.
+written in Rust. ``--gateways 4`` adds four gateways that know each other, twice: *by session*, each request
+reaches its program's gateway at once; *in turn*, most requests reach another, which passes them on. Their CPU
+time is that of all four. Linux only. Latencies need an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from statistics import median
 from gateway_processes import child, content_length, free_port, process
 from result_pages import made_by, marked, show, write_result
 from rich.progress import track
+from sojourn_server.gateway.http.peers import owner_of
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 
 PERIOD_S = 0.010
@@ -45,7 +46,8 @@ AT_ONCE = 16
 BUSY_BLOCK = 25
 """Groups of ``AT_ONCE`` requests of one path in a busy round."""
 AIOHTTP, OURS = "uvicorn and aiohttp pass on", "sojourn gateway"
-BEFORE, PEERS, ROUTER = "sojourn gateway before", "{} gateways of sojourn", "vLLM router"
+BEFORE, ROUTER = "sojourn gateway before", "vLLM router"
+PEERS, PASSED_ON = "{} gateways, by session", "{} gateways, in turn"
 PROGRAMS = 8
 ROUTER_READY_S = 60.0
 HEAD = (
@@ -114,9 +116,17 @@ def pause(memory: array[float], until_s: float) -> None:
 class Way:
     """One path to the engine, with its ports, its processes and its measurements."""
 
-    def __init__(self, ports: Sequence[int], process_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        ports: Sequence[int],
+        process_ids: Sequence[int],
+        programs: Sequence[Sequence[int]] = (range(PROGRAMS),),
+    ) -> None:
+        """``programs``: the programs of the requests to each port; if there is one list, those of all."""
         self.process_ids = process_ids
         self._ports = ports
+        self._programs = [programs[n % len(programs)] for n in range(AT_ONCE)]
+        """By connection."""
         self.connections: list[Connection] = []
         self.took_s: dict[str, list[float]] = {"hot": [], "cold": []}
         self.used_s: dict[str, list[float]] = {"hot": [], "cold": [], "busy": []}
@@ -125,7 +135,11 @@ class Way:
         """Open new connections, since servers close idle ones, and warm them up."""
         self.connections = [Connection(self._ports[n % len(self._ports)]) for n in range(AT_ONCE)]
         for number in range(WARM_UP):
-            self.connections[number % AT_ONCE].ask(number % PROGRAMS)
+            self._ask(number % AT_ONCE, number)
+
+    def _ask(self, place: int, turn: int) -> float:
+        programs = self._programs[place]
+        return self.connections[place].ask(programs[turn % len(programs)])
 
     def round(self, way: str, number: int) -> None:
         """Send one block of requests, or in the cold rounds one request. Each program meets each port."""
@@ -134,13 +148,13 @@ class Way:
         if way == "busy":
             for turn in range(BUSY_BLOCK):
                 for place, connection in enumerate(self.connections):
-                    connection.send((place + turn) % PROGRAMS)
+                    programs = self._programs[place]
+                    connection.send(programs[(place + turn) % len(programs)])
                 for connection in self.connections:
                     connection.receive()
         else:
             for turn in range(number, number + count):
-                connection = self.connections[turn // PROGRAMS % len(self._ports)]
-                self.took_s[way].append(connection.ask(turn % PROGRAMS))
+                self.took_s[way].append(self._ask(turn // PROGRAMS % len(self._ports), turn))
         self.used_s[way].append((sum(map(cpu_s, self.process_ids)) - before_s) / count)
 
 
@@ -299,9 +313,15 @@ def main() -> None:
                 flags += ["--peers", ",".join(urls)] if count > 1 else []
                 with other_checkout(checkout):
                     running.append(stack.enter_context(process(flags, url, 1)))
-            if count > 1:
-                time.sleep(2.0)  # until the first have found the last
-            paths[name] = Way(ports, [one.pid for one in running])
+            pids = [one.pid for one in running]
+            if count == 1:
+                paths[name] = Way(ports, pids)
+                return
+            time.sleep(2.0)  # until the first have found the last
+            owners = {number: owner_of(urls, "", f"p{number}") for number in range(20 * count)}
+            own = [[number for number, owner in owners.items() if owner == url][:2] for url in urls]
+            paths[name] = Way(ports, pids, own)
+            paths[PASSED_ON.format(count)] = Way(ports, pids)
 
         floor("uvicorn answers")
         floor(AIOHTTP, str(engine))
