@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from api_test_engines import BATCH, CANARY, GETS, ScriptedEngine, check_error, client_of, engine_answers
 from fastapi.testclient import TestClient
@@ -15,6 +16,7 @@ from sojourn_server.api.api_errors import ApiError
 from sojourn_server.api.body_reader import read_body
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
 from starlette.requests import Request
+from virtual_engine import VirtualEngine
 
 # --- hostile input ----------------------------------------------------------
 
@@ -56,26 +58,32 @@ def test_a_malformed_batch_is_refused_and_never_reaches_the_engine(
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "sent", "told"),
     [
-        b'"program_id":"p\xff"',
-        b'"program_id":"p\\n","\xff":1',
-        b'"program_id":"p","seq":-1,"x":' + b"[" * 900 + b"]" * 900,
+        (b'"type":"heartbeat","program_id":"p\xff"', {}, ("rejected", None, None)),
+        (b'"type":"heartbeat","program_id":"p\\n","\xff":1', {"type": "heartbeat"}, ("rejected", "p\n", 2)),
+        (b'"type":"heartbeat","x":' + b"[" * 900 + b"]" * 900, {"type": "heartbeat"}, ("rejected", None, 2)),
+        (b'"type":"tool_start","program_id":"p","call_id":7', {"type": "tool_start"}, ("rejected", "p", 2)),
+        (b'"type":"checkpoint","program_id":"p"', {"type": "unknown"}, ("unsupported", "p", 2)),
+        (b'"type":7,"program_id":"p"', {}, ("rejected", "p", 2)),
     ],
 )
-def test_a_bad_event_is_refused_and_the_others_reach_the_engine(
-    client: TestClient, engine: ScriptedEngine, bad: bytes
+def test_a_bad_event_is_refused_and_counted_and_the_others_reach_the_engine(
+    bad: bytes, sent: dict[str, str], told: tuple[str, str | None, int | None]
 ) -> None:
+    virtual = VirtualEngine()
+    engine = ScriptedEngine({"events": lambda batch: msgspec.to_builtins({"outcomes": virtual.post(batch)})})
     good = b'{"type":"heartbeat","program_id":"q","seq":1,"later":[7]}'
-    body = b'{"v":1,"emitter":"e","events":[{"type":"heartbeat","seq":2,%s},%s]}' % (bad, good)
-    answer = client.post("/sojourn/v1/events", content=body)
+    body = b'{"v":1,"emitter":"e","events":[{"seq":2,%s},%s]}' % (bad, good)
+    answer = client_of(engine).post("/sojourn/v1/events", content=body)
     assert answer.status_code == 200, answer.text
     refused, _ = answer.json()["outcomes"]
-    assert refused["outcome"] == "rejected"
-    assert refused["reason"]
+    assert (refused["outcome"], refused.get("program_id"), refused.get("seq")) == told
+    assert refused["reason"].startswith("unknown event type") == (told[0] == "unsupported")
     [(_, payload)] = engine.calls
     [batch] = json.loads(payload)
-    assert batch["events"] == [None, {"type": "heartbeat", "program_id": "q", "seq": 1}]
+    assert batch["events"] == [sent, {"type": "heartbeat", "program_id": "q", "seq": 1}]
+    assert virtual.counter("sojourn_events_total", type=sent.get("type", "unknown"), outcome=told[0]) == 1
 
 
 def test_a_batch_may_be_as_large_as_the_limit_and_no_larger(

@@ -488,16 +488,13 @@ async def test_events_go_to_the_replica_of_their_program_in_their_order() -> Non
             {**start, "program_id": "p"},
             {**start, "program_id": "q"},
             {"type": "nonsense", "program_id": "p", "seq": 2},
+            {**start, "program_id": "p", "seq": 2, "call_id": 7},
             {**start, "program_id": "p", "seq": 3, "call_id": "d"},
             {"type": "heartbeat", "program_id": "stranger", "seq": 1},
         )
-        assert [one["outcome"] for one in outcomes] == [
-            "applied",
-            "applied",
-            "rejected",
-            "applied",
-            "missing",
-        ]
+        told = ["applied", "applied", "unsupported", "rejected", "applied", "missing"]
+        assert [one["outcome"] for one in outcomes] == told
+        assert [(one["program_id"], one["seq"]) for one in outcomes[2:4]] == [("p", 2), ("p", 2)]
         by_name = {fake.name: fake for fake in fakes}
         assert by_name[homes["p"]].of("p") == ["tool_start", "tool_start"]
         assert by_name[homes["q"]].of("q") == ["tool_start"]

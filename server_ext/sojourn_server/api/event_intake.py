@@ -26,6 +26,7 @@ from sojourn.wire_codec import (
     encode,
 )
 
+from ..core.client_event_decoder import undecodable_outcome
 from ..core.event_time_budget import EVENT_SHARE, MAX_WAIT_S
 from .engine_rpc import EngineError, EngineRpc, EngineUnavailableError
 from .response_merging import merge_event_answers
@@ -45,7 +46,6 @@ CALL_TIMEOUT_S = 30.0
 """Seconds that the engine has to answer a call. After that the intake goes on without the answer."""
 REFUSAL_DELAY_S = 1.0
 """Seconds by which a refusal is delayed, so that a client that retries at once does not load the server."""
-_NO_EVENT = msgspec.Raw(b"null")
 
 
 class _Submission:
@@ -61,9 +61,9 @@ class _Submission:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-_Part = tuple[_Submission, list[tuple[msgspec.Raw, str]]]
+_Part = tuple[_Submission, list[tuple[msgspec.Raw, EventOutcome | None]]]
 """A batch, and its events in one call to the engine. Each event is a result of ``_engine_event``: the text
-for the engine, and the reason why this server rejects the event."""
+for the engine, and the event's outcome if this server refuses it."""
 
 
 class EventIntake:
@@ -124,7 +124,7 @@ class EventIntake:
         events_left, bytes_left = MAX_EVENTS_PER_CALL, MAX_BYTES_PER_CALL
         while self._queue and events_left > 0 and bytes_left > 0:
             submission = self._queue[0]
-            part: list[tuple[msgspec.Raw, str]] = []
+            part: list[tuple[msgspec.Raw, EventOutcome | None]] = []
             for raw in submission.events[submission.taken : submission.taken + events_left]:
                 event = _engine_event(raw)
                 bytes_left -= memoryview(event[0]).nbytes
@@ -145,7 +145,6 @@ class EventIntake:
             began = self._clock()
             parts = self._next_call()
             started = self._clock()
-            own_s = started - began
             try:
                 wait_s = await self._call(parts)
             except Exception as error:
@@ -156,7 +155,7 @@ class EventIntake:
                 # The engine did not say how long to wait, so the wait follows from the call's duration.
                 wait_s = (self._clock() - started) / EVENT_SHARE
             # Reading events also takes time from this server's streams; limit it to the same share.
-            wait_s = min(max(wait_s, own_s * (1 / EVENT_SHARE - 1)), MAX_WAIT_S)
+            wait_s = min(max(wait_s, (started - began) * (1 / EVENT_SHARE - 1)), MAX_WAIT_S)
             if wait_s > 0:
                 await self._sleep(wait_s)
 
@@ -175,26 +174,27 @@ class EventIntake:
         for (submission, part), found in zip(parts, outcomes, strict=True):
             if len(found) != len(part):
                 raise EngineError(f"events: {len(found)} outcomes for {len(part)} events")
-            submission.outcomes += [
-                EventOutcome(outcome=Outcome.REJECTED, reason=problem) if problem else outcome
-                for (_, problem), outcome in zip(part, found, strict=True)
-            ]
+            submission.outcomes += [own or its for (_, own), its in zip(part, found, strict=True)]
             if len(submission.outcomes) == len(submission.events) and not submission.done.done():
                 submission.done.set_result(None)
         return wait_s
 
 
-def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, str]:
-    """Return the text that the engine gets for ``raw``, and the reason why this server rejects the event
-    (``""`` if it does not).
+def _engine_event(raw: msgspec.Raw) -> tuple[msgspec.Raw, EventOutcome | None]:
+    """Return the text that the engine gets for ``raw``, and the outcome if this server refuses the event.
 
     A valid event is encoded again, so that it cannot make other events of the call unreadable. An event that
-    is malformed or too long is rejected here. The engine gets ``null`` in its place, and counts it.
+    is malformed, unknown or too long is refused here. In its place the engine gets the type alone, which it
+    cannot decode and only counts.
     """
     try:
         again = msgspec.Raw(encode(decode_event(raw)))
-    except WireError as error:
-        return _NO_EVENT, str(error)
-    if memoryview(again).nbytes <= MAX_ENGINE_EVENT_BYTES:
-        return again, ""
-    return _NO_EVENT, f"longer than {MAX_ENGINE_EVENT_BYTES} bytes"
+        if memoryview(again).nbytes <= MAX_ENGINE_EVENT_BYTES:
+            return again, None
+        error = f"longer than {MAX_ENGINE_EVENT_BYTES} bytes"
+    except WireError as problem:
+        error = str(problem)
+    kind, outcome = undecodable_outcome(raw, error)
+    # The engine counts an unknown type as ``unsupported``, and an event without a type as ``rejected``.
+    has_type = kind != "unknown" or outcome.outcome is Outcome.UNSUPPORTED
+    return msgspec.Raw(encode({"type": kind} if has_type else {})), outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -54,7 +54,7 @@ class ClientEventDecoder:
         """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is not a
         valid batch."""
         batch = decode_batch(data)
-        return OutcomeBatch(outcomes=self._apply_events(batch.emitter, batch.events, now))
+        return OutcomeBatch(outcomes=[self._one(batch.emitter, raw, now) for raw in batch.events])
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
         """Handle the first ``MAX_ATTACHED_EVENTS`` events attached to a request, and return their outcomes.
@@ -71,16 +71,13 @@ class ClientEventDecoder:
             self._recorder.count(
                 "sojourn_events_total", excess, type="unknown", outcome=Outcome.REJECTED.value
             )
-        return self._apply_events(ours.emitter, ours.events[:MAX_ATTACHED_EVENTS], now)
-
-    def _apply_events(self, emitter: str, events: Iterable[msgspec.Raw], now: float) -> list[EventOutcome]:
-        return [self._one(emitter, raw, now) for raw in events]
+        return [self._one(ours.emitter, raw, now) for raw in ours.events[:MAX_ATTACHED_EVENTS]]
 
     def _one(self, emitter: str, raw: msgspec.Raw, now: float) -> EventOutcome:
         try:
             event = decode_event(raw)
         except WireError as error:
-            kind, outcome = _undecodable_outcome(raw, str(error))
+            kind, outcome = undecodable_outcome(raw, str(error))
         else:
             kind = str(event.__struct_config__.tag)
             answer = self._handle(ClientEventReceived(emitter, event), now)[-1]
@@ -90,7 +87,9 @@ class ClientEventDecoder:
         return outcome
 
 
-def _undecodable_outcome(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome]:
+def undecodable_outcome(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome]:
+    """Return the type under which an event that cannot be decoded is counted, and its outcome. ``error``: why
+    it cannot be decoded."""
     try:
         label = _label_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -62,7 +62,7 @@ from sojourn.wire_events import (
     ToolStop,
 )
 
-from ...core.client_event_decoder import MAX_ATTACHED_EVENTS
+from ...core.client_event_decoder import MAX_ATTACHED_EVENTS, undecodable_outcome
 from ...routing import routing_events
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
@@ -230,7 +230,7 @@ class ProgramEvents:
             try:
                 event = decode_event(raw)
             except WireError as error:
-                outcomes[number] = EventOutcome(outcome=Outcome.REJECTED, reason=str(error))
+                outcomes[number] = undecodable_outcome(raw, str(error))[1]
                 continue
             key = (tenant, event.program_id)
             last = backend.answered_by(*key) if isinstance(event, ProgramEnd) else None
