@@ -158,6 +158,7 @@ class Program:
     def join(self, session: runtime.Session) -> None:
         """Report the start to ``session`` and begin heartbeats there. Called again for each later session."""
         self._outside_before = session.outside_requests
+        session.programs[self] = None
         if not self.of_process:
             session.has_programs = True
             if session.counts_as_one_run:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from . import process_hooks
 from .config import Config, unclaim
@@ -58,6 +59,8 @@ class Session:
         then, ``graphs_reported`` is cleared, because the server may have restarted."""
         self.program: OpenProgram | None = None
         """The process's own program, for requests and tool calls outside ``program()``."""
+        self.programs: WeakKeyDictionary[OpenProgram, None] = WeakKeyDictionary()
+        """The programs whose start was reported here. Some may have ended."""
         self.left_program: OpenProgram | None = None
         """The process's own program after ``leave_own_program``; otherwise ``None``. This program ends when
         its last request in progress ends."""
@@ -162,10 +165,8 @@ class Session:
         harmless."""
         left, self.left_program = self.left_program, None
         program, self.program = self.program, None
-        in_progress: set[str] = set()
-        if replaced:
-            programs = (*self.heartbeats.programs(), left, program)
-            in_progress = {each.id for each in programs if each is not None and each.open_requests}
+        programs = [reference() for reference in self.programs.keyrefs()] if replaced else []
+        in_progress = {each.id for each in programs if each is not None and each.open_requests}
         if left is not None and left.id not in in_progress:
             left.end("cancelled")
         if program is not None:
@@ -186,9 +187,7 @@ class Session:
     def stats(self) -> Stats:
         """Return the current counts and state."""
         # Read before the counters, so that ``events_queued`` includes every pending event.
-        pending = (
-            self.event_sender.pending if self.server is not None and self.event_sender is not None else 0
-        )
+        pending = self.event_sender.pending if self.event_sender is not None else 0
         stats = Stats(self.counters.snapshot())
         stats.disabled = self.disabled
         stats.url = self.config.address if self.config else None

@@ -58,7 +58,10 @@ def test_a_second_init_ends_no_program_whose_request_is_in_flight(name):
     with JsonServer() as peer, sojourn.program(id="idle"), sojourn.program(id="busy") as busy:
         sojourn.init(peer.url, dialect=name)
         own = process_program(runtime.session())
-        for program in (busy, own):
+        silent = sojourn.program(id="silent", heartbeat=False).make().start()
+        paused = sojourn.program(id="paused").make().start()
+        paused.pause_heartbeats()
+        for program in (busy, own, silent, paused):
             program.open_requests.add("request")
         sojourn.init(peer.url, dialect=name, hosts=["10.0.0.9:8000"])
         assert peer.bodies == [{field: "idle"}]
