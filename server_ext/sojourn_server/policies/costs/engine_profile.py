@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Literal
 
 import msgspec
@@ -72,32 +72,28 @@ class PrefillCurve:
         # Scale lengths to (0, 1]: squared lengths next to a constant would lose all digits.
         scale = float(max(tokens for tokens, _ in points))
         rows = [[(tokens / scale) ** power for power in powers] for tokens, _ in points]
-        coefficients = [0.0, 0.0, 0.0]
         found = non_negative_least_squares(rows, [seconds for _, seconds in points])
-        for power, value in zip(powers, found, strict=True):
-            coefficients[power] = value / scale**power
-        return cls(*coefficients)
+        scaled = dict(zip(powers, found, strict=True))
+        return cls(*(scaled.get(power, 0.0) / scale**power for power in range(3)))
 
     def residual(self, points: Sequence[tuple[int, float]]) -> float:
         """Return the root mean square of the differences between measured and fitted seconds; 0.0 without
         points."""
-        if not points:
-            return 0.0
         squares = math.fsum((seconds - self.seconds(tokens)) ** 2 for tokens, seconds in points)
-        return math.sqrt(squares / len(points))
+        return math.sqrt(squares / max(1, len(points)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """Limits of the measured engine; ``None``: unknown."""
 
-    kv_pool_tokens: int | None = None
+    kv_pool_tokens: _Count | None = None
     """Tokens of KV that fit on the device."""
-    max_context_tokens: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    max_context_tokens: _Count | None = None
+    max_num_seqs: _Count | None = None
+    max_num_batched_tokens: _Count | None = None
     """Maximum tokens per step; longer prefills take several steps."""
-    kv_bytes_per_token: int | None = None
+    kv_bytes_per_token: _Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +170,14 @@ class EngineProfile:
         """Read a profile from TOML text. Raises ``ValueError``, whose message names the faulty field and the
         reason."""
         try:
-            read = msgspec.convert(load_toml(text), _ProfileDocument)
-            limits = EngineLimits(**read.limits)
-        except (TomlError, msgspec.ValidationError, TypeError) as error:  # TypeError: an unknown limit
+            document = load_toml(text)
+            read = msgspec.convert(document, _ProfileDocument)
+        except (TomlError, msgspec.ValidationError) as error:
             raise ValueError(f"engine profile: {error}") from error
+        known = [limit.name for limit in fields(EngineLimits)]
+        unknown = min(set(document.get("limits", ())) - set(known), default=None)
+        if unknown is not None:
+            raise ValueError(f"engine profile: unknown limit {unknown[:64]!r}; expected {', '.join(known)}")
         prefill, steps = read.prefill, read.steps
         return cls(
             model=read.model,
@@ -191,7 +191,7 @@ class EngineProfile:
             decode_points=read.decode.points,
             measured_at=read.measured_at,
             versions=read.versions,
-            limits=limits,
+            limits=read.limits,
             steps=StepCosts(*(getattr(steps, name) for name in StepCosts._fields)) if steps else None,
             step_samples=tuple(StepSample(*row) for row in steps.samples) if steps else (),
         )
@@ -239,7 +239,7 @@ class _ProfileDocument(msgspec.Struct, frozen=True):
     prefill: _Prefill
     decode: _Points = _Points()
     bandwidth: _Bandwidth = _Bandwidth()
-    limits: dict[str, _Count] = {}
+    limits: EngineLimits = EngineLimits()
     versions: dict[str, str] = {}
     steps: _Steps | None = None
 
