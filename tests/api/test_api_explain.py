@@ -58,6 +58,7 @@ def test_an_expired_lease_is_named_with_its_taker_and_the_hint_that_would_have_h
     assert f"the lease was {lease.ttl_s:.2f} s" in advice["text"]
     assert advice["saves_s"] == found["recompute_s"] > 0
     assert "by program thief" in found["text"]
+    assert (found["slowest_turn"], asked(virtual, "a", 1)["slowest_turn"]) == (None, 2)
     assert found["unknown"] == []
 
 

@@ -190,7 +190,7 @@ def test_a_gap_is_split_into_the_time_with_and_without_a_tool(serve: Any) -> Non
 
 
 def test_the_slowest_turn_is_named_with_the_command_that_explains_it(serve: Any) -> None:
-    serve(Server(row("a b"), text="Turn 2. The program's slowest turn is turn 7: 4.20 s."))
+    serve(Server(row("a b"), slowest_turn=7))
     shown = CliRunner().invoke(build_app(), ["explain", "a b"], env={"COLUMNS": "120"}).stdout
     assert "\nnext: sojourn explain 'a b' --turn 7\n" in shown
     shown = CliRunner().invoke(build_app(), ["explain", "a b", "--url", "h:1"], env={"COLUMNS": "120"}).stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from shlex import quote
@@ -49,8 +48,6 @@ _TERMS = {
     "price": "progress gained per second and block by the program that enters",
 }
 """Terms of the policy ``sojourn`` (docs/policy.md) → meaning."""
-_SLOWEST = re.compile(r"slowest turn is turn (\d+)")
-"""Finds the turn that an explanation's text advises to look at."""
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
@@ -83,9 +80,9 @@ def explain(
             return
         detail = client.find_program(found.program_id)
     report.print(explanation_view(found, detail))
-    if slowest := _SLOWEST.search(found.text):
+    if found.slowest_turn is not None:
         other_url = "" if url == DEFAULT_URL else f" --url {client.shown_url}"
-        note(f"next: sojourn explain {quote(found.program_id)} --turn {slowest[1]}{other_url}")
+        note(f"next: sojourn explain {quote(found.program_id)} --turn {found.slowest_turn}{other_url}")
     if detail is None:
         return
     if engine_detail(detail).get("status") or engine_detail(detail).get("outcome"):

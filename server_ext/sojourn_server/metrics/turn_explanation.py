@@ -95,6 +95,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     unknown: list[str]
     turns: list[int]
     """Turns that the ledger still has."""
+    slowest_turn: int | None = None
+    """The program's slowest turn, if its first token took more than twice as long; ``None``: none did."""
     replica: str | None = None
     """Replica that ran the turn, if a gateway answers."""
 
@@ -113,20 +115,17 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     seconds: TurnSeconds = record["seconds"]
     tokens = record["tokens"]
     lost: dict[str, int] = dict(tokens["lost"]) if tokens is not None else {}
-    firsts = [_first_token_s(other) for other in records if other is not record]
-    known = [first for first in firsts if first is not None]
-    slowest = max(records, key=lambda one: _first_token_s(one) or 0.0)
+    known = [s for one in records if one is not record and (s := _first_token_s(one)) is not None]
+    slowest_turn, sentence = _slower_turn(record, records)
     begin_s = record["arrived_s"] - (record["gap_s"] or 0.0) - 0.001
     end_s = record["arrived_s"] + seconds["wall"]
     decisions = [one for one in facts["decisions"] if begin_s <= one["at_s"] <= end_s]
-    unknown = _unknown(facts, record, lost, begin_s)
     recompute_s = record["recompute_estimate_s"] if lost else None
     return Explanation(
         program_id=facts["program_id"],
         turn=record["turn"],
         outcome=record["outcome"],
-        text=_paragraph(record, decisions, lost, recompute_s, median(known) if known else None)
-        + _slower_turn(record, slowest),
+        text=_paragraph(record, decisions, lost, recompute_s, median(known) if known else None) + sentence,
         before=GapBefore(record["gap_s"], record["tool_before"], record["leased"], record["tool_s"]),
         seconds=seconds,
         first_token_s=_first_token_s(record),
@@ -137,8 +136,9 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
         saved_s=record["saved_estimate_s"],
         decisions=decisions,
         advice=_advice(record, decisions, lost, recompute_s, facts),
-        unknown=unknown,
+        unknown=_unknown(facts, record, lost, begin_s),
         turns=[one["turn"] for one in records],
+        slowest_turn=slowest_turn,
     )
 
 
@@ -251,13 +251,15 @@ def _paragraph(
     return ". ".join(sentences) + "."
 
 
-def _slower_turn(record: Mapping[str, Any], slowest: Mapping[str, Any]) -> str:
-    """Return a sentence on the program's slowest turn if its time to first token is more than twice that of
-    this turn, else an empty text."""
+def _slower_turn(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
+    """Return the program's slowest turn, and a sentence on it, if its time to first token is more than twice
+    that of this turn; else ``None`` and an empty text."""
+    slowest = max(records, key=lambda one: _first_token_s(one) or 0.0)
     least_s = max(2.0 * (_first_token_s(record) or record["seconds"]["wall"]), _MIN_SHOWN_S)
     if slowest is record or (_first_token_s(slowest) or 0.0) <= least_s:
-        return ""
-    return f" The program's slowest turn is turn {slowest['turn']}: {_first_token_s(slowest):.2f} s."
+        return None, ""
+    text = f" The program's slowest turn is turn {slowest['turn']}: {_first_token_s(slowest):.2f} s."
+    return slowest["turn"], text
 
 
 def _mostly_waited(record: Mapping[str, Any]) -> bool:
@@ -326,11 +328,9 @@ def _advice(
         )
     if not avoidable:
         if not advice:
-            text = (
-                "The cause is unknown."
-                if "unknown" in lost
-                else "Nothing was lost that a hint could have kept."
-            )
+            text = "Nothing was lost that a hint could have kept."
+            if "unknown" in lost:
+                text = "The cause is unknown."
             if "changed" in lost:
                 text += (
                     " The changed tokens are no fault of the cache: the client sent a different beginning "
