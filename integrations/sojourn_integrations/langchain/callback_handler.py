@@ -99,7 +99,11 @@ def current_run_id() -> Any:
     config = _running_config.get()
     if not config:
         return None
-    run_id = getattr(config.get("callbacks"), "parent_run_id", None)
+    return _key(getattr(config.get("callbacks"), "parent_run_id", None))
+
+
+def _key(run_id: Any) -> Any:
+    """Return a run's key in the tree: its UUID as an integer, which is faster to hash."""
     return getattr(run_id, "int", run_id)
 
 
@@ -156,11 +160,9 @@ def handler_class() -> Any:
             **kwargs: Any,
         ) -> None:
             try:
-                # A UUID as an integer is faster to hash.
-                parent = getattr(parent_run_id, "int", parent_run_id)
                 tree.chain_started(
-                    getattr(run_id, "int", run_id),
-                    parent if parent is None or tree.get(parent) is not None else _tree_parent_id(parent),
+                    _key(run_id),
+                    _tree_parent_id(_key(parent_run_id)),
                     name=name or _name(serialized),
                     kind=run_type,
                     metadata=metadata or {},
@@ -171,13 +173,13 @@ def handler_class() -> Any:
 
         def on_chain_end(self, outputs: Any, *, run_id: Any, **kwargs: Any) -> None:
             try:
-                tree.chain_ended(getattr(run_id, "int", run_id), None)
+                tree.chain_ended(_key(run_id), None)
             except Exception:
                 count_error("internal_error")
 
         def on_chain_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
             try:
-                tree.chain_ended(getattr(run_id, "int", run_id), error)
+                tree.chain_ended(_key(run_id), error)
             except Exception:
                 count_error("internal_error")
 
@@ -187,9 +189,7 @@ def handler_class() -> Any:
             global _call_ids_passed
             try:
                 name = _name(serialized) or kwargs.get("name") or "tool"
-                parent = getattr(parent_run_id, "int", parent_run_id)
-                if parent is not None and tree.get(parent) is None:
-                    parent = _tree_parent_id(parent)
+                parent = _tree_parent_id(_key(parent_run_id))
                 call_id = kwargs.get("tool_call_id")
                 if "tool_call_id" in kwargs:
                     _call_ids_passed = True
@@ -200,21 +200,19 @@ def handler_class() -> Any:
                 # proves nothing, since a notebook has one around synchronous runs too.
                 if tree.get(parent) is None and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
                     task = asyncio.current_task()
-                tree.tool_started(
-                    getattr(run_id, "int", run_id), parent, name=name, call_id=call_id, task=task
-                )
+                tree.tool_started(_key(run_id), parent, name=name, call_id=call_id, task=task)
             except Exception:
                 count_error("internal_error")
 
         def on_tool_end(self, output: Any, *, run_id: Any, **kwargs: Any) -> None:
             try:
-                tree.tool_ended(getattr(run_id, "int", run_id), result_status(output))
+                tree.tool_ended(_key(run_id), result_status(output))
             except Exception:
                 count_error("internal_error")
 
         def on_tool_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
             try:
-                tree.tool_ended(getattr(run_id, "int", run_id), tool_status(error))
+                tree.tool_ended(_key(run_id), tool_status(error))
             except Exception:
                 count_error("internal_error")
 
