@@ -23,7 +23,7 @@ from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
     MAX_FURTHER_WAITING_IN_VIEW,
 )
-from sojourn_server.policies.eviction.block_labels import BlockLabel
+from sojourn_server.policies.eviction.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
     LOOKAHEAD,
     MoveReason,

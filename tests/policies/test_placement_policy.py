@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn_server.policies.eviction.block_labels import DEVICE_EVICTION_ORDER, LABEL_OF_TIER, BlockLabel
-from sojourn_server.policies.eviction.eviction_policies import TypedLabelEviction
+from sojourn_server.policies.eviction.eviction_policies import (
+    DEVICE_EVICTION_ORDER,
+    LABEL_OF_TIER,
+    BlockLabel,
+    TypedLabelEviction,
+)
 from sojourn_server.policies.placement.placement_policy import (
     LOOKAHEAD,
     MoveReason,

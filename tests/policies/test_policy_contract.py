@@ -20,9 +20,8 @@ from sojourn.aeg import END
 from sojourn.ids import ProgramId
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
-from sojourn_server.policies.forecasting.kv_demand import STEP_POINTS
+from sojourn_server.policies.forecasting.kv_demand import STEP_POINTS, KvDemandView
 from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView
-from sojourn_server.policies.forecasting.shortage_forecast import KvDemandView
 from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import LaterProgramsReclaim
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import (

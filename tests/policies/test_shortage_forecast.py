@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from sojourn_server.policies.admission.admission_policies import DemandForecastAdmission
 from sojourn_server.policies.forecasting.kv_demand import (
     STEP_POINTS,
-    first_shortage_step,
-    needed_blocks,
-    peak_demand_blocks,
-)
-from sojourn_server.policies.forecasting.shortage_forecast import (
     ExpectedDemandForecast,
     KvDemandView,
     NoShortageForecast,
+    first_shortage_step,
+    needed_blocks,
+    peak_demand_blocks,
 )
 from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preset import PresetError, load_preset, parse_preset

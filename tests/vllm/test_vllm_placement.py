@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.policies.eviction.block_labels import BlockLabel
+from sojourn_server.policies.eviction.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_views import PlacementTrigger, Tier
 
 BLOCK = 16
@@ -560,7 +560,7 @@ def test_where_the_planner_fails_the_tiers_are_off_and_the_engine_goes_on(
             assert request.num_output_tokens == 2
             clock.now += 10.0
     assert engine.scheduler.connector.off
-    assert not engine.scheduler.sojourn.queue.broken
+    assert not engine.scheduler.sojourn._queue.broken
     assert engine.scheduler.sojourn.failures == 0, "the tiers' failure is not the adapter's"
 
 

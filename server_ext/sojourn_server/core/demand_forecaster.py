@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from ..policies.costs.reload_estimate import restore_s
-from ..policies.forecasting.kv_demand import STEP_POINTS, RequestGrowth, needed_blocks
+from ..policies.forecasting.kv_demand import STEP_POINTS, KvDemandView, RequestGrowth, needed_blocks
 from ..policies.forecasting.output_length_prediction import OutputLengthView, RemainingTokens
-from ..policies.forecasting.shortage_forecast import KvDemandView
 from ..policies.policy_views import BlockShortage, RunningRequestView
 from ..policies.preemption.preemption_recovery import PreemptedRequestView, RecoveryMethod
 from ..programs.tool_and_turn_history import SlidingMean

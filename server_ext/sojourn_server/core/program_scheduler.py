@@ -23,7 +23,7 @@ from sojourn.ids import EmitterId, ProgramId
 from sojourn.wire_codec import Outcome
 
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
-from ..policies.eviction.block_labels import LABEL_OF_TIER, BlockLabel
+from ..policies.eviction.eviction_policies import LABEL_OF_TIER, BlockLabel
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from .custom_policies import CustomClassLoader, custom_class_loader
+from .forecasting.kv_demand import ShortageForecastPolicy
 from .forecasting.output_length_prediction import RemainingTokensPolicy
-from .forecasting.shortage_forecast import ShortageForecastPolicy
 from .placement.placement_policy import PlacementPolicy
 from .policy_protocols import (
     AdmissionPolicy,
@@ -84,8 +84,8 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "hidden-states": "forecasting.output_length_prediction:HiddenStatePrediction",
     },
     "forecast": {
-        "none": "forecasting.shortage_forecast:NoShortageForecast",
-        "expected-need": "forecasting.shortage_forecast:ExpectedDemandForecast",
+        "none": "forecasting.kv_demand:NoShortageForecast",
+        "expected-need": "forecasting.kv_demand:ExpectedDemandForecast",
     },
     "recovery": {
         "recompute": "preemption.preemption_recovery:AlwaysRecompute",

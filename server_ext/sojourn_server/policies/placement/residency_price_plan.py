@@ -6,8 +6,8 @@ The rules are in ``residency_price``; ``docs/policy.md`` derives them with an ex
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, islice
 from typing import Protocol
@@ -40,10 +40,6 @@ SMALL_PATIENCE_S = 5.0
 ``SMALL_PATIENCE_S`` for the growth of other programs. It would end before they need its blocks."""
 
 
-RankingKey = tuple[float, float, ProgramId]
-"""(value of a program, number that decides between equal values, program id)"""
-
-
 class ResidencyPriceRules(PlacementRules, Protocol):
     """The settings and values that the plan gets from its policy, ``ResidencyPricePlacement``."""
 
@@ -54,9 +50,37 @@ class ResidencyPriceRules(PlacementRules, Protocol):
     def worth(self, program: ProgramTierView) -> float: ...
 
 
+class WeightedValues:
+    """Pairs (value, weight) in ascending order. The first use after a change adds them up."""
+
+    def __init__(self, pairs: Iterable[tuple[float, float]]) -> None:
+        self._pairs = sorted(pairs)
+
+    def change(self, pair: tuple[float, float], by: int) -> None:
+        """Add the pair if ``by`` is 1; remove it if ``by`` is -1."""
+        if by > 0:
+            insort(self._pairs, pair)
+        else:
+            del self._pairs[bisect_left(self._pairs, pair)]
+        vars(self).pop("_sums", None)
+
+    def split(self, value: float) -> tuple[float, float]:
+        """Return the sum of value · weight over the values below ``value``, and the sum of the other values'
+        weights."""
+        products, weights = self._sums
+        at = bisect_left(self._pairs, (value, -math.inf))
+        return products[at], weights[-1] - weights[at]
+
+    @cached_property
+    def _sums(self) -> tuple[list[float], list[float]]:
+        """Cumulative sums over the pairs, from 0: of value · weight, and of weight."""
+        products = accumulate((value * weight for value, weight in self._pairs), initial=0.0)
+        return [*products], [*accumulate((weight for _, weight in self._pairs), initial=0.0)]
+
+
 class ProgramsWithKv:
     """The programs with KV after the moves so far, each with its tier, and sums over these programs. A sum is
-    computed when it is first used after a move, because most answers use none."""
+    computed at its first use, because most answers use none. Afterwards, each move updates it."""
 
     def __init__(self, policy: ResidencyPriceRules, view: PlacementView, now: float) -> None:
         self._policy, self._view, self._now = policy, view, now
@@ -71,18 +95,25 @@ class ProgramsWithKv:
         return {program.program_id: (tier, program) for tier, group in groups for program in group}
 
     @cached_property
-    def _sums(self) -> tuple[float, float]:
-        """Sums over all programs, in blocks: demand on the device, and mean context."""
-        demand = mean = 0.0
+    def sums(self) -> list[float]:
+        """Two sums over all programs, in blocks: demand, and mean context. A program's demand is its mean
+        context times the share of its time in which it reasons: the device blocks that it uses on average
+        until its end."""
+        sums = [0.0, 0.0]
         for _, program in self:
-            mean_blocks = self.mean_blocks_of(program)
-            demand += self._reasoning_share(program) * mean_blocks
-            mean += mean_blocks
-        return demand, mean
+            self._add(sums, program, 1)
+        return sums
+
+    def _add(self, sums: list[float], program: ProgramTierView, sign: int) -> None:
+        sums[0] += sign * self._demand_of(program)
+        sums[1] += sign * self.mean_blocks_of(program)
 
     def _reasoning_share(self, program: ProgramTierView) -> float:
         """Return the share of the program's time in which it reasons."""
         return 1.0 - program.idleness.at(self._now)
+
+    def _demand_of(self, program: ProgramTierView) -> float:
+        return self._reasoning_share(program) * self.mean_blocks_of(program)
 
     def mean_blocks_of(self, program: ProgramTierView) -> float:
         """Return the predicted mean size of the program's context until the program ends, in blocks."""
@@ -96,59 +127,39 @@ class ProgramsWithKv:
     def growth_within(self, most_blocks: int) -> float:
         """Return a sum over all programs, in blocks: min(predicted growth, ``most_blocks``) times the share
         of the program's time in which it reasons. A context grows only while its program reasons."""
-        growths, grown_blocks, shares = self._growths
-        if not shares:
-            return 0.0
-        at = bisect_left(growths, (most_blocks, -math.inf))
-        below_blocks, below = (grown_blocks[at - 1], shares[at - 1]) if at else (0.0, 0.0)
-        return below_blocks + most_blocks * (shares[-1] - below)
+        grown_blocks, share_above = self._growths.split(most_blocks)
+        return grown_blocks + most_blocks * share_above
 
     @cached_property
-    def _growths(self) -> tuple[list[tuple[int, float]], list[float], list[float]]:
-        """(Predicted growth in blocks, share of its time in which it reasons) of each program, in ascending
-        order of growth; and two lists of cumulative sums over it: of growth · share, and of share."""
-        growths = sorted((self.growth_of(one), self._reasoning_share(one)) for _, one in self)
-        grown = accumulate(share * growth for growth, share in growths)
-        return growths, [*grown], [*accumulate(share for _, share in growths)]
+    def _growths(self) -> WeightedValues:
+        """Each program's predicted growth in blocks, with the share of its time in which it reasons."""
+        return WeightedValues(self._growth(program) for _, program in self)
 
-    @property
-    def demand_blocks(self) -> float:
-        """Device blocks that all programs together use on average until their ends. Each program uses its
-        mean context times the share of its time in which it reasons."""
-        return self._sums[0]
-
-    @property
-    def mean_blocks(self) -> float:
-        """Sum of the programs' mean contexts, in blocks."""
-        return self._sums[1]
+    def _growth(self, program: ProgramTierView) -> tuple[float, float]:
+        return self.growth_of(program), self._reasoning_share(program)
 
     def demand_above(self, worth: float) -> float:
-        """Return the part of ``demand_blocks`` that programs with at least this worth cause."""
-        worths, demands = self._worths
-        at = bisect_left(worths, (worth, -math.inf))
-        return (demands[-1] if demands else 0.0) - (demands[at - 1] if at else 0.0)
+        """Return the demand of the programs with at least this worth."""
+        return self._worths.split(worth)[1]
 
     @cached_property
-    def _worths(self) -> tuple[list[tuple[float, float]], list[float]]:
-        """(Worth, demand) of each program, in ascending order of worth; and the cumulative sums of the
-        demands."""
-        worths = sorted(
-            (self._policy.worth(one), self._reasoning_share(one) * self.mean_blocks_of(one))
-            for _, one in self
-        )
-        return worths, [*accumulate(demand for _, demand in worths)]
+    def _worths(self) -> WeightedValues:
+        """Each program's worth, with its demand."""
+        return WeightedValues(self._worth(program) for _, program in self)
 
-    def context_blocks(self, program_id: ProgramId) -> int:
-        """Return the blocks of the program's context."""
-        return self._of[program_id][1].context_blocks
+    def _worth(self, program: ProgramTierView) -> tuple[float, float]:
+        return self._policy.worth(program), self._demand_of(program)
 
     def move(self, program: ProgramTierView, to: Tier) -> None:
         """Record that a program moves to tier ``to``."""
-        self._of.pop(program.program_id, None)
+        change = (to is not Tier.WAITING) - (self._of.pop(program.program_id, None) is not None)
         if to is not Tier.WAITING:
             self._of[program.program_id] = (to, program)
-        for name in ("_sums", "_worths", "_growths"):
-            vars(self).pop(name, None)
+        if change and "sums" in vars(self):
+            self._add(self.sums, program, change)
+        for name, pair in (("_worths", self._worth), ("_growths", self._growth)) if change else ():
+            if name in vars(self):
+                vars(self)[name].change(pair(program), change)
 
 
 class ResidencyPricePlan(PlacementPlan):
@@ -162,7 +173,7 @@ class ResidencyPricePlan(PlacementPlan):
         """Gittins index per second of each acting program's gap; the same for the whole answer."""
         self._exchanges = 0
         """Number of exchanges in this answer, at most ``LOOKAHEAD``."""
-        self._acting: list[RankingKey] = []
+        self._acting: list[tuple[float, float, ProgramId]] = []
         """Programs that were acting on the device, by the value of holding their KV, the lowest first."""
         self._acting_room: tuple[int, int] | None = None
         """Free blocks in host memory and on disk when ``_acting`` was computed, whose values depend on
@@ -170,9 +181,6 @@ class ResidencyPricePlan(PlacementPlan):
         self._with_kv = ProgramsWithKv(policy, view, now)
         self._small_growth_blocks = 0
         """Predicted growth of the small programs that enter without a reserve."""
-        self._droppable: list[RankingKey] | None = None
-        """Acting programs of all tiers, by the value per block that is lost if their KV is dropped, the
-        lowest first; ``None`` after a move, until the next use."""
 
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
@@ -302,7 +310,7 @@ class ResidencyPricePlan(PlacementPlan):
                 for hold, victim in victims:
                     room += self._reserved_blocks(victim, reserve)
                     self._send(
-                        victim, self._destination(victim), MoveReason.EXCHANGE, hold_value=hold, price=price
+                        victim, self._tier_below(victim), MoveReason.EXCHANGE, hold_value=hold, price=price
                     )
             room -= wanted
         return len(self._entered) > before
@@ -341,8 +349,7 @@ class ResidencyPricePlan(PlacementPlan):
         if short <= 0:
             return True
         gain = self._policy.worth(program) * self._headroom
-        for hold, _, program_id in self._acting_by_drop_value():
-            blocks = self._with_kv.context_blocks(program_id)
+        for hold, _, blocks in self._droppable:
             gain -= hold * blocks
             if gain <= 0:
                 break
@@ -356,8 +363,8 @@ class ResidencyPricePlan(PlacementPlan):
         part of the device unused. True if sizes are unknown."""
         if not program.service_s:
             return True
-        demand = self._with_kv.demand_blocks
-        own = demand / max(1.0, self._with_kv.mean_blocks) * self._with_kv.mean_blocks_of(program)
+        demand, mean = self._with_kv.sums
+        own = demand / max(1.0, mean) * self._with_kv.mean_blocks_of(program)
         room = self._view.device.budget_blocks - own
         # The first condition implies the second one, and is cheaper to check.
         return demand <= room or self._with_kv.demand_above(self._policy.worth(program) * BEGIN_WORTH) <= room
@@ -385,16 +392,14 @@ class ResidencyPricePlan(PlacementPlan):
         """Blocks of host memory and disk."""
         return self._view.host.budget_blocks + self._view.disk.budget_blocks
 
-    def _acting_by_drop_value(self) -> list[RankingKey]:
-        """Return the acting programs of all tiers, by the value per block that is lost if their KV is
-        dropped, the lowest first."""
-        if self._droppable is None:
-            self._droppable = sorted(
-                (self._hold_value(program, tier, Tier.WAITING), 0.0, program.program_id)
-                for tier, program in self._with_kv
-                if program.activity is ProgramActivity.ACTING and program.context_blocks > 0
-            )
-        return self._droppable
+    @cached_property
+    def _droppable(self) -> list[tuple[float, ProgramId, int]]:
+        """The acting programs of all tiers, by the value per block that is lost if their KV is dropped, the
+        lowest first, each with the blocks of its context. Moves keep the list up to date."""
+        return sorted(self._drop_key(one, tier) for tier, one in self._with_kv if _is_droppable(one))
+
+    def _drop_key(self, program: ProgramTierView, tier: Tier) -> tuple[float, ProgramId, int]:
+        return (self._hold_value(program, tier, Tier.WAITING), program.program_id, program.context_blocks)
 
     def _reserve(self) -> float:
         """Return the share of the predicted growth that is reserved on the device now. 0 if a lower tier has
@@ -422,7 +427,7 @@ class ResidencyPricePlan(PlacementPlan):
         for *_, program_id in islice(self._acting_by_hold_value(), LOOKAHEAD):
             victim = self._staying[program_id]
             # Earlier victims may have taken the room below.
-            to = self._destination(victim, free=free)
+            to = self._tier_below(victim, free)
             hold = self._hold_value(victim, Tier.DEVICE, to)
             gain -= hold * self._policy.device_blocks(victim)
             if gain <= 0:
@@ -455,7 +460,7 @@ class ResidencyPricePlan(PlacementPlan):
 
     # -- leaving the device ---------------------------------------------------------------------
 
-    def _acting_by_hold_value(self) -> list[RankingKey]:
+    def _acting_by_hold_value(self) -> list[tuple[float, float, ProgramId]]:
         """Return the acting programs on the device, by the value of holding their KV, the lowest first."""
         room = (self._free[Tier.HOST], self._free[Tier.DISK])
         if room != self._acting_room:
@@ -473,7 +478,7 @@ class ResidencyPricePlan(PlacementPlan):
         ``to``: the tier to which the program would move; by default the highest tier with room."""
         if not program.context_blocks:
             return 0.0
-        cost_s = self._cost_s(program, self._destination(program, tier) if to is None else to)
+        cost_s = self._cost_s(program, self._tier_below(program, tier=tier) if to is None else to)
         if tier is not Tier.DEVICE:
             cost_s -= min(cost_s, self._cost_s(program, tier))
         elapsed_s = max(0.0, self._now - program.gap_since_s)
@@ -508,8 +513,8 @@ class ResidencyPricePlan(PlacementPlan):
 
     # -- the tiers below ------------------------------------------------------------------------
 
-    def _destination(
-        self, program: ProgramTierView, tier: Tier = Tier.DEVICE, free: Mapping[Tier, int] | None = None
+    def _tier_below(
+        self, program: ProgramTierView, free: Mapping[Tier, int] | None = None, tier: Tier = Tier.DEVICE
     ) -> Tier:
         """Return the highest tier below ``tier`` with room for the program's context; ``WAITING`` if none has
         room. ``free``: free blocks by tier, by default those of this plan."""
@@ -531,24 +536,27 @@ class ResidencyPricePlan(PlacementPlan):
                 if self._free[tier] >= 0:
                     break
                 if program.program_id not in self._moved:
-                    self._send(program, self._destination(program, tier), MoveReason.OVER_CAPACITY)
+                    self._send(program, self._tier_below(program, tier=tier), MoveReason.OVER_CAPACITY)
         return len(self._moved) > before
-
-    def _tier_below(self, program: ProgramTierView, free: Mapping[Tier, int]) -> Tier:
-        return self._destination(program, free=free)
 
     # -- bookkeeping ----------------------------------------------------------------------------
 
     def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
         super()._promote(program, reason, **terms)
         self._with_kv.move(program, Tier.DEVICE)
-        self._droppable = None
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
         super()._send(program, to, reason, **terms)
         self._with_kv.move(program, to)
-        self._droppable = None
+        if "_droppable" in vars(self) and _is_droppable(program):
+            del self._droppable[bisect_left(self._droppable, self._drop_key(program, program.tier))]
+            if to is not Tier.WAITING:
+                insort(self._droppable, self._drop_key(program, to))
 
 
 def _has_saved_context(program: ProgramTierView) -> bool:
     return program.tier in (Tier.HOST, Tier.DISK)
+
+
+def _is_droppable(program: ProgramTierView) -> bool:
+    return program.activity is ProgramActivity.ACTING and program.context_blocks > 0
