@@ -371,12 +371,8 @@ def test_c8_a_waiting_latecomer_breaks_a_deadlock_only() -> None:
     engine.turn("first", prompt(40))
     engine.arrive("last", prompt(40, seed=1))
     assert engine.program_scheduler.make_room(need(engine, "last", 5), engine.now) == 0
-    assert (
-        engine.program_scheduler.make_room(need(engine, "last", 5, anything_running=False), engine.now) == 1
-    )
-    assert (
-        engine.program_scheduler.make_room(need(engine, "last", 5, anything_running=False), engine.now) == 0
-    )
+    stuck = need(engine, "last", 5, anything_running=False)
+    assert [engine.program_scheduler.make_room(stuck, engine.now) for _ in range(2)] == [1, 0]
 
 
 def test_c8_a_waiting_request_with_a_priority_ends_leases_of_less_important_programs() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -97,18 +97,9 @@ class SchedulerDriver(ProgramScheduler):
         state = self._requests.states[request_id]
         return self._waiting_view(state)
 
-    def make_room(
-        self, need: ReclaimRequest, now: float, freed_by: Callable[[ProgramId], int] | None = None
-    ) -> int:
-        """Ask for blocks (``BlocksNeeded``), and return the number of leases that ended. ``freed_by`` returns
-        the blocks that the end of a program's lease frees. With ``None`` these are all blocks of the
-        lease."""
-        freed = (
-            {lease.program_id: freed_by(lease.program_id) for lease in self.state.leases}
-            if freed_by
-            else None
-        )
-        return len(self.handle(ev.BlocksNeeded(need, freed), now))
+    def make_room(self, need: ReclaimRequest, now: float) -> int:
+        """Ask for blocks, where each lease frees all of its own. Return the number of leases that ended."""
+        return len(self.handle(ev.BlocksNeeded(need, None), now))
 
     def may_admit(
         self, request_state: RequestState, need_blocks: int, free_blocks: int, now: float, **more: Any

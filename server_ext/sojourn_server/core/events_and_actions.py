@@ -376,7 +376,7 @@ Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | LoadAhea
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
 Action = EngineAction | RequestRefused | Answer
-AnswerKind = TypeVar("AnswerKind", LeaseGranted, RecoveryChosen, RequestLetIn, RequestChosen, LoadAheadChosen)
+AnswerKind = TypeVar("AnswerKind", bound=Answer)
 
 
 def answer_of(actions: Sequence[Action], kind: type[AnswerKind]) -> AnswerKind | None:

@@ -186,10 +186,9 @@ class LeaseTable:
         a program with a waiting request stays until the request is scheduled (Continuum §5.2)."""
         if now < self.next_deadline_s:
             return []
-        open_leases = [lease for lease in self._leases.values() if not lease.waiting]
-        due = [lease for lease in sorted(open_leases, key=Lease.deadline_s) if lease.deadline_s() <= now]
+        due = [lease for lease in self._leases.values() if not lease.waiting and lease.deadline_s() <= now]
         ended: list[tuple[Lease, DecisionReason]] = []
-        for lease in due[:limit]:
+        for lease in sorted(due, key=Lease.deadline_s)[:limit]:
             silent = lease.silent_s is not None and lease.silent_s < lease.expires_s
             self.end(lease.program_id)
             ended.append((lease, DecisionReason.SILENT if silent else DecisionReason.TTL))

@@ -61,6 +61,9 @@ class RequestWaits:
         """Programs whose waiting request was aborted: the start of its wait, and the time of the abort; the
         oldest abort first."""
 
+    def __iter__(self) -> Iterator[RequestWait]:
+        return iter(self._by_arrival.values())
+
     def longest(self) -> Iterator[RequestWait]:
         """Yield each program's longest wait, in order of decreasing length."""
         seen: set[ProgramId] = set()

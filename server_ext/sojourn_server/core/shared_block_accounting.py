@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import countOf
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -124,10 +125,10 @@ class SharedBlockAccounting:
         if chain:
             return 0, device.common(chain)
         expected = 0 if place.returning else self._expected.get(kind, 0)
-        if not expected or not any(one.returning and _kind(one) == kind for one in self._on_device.values()):
+        if not expected or kind not in (_kind(one) for one in self._on_device.values() if one.returning):
             return 0, 0
         expecting = self._expected_to_share
-        if program_id not in expecting and list(expecting.values()).count(kind) < MAX_EXPECTED_TO_SHARE:
+        if program_id not in expecting and countOf(expecting.values(), kind) < MAX_EXPECTED_TO_SHARE:
             expecting[program_id] = kind
         return 0, expected if program_id in expecting else 0
 

@@ -41,7 +41,7 @@ from ..policies.placement.placement_views import (
 )
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
-from .parked_requests import ParkedRequests
+from .parked_requests import ParkedRequests, RequestWait
 from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
@@ -182,7 +182,8 @@ class TierManager:
         if not self.places:
             return
         waited_since_s = self._waits.end(request_state.arrival, now)
-        if self._contexts.remove_other(request_state.request_id) and self._any_waiting_off_device():
+        was_other = self._contexts.remove_other(request_state.request_id)
+        if was_other and any(self._waiting_off_device(self._waits)):
             self._trigger = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
         place = self._place_of(request_state)
         if place is None:
@@ -319,7 +320,7 @@ class TierManager:
             if move.reason is MoveReason.OVERDUE and move.to is Tier.DEVICE:
                 self._last_overdue_admission_s = now
             self._apply(move, now)
-        is_idle = self._any_waiting_off_device() and not any(
+        is_idle = any(self._waiting_off_device(self._waits)) and not any(
             place.running for place in self._by_tier[Tier.DEVICE].values()
         )
         wait_s = self.policy.idle_tick_s if is_idle else self.policy.tick_s
@@ -327,12 +328,9 @@ class TierManager:
             wait_s = 0.0  # the policy stops at this number, so more exchanges may follow
         self._asked_s, self._ask_at_s = now, now + wait_s
 
-    def _any_waiting_off_device(self) -> bool:
-        return any(self._waiting_off_device())
-
-    def _waiting_off_device(self) -> Iterator[PlacedProgram]:
-        """The programs with waiting requests that are not on the device, the longest wait first."""
-        for wait in self._waits.longest():
+    def _waiting_off_device(self, waits: Iterable[RequestWait]) -> Iterator[PlacedProgram]:
+        """Yield the program of each of these waits, if it still waits and is not on the device."""
+        for wait in waits:
             place = self._by_id.get(wait.program_id)
             if place is not None and place.waiting and place.tier is not Tier.DEVICE:
                 yield place
@@ -386,8 +384,8 @@ class TierManager:
         return tuple(program for program in found if program is not None)
 
     def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
-        found = (place.seen for place in self._waiting_off_device() if place.seen is not None)
-        return tuple(islice(found, MAX_LONGEST_WAITING_IN_VIEW))
+        places = self._waiting_off_device(self._waits.longest())
+        return tuple(islice((place.seen for place in places if place.seen), MAX_LONGEST_WAITING_IN_VIEW))
 
     def _apply(self, move: TierMove, now: float) -> None:
         place = self._by_id[move.program_id]
