@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
@@ -146,21 +146,6 @@ async def test_a_batch_that_waits_too_long_leaves_the_queue() -> None:
     assert_empty(intake)
     engine.released.set()
     assert seqs(await intake.submit(batch_of("e", 2), 5)) == [0, 1]
-
-
-async def test_each_event_gets_the_answer_of_the_engine_that_knows_its_program() -> None:
-    def knows(emitter: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        def answer(batch: dict[str, Any]) -> dict[str, Any]:
-            outcome = "applied" if batch["emitter"] == emitter else "missing"
-            return {"v": 1, "outcomes": [{"outcome": outcome}] * len(batch["events"])}
-
-        return answer
-
-    time = VirtualTime()
-    intake = intake_of(ScriptedEngine({"events": knows("a")}, {"events": knows("b")}), time)
-    names = ("a", "b", "c")
-    answers = await settled(*(intake.submit(batch_of(name, 1), 5) for name in names))
-    assert [answer.outcomes[0].outcome.value for answer in answers] == ["applied", "applied", "missing"]
 
 
 @given(
