@@ -18,7 +18,7 @@ def turn(engine: Any, clock: Any, request_id: str, tokens: list[int], program: s
 
 
 def queue(engine: Any) -> Any:
-    return engine.scheduler.sojourn.queue
+    return engine.scheduler.sojourn._queue
 
 
 def left(engine: Any, program: str = "A") -> dict[float, int]:

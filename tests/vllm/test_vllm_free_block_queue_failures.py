@@ -143,7 +143,7 @@ def test_whatever_goes_wrong_within_it_the_engine_goes_on(
     adapter = engine.scheduler.sojourn
     life = Life(engine, clock)
     life.go_on(25)
-    queue = adapter.queue
+    queue = adapter._queue
     assert not queue.broken
     assert queue._bucket_of, "the test needs something in buckets"
     sabotage(queue)
@@ -184,12 +184,11 @@ def test_a_score_that_fails_reduces_only_its_blocks_to_vllms_order(
         engine.run()
         clock.now += 1.0
     Life(engine, clock).step()
-    queue = adapter.queue
+    queue = adapter._queue
     owners = [queue.owners.of.get(block.block_id) for block in queue.get_all_free_blocks()]
     assert list(dict.fromkeys(owner for owner in owners if owner)) == ["P3", "P2", "P1"]
     assert not queue.broken
-    assert adapter.failures == 1
-    assert caplog.text.count("the eviction score failed") == 1
+    assert adapter.failures == caplog.text.count("the eviction score failed") > 1, "each failure counts"
     Life(engine, clock).go_on(25)
 
 
@@ -209,14 +208,14 @@ def test_where_nothing_may_be_swallowed_it_is_raised(make_engine: Any, clock: An
     engine = make_engine("saga", blocks=BLOCKS)
     life = Life(engine, clock)
     life.go_on(25)
-    fails_within("_take")(engine.scheduler.sojourn.queue)
+    fails_within("_take")(engine.scheduler.sojourn._queue)
     with pytest.raises(RuntimeError, match="_take is broken"):
         life.go_on(25)
 
 
 def test_taking_too_many_blocks_raises(make_engine: Any) -> None:
     """That is no failure of the order's."""
-    queue = make_engine("saga", blocks=BLOCKS).scheduler.sojourn.queue
+    queue = make_engine("saga", blocks=BLOCKS).scheduler.sojourn._queue
     with pytest.raises(AssertionError):
         queue.popleft_n(BLOCKS + 1)
     assert not queue.broken

@@ -108,7 +108,7 @@ def test_with_eagle_a_lease_keeps_the_block_that_a_hit_drops(make_engine, groups
             if hasattr(coordinator, name):
                 setattr(coordinator, name, set(range(1 + len(groups))))
         coordinator.verify_and_split_kv_cache_groups()
-        engine.scheduler.use_eagle_block_drop = engine.scheduler.sojourn.groups._drops_last_block = True
+        engine.scheduler.use_eagle_block_drop = engine.scheduler.sojourn._groups._drops_last_block = True
         return engine
 
     in_memory = second_turn(make("observe", blocks=1000), others=0)
@@ -179,7 +179,7 @@ def test_blocks_of_a_context_are_counted_in_all_groups(make_engine):
         max_num_batched_tokens=128,
         other_groups=(window_spec(), state_spec()),
     )
-    groups = engine.scheduler.sojourn.groups
+    groups = engine.scheduler.sojourn._groups
     assert groups.tokens_per_block == BLOCK, "only full attention grows"
     assert groups.blocks_of(16) == 3
     assert groups.blocks_of(4096) - groups.blocks_of(2048) == 2048 // BLOCK
@@ -218,7 +218,7 @@ def test_a_preempted_request_leaves_no_hash_of_what_was_not_computed(make_engine
     engine.scheduler.schedule()  # the step is planned, and computes nothing yet
     request.num_computed_tokens = 0
     sojourn = engine.scheduler.sojourn
-    hashed = sojourn.groups.uncomputed(request)
+    hashed = sojourn._groups.uncomputed(request)
     assert hashed
     engine.pool.evict_blocks(hashed)
     assert count_cached(engine, request.block_hashes) == [0] * (1 + len(groups))

@@ -424,7 +424,7 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
             ),
         )
     assert engine.scheduler.connector.off
-    assert not engine.scheduler.sojourn.queue.broken, "the order of reuse has not failed"
+    assert not engine.scheduler.sojourn._queue.broken, "the order of reuse has not failed"
     assert bool(rejected.get("a2")) == (hook in ("load", "take_jobs")), "who waits must hear of it"
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     engine.update_from_output(engine.plan(), KVConnectorOutput())
@@ -671,7 +671,7 @@ def test_a_window_block_whose_copy_runs_is_not_overwritten_before_its_end(window
     windows.add("a1", prompt(1, 320), program_id="A", max_tokens=40)
     windows.update_from_output(windows.plan())
     scheduler = windows.scheduler
-    manager, request = scheduler.sojourn.offload, scheduler.requests["a1"]
+    manager, request = scheduler.sojourn._offload, scheduler.requests["a1"]
     _, of_window = manager._groups.used_by(request)
     [block, other] = [each for each in of_window if each.block_hash is not None][-2:]
     manager.copy_ahead([block])
@@ -679,7 +679,7 @@ def test_a_window_block_whose_copy_runs_is_not_overwritten_before_its_end(window
     assert [copy.block_id for copies in running.values() for copy in copies] == [block.block_id]
     manager._ends.forget("A")
     assert manager._is_behind_window(manager._groups.key_of(block))
-    manager.save([block, other], scheduler.sojourn.queue.owners)
+    manager.save([block, other], scheduler.sojourn._queue.owners)
     assert planner(windows)._jobs.awaited == running
     assert planner(windows).host.get(manager._groups.key_of(other)) is None, "it is not worth a copy"
 
@@ -692,7 +692,7 @@ def test_programs_that_never_end_leave_a_bounded_memory_of_windows(make_engine: 
     for number in range(60):
         turn(engine, f"r{number}", prompt(number, 160), f"p{number}")
         engine.tell({"type": "program_end", "program_id": f"p{number}", "seq": 1})
-    ends = engine.scheduler.sojourn.offload._ends
+    ends = engine.scheduler.sojourn._offload._ends
     assert 0 < len(ends._users) <= 75 + 40
 
 

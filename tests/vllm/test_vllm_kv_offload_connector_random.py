@@ -108,7 +108,7 @@ class Device:
             for copy in copies
             if request_id in requests
         ]
-        for name, load in self.engine.scheduler.sojourn.prefetcher._loads.items():
+        for name, load in self.engine.scheduler.sojourn._prefetcher._loads.items():
             copies = planned.kv_connector_metadata.jobs.loads.get(name, ())
             stand_in = SimpleNamespace(request_id=name, block_hashes=load.keys)
             first = len(load.keys) - len(copies)
@@ -207,12 +207,12 @@ def load_ahead(engine: Any, program: str, keep_s: float) -> None:
     """Load as much of a program's context into the device as is allowed."""
     adapter, planner = engine.scheduler.sojourn, engine.scheduler.connector.planner
     keys = adapter.program_scheduler.context(program) or ()
-    prefix, loads = adapter.groups.cached_prefix(keys), adapter.prefetcher
+    prefix, loads = adapter._groups.cached_prefix(keys), adapter._prefetcher
     first = prefix.hashes
     count = min(planner.loadable(keys[first:]), loads.budget(program))
     count = loads.spare(prefix.blocks, count)
     if count:
-        loads.load(program, keys[: first + count], count, adapter.clock() + keep_s)
+        loads.load(program, keys[: first + count], count, adapter._clock() + keep_s)
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.05])
@@ -226,7 +226,7 @@ def test_what_is_loaded_was_computed(
     )
     assert device.counts["loaded for nobody"]
     assert device.counts["loaded ahead"] > 10
-    assert device.engine.scheduler.sojourn.queue.loaded_ahead_used > 0
+    assert device.engine.scheduler.sojourn._queue.loaded_ahead_used > 0
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     for _ in range(MOST_LOAD_STEPS + 2):
         device.step()
     assert not engine.scheduler.requests
-    assert engine.pool.get_num_free_blocks() + engine.scheduler.sojourn.pinned.blocks() == blocks - 1
+    assert engine.pool.get_num_free_blocks() + engine.scheduler.sojourn._pinned.blocks() == blocks - 1
     assert device.counts["loaded"] > 100
     assert device.counts["stored"] > 100
     assert device.counts["preempted"] > 5

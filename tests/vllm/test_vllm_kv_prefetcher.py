@@ -21,13 +21,13 @@ class Ahead:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.adapter = engine.scheduler.sojourn
-        self.loads = self.adapter.prefetcher
-        self.queue = self.adapter.queue
+        self.loads = self.adapter._prefetcher
+        self.queue = self.adapter._queue
         self.planner = engine.scheduler.connector.planner
         self.turn("a1", prompt(1, CONTEXT_TOKENS), "A")
         self.turn("b1", prompt(2, 2400), "B")
         self.keys = list(self.adapter.program_scheduler.context(A))
-        self.first = self.adapter.groups.cached_prefix(self.keys).hashes
+        self.first = self.adapter._groups.cached_prefix(self.keys).hashes
         assert self.first < len(self.keys)
         engine.tell({"seq": 1, "type": "program_end", "program_id": "B"})
 
@@ -63,7 +63,7 @@ class Ahead:
         assert 0 < count <= self.loads.budget(A)
         assert self.loads.spare([], count) == count
         self.loads.load(
-            A, self.keys[: self.first + count], count, self.engine.scheduler.sojourn.clock() + keep_s
+            A, self.keys[: self.first + count], count, self.engine.scheduler.sojourn._clock() + keep_s
         )
         assert self.engine.scheduler.has_requests(), "else no step would learn of its end"
         planned = self.plan()
@@ -71,7 +71,7 @@ class Ahead:
         return planned, name
 
     def on_device(self) -> int:
-        return self.adapter.groups.cached_prefix(self.keys).hashes
+        return self.adapter._groups.cached_prefix(self.keys).hashes
 
     def nothing_is_left(self) -> bool:
         connector = self.engine.scheduler.connector
@@ -122,13 +122,13 @@ def test_it_is_the_first_that_other_requests_overwrite(ahead: Ahead) -> None:
     ahead.turn("d1", prompt(4, (spare + 5) * 16), None)
     assert [entry.rank for entry in host] == ranks, "host memory keeps the program's copies as before"
     assert ahead.on_device() < len(ahead.keys)
-    assert len(ahead.adapter.groups.cached_prefix(kept).blocks) == len(kept)
+    assert len(ahead.adapter._groups.cached_prefix(kept).blocks) == len(kept)
     assert ahead.queue.loaded_ahead_lost > 0
 
 
 def test_kv_of_living_programs_is_not_spare(ahead: Ahead) -> None:
     total = ahead.engine.pool.num_gpu_blocks - 1
-    on_device = ahead.adapter.groups.cached_prefix(ahead.keys)
+    on_device = ahead.adapter._groups.cached_prefix(ahead.keys)
     assert ahead.loads.spare(on_device.blocks, total) == total - len(on_device.blocks)
     ahead.turn("c1", prompt(3, 320), "C")
     assert ahead.loads.spare(on_device.blocks, total) <= total - len(on_device.blocks) - 20
@@ -154,7 +154,7 @@ def test_a_copy_of_what_expires_ends_before_its_blocks_are_reused(ahead: Ahead, 
     planned, name = ahead.begin(keep_s=10.0)
     ahead.arrive(planned, name)
     ahead.planner.discard(ahead.keys)
-    ahead.adapter.offload.copy_ahead(ahead.adapter.groups.cached_prefix(ahead.keys).blocks[ahead.first :])
+    ahead.adapter._offload.copy_ahead(ahead.adapter._groups.cached_prefix(ahead.keys).blocks[ahead.first :])
     planned = ahead.plan()
     running = planned.kv_connector_metadata.jobs.stores
     assert len(running) == 1

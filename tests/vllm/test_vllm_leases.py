@@ -83,7 +83,7 @@ def test_the_references_of_a_lease_make_no_prefix_common_to_all_requests(make_en
     assert manager.get_num_common_prefix_blocks("x0") == [0]
     engine.abort("stranger")
     engine.tell(*ends("A"))
-    assert engine.scheduler.sojourn.pinned.blocks() == 0
+    assert engine.scheduler.sojourn._pinned.blocks() == 0
     assert manager.get_num_common_prefix_blocks("x0") == [20], "without leases it is vLLM's answer"
 
 
@@ -291,8 +291,8 @@ def test_program_end_gives_everything_back_and_the_pool_is_whole_again(make_engi
     pool = stats["pool"]
     assert pool["free"] + pool["cached"] == pool["total"] == 64
     adapter: SchedulerAdapter = engine.scheduler.sojourn
-    assert len(adapter.queue.owners.of) == 0
-    assert len(adapter.pinned) == 0
+    assert len(adapter._queue.owners.of) == 0
+    assert len(adapter._pinned) == 0
     assert adapter.program_scheduler.state.requests.states == {}
 
 
@@ -364,13 +364,13 @@ def test_a_reset_counts_for_the_device_even_if_vllms_connector_was_not_reset(mak
     engine.run()
     scheduler, adapter = engine.scheduler, engine.scheduler.sojourn
     assert adapter.program_scheduler.context("A")
-    assert len(adapter.queue.owners.of)
+    assert len(adapter._queue.owners.of)
     scheduler.connector = SimpleNamespace(reset_cache=reset_cache)
     with pytest.raises(OSError, match="on purpose") if fails else nullcontext():
         assert scheduler.reset_prefix_cache(reset_connector=True) is False
     scheduler.connector = None
     assert adapter.program_scheduler.context("A") is None
-    assert len(adapter.queue.owners.of) == 0
+    assert len(adapter._queue.owners.of) == 0
 
 
 def test_aborts_in_every_phase_leave_nothing_behind(make_engine, clock):

@@ -53,7 +53,7 @@ class EngineLife(RuleBasedStateMachine):
 
             adapter = self.engine.scheduler.sojourn
             object.__setattr__(adapter.program_scheduler.preset, "eviction", LatestProgramEviction())
-            adapter.queue._order = EvictionHeap(adapter._eviction)
+            adapter._queue._order = EvictionHeap(adapter._eviction)
 
     def _event(self, **fields: Any) -> None:
         self.sequence += 1
@@ -127,7 +127,7 @@ class EngineLife(RuleBasedStateMachine):
         for request in scheduler.requests.values():
             for group in scheduler.kv_cache_manager.get_blocks(request.request_id).blocks:
                 users.update(block.block_id for block in group if not block.is_null)
-        for held in adapter.pinned._pinned.values():
+        for held in adapter._pinned._pinned.values():
             users.update(block.block_id for block in held)
         for block in pool.blocks[1:]:
             assert block.ref_cnt == users[block.block_id]
@@ -137,14 +137,14 @@ class EngineLife(RuleBasedStateMachine):
     def leases_and_held_blocks_agree(self) -> None:
         adapter = self.engine.scheduler.sojourn
         leases = {lease.program_id: lease.blocks for lease in adapter.program_scheduler.state.leases}
-        held = {program_id: len(blocks) for program_id, blocks in adapter.pinned._pinned.items()}
+        held = {program_id: len(blocks) for program_id, blocks in adapter._pinned._pinned.items()}
         assert leases == held
         assert adapter.program_scheduler.state.leases.blocks == sum(held.values()) <= self.blocks
 
     @invariant()
     def owners_are_known_programs_of_cached_blocks(self) -> None:
         adapter = self.engine.scheduler.sojourn
-        queue = adapter.queue
+        queue = adapter._queue
         for block_id, owner in queue.owners.of.items():
             for program_id in (owner,) if isinstance(owner, str) else owner:
                 assert block_id in queue.owners.blocks[program_id]
@@ -154,7 +154,7 @@ class EngineLife(RuleBasedStateMachine):
 
     @invariant()
     def orphans_have_no_owner_and_are_not_common(self) -> None:
-        queue = self.engine.scheduler.sojourn.queue
+        queue = self.engine.scheduler.sojourn._queue
         assert not queue.owners.orphans.keys() & queue.owners.of.keys()
         assert not queue.owners.orphans.keys() & queue.owners.common
         for block_id, name in queue._bucket_of.items():
@@ -166,7 +166,7 @@ class EngineLife(RuleBasedStateMachine):
     def every_bucket_stands_where_its_program_stands_now(self) -> None:
         adapter = self.engine.scheduler.sojourn
         queue, order, workflow_predictor = (
-            adapter.queue,
+            adapter._queue,
             adapter._eviction,
             adapter.program_scheduler.predictor,
         )

@@ -66,21 +66,38 @@ def test_a_prefix_that_leases_share_is_counted_once() -> None:
     rig.end_requests()
     assert rig.held.blocks() == 250 == 600 - rig.pool.get_num_free_blocks()
     assert len(rig.held) == 7
-    assert rig.held.freed_by() == {"P0": 190, **{f"P{number}": 10 for number in range(1, 7)}}
+    assert rig.held.freed_by == {"P0": 190, **{f"P{number}": 10 for number in range(1, 7)}}
     assert rig.held.count_unpinned(rig.blocks[:260]) == 10
     rig.held.release("P1")
     rig.turn_finished("P0", 180, 190, prefix=180, rank=9)  # as if it were the latest
-    assert [rig.held.freed_by()[f"P{number}"] for number in (0, 2, 3)] == [10, 190, 10]
+    assert [rig.held.freed_by[f"P{number}"] for number in (0, 2, 3)] == [10, 190, 10]
     rig.turn_finished("P0", 180, 190, prefix=180, rank=-1)  # and the earliest
-    assert [rig.held.freed_by()[f"P{number}"] for number in (0, 2, 3)] == [190, 10, 10]
+    assert [rig.held.freed_by[f"P{number}"] for number in (0, 2, 3)] == [190, 10, 10]
     for number in range(2, 7):
         rig.held.release(f"P{number}")
-    assert rig.held.freed_by() == {"P0": 190}
+    assert rig.held.freed_by == {"P0": 190}
     assert rig.held.blocks() == 190
     free = rig.pool.get_num_free_blocks()
     assert rig.held.release("P0")
     assert rig.pool.get_num_free_blocks() - free == 190
-    assert (rig.held.blocks(), rig.held.freed_by(), rig.held.release("P0")) == (0, {}, False)
+    assert (rig.held.blocks(), rig.held.freed_by, rig.held.release("P0")) == (0, {}, False)
+
+
+def test_to_reclaim_a_lease_visits_its_blocks_alone() -> None:
+    class Visited(list[Any]):
+        def __iter__(self) -> Any:
+            visited.extend(self[:])
+            return super().__iter__()
+
+    visited: list[Any] = []
+    rig = Rig()
+    for number in range(100):
+        rig.turn_finished(f"P{number}", 0, 0, prefix=600, rank=number)
+    rig.held._pinned = {name: Visited(blocks) for name, blocks in rig.held._pinned.items()}
+    for number in range(3):
+        assert rig.held.freed_by[f"P{number}"] == 600
+        rig.held.release(f"P{number}")
+    assert len(visited) == 3 * 600
 
 
 def test_holding_again_gives_the_earlier_blocks_back() -> None:
@@ -88,7 +105,7 @@ def test_holding_again_gives_the_earlier_blocks_back() -> None:
     rig.turn_finished("P", 0, 20)
     rig.turn_finished("P", 10, 40)
     rig.end_requests()
-    assert rig.held.blocks() == rig.held.freed_by()["P"] == 30
+    assert rig.held.blocks() == rig.held.freed_by["P"] == 30
     assert {block.block_id for block in rig.blocks if block.ref_cnt} == set(range(11, 41))
     rig.held.release("P")
     assert rig.pool.get_num_free_blocks() == 600
@@ -133,7 +150,7 @@ def test_counts_agree_with_counting(script: list[tuple[int, str, set[int]]]) -> 
     for number, what, chosen in script:
         program = f"P{number}"
         if what == "hold":
-            rig.held.hold(program, [rig.blocks[index] for index in sorted(chosen)])
+            rig.held.hold(program, [rig.blocks[index] for index in sorted(chosen)], rank=-number)
             model[program] = chosen
         elif what == "release":
             assert rig.held.release(program) == (model.pop(program, None) is not None)
@@ -143,9 +160,6 @@ def test_counts_agree_with_counting(script: list[tuple[int, str, set[int]]]) -> 
         holders = Counter(index for held in model.values() for index in held)
         assert rig.held.blocks() == len(holders)
         assert rig.held.count_unpinned(rig.blocks[:10]) == 10 - len(holders)
-        freed = rig.held.freed_by()
-        for name in model:
-            alone = sum(1 for index in model[name] if holders[index] == 1)
-            assert alone <= freed[name] <= len(model[name])
-        assert sum(freed.values()) == len(holders)
+        earliest = Counter(max(name for name in model if index in model[name]) for index in holders)
+        assert rig.held.freed_by == {name: earliest[name] for name in model}
         assert [block.ref_cnt - 1 for block in rig.blocks[:10]] == [holders[index] for index in range(10)]

@@ -39,7 +39,7 @@ def add(on: Timed, name: str, tokens: list[int], program: str | None, *, steps: 
 
 
 def below(on: Timed) -> Any:
-    return on.engine.scheduler.sojourn.offload
+    return on.engine.scheduler.sojourn._offload
 
 
 def context_of(keys: list[bytes]) -> Any:
@@ -63,13 +63,13 @@ def test_a_preemption_frees_only_unshared_blocks(engine: Any) -> None:
     add(on, "b", [*BEGINNING, *some_tokens("b", 80)], "B")
     add(on, "c", some_tokens("c", 80), "C")
     scheduler = on.engine.scheduler
-    views = {view.request_id: view for view in scheduler.sojourn.demand_monitor.views(scheduler.running)}
+    views = {view.request_id: view for view in scheduler.sojourn._demand_monitor.views(scheduler.running)}
     assert {name: view.shared_blocks for name, view in views.items()} == {"a": 16, "b": 16, "c": 0}
     pool = scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     away(on, "a")
     assert pool.get_num_free_blocks() - free == views["a"].freed_blocks
-    left = scheduler.sojourn.demand_monitor.views(scheduler.running)
+    left = scheduler.sojourn._demand_monitor.views(scheduler.running)
     assert [view.shared_blocks for view in left] == [0, 0], "no request shares with one that has left"
 
 
@@ -95,8 +95,8 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     others = [b"x%d" % number for number in range(room)]
     if way == "recompute":
         below(on)._keep_preempted("X", context_of(others))
-    on.engine.scheduler.sojourn.demand_monitor._due_in = 0
-    on.engine.scheduler.sojourn.demand_monitor.before_step(on.clock.now)
+    on.engine.scheduler.sojourn._demand_monitor._due_in = 0
+    on.engine.scheduler.sojourn._demand_monitor.before_step(on.clock.now)
     away(on, "b")
     assert how(on) == way
 
@@ -147,7 +147,7 @@ def test_what_another_programs_request_will_load_too_is_kept_for_it(engine: Any)
 def test_a_likely_victim_is_copied_incrementally_between_other_victims(engine: Any) -> None:
     on = engine()
     requests = [add(on, name, some_tokens(name, 200), name.upper()) for name in "ab"]
-    outlook, planner = on.engine.scheduler.sojourn.demand_monitor, on.engine.scheduler.connector.planner
+    outlook, planner = on.engine.scheduler.sojourn._demand_monitor, on.engine.scheduler.connector.planner
     submitted: list[int] = []
     store = planner.store
 

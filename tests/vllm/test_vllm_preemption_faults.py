@@ -518,7 +518,7 @@ def test_each_of_two_requests_of_a_program_that_are_away_is_kept_until_it_is_bac
     for _ in range(20):
         on.step()
     scheduler = on.engine.scheduler
-    below = scheduler.sojourn.offload
+    below = scheduler.sojourn._offload
     for name in "ab":
         below.copy_ahead(
             [block for block in scheduler.kv_cache_manager.get_blocks(name).blocks[0] if block.block_hash]

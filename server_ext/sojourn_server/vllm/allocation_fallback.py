@@ -313,7 +313,7 @@ class AllocationFallback:
         """End the leases that the policy chooses. Return whether it chose any."""
         if not self._program_scheduler.lease_manager.may_reclaim(need):
             return False
-        freed = dict.fromkeys(self._program_scheduler.leased_programs(), 0) | self._pinned.freed_by()
+        freed = dict.fromkeys(self._program_scheduler.leased_programs(), 0) | self._pinned.freed_by
         return bool(self._handle(BlocksNeeded(need, freed), now))
 
     def _missing_blocks(

@@ -6,7 +6,7 @@ Each pin adds one reference to a block, so the pool does not reuse a pinned bloc
 from __future__ import annotations
 
 import time
-from collections import Counter
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,15 @@ class PinnedBlocks:
         self._clock = clock
         self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
         self._ranks: dict[ProgramId, int] = {}
-        self._pins: Counter[int] = Counter()
-        """Block id → number of programs that pin the block. Other blocks are absent."""
+        self._holders: dict[int, list[tuple[int, ProgramId]]] = {}
+        """Block id → (rank, id) of the programs that pin the block, in ascending order."""
+        self.freed_by: dict[ProgramId, int] = {}
+        """Program with pinned blocks → number of pinned blocks that count for it.
+
+        If several programs pin a block, it counts only for the one with the lowest rank (the earliest). The
+        lease of that program usually ends last. The values add up to ``blocks()``. Releasing a program and
+        all programs of higher rank unpins at least the sum of their values. Running requests may still use
+        some of these blocks."""
         self._counted: dict[str, int] | None = None
         self._counted_at = 0.0
 
@@ -51,27 +58,11 @@ class PinnedBlocks:
 
     def blocks(self) -> int:
         """Return the number of distinct pinned blocks. O(1)."""
-        return len(self._pins)
-
-    def freed_by(self) -> dict[ProgramId, int]:
-        """Return the number of pinned blocks that count for each program with pinned blocks. Takes O(pinned
-        blocks).
-
-        If several programs pin a block, it counts only for the one with the lowest rank (the earliest). The
-        lease of that program usually ends last. The values add up to ``blocks()``. Releasing a program and
-        all programs of higher rank unpins at least the sum of their values. Running requests may still use
-        some of these blocks."""
-        freed: dict[ProgramId, int] = {}
-        seen: set[int] = set()
-        for program_id in sorted(self._pinned, key=lambda one: (self._ranks[one], one)):
-            before = len(seen)
-            seen.update(block.block_id for block in self._pinned[program_id])
-            freed[program_id] = len(seen) - before
-        return freed
+        return len(self._holders)
 
     def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of the blocks no program pins. The blocks must be distinct. O(1) per block."""
-        return sum(1 for block in blocks if block.block_id not in self._pins)
+        return sum(1 for block in blocks if block.block_id not in self._holders)
 
     def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock], rank: int = 0) -> None:
         """Pin ``blocks`` for the program. Then unpin the blocks that were pinned for it before. ``blocks``
@@ -80,7 +71,14 @@ class PinnedBlocks:
         self._pool.touch(blocks)
         self.release(program_id)
         self._pinned[program_id], self._ranks[program_id] = list(blocks), rank
-        self._pins.update(block.block_id for block in blocks)
+        self.freed_by[program_id] = 0
+        for block in blocks:
+            holders = self._holders.setdefault(block.block_id, [])
+            insort(holders, (rank, program_id))
+            if holders[0][1] == program_id:
+                self.freed_by[program_id] += 1
+                if len(holders) > 1:
+                    self.freed_by[holders[1][1]] -= 1
 
     def release(self, program_id: ProgramId) -> bool:
         """Unpin the program's blocks. Return whether there were any. The blocks stay cached until the pool
@@ -88,12 +86,16 @@ class PinnedBlocks:
         pinned = self._pinned.pop(program_id, None)
         if pinned is None:
             return False
+        holder = (self._ranks.pop(program_id), program_id)
+        del self.freed_by[program_id]
         for block in pinned:
-            if self._pins[block.block_id] == 1:
-                del self._pins[block.block_id]
-            else:
-                self._pins[block.block_id] -= 1
-        del self._ranks[program_id]
+            holders = self._holders[block.block_id]
+            at = bisect_left(holders, holder)
+            del holders[at]
+            if not holders:
+                del self._holders[block.block_id]
+            elif at == 0:
+                self.freed_by[holders[0][1]] += 1
         self._pool.free_blocks(reversed(pinned))
         return True
 
@@ -172,7 +174,6 @@ class EvictionAdapter:
         self._program_scheduler = program_scheduler
         self._report_failure = report_failure
         self._by_program = program_scheduler.preset.eviction.by_program
-        self._score_has_failed = False
         scorer = self if self._by_program else None
         self.queue = ProgramFreeBlockQueue(
             replaced, evicted=evicted, scorer=scorer, failed=failed, before_reuse=before_reuse
@@ -210,11 +211,8 @@ class EvictionAdapter:
         return self._program_scheduler.owner_score(standing, self._branches.share)
 
     def score_failed(self, error: Exception) -> None:
-        """Report the first error of the policy. Later ones are not reported, since a policy may fail for each
-        program in each step."""
-        if not self._score_has_failed:
-            self._report_failure(error, "the eviction score failed; what it cannot score is evicted first")
-            self._score_has_failed = True
+        """Count an error of the policy, and log it if there were few."""
+        self._report_failure(error, "the eviction score failed; what it cannot score is evicted first")
 
 
 def block_content_hash(block: KVCacheBlock) -> Any:

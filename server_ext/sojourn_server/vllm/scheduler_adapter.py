@@ -104,15 +104,15 @@ class SchedulerAdapter:
     def __init__(
         self, scheduler: Scheduler, settings: PluginSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.scheduler = scheduler
+        self._scheduler = scheduler
         self._settings = settings
-        self.clock = clock
+        self._clock = clock
         self._refused: list[str] = []
         """Ids of requests that the ``ProgramScheduler`` refused, until ``take_refused``."""
         self.failures = 0
         """Number of sojourn's errors that were caught instead of raised."""
         self._pool = scheduler.kv_cache_manager.block_pool
-        self.groups = groups = KVCacheGroups(scheduler)
+        self._groups = groups = KVCacheGroups(scheduler)
         rank = data_parallel_rank(scheduler.vllm_config)
         history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
@@ -134,13 +134,13 @@ class SchedulerAdapter:
             scheduler.vllm_config.model_config, settings.tool_call_parser, settings.tool_parser_plugin
         )
         connector = scheduler.connector
-        self.offload: OffloadManager | None = None
+        self._offload: OffloadManager | None = None
         """Manager of host memory and disk; ``None`` without sojourn's connector."""
         if isinstance(connector, SojournConnector):
             connector.clock, connector.strict = clock, settings.strict
             connector.groups = groups
             connector.is_paused = lambda: scheduler.pause_state is not PauseState.UNPAUSED
-            self.offload = OffloadManager(connector, self.program_scheduler, groups)
+            self._offload = OffloadManager(connector, self.program_scheduler, groups)
         # vLLM's MultiConnector keeps its connectors in ``_connectors``.
         for each in (connector, *getattr(connector, "_connectors", ())):
             if isinstance(each, PathsConnector):
@@ -163,31 +163,31 @@ class SchedulerAdapter:
             # The blocks have left the queue already: an error there would lose them.
             evicted=partial(self.guarded, self._evicted),
             failed=self._eviction_order_failed,
-            before_reuse=self.offload.save if self.offload is not None else None,
+            before_reuse=self._offload.save if self._offload is not None else None,
         )
-        self.queue = self._pool.free_block_queue = self._eviction.queue
-        self.pinned = PinnedBlocks(self._pool, self.queue, clock)
+        self._queue = self._pool.free_block_queue = self._eviction.queue
+        self._pinned = PinnedBlocks(self._pool, self._queue, clock)
         manager = scheduler.kv_cache_manager
-        manager.get_num_common_prefix_blocks = without_common_prefix(manager, self.pinned)
-        self.prefetcher = KVPrefetcher(
-            self._pool, self.queue, groups, connector if isinstance(connector, SojournConnector) else None
+        manager.get_num_common_prefix_blocks = without_common_prefix(manager, self._pinned)
+        self._prefetcher = KVPrefetcher(
+            self._pool, self._queue, groups, connector if isinstance(connector, SojournConnector) else None
         )
         check_scheduling(preset, scheduler.policy.value)
         self.waiting = WaitingQueueAdapter(context)
-        self.demand_monitor = DemandMonitor(context, self.pinned, self.offload)
+        self._demand_monitor = DemandMonitor(context, self._pinned, self._offload)
         self._allocation_fallback = AllocationFallback(
-            context, self.pinned, self.demand_monitor, self.waiting, self.prefetcher
+            context, self._pinned, self._demand_monitor, self.waiting, self._prefetcher
         )
         self._length_predictor: LengthPredictor | None = None
         """Length predictor; set if the preset reads hidden states and the workers capture them."""
         if preset.output_length.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
         self._history = history
-        offload, predictor = self.offload, self._length_predictor
+        offload, predictor = self._offload, self._length_predictor
         self.service = EngineService(
             self.program_scheduler,
             engine=profile_description(scheduler, groups.tokens_per_block),
-            pool_state=self.pinned.count_by_state,
+            pool_state=self._pinned.count_by_state,
             handle=self.handle,
             tier_state=lambda: offload.state() if offload is not None else {},
             below_device=lambda: offload_description(scheduler),
@@ -195,7 +195,7 @@ class SchedulerAdapter:
             network_state=lambda: predictor.trainer.state() if predictor is not None else None,
             persist=self._persist,
             paths=pair_status_reporter(scheduler),
-            owned_blocks=lambda program_id: len(self.queue.owners.blocks.get(program_id, ())),
+            owned_blocks=lambda program_id: len(self._queue.owners.blocks.get(program_id, ())),
             cpu_clock=time.thread_time,
             below_blocks=lambda program_id: (
                 offload.held_blocks(program_id) if offload is not None else (0, 0)
@@ -225,7 +225,7 @@ class SchedulerAdapter:
 
     def arrived(self, request: Request) -> None:
         """Handle a new request, before vLLM queues it."""
-        now = self.clock()
+        now = self._clock()
         try:
             self._take_in(request, now)
         finally:
@@ -238,7 +238,7 @@ class SchedulerAdapter:
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
         self.service.client_event_decoder.apply_attached_events(identity, now)
-        ended_s = self.clock()
+        ended_s = self._clock()
         self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
         arrived = RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority)
         self.handle(arrived, now)
@@ -260,23 +260,23 @@ class SchedulerAdapter:
     def _open_step(self) -> None:
         self.waiting.open_step()
         self._allocation_fallback.restore_victim()
-        now = self.clock()
+        now = self._clock()
         self.handle(_TICK, now)
-        self.prefetcher.expire(now)
+        self._prefetcher.expire(now)
         if self._pending:
             self.carry_out(now)
         self.waiting.queue.promote(now)
         self._eviction.before_step()
         if self._length_predictor is not None:
             self._length_predictor.report(now)
-        self.demand_monitor.before_step(now)
-        if self.offload is not None:
-            self.offload.store_ahead(self.queue)
+        self._demand_monitor.before_step(now)
+        if self._offload is not None:
+            self._offload.store_ahead(self._queue)
 
     def after_step(self, output: SchedulerOutput) -> None:
         """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
         self._allocation_fallback.restore_victim()
-        now = self.clock()
+        now = self._clock()
         self._step_timer.planned(output, now)
         if output.scheduled_new_reqs:
             for new in output.scheduled_new_reqs:
@@ -291,17 +291,17 @@ class SchedulerAdapter:
         self._eviction.after_step()
 
     def _next_requests(self, most: int) -> Sequence[Request]:
-        return self.guarded(self.scheduler.waiting.next_requests, most) or ()
+        return self.guarded(self._scheduler.waiting.next_requests, most) or ()
 
     def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
         """Report the duration of a step whose results have arrived, before vLLM handles the results.
         ``waited_s``: seconds that the step waited for copies; they do not count towards the duration."""
-        now = self.clock()
+        now = self._clock()
         took_s = self._step_timer.ended(output, now)
         if took_s is not None:
             # Policies compare the cost of computing with that of copying, so the wait does not count.
             took_s = max(0.0, took_s - waited_s)
-            back_s, queued_s = self.offload.link.load_costs() if self.offload is not None else (None, 0.0)
+            back_s, queued_s = self._offload.link.load_costs() if self._offload is not None else (None, 0.0)
             tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
             kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
             kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
@@ -320,7 +320,7 @@ class SchedulerAdapter:
     def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
         """End a refused request with an error, if it is still parked. A parked request waits until its
         program is placed on the device. ``tell`` sends the client the error."""
-        request = self.scheduler.requests.get(request_id)
+        request = self._scheduler.requests.get(request_id)
         if request is None or not self.waiting.is_parked(request):
             return
         logger.error(
@@ -331,7 +331,7 @@ class SchedulerAdapter:
         # Record this before the client gets the error, because the API server then asks for the reason.
         self.service.refusals.record_refusal(request_id, self.program_scheduler.limits.gate_timeout_s)
         try:
-            self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
+            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
         finally:
             tell(request)
 
@@ -340,9 +340,9 @@ class SchedulerAdapter:
         awaiting = self.program_scheduler.awaiting_first_token()
         if not awaiting:
             return
-        now = self.clock()
+        now = self._clock()
         for request_id in tuple(awaiting):
-            request = self.scheduler.requests.get(request_id)
+            request = self._scheduler.requests.get(request_id)
             if request is not None and request.num_output_tokens:
                 self.handle(FirstToken(request_id), now)
 
@@ -357,19 +357,19 @@ class SchedulerAdapter:
         if self._length_predictor is not None:
             # If the end is a guess, the length may be wrong.
             self._length_predictor.request_ended(request, complete=end.is_complete and not end.is_guess)
-        if self.offload is not None:
-            self._release_preempted(request, program_id, self.offload)
+        if self._offload is not None:
+            self._release_preempted(request, program_id, self._offload)
         if known is None:
             return
-        now = self.clock()
+        now = self._clock()
         if program_id is None:
-            if self.offload is not None and not self.groups.is_single:
-                self.offload.remember_turn_end(None, self.groups.cached_prefix(request.block_hashes).blocks)
+            if self._offload is not None and not self._groups.is_single:
+                self._offload.remember_turn_end(None, self._groups.cached_prefix(request.block_hashes).blocks)
             self.handle(UntrackedRequestLeft(request.request_id), now)
             return
-        if self.offload is not None and not known.admitted:
-            self.offload.admitted(program_id, ())
-        cached, hashes = self._own_cached_blocks(request, program_id, self.groups.cached_blocks(request))
+        if self._offload is not None and not known.admitted:
+            self._offload.admitted(program_id, ())
+        cached, hashes = self._own_cached_blocks(request, program_id, self._groups.cached_blocks(request))
         actions = self.handle(
             TurnFinished(
                 request_id=request.request_id,
@@ -379,19 +379,19 @@ class SchedulerAdapter:
                 output_tokens=request.num_output_tokens,
                 cached_blocks=len(cached),
                 block_hashes=hashes,
-                held_blocks=self.pinned.blocks(),
-                unheld_blocks=self.pinned.count_unpinned(cached),
-                used_blocks=self.pinned.used_blocks(),
+                held_blocks=self._pinned.blocks(),
+                unheld_blocks=self._pinned.count_unpinned(cached),
+                used_blocks=self._pinned.used_blocks(),
             ),
             now,
         )
         self.carry_out(now)
         granted = answer_of(actions, LeaseGranted)
         if granted is not None:
-            self.pinned.hold(program_id, cached, granted.lease.rank)
-        if self.offload is not None and end.is_complete:
-            self.offload.turn_finished(program_id, cached)
-        seconds = self.clock() - now
+            self._pinned.hold(program_id, cached, granted.lease.rank)
+        if self._offload is not None and end.is_complete:
+            self._offload.turn_finished(program_id, cached)
+        seconds = self._clock() - now
         self.program_scheduler.recorder.observe("sojourn_policy_seconds", seconds, hook="retention")
 
     def preempted(self, request: Request) -> None:
@@ -399,36 +399,36 @@ class SchedulerAdapter:
         self._allocation_fallback.restore_victim()
         # vLLM sets a block's hash when it plans the step. If the request is preempted within that step, the
         # step does not compute the block.
-        self._pool.evict_blocks(self.groups.uncomputed(request))
+        self._pool.evict_blocks(self._groups.uncomputed(request))
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
-        cached = self.groups.cached_blocks(request)
+        cached = self._groups.cached_blocks(request)
         if program_id is not None:
             self._own_cached_blocks(request, program_id, cached)
-        reusable, hashes = self.groups.reusable(request)
-        copied = self.offload.count_copied(reusable) if self.offload is not None else 0
+        reusable, hashes = self._groups.reusable(request)
+        copied = self._offload.count_copied(reusable) if self._offload is not None else 0
         out_s, back_s, queued_s = (
-            self.offload.link.offload_costs(len(reusable) - copied)
-            if self.offload is not None
+            self._offload.link.offload_costs(len(reusable) - copied)
+            if self._offload is not None
             else (None, None, 0.0)
         )
         actions = self.handle(
             RequestPreempted(
                 request.request_id,
                 tokens=request.num_computed_tokens,
-                copied_tokens=copied * len(hashes) * self.groups.hash_tokens // max(1, len(reusable)),
+                copied_tokens=copied * len(hashes) * self._groups.hash_tokens // max(1, len(reusable)),
                 offload_s_per_token=out_s,
                 load_back_s_per_token=back_s,
                 queued_s=queued_s,
             ),
-            self.clock(),
+            self._clock(),
         )
-        if self.offload is None:
+        if self._offload is None:
             return
         if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
-            self.offload.skip_saving(cached, program_id, self.queue.owners)
+            self._offload.skip_saving(cached, program_id, self._queue.owners)
         elif program_id is not None and self.program_scheduler.forecaster.predicts:
-            self.offload.keep_preempted(program_id, reusable, hashes)
+            self._offload.keep_preempted(program_id, reusable, hashes)
 
     def evict_unfilled(self, block_ids: set[int]) -> None:
         """Remove blocks whose load failed, and all blocks computed from them, from the prefix cache. Call it
@@ -437,31 +437,31 @@ class SchedulerAdapter:
         There are blocks computed from a failed load only if a connector loads KV within a step. A request
         with an asynchronous load is not computed before the load has ended.
         """
-        self._pool.evict_blocks(self.groups.blocks_behind(self.scheduler.running, block_ids))
+        self._pool.evict_blocks(self._groups.blocks_behind(self._scheduler.running, block_ids))
 
     def before_cache_reset(self) -> None:
         """End all leases and cancel all loads ahead of need, because vLLM clears the prefix cache only if
         nothing holds blocks."""
-        now = self.clock()
+        now = self._clock()
         self.handle(CacheResetStarted(), now)
         self.carry_out(now)
-        self.prefetcher.cancel_all()
+        self._prefetcher.cancel_all()
 
     def requeue_loading(self) -> None:
         """Cancel all loads of requests, free their blocks, and queue the requests again. Call it before a
         cache reset that preempts running requests."""
-        connector = self.scheduler.connector
+        connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):  # others may write to the blocks at any time
             self.waiting.requeue_loading(connector)
 
     def drop_cancelled(self, copies: KVConnectorOutput) -> None:
         """Remove the results of cancelled loads from a step's results, before vLLM handles them. With several
         KV cache groups, also remove failed loads and queue their requests again."""
-        connector = self.scheduler.connector
+        connector = self._scheduler.connector
         if isinstance(connector, SojournConnector):
             connector.drop_cancelled(copies)
             for request_id in connector.take_failed_requests(copies):
-                request = self.scheduler.requests.get(request_id)
+                request = self._scheduler.requests.get(request_id)
                 if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                     # Otherwise vLLM would keep the request's blocks, and its reservation for the failed load,
                     # until the request's turn comes. Other requests may need the blocks.
@@ -470,41 +470,41 @@ class SchedulerAdapter:
     def after_cache_reset(self) -> None:
         """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Do not call
         it if vLLM refused to clear it."""
-        self.queue.clear_owners()
-        self.prefetcher.reset()
+        self._queue.clear_owners()
+        self._prefetcher.reset()
         self._forget_contexts(device=True)
 
     def after_connector_reset(self) -> None:
         """Forget the KV in host memory and on disk, after vLLM reset the connector but refused to clear the
         prefix cache."""
-        if self.offload is not None:
+        if self._offload is not None:
             self._forget_contexts(device=False)
 
     def _forget_contexts(self, *, device: bool) -> None:
-        now = self.clock()
+        now = self._clock()
         try:
             self.handle(CacheReset(device), now)
             self.carry_out(now)
         finally:
-            if self.offload is not None:  # vLLM clears only the device by default
-                self.offload.reset()
+            if self._offload is not None:  # vLLM clears only the device by default
+                self._offload.reset()
 
     # -- calls of the API server ------------------------------------------------
 
     def call(self, operation: str, payload: str) -> str:
         """Answer one operation of the HTTP API, between two steps. ``payload`` and the answer are JSON."""
-        now = self.clock()
+        now = self._clock()
         # No tick while the engine is paused, because this time does not count as waiting. The API server
         # still asks for metrics.
-        if self.scheduler.pause_state is not PauseState.PAUSED_ALL:
+        if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
             self.handle(_TICK, now)
         self.carry_out(now)
-        started_s = self.clock()
+        started_s = self._clock()
         answer = self.service.call(operation, payload, now)
-        ended_s = self.clock()
+        ended_s = self._clock()
         self.carry_out(now)
         if operation in ("events", "event_batches"):
-            seconds = self.clock() - now
+            seconds = self._clock() - now
             self.program_scheduler.recorder.observe("sojourn_policy_seconds", seconds, hook="event")
         self._history.save_if_due(self.program_scheduler.histories, now)
         if operation == "event_batches":
@@ -556,33 +556,33 @@ class SchedulerAdapter:
     def _execute_one(self, action: EngineAction, now: float) -> None:
         program_id = action.program_id
         if action.kind is EngineActionKind.DROP:
-            if self.offload is not None:
-                self.offload.program_ended(program_id, self.queue.owners)
-            self.prefetcher.program_ended(program_id)
-            self.pinned.drop(program_id)
+            if self._offload is not None:
+                self._offload.program_ended(program_id, self._queue.owners)
+            self._prefetcher.program_ended(program_id)
+            self._pinned.drop(program_id)
             if self._cache_policy is not None:
                 self._cache_policy.program_ended(program_id)
         elif action.kind is EngineActionKind.RELEASE:
-            self.pinned.release(program_id)
+            self._pinned.release(program_id)
         elif action.kind is EngineActionKind.PIN_CACHED:
-            blocks = self.groups.cached_prefix(self.program_scheduler.context(program_id) or ()).blocks
+            blocks = self._groups.cached_prefix(self.program_scheduler.context(program_id) or ()).blocks
             found = CachedBlocksFound(
                 program_id,
                 len(blocks),
-                held_blocks=self.pinned.blocks(),
-                unheld_blocks=self.pinned.count_unpinned(blocks),
-                used_blocks=self.pinned.used_blocks(),
+                held_blocks=self._pinned.blocks(),
+                unheld_blocks=self._pinned.count_unpinned(blocks),
+                used_blocks=self._pinned.used_blocks(),
             )
             granted = answer_of(self.handle(found, now), LeaseGranted)
             if granted is not None:
-                self.pinned.hold(program_id, blocks, granted.lease.rank)
+                self._pinned.hold(program_id, blocks, granted.lease.rank)
         elif action.kind is EngineActionKind.PREFETCH:
             self._prefetch(program_id, now)
             return
-        elif action.kind is EngineActionKind.PLACE and self.offload is not None and action.tier is not None:
-            self.offload.place(program_id, action.tier)
+        elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
+            self._offload.place(program_id, action.tier)
         for request_id in self.program_scheduler.live_requests(program_id):
-            request = self.scheduler.requests.get(request_id)
+            request = self._scheduler.requests.get(request_id)
             if request is not None:
                 self.waiting.queue.rekey(request)
 
@@ -590,43 +590,43 @@ class SchedulerAdapter:
         """Prefetch a program's expected prefix. Blocks on disk are read into host memory. Blocks in host
         memory are loaded into spare blocks of the device, as many as the policy chooses."""
         hashes = self.program_scheduler.prefetch_keys(program_id)
-        prefix = self.groups.cached_prefix(hashes)
+        prefix = self._groups.cached_prefix(hashes)
         missing = len(hashes) - prefix.hashes
         being_read, lost, loadable = 0, missing, 0
-        if self.offload is not None:
-            being_read, lost, loadable = self.offload.fetch(hashes, prefix.hashes)
-            loadable = min(loadable, self.prefetcher.budget(program_id))
+        if self._offload is not None:
+            being_read, lost, loadable = self._offload.fetch(hashes, prefix.hashes)
+            loadable = min(loadable, self._prefetcher.budget(program_id))
         most = loadable + self.program_scheduler.predictor.reserve_blocks if loadable else 0
-        spare = self.prefetcher.spare(prefix.blocks, most)
+        spare = self._prefetcher.spare(prefix.blocks, most)
         event = PrefetchStarted(program_id, missing, being_read, lost, loadable, spare)
         chosen = answer_of(self.handle(event, now), LoadAheadChosen)
         if chosen is not None:
             self._allocation_fallback.allocating = None  # no request causes these evictions
             end = prefix.hashes + chosen.blocks
-            self.prefetcher.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
+            self._prefetcher.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
 
     # -- inside -----------------------------------------------------------------
 
     def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
-        if self.offload is None:
+        if self._offload is None:
             return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
-        return self.offload.persist(hashes)
+        return self._offload.persist(hashes)
 
     def _admitted(self, request_id: str, computed: int, now: float) -> None:
         known = self.program_scheduler.request(request_id)
-        request = self.scheduler.requests.get(request_id)
+        request = self._scheduler.requests.get(request_id)
         if known is None or request is None:
             return
         if self._cache_policy is not None:
             self._cache_policy.request_admitted(known.program_id, request.block_hashes)
-        if self.offload is not None:
-            self._release_preempted(request, known.program_id, self.offload)
-            self.offload.remember_prompt_end(
+        if self._offload is not None:
+            self._release_preempted(request, known.program_id, self._offload)
+            self._offload.remember_prompt_end(
                 known.program_id, request.block_hashes, request.num_prompt_tokens
             )
             if known.program_id is not None:
-                self.offload.admitted(known.program_id, request.block_hashes)
-                self.prefetcher.uncache_unused(known.program_id)
+                self._offload.admitted(known.program_id, request.block_hashes)
+                self._prefetcher.uncache_unused(known.program_id)
         self.handle(
             RequestAdmitted(
                 request_id=request_id,
@@ -636,7 +636,7 @@ class SchedulerAdapter:
                 block_hashes=request.block_hashes,
                 # vLLM also admits each further part of a prompt that a client streams.
                 resumed=known.preempted,
-                most_tokens=max_new_tokens(request, self.scheduler.max_model_len),
+                most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
             ),
             now,
         )
@@ -647,16 +647,16 @@ class SchedulerAdapter:
         """Make the program an owner of all blocks that a finished or preempted request leaves in the cache.
         ``cached``: the request's blocks that have a hash. Return (blocks that a lease would pin, leading
         block hashes of the context that these blocks cover)."""
-        self.queue.own(cached, program_id)
+        self._queue.own(cached, program_id)
         # A request that ran may have no cached block itself, if the model has states alone.
-        if self.groups.is_single or not (cached or request.num_computed_tokens):
+        if self._groups.is_single or not (cached or request.num_computed_tokens):
             return cached, request.block_hashes[: len(cached)]
         # A window needs its last blocks only. The state that a hit needs may no longer be among the request's
         # blocks: vLLM frees the state's block one step after the state is computed.
-        prefix = self.groups.cached_prefix(request.block_hashes)
-        self.queue.own_cached(prefix.blocks, program_id)
-        if self.offload is not None:
-            self.offload.remember_turn_end(program_id, prefix.blocks)
+        prefix = self._groups.cached_prefix(request.block_hashes)
+        self._queue.own_cached(prefix.blocks, program_id)
+        if self._offload is not None:
+            self._offload.remember_turn_end(program_id, prefix.blocks)
         return prefix.blocks, request.block_hashes[: prefix.hashes]
 
     def _release_preempted(
@@ -672,8 +672,8 @@ class SchedulerAdapter:
             below.release_preempted(program_id, ())  # the program has no other request
 
     def _eviction_order_failed(self, error: Exception) -> None:
-        if self.offload is not None:
-            self.offload.turn_off("the free queue no longer reports evictions")
+        if self._offload is not None:
+            self._offload.turn_off("the free queue no longer reports evictions")
         self.report_failure(error, "the eviction order failed; vLLM's own order is used from now on")
 
     def _evicted(self, gone: list[tuple[KVCacheBlock, Owner]], score: Score | None) -> None:
@@ -684,4 +684,4 @@ class SchedulerAdapter:
             for block, owner in gone
             if block.block_hash is not None
         ]
-        self.handle(BlocksEvicted(taker, blocks, score), self.clock())
+        self.handle(BlocksEvicted(taker, blocks, score), self._clock())
