@@ -66,7 +66,7 @@ class World:
 
     async def home(self, program: str) -> str | None:
         """Replica that is a program's home; ``None`` for an unknown program."""
-        for place in self.gateway.routing_backend.programs():
+        for place in self.gateway.routing_backend.core.program_statuses():
             if place.program_id == program:
                 return place.replica
         return None

@@ -116,12 +116,12 @@ async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
         told = await lines(await it.chat(stream=True, **last))
         assert "replica_lost" in told[-2]
         await until(lambda: not it.gateway.routing_backend.core.requests)  # type: ignore[attr-defined]
-        assert [one.program_id for one in it.gateway.routing_backend.programs()] == ["p"]
+        assert [one.program_id for one in it.gateway.routing_backend.core.program_statuses()] == ["p"]
         fake.cut_after = None
         await lines(await it.chat(stream=True, **last))
 
         async def is_over() -> bool:
-            return not it.gateway.routing_backend.programs()
+            return not it.gateway.routing_backend.core.program_statuses()
 
         await until(is_over)
 
@@ -187,7 +187,7 @@ async def test_a_long_answer_passes_in_parts_and_is_recorded(path: str) -> None:
             document = await answer.json()
         assert len(document["text"]) == Verbose.total_bytes
         if path == "/v1/responses":
-            [program] = it.gateway.routing_backend.programs()
+            [program] = it.gateway.routing_backend.core.program_statuses()
             assert (program.turns, program.context_tokens) == (1, 105)
 
 

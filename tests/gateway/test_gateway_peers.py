@@ -89,7 +89,7 @@ def _owned(it: World, here: bool) -> str | None:
 
 
 async def known(it: World) -> set[str]:
-    return {place.program_id for place in it.gateway.routing_backend.programs()}
+    return {place.program_id for place in it.gateway.routing_backend.core.program_statuses()}
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from gateway_harness import World, until, world
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.wire_codec import (
     MAX_BATCH_BYTES,
+    MAX_BATCH_EVENTS,
     EventBatch,
     EventOutcome,
     Outcome,
@@ -140,7 +141,7 @@ async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_ap
         assert rode(fakes[0]) == []
         told = ["tool_start"] * MAX_ATTACHED_EVENTS + ["tool_stop"]
         await until(lambda: (fakes[0].of("p"), fakes[0].of("q")) == (told, ["program_end"]))
-        await until(lambda: it.gateway.routing_backend.home("default", "q") is None)
+        await until(lambda: it.gateway.routing_backend.core.home("default", "q") is None)
         await it.chat("p")
         assert fakes[0].of("p") == told, "nothing is sent twice"
 
@@ -231,6 +232,18 @@ async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post(whole: b
     assert await post(*stops) == [Outcome.REJECTED, Outcome.APPLIED], "in one request"
 
 
+@pytest.mark.parametrize(("answers", "most"), [(True, 50), (False, 1)])
+async def test_a_batch_that_is_refused_whole_costs_few_posts(answers: bool, most: int) -> None:
+    fleet = Fleet()
+    fleet.rejects, fleet.rejects_requests, fleet.homes = "p", answers, {"p": "a"}
+    fleet.deaf = {} if answers else {"a": "drops"}
+    events = [msgspec.Raw(encode(Heartbeat(program_id="p", seq=seq))) for seq in range(MAX_BATCH_EVENTS)]
+    outcomes = await fleet.events.forward_batch(EventBatch(v=1, emitter="e", events=events), "", None)
+    assert {one.outcome for one in outcomes} == {Outcome.REJECTED if answers else Outcome.MISSING}
+    assert [one.seq for one in outcomes] == list(range(MAX_BATCH_EVENTS))
+    assert fleet.posts <= most
+
+
 # -- who is left ------------------------------------------------------------------------
 
 
@@ -264,7 +277,7 @@ class _Late:
         self._home: str | None = None
         self.looks = 0
         """Number of times that the migrator asked for the program's home."""
-        patch.setattr(it.gateway.routing_backend, "home", self.home)
+        patch.setattr(it.gateway.routing_backend.core, "home", self.home)
         self.migrator = it.gateway._migrator
         self.key = ("default", "p")
 
@@ -354,7 +367,7 @@ async def test_the_end_of_a_program_whose_kv_is_gone_reaches_the_engine_that_ser
     async with engines(2) as fakes, world(fakes) as it:
         last = of(fakes, (await it.chat("p")).headers["X-Sojourn-Replica"])
         last.lost = ["p"]
-        await until(lambda: it.gateway.routing_backend.home("default", "p") is None)
+        await until(lambda: it.gateway.routing_backend.core.home("default", "p") is None)
         [outcome] = await it.events({**END, "program_id": "p"})
         assert outcome["outcome"] == "applied"
         assert [fake.of("p") for fake in fakes] == [["program_end"] if fake is last else [] for fake in fakes]
@@ -431,6 +444,7 @@ class Fleet:
         self.instances = {"a": 1, "b": 1}
         self.deaf: dict[str, str] = {}
         """``drops`` or ``loses its answer``, by engine."""
+        self.core = self
         self.homes: dict[str, str] = {}
         self.rejects = ""
         """Program whose events engines reject."""
@@ -562,6 +576,7 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
 async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_events, "MAX_PROGRAMS", 100)
     monkeypatch.setattr(program_events, "MAX_UNSENT_OF_PROGRAM", 100)
+    monkeypatch.setattr(program_events, "MAX_UNSENT", 150)
     monkeypatch.setattr(program_events, "MAX_TOTAL_GRAPH_BYTES", 10_000)
     fleet = Fleet()
 
@@ -575,6 +590,7 @@ async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pyt
         report = AegReport(program_id="q", seq=2 * seq, graph_hash=f"h{seq}", graph=graph)
         await post(report, ToolStart(program_id="q", seq=2 * seq + 1, call_id=f"c{seq}", tool="sh"))
     assert len(fleet.events.programs) == 100
+    assert 100 < sum(len(one.unsent) for one in fleet.events.programs.values()) <= 150
     fleet.homes = {"q": "a", "p0": "a", "p999": "a"}
     for name in fleet.homes:
         await fleet.events.replay_before_request(("", name), "a")

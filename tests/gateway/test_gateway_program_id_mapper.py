@@ -77,7 +77,7 @@ async def test_both_have_a_home_of_their_own() -> None:
         of = await homes(it, fakes)
         for tenant, key in KEYS.items():
             assert of[tenant].headers[-1]["x-session-id"] == f"{tenant}/p"
-            assert it.gateway.routing_backend.home(tenant, "p") == of[tenant].name
+            assert it.gateway.routing_backend.core.home(tenant, "p") == of[tenant].name
             shown = (await it.get("/sojourn/v1/programs", key))["programs"]
             assert [(one["program_id"], one["tenant"]) for one in shown] == [("p", tenant)]
             about = await it.get("/sojourn/v1/programs/p", key)
@@ -132,8 +132,8 @@ async def test_events_find_the_program_of_their_sender() -> None:
         assert sum(len(fake.events) for fake in fakes) == 2
         await it.events({"type": "program_end", "program_id": "p", "seq": 2}, key="kb")
         assert of["bob"].of("bob/p") == ["tool_start", "program_end"]
-        assert it.gateway.routing_backend.home("bob", "p") is None
-        assert it.gateway.routing_backend.home("alice", "p") == of["alice"].name
+        assert it.gateway.routing_backend.core.home("bob", "p") is None
+        assert it.gateway.routing_backend.core.home("alice", "p") == of["alice"].name
 
 
 async def test_each_program_moves_with_its_kv_and_events() -> None:
@@ -151,7 +151,7 @@ async def test_each_program_moves_with_its_kv_and_events() -> None:
         await until(lambda: of["alice"].of("alice/p") == ["tool_start", "program_end"])
         await until(lambda: of["bob"].of("alice/p") == ["tool_start"])
         assert of["bob"].of("bob/p") == ["tool_start"], "the other's goes on as it was"
-        assert it.gateway.routing_backend.home("bob", "p") == of["bob"].name
+        assert it.gateway.routing_backend.core.home("bob", "p") == of["bob"].name
         assert [move["program_id"] for move in (await it.get("/sojourn/v1/moves", "ka"))["moves"]] == ["p"]
         assert (await it.get("/sojourn/v1/moves", "kb"))["moves"] == []
 
@@ -160,5 +160,5 @@ async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: 
     async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
         of = await homes(it, fakes)
         of["alice"].lost = of["bob"].lost = ["p", "bob/p", "stranger/p"]
-        await until(lambda: it.gateway.routing_backend.home("bob", "p") is None)
-        assert it.gateway.routing_backend.home("alice", "p") == of["alice"].name
+        await until(lambda: it.gateway.routing_backend.core.home("bob", "p") is None)
+        assert it.gateway.routing_backend.core.home("alice", "p") == of["alice"].name

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import dataclass, replace
 from typing import Any
 
-import aiohttp
 import msgspec
 from sojourn.wire_codec import MAX_BATCH_BYTES, EventOutcome, OutcomeBatch, WireError, decode_batch, encode
 from starlette.applications import Starlette
@@ -139,7 +138,7 @@ class Gateway:
             routing_backend,
             replicas,
             names,
-            self.session,
+            self.client.session,
             engine_key=options.engine_key,
             poll_s=poll_s,
         )
@@ -153,15 +152,15 @@ class Gateway:
         self.events = ProgramEvents(
             routing_backend,
             replicas,
-            self.session,
+            self.client.session,
             self.monitor.description_of,
             names=names,
             engine_key=options.engine_key,
             silent_program_s=routing_backend.core.limits.silent_program_s,
         )
         self.events.on_end = metrics.ended
-        self._migrator = ProgramMigrator(routing_backend, self.events, replicas, self.session, metrics)
-        self.queries = EngineQueries(replicas, self.session, options.engine_key)
+        self._migrator = ProgramMigrator(routing_backend, self.events, replicas, self.client.session, metrics)
+        self.queries = EngineQueries(replicas, self.client.session, options.engine_key)
         self.live = LiveHub(GatewayLiveSource(self.queries, replicas, names, self.monitor), gateway=True)
         self.generation = GenerationProxy(
             routing_backend,
@@ -191,10 +190,6 @@ class Gateway:
             read_side=options.read_side,
         )
         routing_backend.on_action = self._run_action
-
-    def session(self) -> aiohttp.ClientSession:
-        """Return the connections to engines. The first call opens them in the running event loop."""
-        return self.client.session()
 
     def app(self) -> GatewayApplication:
         """Build the ASGI application. It awaits ``starts``, and then runs ``tasks`` until its end."""
@@ -233,12 +228,6 @@ class Gateway:
                 for path in ("/tokenize", "/detokenize")
             ),
             *page_routes(),
-            *self._own_routes(),
-        ]
-
-    def _own_routes(self) -> list[Route]:
-        guard = self._access.guard
-        return [
             Route(f"{PREFIX}/events", guard(self._events), methods=["POST"]),
             Route(f"{PREFIX}/capabilities", guard(self._capabilities)),
             Route(f"{PREFIX}/openapi.json", guard(self._openapi)),

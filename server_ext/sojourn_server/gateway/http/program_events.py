@@ -90,6 +90,8 @@ MAX_RUNNING_TOOLS = 64
 """Maximum number of running tools that are kept of a program."""
 MAX_UNSENT_OF_PROGRAM = 2 * MAX_BATCH_EVENTS
 """Maximum number of events of a program that no engine has answered. Older ones are dropped."""
+MAX_UNSENT = 100_000
+"""Maximum number of such events of all programs. Beyond it, those of the oldest programs are dropped."""
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum total bytes of all graphs as JSON."""
 
@@ -205,6 +207,8 @@ class ProgramEvents:
         self._graphs: OrderedDict[Key, tuple[AegGraph, int]] = OrderedDict()
         """(graph, its bytes as JSON) by tenant and hash."""
         self._graph_bytes = 0
+        self._most_unsent = 0
+        """Number of unanswered events at the last count, and of all events since."""
         self._emitter = f"gateway-{secrets.token_hex(6)}"
         self._seq = 0
         self._turns: WeakValueDictionary[tuple[str, str], _Turn] = WeakValueDictionary()
@@ -222,7 +226,7 @@ class ProgramEvents:
         If a program has no home, because its KV is gone or it is served by pairs, its ``ProgramEnd`` goes to
         the engine that served it last. Its other events are not sent yet.
         """
-        backend = self._routing_backend
+        core = self._routing_backend.core
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         sent: list[tuple[int, Key, _Entry]] = []
         homes: dict[str, tuple[ReplicaAddress, dict[Key, None]]] = {}
@@ -233,8 +237,8 @@ class ProgramEvents:
                 outcomes[number] = undecodable_outcome(raw, str(error))[1]
                 continue
             key = (tenant, event.program_id)
-            last = backend.answered_by(*key) if isinstance(event, ProgramEnd) else None
-            home = self._replicas.get(backend.home(*key) or last)
+            last = core.answered_by(*key) if isinstance(event, ProgramEnd) else None
+            home = self._replicas.get(core.home(*key) or last)
             if home is not None:
                 sent.append((number, key, self._record(key, event, batch.emitter, authorization)))
                 homes.setdefault(home.url, (home, {}))[1][key] = None
@@ -254,7 +258,7 @@ class ProgramEvents:
             event, outcome = entry.event, entry.outcome
             if isinstance(event, ProgramEnd) and (outcome is None or outcome.outcome is not Outcome.REJECTED):
                 if outcome is None:
-                    address = self._replicas.get(backend.home(*key) or backend.answered_by(*key))
+                    address = self._replicas.get(core.home(*key) or core.answered_by(*key))
                     self._send_end(address, key, event.status, authorization)
                     outcome = _outcome(event, Outcome.DEFERRED, "its replica receives it later")
                 self.end(key, event.status)
@@ -269,7 +273,7 @@ class ProgramEvents:
             return False  # the engine would reject the rest
         for event in attached.events:
             program_id = event.program_id
-            home_id = self._routing_backend.home(tenant, program_id)
+            home_id = self._routing_backend.core.home(tenant, program_id)
             # Events of a program without a home wait for a home. The program of an implicit hint gets none.
             is_here = (
                 program_id == attached.program_id
@@ -368,6 +372,15 @@ class ProgramEvents:
         record.unsent[entry] = None
         if len(record.unsent) > MAX_UNSENT_OF_PROGRAM:
             del record.unsent[next(iter(record.unsent))]
+        self._most_unsent += 1
+        if self._most_unsent > MAX_UNSENT:
+            self._most_unsent = sum(len(each.unsent) for each in self.programs.values())
+            for each in self.programs.values():
+                if self._most_unsent <= 0.9 * MAX_UNSENT:  # so that programs are rarely counted
+                    break
+                self._most_unsent -= len(each.unsent)
+                each.unsent.clear()
+                each.place = None
         while len(self.programs) > 1:
             oldest = next(iter(self.programs))
             is_silent = now - self.programs[oldest].heard_s > self._silent_s
@@ -379,12 +392,12 @@ class ProgramEvents:
     def end(self, key: Key, status: str) -> bool:
         """Forget a program that has ended, and report its end to the routing core. Return whether the program
         was known."""
-        backend = self._routing_backend
+        core = self._routing_backend.core
         is_known = self.programs.pop(key, None) is not None
-        is_known = is_known or (backend.home(*key) or backend.answered_by(*key)) is not None
+        is_known = is_known or (core.home(*key) or core.answered_by(*key)) is not None
         if is_known:
             self.on_end(status)  # not for a repeated event
-        backend.tell(routing_events.ProgramEnded(key[1], key[0]))
+        self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
         return is_known
 
     def _without_graph(self, tenant: str, event: AegReport) -> AegReport:
@@ -460,7 +473,8 @@ class ProgramEvents:
                         outcome, program_id=event.program_id, seq=event.seq
                     )
                     if outcome is _KEY_REFUSED:
-                        refused |= {record} if emitter == self._emitter else set()
+                        if emitter == self._emitter:
+                            refused.add(record)
                     elif outcome.outcome is Outcome.REJECTED:
                         record.state = {name: one for name, one in record.state.items() if one is not entry}
                 if outcome is not None or isinstance(event, (Heartbeat, ProgramEnd)):
@@ -493,7 +507,7 @@ class ProgramEvents:
 
         async def send() -> None:
             for _ in range(END_ATTEMPTS):
-                home = self._replicas.get(self._routing_backend.home(*key))
+                home = self._replicas.get(self._routing_backend.core.home(*key))
                 if home is not None and home.url == address.url:
                     return  # the program has come back
                 turn = self._turns.setdefault((address.url, key[0]), _Turn())
@@ -520,37 +534,45 @@ class ProgramEvents:
         self, url: str, batch: EventBatch, authorization: str | None
     ) -> list[EventOutcome] | None:
         """Post a batch to an engine. Return one outcome per event; ``None``: there is no usable answer."""
-        answer = await ask_engine(
-            self._session(),
-            url + EVENTS_PATH,
-            method="POST",
-            body=encode(batch),
-            authorization=bearer(self._engine_key, authorization),
-            headers={"Content-Type": "application/json"},
-            timeout_s=ANSWER_TIMEOUT_S,
-        )
-        if answer is not None and answer.status in (400, 413) and (half := len(batch.events) // 2):
-            parts = (batch.events[:half], batch.events[half:])  # one event may spoil the others
-            found = [
-                await self._post(url, msgspec.structs.replace(batch, events=part), authorization)
-                for part in parts
-            ]
-            return [*found[0], *found[1]] if found[0] is not None and found[1] is not None else None
-        if answer is not None and (same := _ANSWERS.get(answer.status)) is not None:
-            return [same] * len(batch.events)
-        if answer is None or answer.status != 200:
-            return None
-        try:
-            outcomes = decode_outcomes(answer.body).outcomes
-        except WireError as error:
-            logger.debug("events for %s are lost: %s", url, error)
-            return None
-        return outcomes if len(outcomes) == len(batch.events) else None
+        outcomes: list[EventOutcome] = []
+        parts, refusals_left = [batch.events], 2 * len(batch.events).bit_length()
+        while parts:
+            events = parts.pop()
+            answer = await ask_engine(
+                self._session(),
+                url + EVENTS_PATH,
+                method="POST",
+                body=encode(msgspec.structs.replace(batch, events=events)),
+                authorization=bearer(self._engine_key, authorization),
+                headers={"Content-Type": "application/json"},
+                timeout_s=ANSWER_TIMEOUT_S,
+            )
+            if answer is None or answer.status not in (200, *_ANSWERS):
+                return None
+            same = _ANSWERS.get(answer.status)
+            if same is _REJECTED:
+                refusals_left -= 1
+                if refusals_left == 0:  # not only one or two events spoil the batch: drop the rest
+                    return outcomes + [_REJECTED] * (len(batch.events) - len(outcomes))
+                if half := len(events) // 2:  # one event may spoil the others
+                    parts += [events[half:], events[:half]]
+                    continue
+            if same is not None:
+                outcomes += [same] * len(events)
+                continue
+            try:
+                found = decode_outcomes(answer.body).outcomes
+            except WireError as error:
+                logger.debug("events for %s are lost: %s", url, error)
+                return None
+            if len(found) != len(events):
+                return None
+            outcomes += found
+        return outcomes
 
 
 _STATE_NAMES: dict[type, str] = {ProgramStart: "start of the program", AegReport: "its graph"}
 """Names in ``_Program.state`` besides call ids, which have no spaces."""
-
 
 _KEY_REFUSED = EventOutcome(outcome=Outcome.REJECTED, reason="the engine refuses this key")
 _REJECTED = EventOutcome(outcome=Outcome.REJECTED, reason="the engine does not take the event")

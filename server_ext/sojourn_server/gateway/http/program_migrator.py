@@ -104,7 +104,7 @@ class ProgramMigrator:
         """Send a release whose delay has passed. Start another delay instead if the program has no home, or
         one of its requests waits."""
         # A program that lost its home with a replica may return to the replica that has its KV.
-        is_homeless = self.routing_backend.home(*key) is None and delays < MAX_RELEASE_ATTEMPTS
+        is_homeless = self.routing_backend.core.home(*key) is None and delays < MAX_RELEASE_ATTEMPTS
         if is_homeless or self.routing_backend.is_waiting(*key):
             self.release(key, former, delays + 1)
         else:
@@ -114,7 +114,7 @@ class ProgramMigrator:
         """Send a release to the former replica, unless the program's home is this replica again or another
         rank of its engine, because all ranks of an engine get the same message."""
         self._cancel_release(key, former)
-        old, home = self.replicas.get(former), self.replicas.get(self.routing_backend.home(*key))
+        old, home = self.replicas.get(former), self.replicas.get(self.routing_backend.core.home(*key))
         if old is not None and (home is None or home.url != old.url):
             self.events.release(key, old, authorization)
 

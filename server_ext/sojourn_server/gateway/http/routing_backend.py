@@ -17,7 +17,7 @@ from ...metrics.rate_limited_log import RateLimitedLog
 from ...routing import routing_events
 from ...routing.routing_core import RoutingCore
 from ...routing.routing_events import AbortStream, RecallRequest, RejectRequest, SendRequest
-from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
+from ...routing.routing_records import PairEngineStatus, ReplicaStatus
 from .generation_request import ClientDisconnected
 
 logger = logging.getLogger(__name__)
@@ -131,8 +131,6 @@ class RoutingBackend:
 
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
-        self.home, self.answered_by = core.home, core.answered_by
-        self.shares_used = core.strategy.shares_used
         self.on_action: Callable[[GatewayAction], None] = lambda action: None
         """Function that is called with each ``GatewayAction``. The gateway sets it."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
@@ -192,10 +190,6 @@ class RoutingBackend:
         program = self.core.programs.get((tenant, program_id))
         return program is not None and program.waiting > 0
 
-    def programs(self) -> Sequence[ProgramRouteStatus]:
-        """Return the statuses of all programs that have not ended, most recently active first."""
-        return self.core.program_statuses()
-
     def replicas(self) -> Sequence[ReplicaStatus]:
         """Return the statuses of all known replicas with their engines' links, in the order of
         registration."""
@@ -218,10 +212,8 @@ class RoutingBackend:
                 over = routing_events.RequestFinished(event.request_id, answered=False)
                 actions = [*actions, *self.core.take(over, now)]
         except Exception:
-            what = type(event).__name__
-            self._log.log(
-                logging.ERROR, f"the routing core failed at {what}; please report this", exc_info=True
-            )
+            what = f"the routing core failed at {type(event).__name__}; please report this"
+            self._log.log(logging.ERROR, what, exc_info=True)
             actions = []
             if isinstance(event, (routing_events.RequestReceived, routing_events.RequestFailed)):
                 message = "the gateway failed; see its log"

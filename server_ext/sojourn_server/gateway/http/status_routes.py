@@ -116,7 +116,7 @@ class StatusRoutes:
         states = self.routing_backend.replicas()
         page = self.metrics.exposition(
             states,
-            self.routing_backend.shares_used(),
+            self.routing_backend.core.strategy.shares_used(),
             missing=len(self.monitor.missing()),
             up_by_role=self._roles(states),
         )
@@ -143,7 +143,7 @@ class StatusRoutes:
     def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
         """Return the live programs that the client may see, most recently active first."""
         tenant = request.state.tenant
-        programs = self.routing_backend.programs()
+        programs = self.routing_backend.core.program_statuses()
         return [program for program in programs if tenant in (None, program.tenant)]
 
     def _place(self, request: Request) -> tuple[ProgramRouteStatus, bool]:
@@ -167,7 +167,7 @@ class StatusRoutes:
         answers by name. ``more``: rest of the path of the route."""
         path = f"{PREFIX}/programs/{_quoted(self.names.engine_name(place.tenant, place.program_id))}{more}"
         authorization = engine_authorization(request)
-        last = place.replica or self.routing_backend.answered_by(place.tenant, place.program_id)
+        last = place.replica or self.routing_backend.core.answered_by(place.tenant, place.program_id)
         if last is not None and last in self.replicas:
             return {last: await self.queries.one(last, path, authorization)}
         replies = await self.queries.every(path, authorization)

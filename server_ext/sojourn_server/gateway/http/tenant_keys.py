@@ -102,11 +102,7 @@ def _keys(path: Path, tenant: str, listed: object, environment: Mapping[str, str
         name = key[len("env:") :] if key.startswith("env:") else None
         value = environment.get(name, "") if name is not None else key
         if not value or value != value.strip():
-            where = (
-                f"the environment has no {name}"
-                if name is not None and not value
-                else "one has spaces or is empty"
-            )
+            where = f"the environment has no {name}" if name and not value else "one has spaces or is empty"
             raise TenantKeysError(f"{path}: a key of {tenant} cannot be used: {where}")
         yield value
 
