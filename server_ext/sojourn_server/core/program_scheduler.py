@@ -472,9 +472,8 @@ class ProgramScheduler:
 
     def _tick(self, event: Tick, now: float) -> None:
         self._now_s = now
-        if self._leases.next_deadline_s <= now:
-            for lease, reason in self._leases.pop_expired(now, self.limits.max_ends_per_tick):
-                self.lease_manager.ended(lease, reason, now)
+        for lease, reason in self._leases.pop_expired(now, self.limits.max_ends_per_tick):
+            self.lease_manager.ended(lease, reason, now)
         self._lifecycle.expire_silent_programs(now)
         # Only parts that the preset uses.
         if self.preset.workflow_prediction.is_used:

@@ -46,7 +46,7 @@ class SharedBlockAccounting:
         self._expected: OrderedDict[Hashable, int] = OrderedDict()
         """Kind → number of leading hashes that the last new program of the kind shared with other contexts.
         The next new program is expected to share as many."""
-        self._expectations_changed: set[Hashable] = set()
+        self.expectations_changed: set[Hashable] = set()
         """Kinds whose expected prefix has changed since ``take_changed``."""
         self._expected_to_share: dict[ProgramId, Hashable] = {}
         """New programs that are expected to share a prefix → their kind, which may have changed since."""
@@ -61,7 +61,7 @@ class SharedBlockAccounting:
         if chain:
             kind, shared = _kind(place), self._tiers[Tier.DEVICE].common(chain)
             if self._expected.get(kind, 0) != shared:
-                self._expectations_changed.add(kind)
+                self.expectations_changed.add(kind)
             self._expected[kind] = shared
             self._expected.move_to_end(kind)
             if len(self._expected) > MAX_LEARNED:
@@ -138,15 +138,10 @@ class SharedBlockAccounting:
         stale, self._stale = self._stale, set()
         return stale
 
-    @property
-    def expectations_changed(self) -> bool:
-        """Whether ``take_changed`` may return programs."""
-        return bool(self._expectations_changed)
-
     def take_changed(self, places: Iterable[PlacedProgram]) -> Iterator[PlacedProgram]:
         """Return the programs in ``places`` that have not run yet, and whose expected prefix has changed
         since the last call."""
-        changed, self._expectations_changed = self._expectations_changed, set()
+        changed, self.expectations_changed = self.expectations_changed, set()
         return (place for place in places if not place.returning and _kind(place) in changed)
 
     def _stop_expecting(self, place: PlacedProgram) -> None:
@@ -154,7 +149,7 @@ class SharedBlockAccounting:
         it."""
         kind = self._expected_to_share.pop(place.program.id, None)
         if kind is not None:
-            self._expectations_changed.add(kind)
+            self.expectations_changed.add(kind)
 
     def _of_last_turn(self, place: PlacedProgram) -> Sequence[Any]:
         """Hashes of the context that the program's last turn left; empty if they are unknown."""
