@@ -15,7 +15,7 @@ from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 
 USERS, TURNS, NEW_TOKENS, POOL_TOKENS = 8, 8, 600, 13_760
 PROFILE = """\
-version = 1
+version = 2
 model = "small"
 hardware = "cheap computing"
 engine = "vllm"
@@ -30,6 +30,14 @@ points = [[1000, 0.02], [3000, 0.05], [6000, 0.095]]
 
 [decode]
 points = [[1000, 0.004], [8000, 0.004]]
+
+[steps]
+step_s = 0.004
+token_s = 1.5e-5
+pair_s = 0.0
+kv_token_s = 0.0
+request_s = 0.0
+call_s = 0.001
 
 [bandwidth]
 device_to_host_bytes_per_s = 1e10

@@ -71,7 +71,6 @@ def test_a_pickled_model_says_the_same() -> None:
     work = work_of([(1, 5000), (512, 20_000)])
     for roofline in ROOFLINES:
         assert pickle.loads(pickle.dumps(roofline)).step_s(work) == roofline.step_s(work)
-        assert pickle.loads(pickle.dumps(roofline)) == roofline
 
 
 def test_a_step_takes_few_calls_however_many_requests_it_has() -> None:
