@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from simulated_transfers import (
-    identity,
-)
-from sojourn_server.kv_transfer.transfer_actions import SendMessage
+import pytest
+from simulated_transfers import identity
+from sojourn_server.kv_transfer.staging_buffers import SlotMemory
+from sojourn_server.kv_transfer.transfer_actions import ReadBlock, SendMessage
 from sojourn_server.kv_transfer.transfer_core import TransferCore
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
+from sojourn_server.kv_transfer.transfer_link import TrafficClass
 from sojourn_server.kv_transfer.transfer_wire import (
     AbortMessage,
     FailedMessage,
@@ -32,12 +33,13 @@ class Guest:
     def __init__(self, **limits: Any) -> None:
         self.core = TransferCore(identity(), TransferLimits(**{"slots": 64, **limits}), name="d", epoch="e")
         self.now = 0.0
-        self.core.peers.accepted(1, self.now)
-        self.send(HelloMessage(name="x", epoch="y", kv=asdict(identity())))
+        for conn in (1, 2, 3):
+            self.core.peers.accepted(conn, self.now)
+            self.send(HelloMessage(name=f"x{conn}", epoch="y", kv=asdict(identity())), conn)
         self.answers()
 
-    def send(self, message: WireMessage) -> None:
-        self.core.received(1, message, NOTHING, self.now)
+    def send(self, message: WireMessage, conn: int = 1) -> None:
+        self.core.received(conn, message, NOTHING, self.now)
 
     def answers(self) -> list[WireMessage]:
         return [action.message for action in self.core.take(self.now)[0] if isinstance(action, SendMessage)]
@@ -56,29 +58,45 @@ class Guest:
 
 def offer(name: str, first: int, blocks: int) -> OfferMessage:
     wanted = [b"%31d" % (first + at) for at in range(blocks)]
-    return OfferMessage(transfer=name, keys=wanted, traffic_class="kv")  # type: ignore[arg-type]
+    return OfferMessage(transfer=name, keys=wanted, traffic_class=TrafficClass.KV)
 
 
 def read(name: str, first: int, blocks: int) -> ReadMessage:
     wanted = [b"%31d" % (first + at) for at in range(blocks)]
-    return ReadMessage(transfer=name, keys=wanted, total=blocks, traffic_class="kv")  # type: ignore[arg-type]
+    return ReadMessage(transfer=name, keys=wanted, total=blocks, traffic_class=TrafficClass.KV)
 
 
-def test_contexts_of_peers_are_bounded() -> None:
+def test_contexts_of_peers_are_bounded_each_and_together() -> None:
     guest = Guest(max_prompts=10)
     for number in range(25):
         make = offer if number % 2 else read
-        guest.send(make(f"t{number}", 100 * number, 8))
+        guest.send(make(f"t{number}", 100 * number, 8), min(3, 1 + number // 8))
     said = guest.answers()
     refused = [message for message in said if isinstance(message, (AbortMessage, FailedMessage))]
-    assert [message.transfer for message in refused] == [f"t{number}" for number in range(10, 25)]
-    assert "10 contexts" in refused[0].reason
+    assert [message.transfer for message in refused] == [f"t{n}" for n in (5, 6, 7, *range(13, 25))]
+    assert "a peer may have 5 contexts" in refused[0].reason
+    assert "peers may have 10 contexts" in refused[-1].reason
     assert len(guest.core.prompts) == 10
     assert guest.core.ctx.buffers.leases == 10
     assert guest.core.ctx.counts["contexts_refused"] == 15
     guest.send(AbortMessage(transfer="t0", reason="enough"))
     guest.send(offer("next", 9000, 8))
     assert len(guest.core.prompts) == 10, "what has ended makes room"
+
+
+def test_the_views_of_a_prompt_are_made_as_its_chunks_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    guest = Guest(chunk_bytes=1)
+    made: list[tuple[int, int]] = []
+    layer = SlotMemory.layer
+    monkeypatch.setattr(SlotMemory, "layer", lambda self, *at: made.append(at) or layer(self, *at))
+    guest.send(read("t", 0, 8))
+    sent = 0
+    for _ in range(20):
+        for action in guest.core.take(guest.now)[0]:
+            sent += len(action.payload) if isinstance(action, SendMessage) else 0
+            if isinstance(action, ReadBlock):
+                guest.core.ctx.read_done(action.item, None, guest.now)
+    assert len(made) == sent == 2, "of one peer two chunks are on their way"
 
 
 def test_a_peer_that_says_it_lives_and_gives_nothing_loses_its_buffers() -> None:

@@ -152,12 +152,12 @@ class IncomingPrompt:
             return  # the prompt has ended, or another holder reads the block again
         if self.read is not None:
             self._lose_read(self.read, slot, why, now)
-        if self._offers(slot):
-            assert self.offer is not None
-            if slot.bad or self.offer.conn is None:
+        offer = self.offer
+        if offer is not None and slot in offer.slots:
+            if slot.bad or offer.conn is None:
                 self.fail(f"a block did not arrive: {why}", now, notify=True)
             else:
-                self._need([self.offer.slots.index(slot)], self.offer, now)
+                self._need([offer.slots.index(slot)], offer, now)
         elif slot.bad:  # otherwise the lease keeps the slot until the block is offered
             self._prompts.ctx.drop(self.name, slot, now)
 
@@ -206,27 +206,29 @@ class IncomingPrompt:
 
     def _check_read(self, now: float) -> None:
         ctx, read = self._prompts.ctx, self.read
-        if read is None or read.state is not PromptReadState.READING:
+        if read is None or read.state is not PromptReadState.READING or read.missing:
             return
         slots = read.slots
-        if read.missing:
-            return
         if read.conn is None:  # the peer has disconnected
             read.state = PromptReadState.DONE
             return
         read.state = PromptReadState.STREAMING
         ctx.reads.close(self.name)
         for layer in range(ctx.layers):
-            blocks = [(index, ctx.memory.layer(slot.index, layer)) for index, slot in enumerate(slots)]
-            for item in ctx.queue_layer(
-                self.name, self, read.conn, self.transfer, layer, blocks, read.traffic_class
-            ):
+            blocks, kind = range(len(slots)), read.traffic_class
+            for item in ctx.queue_layer(self.name, self, read.conn, self.transfer, layer, blocks, kind):
                 sent = read.in_queue[item.number] = [slots[index] for index in item.work.message.indices]
                 for slot in sent:
                     ctx.buffers.pin(slot)
         if not read.in_queue:
             read.state = PromptReadState.DONE
         ctx.peer_send.close(self.name)
+
+    def payload(self, item: LinkItem) -> list[memoryview]:
+        ctx, read = self._prompts.ctx, self.read
+        assert read is not None
+        layer = item.work.message.layer
+        return [ctx.memory.layer(slot.index, layer) for slot in read.in_queue[item.number]]
 
     def chunk_sent(self, item: LinkItem, now: float) -> None:
         ctx, read = self._prompts.ctx, self.read
@@ -374,9 +376,6 @@ class IncomingPrompt:
             self.offer.conn = None
         return offered
 
-    def _offers(self, slot: BufferSlot) -> bool:
-        return self.offer is not None and slot in self.offer.slots
-
 
 class IncomingPromptTable:
     """All prompts that peers send to one engine."""
@@ -497,7 +496,7 @@ class IncomingPromptTable:
         elif not keys or len(set(keys)) != len(keys):
             why = BAD_KEYS
         else:
-            why = self._refusal(message.transfer, len(keys))
+            why = self._refusal(conn, message.transfer, len(keys))
         if why is not None:
             self.send(conn, FailedMessage(transfer=message.transfer, index=0, reason=why))
             return
@@ -522,7 +521,7 @@ class IncomingPromptTable:
         elif prompt is not None and prompt.state is not PromptState.GATHERING:
             why = prompt.why
         else:
-            why = refused = self._refusal(message.transfer, len(keys))
+            why = refused = self._refusal(conn, message.transfer, len(keys))
         if why is not None:
             self.send(conn, AbortMessage(transfer=message.transfer, reason=why))
             if refused is not None and prompt is not None and prompt.conns() <= {conn}:
@@ -683,16 +682,18 @@ class IncomingPromptTable:
         if len(self._gone) > MAX_REMEMBERED_EVICTIONS:
             self._gone.popitem(last=False)
 
-    def _refusal(self, transfer: str, keys: int) -> str | None:
-        """Return why a peer's prompt of ``keys`` blocks is refused; ``None`` if it is accepted."""
-        limits = self.ctx.limits
-        from_peers = [each for each in self._prompts.values() if each.read or each.offer]
-        held = keys + sum(len(half.keys) for each in from_peers for half in (each.read, each.offer) if half)
-        others = sum(each.transfer != transfer for each in from_peers)
-        if others < limits.max_prompts and held <= limits.max_keys:
-            return None
-        self.ctx.counts["contexts_refused"] += 1
-        return f"peers may have {limits.max_prompts} contexts of {limits.max_keys} keys here at a time"
+    def _refusal(self, conn: int, transfer: str, keys: int) -> str | None:
+        """Return why a prompt of ``keys`` blocks is refused; ``None`` if it is accepted."""
+        prompts, limits = self._prompts.values(), self.ctx.limits
+        halves = [(each.transfer, half) for each in prompts for half in (each.read, each.offer) if half]
+        own = [(name, half) for name, half in halves if half.conn == conn]
+        for who, share, found in (("a peer", 2, own), ("peers", 1, halves)):
+            most, most_keys = -(-limits.max_prompts // share), limits.max_keys // share
+            others, held = {name for name, _ in found} - {transfer}, sum(len(half.keys) for _, half in found)
+            if len(others) >= most or held + keys > most_keys:
+                self.ctx.counts["contexts_refused"] += 1
+                return f"{who} may have {most} contexts of {most_keys} keys here at a time"
+        return None
 
     def release_buffers(self, prompt: IncomingPrompt, now: float) -> None:
         """Release the prompt's buffers. A prompt that the engine expects stays known until ``forget``."""

@@ -18,7 +18,7 @@ from .peer_table import PeerTable
 from .transfer_actions import GIVEN_UP, PushEnded, SendMessage
 from .transfer_context import StallDetector, TransferContext
 from .transfer_link import LinkItem, TrafficClass
-from .transfer_wire import AbortMessage, CompleteMessage, NeedMessage, OfferMessage
+from .transfer_wire import AbortMessage, CompleteMessage, DataMessage, NeedMessage, OfferMessage
 
 
 class PushState(Enum):
@@ -96,6 +96,10 @@ class BlockPush:
         self.layers.append(blocks)
         self._enqueue(len(self.layers) - 1, list(self.needed))
 
+    def payload(self, item: LinkItem) -> list[memoryview]:
+        message: DataMessage = item.work.message
+        return [self.layers[message.layer][index].cast("B") for index in message.indices]
+
     def chunk_sent(self, item: LinkItem, now: float) -> None:
         ctx = self._pushes.ctx
         self.in_queue.discard(item.number)
@@ -109,9 +113,8 @@ class BlockPush:
         if not indices:
             return
         assert self.conn is not None, "the peer has asked for them"
-        blocks = [(index, self.layers[layer][index].cast("B")) for index in indices]
         name = f"push {self.transfer}"
-        items = self._pushes.ctx.queue_layer(name, self, self.conn, self.transfer, layer, blocks)
+        items = self._pushes.ctx.queue_layer(name, self, self.conn, self.transfer, layer, indices)
         self.in_queue.update(item.number for item in items)
 
 

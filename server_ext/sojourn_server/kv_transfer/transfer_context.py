@@ -69,6 +69,10 @@ class SlotFiller(Protocol):
 class ChunkSender(Protocol):
     """A transfer that sends chunks of layers to a peer."""
 
+    def payload(self, item: LinkItem) -> Sequence[memoryview]:
+        """Return the memory of a chunk, which is sent now."""
+        ...
+
     def chunk_sent(self, item: LinkItem, now: float) -> None:
         """Handle the end of a chunk's link item, sent or not. Its memory is no longer read."""
         ...
@@ -80,7 +84,6 @@ class _Chunk(NamedTuple):
     sender: ChunkSender
     conn: int
     message: DataMessage
-    payload: Sequence[memoryview]
 
 
 SEND_WIDTH = 4
@@ -250,24 +253,17 @@ class TransferContext:
         conn: int,
         transfer: str,
         layer: int,
-        blocks: Sequence[tuple[int, memoryview]],
+        blocks: Sequence[int],
         traffic_class: TrafficClass = TrafficClass.KV,
     ) -> list[LinkItem]:
         """Queue one layer of some blocks to be sent to a peer, in chunks. ``request``: name of the place in
-        the link's queue. ``blocks``: (index within the transfer, content) of each block. Returns the chunks'
-        items."""
+        the link's queue. ``blocks``: their indices within the transfer. Returns the chunks' items."""
         per = max(1, self.limits.chunk_bytes // self.memory.layer_bytes)
         items = []
         for start in range(0, len(blocks), per):
-            part = blocks[start : start + per]
-            message = DataMessage(
-                transfer=transfer,
-                layer=layer,
-                indices=[index for index, _ in part],
-                traffic_class=traffic_class,
-            )
-            chunk = _Chunk(sender, conn, message, [content for _, content in part])
-            size = len(part) * self.memory.layer_bytes
+            part = list(blocks[start : start + per])
+            message = DataMessage(transfer=transfer, layer=layer, indices=part, traffic_class=traffic_class)
+            chunk, size = _Chunk(sender, conn, message), len(part) * self.memory.layer_bytes
             items.append(self.peer_send.put(request, size, chunk, traffic_class, peer=conn))
         return items
 
@@ -275,7 +271,8 @@ class TransferContext:
         """Send the queued chunks that the link to peers allows now."""
         for item in self.peer_send.take(now):
             chunk: _Chunk = item.work
-            self.actions.append(SendMessage(chunk.conn, chunk.message, chunk.payload, item.number))
+            payload = chunk.sender.payload(item)
+            self.actions.append(SendMessage(chunk.conn, chunk.message, payload, item.number))
 
     def sent(self, number: int, now: float) -> None:
         """Handle the end of a ``SendMessage``, sent or not. Its payload is no longer read."""

@@ -39,7 +39,7 @@ class TransferLimits:
     """While other transfers wait for slots, complete prompts of queued requests keep at most this share of
     the slots. The prompt of the first queued request is always kept."""
     max_prompts: int = 4096
-    """Maximum number of open prompts of all peers together on this engine."""
+    """Maximum number of open prompts of all peers together on this engine. One peer may have half of it."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "chunk_bytes", "read_width", "max_prompts"):
@@ -63,5 +63,5 @@ class TransferLimits:
     @property
     def max_keys(self) -> int:
         """Maximum number of block keys in all open prompts together, including prompts that wait for
-        buffers."""
+        buffers. One peer may have half of it."""
         return 4 * max(MAX_KEYS_PER_MESSAGE, 16 * self.slots)

@@ -253,7 +253,8 @@ class TransferLink:
             first = self._first(line)
             if first is None or (found is not None and found[0] <= first[0]):
                 continue
-            if line[1] is None or self._under_way_to(line[1]) < self._peer_width:
+            to_peer = sum(item.peer == line[1] for item in self._in_flight.values())
+            if line[1] is None or to_peer < self._peer_width:
                 found = first
         return found[1] if found is not None else None
 
@@ -273,9 +274,6 @@ class TransferLink:
     def _under_way(self, now: float) -> int:
         """Return the number of items in flight that are not late."""
         return sum(now - item.began_s < self._late_s for item in self._in_flight.values())
-
-    def _under_way_to(self, peer: int) -> int:
-        return sum(item.peer == peer for item in self._in_flight.values())
 
     def _unqueue(self, item: LinkItem) -> None:
         """Remove an item that has not started from its queue."""

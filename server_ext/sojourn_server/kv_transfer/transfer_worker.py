@@ -313,8 +313,9 @@ class TransferWorker:
             self._reports.ready[ask] = 0
             self.counts["looks_given_up"] += 1
         for ask, load in looked:
-            ready = partial(load.ready, self.layerwise) if load is not None else int
-            blocks = self._do("check a fetch", ready, otherwise=0)
+            blocks = 0
+            if load is not None:
+                blocks = self._do("check a fetch", load.ready, self.layerwise, otherwise=0)
             if blocks is not None:
                 self._open_fetches.discard(ask)
                 self._reports.ready[ask] = blocks
