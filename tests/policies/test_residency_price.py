@@ -47,16 +47,8 @@ def program(name: str, tier: Tier, activity: ProgramActivity, blocks: int, **mor
 
 
 def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float = NOW, **more: Any) -> Any:
-    return program(
-        name,
-        DEVICE,
-        ACTING,
-        blocks,
-        gap_durations_s=durations,
-        last_active_s=since_s,
-        gap_since_s=since_s,
-        **more,
-    )
+    times_s = {"last_active_s": since_s, "gap_since_s": since_s, "gap_durations_s": durations}
+    return program(name, DEVICE, ACTING, blocks, **times_s, **more)
 
 
 def view_of(
@@ -516,6 +508,21 @@ def test_new_programs_that_enter_together_count_for_each_other() -> None:
     new = [program(f"b{n}", WAITING, READY, 3, service_s=SERVICE_S, peak=17) for n in range(4)]
     moves = answer(long, *new, device=20, host=100, load_s=0.01, shortage_s=float("-inf"))
     assert [name for name, move in moves.items() if move.to is DEVICE] == ["b0", "b1"], "10 blocks each"
+
+
+def test_in_a_burst_of_new_programs_a_move_values_its_program_alone() -> None:
+    class Counted(ResidencyPricePlacement):
+        def worth(self, program: ProgramTierView) -> float:
+            valued.append(program)
+            return program_worth(program)
+
+    valued: list[ProgramTierView] = []
+    worth_little = {"peak": 20, "service_s": (1.0, 1.0, 1.0, 1000.0), "attained_s": 2.0}
+    here = [program(f"r{n}", DEVICE, REASONING, 4, **worth_little) for n in range(100)]
+    new = [program(f"b{n}", WAITING, READY, 3, service_s=SERVICE_S, peak=17) for n in range(48)]
+    view = view_of(*here, *new, device=1000, host=1000, load_s=0.01, shortage_s=float("-inf"))
+    assert len(Counted().moves(view, NOW)) == 48
+    assert len(valued) < 400, "a hundred here and a few for each that enters"
 
 
 def test_what_counts_is_how_much_of_the_device_the_others_use() -> None:

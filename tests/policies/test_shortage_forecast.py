@@ -53,9 +53,8 @@ newcomers = st.builds(
 
 def test_a_policy_that_does_not_look_answers_none() -> None:
     assert not NoShortageForecast().is_used
-    assert (
-        NoShortageForecast().steps_until_shortage(KvDemandView((999.0,) * len(STEP_POINTS), 1), 0.0) is None
-    )
+    demand = KvDemandView((999.0,) * len(STEP_POINTS), 1)
+    assert NoShortageForecast().steps_until_shortage(demand, 0.0) is None
 
 
 @given(needed=needs, room=st.integers(0, 200), steps=st.integers(1, 1000))

@@ -75,8 +75,7 @@ def test_a_prefix_that_leases_share_is_counted_once() -> None:
     assert [rig.held.freed_by[f"P{number}"] for number in (0, 2, 3)] == [190, 10, 10]
     for number in range(2, 7):
         rig.held.release(f"P{number}")
-    assert rig.held.freed_by == {"P0": 190}
-    assert rig.held.blocks() == 190
+    assert (rig.held.freed_by, rig.held.blocks()) == ({"P0": 190}, 190)
     free = rig.pool.get_num_free_blocks()
     assert rig.held.release("P0")
     assert rig.pool.get_num_free_blocks() - free == 190
