@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -22,19 +23,14 @@ def lease(
     return Lease(ProgramId(program), 1, now, ttl_s, now + ttl_s, silent_s, blocks, 1.0, DecisionReason.FIXED)
 
 
-class NaiveBook:
+def expired(leases: dict[ProgramId, Lease], now: float) -> dict[ProgramId, DecisionReason]:
     """What the book promises, said slowly."""
-
-    def __init__(self) -> None:
-        self.leases: dict[str, Lease] = {}
-
-    def pop_expired(self, now: float) -> dict[str, DecisionReason]:
-        found = {}
-        for name, held in self.leases.items():
-            if held.deadline_s() <= now and not held.waiting:
-                silent = held.silent_s is not None and held.silent_s < held.expires_s
-                found[name] = DecisionReason.SILENT if silent else DecisionReason.TTL
-        return found
+    found = {}
+    for name, held in leases.items():
+        if held.deadline_s() <= now and not held.waiting:
+            silent = held.silent_s is not None and held.silent_s < held.expires_s
+            found[name] = DecisionReason.SILENT if silent else DecisionReason.TTL
+    return found
 
 
 class BookAgainstModel(RuleBasedStateMachine):
@@ -46,38 +42,35 @@ class BookAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.book = LeaseTable(20)
-        self.model = NaiveBook()
+        self.model: dict[ProgramId, Lease] = {}
 
     @rule(name=names, ttl_s=st.sampled_from([1.0, 15.0, 40.0]), blocks=st.integers(1, 9), beats=st.booleans())
     def grant(self, name: ProgramId, ttl_s: float, blocks: int, beats: bool) -> None:
-        used = sum(held.blocks for held in self.model.leases.values())
+        used = sum(held.blocks for held in self.model.values())
         assert self.book.blocks == used
-        if name in self.model.leases or used + blocks > self.book.budget_blocks:
+        if name in self.model or used + blocks > self.book.budget_blocks:
             return
-        for leases in (self.model.leases, None):
-            fresh = lease(name, now=self.now, ttl_s=ttl_s, blocks=blocks, beats=beats)
-            if leases is None:
-                self.book.grant(fresh)
-            else:
-                leases[name] = fresh
+        fresh = lease(name, now=self.now, ttl_s=ttl_s, blocks=blocks, beats=beats)
+        self.model[name] = replace(fresh)
+        self.book.grant(fresh)
 
     @rule(name=names)
     def heard(self, name: ProgramId) -> None:
         self.book.heard(name, self.now)
-        held = self.model.leases.get(name)
+        held = self.model.get(name)
         if held and held.silent_s is not None:
             held.silent_s = max(held.silent_s, self.now + SILENCE_EXTENSION_S)
 
     @rule(name=names)
     def promised(self, name: ProgramId) -> None:
         self.book.promised(name, self.now)
-        held = self.model.leases.get(name)
+        held = self.model.get(name)
         if held and held.silent_s is None:
             held.silent_s = self.now + SILENCE_INITIAL_S
 
     @rule(name=names, seconds=st.sampled_from([-5.0, 0.0, 2.0, 50.0]))
     def extend(self, name: ProgramId, seconds: float) -> None:
-        held = self.model.leases.get(name)
+        held = self.model.get(name)
         moved = held is not None and self.now + seconds > held.expires_s
         assert self.book.extend(name, self.now + seconds) is moved
         if held and moved:
@@ -85,33 +78,33 @@ class BookAgainstModel(RuleBasedStateMachine):
 
     @rule(name=names, waiting=st.booleans())
     def set_waiting(self, name: ProgramId, waiting: bool) -> None:
-        held = self.model.leases.get(name)
+        held = self.model.get(name)
         assert self.book.set_waiting(name, waiting) is (held is not None)
         if held:
             held.waiting = waiting
 
     @rule(name=names)
     def end(self, name: ProgramId) -> None:
-        assert self.book.end(name) == self.model.leases.pop(name, None)
+        assert self.book.end(name) == self.model.pop(name, None)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 7.0, 25.0]), limit=st.integers(1, 3))
     def pop_expired(self, seconds: float, limit: int) -> None:
         self.now += seconds
-        expected = self.model.pop_expired(self.now)
+        expected = expired(self.model, self.now)
         ended = self.book.pop_expired(self.now, limit)
         assert len(ended) == min(limit, len(expected))
         for struck, reason in ended:
             assert expected[struck.program_id] is reason
-            assert self.model.leases.pop(struck.program_id) == struck
-        rest = self.model.pop_expired(self.now)
+            assert self.model.pop(struck.program_id) == struck
+        rest = expired(self.model, self.now)
         if rest:
             assert self.book.next_deadline_s <= self.now, "the rest must follow in the next step"
 
     @invariant()
     def books_agree(self) -> None:
-        assert {held.program_id: held for held in self.book} == self.model.leases
-        assert self.book.blocks == sum(held.blocks for held in self.model.leases.values())
-        active = [held.deadline_s() for held in self.model.leases.values() if not held.waiting]
+        assert {held.program_id: held for held in self.book} == self.model
+        assert self.book.blocks == sum(held.blocks for held in self.model.values())
+        active = [held.deadline_s() for held in self.model.values() if not held.waiting]
         assert self.book.next_deadline_s <= min(active, default=math.inf)
 
 
