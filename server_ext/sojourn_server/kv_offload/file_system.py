@@ -1,12 +1,12 @@
 """File operations of a store, and the check that a store's folder is this user's alone.
 
 KV reveals prompts and determines a model's answers, so a store belongs to one user. Its folder is made with
-mode 0700 and checked when it is opened (``check_private``): it must be no symbolic link, belong to this user,
-and be writable by this user only. From then on no other user can plant or replace anything in it.
+mode 0700 and checked once, when it is opened (``check_private``): it must be no symbolic link, belong to this
+user, and be writable by this user only.
 
-The root that contains the store may be a folder such as ``/tmp`` or a volume that the machine's administrator
-made. A root that belongs to another user (except user 0) is refused if other users may rename this user's
-folders in it.
+Whoever may rename folders in the store's root can replace the store later. So the root must be one that
+others cannot write, or a sticky one such as ``/tmp``. Of roots that others can write, only those of another
+user (except user 0) are refused: an administrator's volume may have mode 0777.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class FileSystem:
 
 
 def check_private(store: Path) -> None:
-    """Raise ``OSError`` if another user (except root) can change what is in the folder ``store``, or replace
-    the folder. ``store.parent`` must be a path without symbolic links."""
+    """Raise ``OSError`` if another user (except root) can change what is in the folder ``store``, or if its
+    parent is another user's, in which others can replace it. The parent must be a path without links."""
     me, root, status = os.geteuid(), store.parent.stat(), store.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise OSError(

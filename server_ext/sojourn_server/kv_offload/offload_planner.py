@@ -495,7 +495,10 @@ class OffloadPlanner:
                 self.host.remove(entry)
         for job, copy_result in results.stored.items():
             for entry in self._storing.pop(job, ((), ()))[0]:
-                self._end_fill(entry, copy_result)
+                if copy_result is not CopyResult.MOVED:
+                    self.counts["failed"] += 1
+                    self.host.remove(entry)
+                self.host.end_fill(entry)
         for job, copy_results in results.spilled.items():
             self.disk.spilled(job, copy_results)
         self.disk.drop_parts(results.partly_on_disk)
@@ -594,9 +597,3 @@ class OffloadPlanner:
         before = self._looked_up.pop(request_id, None)
         if before is not None:
             self.host.release(before.found)
-
-    def _end_fill(self, entry: HostEntry, copy_result: CopyResult) -> None:
-        if copy_result is not CopyResult.MOVED:
-            self.counts["failed"] += 1
-            self.host.remove(entry)
-        self.host.end_fill(entry)

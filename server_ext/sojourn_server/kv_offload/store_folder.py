@@ -13,6 +13,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -96,7 +97,7 @@ class StoreLock:
         with self._guard:
             if self._held.get(store) == os.getpid():
                 raise StoreInUse(store, _THIS_PROCESS)
-            self._fd, holder = _open_lock(store)
+            self._fd, holder = _open_lock(store, os.O_CREAT)
             if holder is not None:
                 os.close(self._fd)
                 raise StoreInUse(store, holder)
@@ -122,26 +123,28 @@ class StoreLock:
             # Closing the lock's file here would release our own lock.
             if cls._held.get(store) == os.getpid():
                 return _THIS_PROCESS
-            if not (store / _LOCK).exists():
-                return None
-            fd, holder = _open_lock(store)
-            os.close(fd)
-            return holder
+            with contextlib.suppress(FileNotFoundError):
+                fd, holder = _open_lock(store)
+                os.close(fd)
+                return holder
+            return None
 
 
-def _open_lock(store: Path) -> tuple[int, str | None]:
+def _open_lock(store: Path, flags: int = 0) -> tuple[int, str | None]:
     """Open a store's lock file and try to take the lock. Returns the file's descriptor, and a description of
     the process that has the lock; ``None`` if this process has it now."""
-    fd = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return fd, None
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            os.close(fd)
-            raise
-        # The process's id in its container, if it runs in one.
-        return fd, f"process {os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
+    fd = os.open(store / _LOCK, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
+    for wait_s in (0.1, 0.0):  # twice: another start's check has the lock for an instant
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd, None
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                os.close(fd)
+                raise
+        time.sleep(wait_s)
+    # The process's id in its container, if it runs in one.
+    return fd, f"process {os.pread(fd, 20, 0).decode('ascii', 'replace').strip() or 'unknown'}"
 
 
 def is_store_name(name: str) -> bool:
@@ -162,7 +165,7 @@ def store_name(store: Path) -> str | None:
 
 
 def check_stores(root: Path, known: Mapping[str, Any], weights: str | None, name: str | None = None) -> None:
-    """Check that a starting engine will be able to open its store in ``root``. Changes nothing.
+    """Check that a starting engine will be able to open its store in ``root``. Changes no file.
 
     ``root``: a path without symbolic links. ``known``: known fields of the engine's ``KvIdentity``.
     ``weights``: the beginning of the identity's field ``model``, up to a space; ``None`` if unknown.
