@@ -46,6 +46,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*ENGINES, "--peers", "http://h:3", "--host", "0.0.0.0"], "--port, without --own-url"),
         ([*ENGINES, "--peers", "http://h:3,http://h:4"], "--peers lacks this gateway, which is http://127."),
         ([*ENGINES, "--peers", "http://h:3", "--own-url", "http://h:4"], "is http://h:4 by --own-url"),
+        ([*ENGINES, "--peers", "http://h:3", "--port", "0"], "--port 0 are given without --own-url"),
         ([*ENGINES, "--api-key", " "], "--api-key is empty"),
         ([*ENGINES, "--log-level", "loud"], "--log-level is 'loud'"),
         (["--prefill", "http://h:1"], "--prefill is given without --decode"),

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 _ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
 _PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,http://HOST:PORT"
-_SEVERAL = (
-    "sojourn gateway --engines ... --peers http://HOST:PORT,http://HOST:PORT --own-url http://HOST:PORT"
-)
+_PEERS = "sojourn gateway --engines ... --peers http://HOST:PORT,http://HOST:PORT --own-url http://HOST:PORT"
 _READ_SIDES = ("shorter", "prefill")
 _WAITING_ORDERS = ("arrival", "idleness", "largest-first")
 _STOP_GRACE_S = 60
@@ -235,12 +233,14 @@ def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers
 
     if not texts:
         if own_url is not None:
-            raise CliError("--own-url is given without --peers", _SEVERAL)
+            raise CliError("--own-url is given without --peers", _PEERS)
         return None
-    [own, *every] = _addresses([own_url or local_url(host, port), *texts], "a gateway's", _SEVERAL)
+    if own_url is None and port == 0:
+        raise CliError("--peers and --port 0 are given without --own-url", _PEERS)
+    [own, *every] = _addresses([own_url or local_url(host, port), *texts], "a gateway's", _PEERS)
     if own not in every:
         by = "--own-url" if own_url is not None else "--host and --port, without --own-url"
-        raise CliError(f"--peers lacks this gateway, which is {own} by {by}", _SEVERAL)
+        raise CliError(f"--peers lacks this gateway, which is {own} by {by}", _PEERS)
     return Peers(own, every)
 
 

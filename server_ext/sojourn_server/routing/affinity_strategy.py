@@ -142,7 +142,7 @@ class AffinityStrategy(RoutingStrategy):
     def longest_tokens(self) -> int:
         return self._fleet.longest_tokens
 
-    def is_queue_full(self, tenant: str) -> bool:
+    def rejects_excess(self, tenant: str) -> bool:
         waiting, most = self._core.waiting, self._core.limits.most_waiting
         if self.tenants is None or len(waiting) >= 2 * most:
             return True
@@ -150,8 +150,9 @@ class AffinityStrategy(RoutingStrategy):
         return tenants.count(tenant) >= most / len({*tenants, tenant})
 
     def shares_used(self) -> dict[str, float]:
-        of = self.tenants
-        return {name: of.used(name) / share for name, share in of.shares.items() if share > 0} if of else {}
+        if (tenants := self.tenants) is None:
+            return {}
+        return {name: tenants.used(name) / share for name, share in tenants.shares.items() if share > 0}
 
     # -- bookkeeping --------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class RoutingStrategy:
         """Return the longest context, in tokens, that can be served; 0: unknown."""
         raise NotImplementedError
 
-    def is_queue_full(self, tenant: str) -> bool:
+    def rejects_excess(self, tenant: str) -> bool:
         """Whether a new request of ``tenant`` is rejected while ``RoutingLimits.most_waiting`` requests or
         more wait."""
         return True
@@ -249,11 +249,9 @@ class RoutingCore:
             message = f"no {missing} engine is registered; try again soon"
             self.reject(request_id, 503, "no_room", message, QUEUE_FULL_RETRY_S)
         elif longest and event.context_tokens > longest:
-            message = (
-                f"the prompt has {event.context_tokens:,} tokens; the longest that is served is {longest:,}"
-            )
+            message = f"the prompt has {event.context_tokens:,} tokens; the longest served has {longest:,}"
             self.reject(request_id, 400, "context_too_long", message)
-        elif len(self.waiting) >= self.limits.most_waiting and self.strategy.is_queue_full(event.tenant):
+        elif len(self.waiting) >= self.limits.most_waiting and self.strategy.rejects_excess(event.tenant):
             message = f"{len(self.waiting)} requests are waiting already; try again later"
             self.reject(request_id, 429, "too_many_waiting", message, QUEUE_FULL_RETRY_S)
         else:

@@ -195,7 +195,7 @@ class RayConfig(_Section, frozen=True, kw_only=True):
     @property
     def number_of_gateways(self) -> int:
         """Number of gateways. By default one for pairs: one decides about all of them, and others would only
-        pass requests on to it."""
+        pass requests on to it. If a single one dies, none is left until Serve restarts it."""
         return self.gateways or (1 if self.in_pairs else 2)
 
     @property
