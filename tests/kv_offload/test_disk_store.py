@@ -71,20 +71,6 @@ def test_the_budget_is_kept_to_the_byte(tmp_path: Path) -> None:
         assert put(store, KEYS[1]) is PutOutcome.FULL
 
 
-def test_the_order_is_that_of_last_use_and_outlives_the_store(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        for name in KEYS[:5]:
-            put(store, name)
-        get(store, KEYS[1])
-        put(store, KEYS[0])
-        store.has(KEYS[2])  # to ask is no use
-        order = [KEYS[2], KEYS[3], KEYS[4], KEYS[1], KEYS[0]]
-        assert store.keys() == order
-    with open_store(tmp_path) as store:
-        assert store.keys() == order
-        assert all(get(store, name) == payload(name) for name in order)
-
-
 def test_a_damaged_block_is_refused_once_and_gone(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         for name in KEYS[:3]:

@@ -20,12 +20,7 @@ from sojourn_server.kv_transfer.transfer_actions import (
     PromptTransferEnded,
     PushEnded,
 )
-from sojourn_server.kv_transfer.transfer_wire import (
-    DataMessage,
-    NeedMessage,
-    OfferMessage,
-    ReadMessage,
-)
+from sojourn_server.kv_transfer.transfer_wire import DataMessage, NeedMessage, OfferMessage, ReadMessage
 
 CONTEXT = keys(*range(8))
 
