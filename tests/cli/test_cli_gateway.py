@@ -133,10 +133,14 @@ def test_the_limits_of_pairs_reach_the_rules(monkeypatch: pytest.MonkeyPatch) ->
     assert rules_of() == PrefillDecodeRules()
 
 
-def test_neither_vllm_nor_ray_nor_torch_is_loaded_for_it(tmp_path: Path) -> None:
-    code = (
-        "import sys; import sojourn_server.gateway.http.gateway_app, sojourn_server.cli.gateway; "
-        "print([name for name in ('vllm', 'ray', 'torch', 'fastapi') if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("import sojourn_server.gateway.http.gateway_app", ("vllm", "ray", "torch", "fastapi")),
+        ("import sojourn_server.cli; sojourn_server.cli.build_app()", ("starlette", "uvicorn", "aiohttp")),
+    ],
+)
+def test_what_is_not_needed_is_not_loaded(code: str, names: tuple[str, ...]) -> None:
+    code += f"; import sys; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr

@@ -10,7 +10,6 @@ from uuid import uuid4
 import httpx
 import msgspec
 
-from ..gateway.http.client_apis import GATEWAY
 from .api_key_option import PASS_KEY
 from .connection_advice import connection_advice
 
@@ -357,6 +356,8 @@ def _error_summary(answer: httpx.Response | str) -> str:
 
 def _is_gateway_answer(answer: httpx.Response | str) -> bool:
     """Return whether the gateway created this response itself, instead of forwarding an engine's response."""
+    from ..gateway.http.client_apis import GATEWAY
+
     return not isinstance(answer, str) and GATEWAY in answer.headers
 
 
