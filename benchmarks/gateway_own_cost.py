@@ -11,9 +11,9 @@ caches hold other data. *Busy* sends 16 at once. The paths take turns in each ro
 CPU time is the user and system time of all threads of the process in front. Other work on the machine changes
 it less than latency, and changes its ratios least, so use ``--cpu-only`` on a machine that is not idle.
 ``--before`` adds the gateway of another checkout, ``--router`` the executable of vLLM's router, which is
-written in Rust. ``--gateways 4`` adds four gateways that know each other, twice: *by session*, each request
-reaches its program's gateway at once; *in turn*, most requests reach another, which passes them on. Their CPU
-time is that of all four. Linux only. Latencies need an idle machine with two cores.
+written in Rust. ``--gateways 4`` adds four gateways that know nothing of each other, and four that do, twice:
+*by session*, each request reaches its program's gateway at once; *in turn*, most reach another, which passes
+them on. Their CPU time is that of all four. Linux only. Latencies need an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from gateway_processes import child, content_length, free_port, process
 from result_pages import made_by, marked, show, write_result
 from rich.progress import track
 from sojourn_server.gateway.http.peers import owner_of
+from sojourn_server.gateway.http.tenant_keys import DEFAULT_TENANT
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 
 PERIOD_S = 0.010
@@ -47,7 +48,7 @@ BUSY_BLOCK = 25
 """Groups of ``AT_ONCE`` requests of one path in a busy round."""
 AIOHTTP, OURS = "uvicorn and aiohttp pass on", "sojourn gateway"
 BEFORE, ROUTER = "sojourn gateway before", "vLLM router"
-PEERS, PASSED_ON = "{} gateways, by session", "{} gateways, in turn"
+ALONE, PEERS, PASSED_ON = "{} gateways apart", "{} gateways, by session", "{} gateways, in turn"
 PROGRAMS = 8
 ROUTER_READY_S = 60.0
 HEAD = (
@@ -125,8 +126,7 @@ class Way:
         """``programs``: the programs of the requests to each port; if there is one list, those of all."""
         self.process_ids = process_ids
         self._ports = ports
-        self._programs = [programs[n % len(programs)] for n in range(AT_ONCE)]
-        """By connection."""
+        self._programs = [programs[n % len(programs)] for n in range(AT_ONCE)]  # by connection
         self.connections: list[Connection] = []
         self.took_s: dict[str, list[float]] = {"hot": [], "cold": []}
         self.used_s: dict[str, list[float]] = {"hot": [], "cold": [], "busy": []}
@@ -138,8 +138,7 @@ class Way:
             self._ask(number % AT_ONCE, number)
 
     def _ask(self, place: int, turn: int) -> float:
-        programs = self._programs[place]
-        return self.connections[place].ask(programs[turn % len(programs)])
+        return self.connections[place].ask(self._programs[place][turn % len(self._programs[place])])
 
     def round(self, way: str, number: int) -> None:
         """Send one block of requests, or in the cold rounds one request. Each program meets each port."""
@@ -303,22 +302,22 @@ def main() -> None:
             process_id = stack.enter_context(child("--floor", str(port), *words, port=port))
             paths[name] = Way([port], [process_id])
 
-        def gateways(name: str, count: int = 1, checkout: Path | None = None) -> None:
+        def gateways(name: str, count: int = 1, checkout: Path | None = None, peers: bool = False) -> None:
             ports = [free_port() for _ in range(count)]
             urls = [f"http://127.0.0.1:{port}" for port in ports]
             running = []
             for port, url in zip(ports, urls, strict=True):
                 flags = ["--engines", f"http://127.0.0.1:{engine}", "--port", str(port)]
                 flags += ["--log-level", "warning" if count == 1 else "error"]
-                flags += ["--peers", ",".join(urls)] if count > 1 else []
+                flags += ["--peers", ",".join(urls)] if peers else []
                 with other_checkout(checkout):
                     running.append(stack.enter_context(process(flags, url, 1)))
             pids = [one.pid for one in running]
-            if count == 1:
+            if not peers:
                 paths[name] = Way(ports, pids)
                 return
             time.sleep(2.0)  # until the first have found the last
-            owners = {number: owner_of(urls, "", f"p{number}") for number in range(20 * count)}
+            owners = {number: owner_of(urls, DEFAULT_TENANT, f"p{number}") for number in range(20 * count)}
             own = [[number for number, owner in owners.items() if owner == url][:2] for url in urls]
             paths[name] = Way(ports, pids, own)
             paths[PASSED_ON.format(count)] = Way(ports, pids)
@@ -329,7 +328,8 @@ def main() -> None:
             gateways(BEFORE, checkout=options.before)
         gateways(OURS)
         if options.gateways:
-            gateways(PEERS.format(options.gateways), options.gateways)
+            gateways(ALONE.format(options.gateways), options.gateways)
+            gateways(PEERS.format(options.gateways), options.gateways, peers=True)
         if options.router is not None:
             port = free_port()
             process_id = stack.enter_context(router(options.router, port, engine))
