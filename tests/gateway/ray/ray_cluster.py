@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ray_gateway import DEADLINE_S, RayGateway, free_port
 HERE = Path(__file__).parent
 GATEWAYS = "ServeReplica:sojourn:Gateway"
 MOST_PORTS = 20
+PROBE_S = 3.0
 """Ports that are tried for the gateways' own addresses."""
 
 
@@ -74,15 +75,14 @@ class Client:
             return await answer.json()
 
     async def gateways(self) -> list[str]:
-        """Own addresses of the gateways that answer."""
+        """Own addresses of the gateways that answer. Other processes may listen and never answer."""
         first, found = self.cluster.config["metrics_port"], []
         for port in range(first, first + MOST_PORTS):
             url = f"http://127.0.0.1:{port}"
-            try:
-                await self.get("/health", url)
-            except aiohttp.ClientError:
-                continue
-            found.append(url)
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with asyncio.timeout(PROBE_S):
+                    await self.get("/health", url)
+                    found.append(url)
         return found
 
     async def replicas(self, url: str | None = None) -> dict[str, str]:
