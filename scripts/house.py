@@ -60,7 +60,7 @@ BUDGETS = {
     "predictors": 616,
     "kv_offload": 4_822,
     "kv_transfer": 6_057,
-    "core": 6_332,
+    "core": 6_339,
     "recording": 482,
     "routing": 3_168,
     "api": 1_742,

@@ -54,6 +54,8 @@ class RequestWaits:
     def __init__(self) -> None:
         self._by_arrival: dict[int, RequestWait] = {}
         """The waits by arrival number."""
+        self._earliest_s = math.inf
+        """A time before which no wait in ``_by_arrival`` began."""
         self._starts_s: dict[int, float] = {}
         """Arrival number → start of the request's wait, as it was before any ``restart``. Includes requests
         that ``drop`` took out of the order."""
@@ -94,12 +96,16 @@ class RequestWaits:
     def restart(self, wait: RequestWait, now: float) -> RequestWait:
         """Restart a request's wait at ``now``. If the request is aborted later, its first wait still
         counts."""
+        self._earliest_s = min(self._earliest_s, now)
         self._by_arrival[wait.arrival] = wait = wait._replace(since_s=now)
         return wait
 
     def due(self, limit_s: float, now: float, at_most: int | None = None) -> list[RequestWait]:
         """Return the requests that have waited for at least ``limit_s``, the longest wait first. ``at_most``:
         maximum number of requests to return; ``None``: all."""
+        if now - self._earliest_s < limit_s:
+            return []  # as in most steps
+        self._earliest_s = min((wait.since_s for wait in self), default=math.inf)
         return sorted(wait for wait in self._by_arrival.values() if now - wait.since_s >= limit_s)[:at_most]
 
     def hand_over(self, since_s: float, aborted_s: float, to: RequestState) -> bool:
@@ -136,6 +142,7 @@ class RequestWaits:
 
     def shift(self, shift_s: float, now: float) -> None:
         """Move the start of all waits later by ``shift_s``, but not beyond ``now``."""
+        self._earliest_s = min(self._earliest_s + shift_s, now)
         for arrival, wait in self._by_arrival.items():
             self._by_arrival[arrival] = wait._replace(since_s=min(wait.since_s + shift_s, now))
         for arrival, start_s in self._starts_s.items():
