@@ -354,10 +354,10 @@ with FakeServer(answer) as server:
 
 
 class ServerProcess:
-    """Context manager that runs a scripted ``FakeServer`` in its own process. Yields the server's URL."""
+    """Context manager that runs a ``FakeServer`` in its own process. Yields the server's URL, which ``code``
+    prints; ``code`` ends with its standard input."""
 
-    def __init__(self, turns: int, answer_s: float) -> None:
-        code = SERVER.format(turns=turns, answer_s=answer_s)
+    def __init__(self, code: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

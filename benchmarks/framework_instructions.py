@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import sojourn
-from framework_agents import FRAMEWORKS, Arm, Framework, ServerProcess
+from framework_agents import FRAMEWORKS, SERVER, Arm, Framework, ServerProcess
 from result_pages import show as show_table
 
 TARGET_TURN_US = 100.0
@@ -100,7 +100,7 @@ def run_rounds(name: str, rounds: int, turns: int) -> None:
     the order of their start, so this tells which are the SDK's.
     """
     framework = FRAMEWORKS[name]
-    with ServerProcess(turns, ANSWER_S) as url:
+    with ServerProcess(SERVER.format(turns=turns, answer_s=ANSWER_S)) as url:
         before = len(os.listdir("/proc/self/task"))
         sojourn.init(url, dialect="sojourn")
         with sojourn.program("starts all threads"), sojourn.tool_call("work", "call"):
@@ -188,7 +188,7 @@ def bare_cpu_us(name: str, turns: int) -> float:
     """CPU time of the agent's thread per turn of the bare framework, in microseconds: the median."""
     framework, took_ns = FRAMEWORKS[name], []
     set_arm(framework, "bare")
-    with ServerProcess(turns, ANSWER_S) as url:
+    with ServerProcess(SERVER.format(turns=turns, answer_s=ANSWER_S)) as url:
         for _ in range(WARM_UP_ROUNDS + TIMED_ROUNDS):
             run = framework.prepare(f"{url}/v1", "bare")
             gc.collect()

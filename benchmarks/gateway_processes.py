@@ -3,7 +3,6 @@
 python gateway_processes.py --engine PORT               # an engine that answers at once with fixed bytes
 python gateway_processes.py --floor PORT                # uvicorn, which gives the same answer by itself
 python gateway_processes.py --floor PORT ENGINE         # uvicorn and aiohttp, which relay to port ENGINE
-python gateway_processes.py --floor PORT ENGINE own     # uvicorn and the gateway's own connections
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import sojourn
+from framework_agents import ServerProcess
 from result_pages import show as show_table
 from sojourn.testing import refusing_url
 
@@ -73,8 +74,8 @@ def measure(turns: int, calls: int) -> dict[str, Any]:
 
 
 SINKS: dict[str, Callable[[], AbstractContextManager[str | None]]] = {
-    "answers": lambda: ServerProcess("ok"),
-    "hangs": lambda: ServerProcess("hang"),
+    "answers": lambda: server("ok"),
+    "hangs": lambda: server("hang"),
     "refuses": lambda: nullcontext(refusing_url()),
     "no init": nullcontext,
 }
@@ -125,7 +126,7 @@ def openai_patch(calls: int) -> dict[str, float]:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
         return (time.perf_counter_ns() - before) / 1000
 
-    with ServerProcess("ok") as url:
+    with server("ok") as url:
         sojourn.init(url, dialect="sojourn", hosts=["127.0.0.1:9"])
         took: dict[bool, list[float]] = {True: [], False: []}
         with sojourn.program("bench"):
@@ -164,25 +165,13 @@ def summary(took_us: list[float]) -> dict[str, Any]:
     }
 
 
-class ServerProcess:
-    """Context manager that runs a ``FakeServer`` in its own process. Yields the server's URL."""
-
-    def __init__(self, mode: str) -> None:
-        code = (
-            "import sys\nfrom sojourn.testing import FakeServer\n"
-            f"with FakeServer(mode={mode!r}) as server:\n"
-            "    print(server.url, flush=True)\n    sys.stdin.read()"
-        )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=10)
+def server(mode: str) -> ServerProcess:
+    """Return the process of a ``FakeServer`` that answers in this way."""
+    return ServerProcess(
+        "import sys\nfrom sojourn.testing import FakeServer\n"
+        f"with FakeServer(mode={mode!r}) as server:\n"
+        "    print(server.url, flush=True)\n    sys.stdin.read()"
+    )
 
 
 def show(report: dict[str, Any]) -> None:

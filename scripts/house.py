@@ -63,7 +63,7 @@ BUDGETS = {
     "core": 6_339,
     "recording": 482,
     "routing": 3_168,
-    "api": 1_742,
+    "api": 1_741,
     "launch": 1_756,
     "vllm": 8_254,
     "gateway": 6_747,
@@ -75,7 +75,7 @@ BUDGETS = {
     "cli": 5_282,
     "sojourn_server": 4,
     "tests": 88_690,
-    "benchmarks": 12_343,
+    "benchmarks": 12_331,
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as
 much and says why. The commit that reaches a lower number lowers the budget."""

@@ -1,9 +1,9 @@
 """Sends live frames to viewers: the web page, ``sojourn top`` and scripts.
 
 A frame is full, or a delta with only the programs that are active or have changed. ``LiveHub`` polls its
-source only while somebody looks. A viewer that reads slowly skips deltas and gets a full frame, the newest
-one, so frames do not queue up. Viewers that ask for
-single frames share a poll. Pauses bound the CPU that all viewers together cost (``BUSY_FACTOR``).
+source only while somebody looks. Frames do not queue up: a viewer that reads slowly skips deltas and then
+gets the newest full frame. Viewers that ask for single frames share a poll. Pauses bound the CPU that all
+viewers together cost (``BUSY_FACTOR``).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ KV reveals prompts and determines a model's answers, so a store belongs to one u
 mode 0700 and checked once, when it is opened (``check_private``): it must be no symbolic link, belong to this
 user, and be writable by this user only.
 
-Whoever may rename folders in the store's root can replace the store later. So the root must be one that
-others cannot write, or a sticky one such as ``/tmp``. Of roots that others can write, only those of another
-user (except user 0) are refused: an administrator's volume may have mode 0777.
+A user who can rename folders in the store's root can replace the store later. So choose a root that others
+cannot write, or a sticky one such as ``/tmp``. A root that others can write is refused only if it belongs to
+another user than this one and user 0, because an administrator's volume may have mode 0777.
 """
 
 from __future__ import annotations

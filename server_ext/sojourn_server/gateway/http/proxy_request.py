@@ -363,8 +363,8 @@ class ProxyRequest:
     async def _ask_pair(
         self, decision: SendRequest, address: ReplicaAddress, headers: EngineHeaders
     ) -> EngineAnswer:
-        """Send the request to its pair of engines, of which the one that decodes has ``address``. Return the
-        answer once its first part has arrived.
+        """Send the request to its pair of engines. Return the answer once its first part has arrived.
+        ``address``: of the decode engine.
 
         Raises ``ReplicaRequestError``, ``GatewayConnectError``, ``RequestRejected`` or
         ``InvalidGenerationRequest``.
