@@ -63,7 +63,7 @@ BUDGETS = {
     "core": 6_339,
     "recording": 482,
     "routing": 3_168,
-    "api": 1_741,
+    "api": 1_742,
     "launch": 1_756,
     "vllm": 8_254,
     "gateway": 6_747,
