@@ -1,0 +1,118 @@
+"""Which program a request belongs to, by the headers and body fields that agent clients send.
+
+Precedence, first match: the hint (``agentic_context``) and ``session_id`` of the body, which the caller
+reads; then ``HEADER_ROWS`` in their order, after the operator's own header (``--session-header``); then the
+body fields ``metadata.user_id`` and ``prompt_cache_key``. Parent, root and agent type come from the row that
+names the program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sojourn.ids import MAX_ID_BYTES, id_problem
+
+SESSION_HEADER = "x-session-id"
+PARENT_HEADER = "x-parent-session-id"
+ROOT_HEADER = "x-root-session-id"
+AGENT_TYPE_HEADER = "x-sojourn-agent-type"
+"""Headers of our own, in lower case. A gateway sends them to engines, with the engines' program names."""
+
+
+class HeaderRow(NamedTuple):
+    """The headers, in lower case, with which a client names a program. An empty name: the client sends no
+    such header."""
+
+    clients: str
+    """Clients that send the row, for docs."""
+    program: str
+    parent: str = ""
+    root: str = ""
+    agent_type: str = ""
+    agent: str = ""
+    """Id of a sub-agent, unique within ``program`` only. Its program is ``PROGRAM/AGENT``, and its parent
+    ``PROGRAM``."""
+
+
+HEADER_ROWS = (
+    HeaderRow(
+        "OpenCode, gateways", SESSION_HEADER, PARENT_HEADER, root=ROOT_HEADER, agent_type=AGENT_TYPE_HEADER
+    ),
+    HeaderRow("Claude Code", "x-claude-code-session-id", agent="x-claude-code-agent-id"),
+    HeaderRow(
+        "Codex", "thread-id", "x-codex-parent-thread-id", root="session-id", agent_type="x-openai-subagent"
+    ),
+    HeaderRow("Codex before 0.100", "conversation_id", root="session_id"),
+    HeaderRow("routers with sticky sessions", "x-session-affinity", PARENT_HEADER),
+    HeaderRow("tracing proxies", "x-correlation-id"),
+)
+MAX_AGENT_TYPE_CHARS = 256
+
+
+class ClientIdentity(NamedTuple):
+    """Program of a request, as its client names it. Every id is valid on the wire."""
+
+    program_id: str
+    parent_id: str | None = None
+    root_id: str | None = None
+    agent_type: str | None = None
+
+
+def identify(
+    headers: Mapping[str, str],
+    session_header: str | None = None,
+    user_id: object = None,
+    prompt_cache_key: object = None,
+) -> ClientIdentity | None:
+    """Return the program that a client's headers or body fields name; ``None`` if they name none.
+
+    ``headers``: with lower-case names. ``session_header``: name of the operator's own header.
+    ``user_id``: ``metadata.user_id`` of the body. ``prompt_cache_key``: that of the body. Never raises.
+    """
+    own = [HeaderRow("operator", session_header.lower(), PARENT_HEADER)] if session_header else []
+    for row in (*own, *HEADER_ROWS):
+        session = wire_id(headers.get(row.program))
+        if session is None:
+            continue
+        agent = headers.get(row.agent)
+        program = wire_id(f"{session}/{agent}") if agent else session
+        parent = session if agent else wire_id(headers.get(row.parent))
+        root = wire_id(headers.get(row.root)) or (session if agent else None)
+        agent_type = headers.get(row.agent_type, "")[:MAX_AGENT_TYPE_CHARS]
+        return ClientIdentity(
+            program or session,
+            parent if parent != program else None,
+            root if root != program else None,
+            agent_type or None,
+        )
+    named = _session_of_user_id(user_id) or wire_id(prompt_cache_key)
+    return ClientIdentity(named) if named is not None else None
+
+
+def wire_id(value: object) -> str | None:
+    """Return ``value`` as an id that the wire takes: an id that is too long is replaced by its digest.
+    ``None``: it is no text, is empty, or has control characters."""
+    if not isinstance(value, str) or not value:
+        return None
+    data = value.encode("utf-8", "replace")
+    if len(data) > MAX_ID_BYTES:
+        return "sha256-" + hashlib.sha256(data).hexdigest()
+    return value if id_problem(value) is None else None
+
+
+def _session_of_user_id(user_id: object) -> str | None:
+    """Return the session in ``metadata.user_id``: Anthropic's clients send a JSON object there, or
+    ``user_…_session_ID``. Any other user id names a person, not a program."""
+    if not isinstance(user_id, str):
+        return None
+    if user_id.startswith("{"):
+        try:
+            found = json.loads(user_id)
+        except (ValueError, RecursionError):
+            return None
+        return wire_id(found.get("session_id"))
+    _, mark, session = user_id.rpartition("_session_")
+    return wire_id(session) if mark else None
