@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 from sojourn.ids import MAX_ID_BYTES, id_problem
 
@@ -50,6 +51,8 @@ HEADER_ROWS = (
     HeaderRow("tracing proxies", "x-correlation-id"),
 )
 MAX_AGENT_TYPE_CHARS = 256
+SESSION_PATH = "/sojourn/session/"
+"""Beginning of a base URL that names a program, for clients that send no id: ``/sojourn/session/ID/v1``."""
 
 
 class ClientIdentity(NamedTuple):
@@ -90,6 +93,26 @@ def identify(
         )
     named = _session_of_user_id(user_id) or wire_id(prompt_cache_key)
     return ClientIdentity(named) if named is not None else None
+
+
+def split_session_path(scope: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the program in the path of an ASGI scope, and the scope with the path behind it, which begins
+    with ``/v1/``. ``None``: the path names no program, or an id that the wire does not take.
+
+    The id is percent-encoded in the path, so ``%2F`` is part of it. A server must check the API key itself
+    for such a path, since vLLM checks paths that begin with ``/v1``.
+    """
+    root = scope.get("root_path", "")
+    if SESSION_PATH not in scope["path"]:
+        return None
+    raw = scope.get("raw_path") or quote(scope["path"]).encode()
+    path = raw.decode("latin-1").removeprefix(root)
+    encoded, mark, rest = path.removeprefix(SESSION_PATH).partition("/v1/")
+    program = wire_id(unquote(encoded))
+    if not path.startswith(SESSION_PATH) or not mark or "/" in encoded or program is None:
+        return None
+    path = f"{root}/v1/{rest}"
+    return program, {**scope, "path": unquote(path), "raw_path": path.encode("latin-1")}
 
 
 def wire_id(value: object) -> str | None:
