@@ -180,10 +180,7 @@ def _in_tool_call(
     try:
         output = execute(*args, **kwargs)
     except BaseException as error:
-        # execute() raises Submitted when the agent finishes, although the command succeeded. Classes are
-        # compared by name, since an import at each command costs as much as the rest of this function.
-        finished = any(kind.__name__ == "InterruptAgentFlow" for kind in type(error).__mro__)
-        leave(scope, None if finished else error)
+        leave(scope, error)
         raise
     finally:
         _executing.reset(token)

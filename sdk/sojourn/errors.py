@@ -27,19 +27,32 @@ class ArgumentError(SojournError, ValueError):
     """An invalid argument, such as a program's id or hint, or an object that cannot be wrapped."""
 
 
-CANCELLED_BY = frozenset({"CancelledError", "KeyboardInterrupt", "GeneratorExit"})
-"""Names of the exception classes that mean that a run was cancelled. These are names, not classes, so that
-asyncio need not be imported."""
+CANCELLED_BY = frozenset(
+    {
+        "CancelledError", "KeyboardInterrupt", "GeneratorExit",
+        "GraphInterrupt",  # LangGraph: the run waits for a person, and repeats the call when it continues
+        "ApprovalRequired", "CallDeferred",  # Pydantic AI, for the same
+        "HumanFeedbackPending",  # CrewAI, for the same
+    }
+)  # fmt: skip
+"""Names of the exception classes that mean that a run or a tool call was cancelled. These are names, not
+classes, so that neither asyncio nor a framework need be imported."""
+RESULTS = frozenset({"ParentCommand", "InterruptAgentFlow"})
+"""Names of the exception classes by which a tool hands over its result: LangGraph's command to an outer graph
+(a handoff), and the end of a run of mini-swe-agent."""
 
 
 def status_of(error: BaseException | None) -> str:
-    """Return ``ok``, ``cancelled`` or ``error`` for a run that ended with the exception ``error``. ``None``
-    and a ``SystemExit`` with status 0 give ``ok``."""
+    """Return ``ok``, ``cancelled`` or ``error`` for a run that ended with the exception ``error``. ``None``,
+    a class of ``RESULTS`` and a ``SystemExit`` with status 0 give ``ok``."""
     if error is None:
         return "ok"
     if isinstance(error, SystemExit) and (error.code is None or (type(error.code) is int and not error.code)):
         return "ok"
-    return "cancelled" if any(kind.__name__ in CANCELLED_BY for kind in type(error).__mro__) else "error"
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if not names.isdisjoint(RESULTS):
+        return "ok"
+    return "error" if names.isdisjoint(CANCELLED_BY) else "cancelled"
 
 
 def tool_status_of(error: BaseException | None) -> str:

@@ -52,6 +52,11 @@ def test_a_call_is_timed_and_named(online):
         (subprocess.TimeoutExpired("x", 1), "timeout"),
         (asyncio.CancelledError(), "cancelled"),
         (KeyboardInterrupt(), "cancelled"),
+        # Control flow of LangGraph, CrewAI and mini-swe-agent: by name, and the base classes count.
+        (type("NodeInterrupt", (type("GraphInterrupt", (Exception,), {}),), {})(), "cancelled"),
+        (type("HumanFeedbackPending", (Exception,), {})(), "cancelled"),
+        (type("ParentCommand", (Exception,), {})(), "ok"),
+        (type("Submitted", (type("InterruptAgentFlow", (Exception,), {}),), {})(), "ok"),
     ],
 )
 def test_the_exception_sets_the_status_and_passes_unchanged(online, error, status):

@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from sojourn.errors import tool_status_of
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.program import Program, ResolvedContext, add_resolver, remove_resolver
 
 from sojourn_integrations.safe_scope import count_error
 
-from .run_tree import RunNode, RunTree, result_status, tool_status
+from .run_tree import RunNode, RunTree, result_status
 
 tree = RunTree()
 _users: set[str] = set()
@@ -212,7 +213,7 @@ def handler_class() -> Any:
 
         def on_tool_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
             try:
-                tree.tool_ended(_key(run_id), tool_status(error))
+                tree.tool_ended(_key(run_id), tool_status_of(error))
             except Exception:
                 count_error("internal_error")
 

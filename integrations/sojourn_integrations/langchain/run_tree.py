@@ -27,7 +27,7 @@ from typing import Any
 from uuid import UUID
 
 from sojourn.aeg import START, Aeg
-from sojourn.errors import status_of, tool_status_of
+from sojourn.errors import status_of
 from sojourn.ids import ProgramId
 from sojourn.program import (
     CallInProgress,
@@ -517,18 +517,6 @@ def program_name(name: str | None, parent: Program | None) -> str | None:
 
 def is_named(kind: str | None, name: str | None) -> bool:
     return kind in (None, "chain") and bool(name) and not str(name).startswith(_INTERNAL_PREFIX)
-
-
-def tool_status(error: BaseException) -> str:
-    """Return the status of a tool call that raised ``error``: ``timeout``, ``cancelled``, ``error`` or
-    ``ok``. LangGraph's interrupts count as ``cancelled``. Its ``ParentCommand`` counts as ``ok``, since it is
-    a result, not a failure."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "GraphInterrupt" in kinds:
-        return "cancelled"
-    if "ParentCommand" in kinds:
-        return "ok"
-    return tool_status_of(error)
 
 
 def result_status(output: Any) -> str:

@@ -9,7 +9,7 @@ import sojourn
 
 from sojourn_integrations.safe_scope import enter, leave
 
-from .run_tree import result_status, tool_status
+from .run_tree import result_status
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def middleware_class() -> Any:
             try:
                 result = handler(request)
             except BaseException as error:
-                leave(scope, error, status=tool_status(error))
+                leave(scope, error)
                 raise
             leave(scope, status=lambda: result_status(result))
             return result
@@ -46,7 +46,7 @@ def middleware_class() -> Any:
             try:
                 result = await handler(request)
             except BaseException as error:
-                leave(scope, error, status=tool_status(error))
+                leave(scope, error)
                 raise
             leave(scope, status=lambda: result_status(result))
             return result
