@@ -258,6 +258,17 @@ def test_settings_that_vllm_ignores_are_reported(args):
 
 
 @pytest.mark.parametrize(
+    ("facts", "policy", "said"),
+    [(CUDA, "continuum", "no coding agents"), (CPU, "continuum", "no effect"), (CUDA, "stock", None)],
+)
+def test_vllms_server_in_rust_has_nothing_of_ours_and_one_line_says_so(facts, policy, said):
+    for value in ("1", "0"):
+        warnings = build(policy=policy, facts=facts, environ={"VLLM_USE_RUST_FRONTEND": value}).warnings
+        assert len(warnings) == (value == "1" and said is not None)
+        assert all(said in line for line in warnings)
+
+
+@pytest.mark.parametrize(
     ("args", "expected"),
     [
         ((), ("", 8000)),

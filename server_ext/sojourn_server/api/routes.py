@@ -56,12 +56,13 @@ NDJSON = "application/x-ndjson"
 QUERY_TIMEOUT_S = 15.0
 
 
-def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
-    """Return a router with all routes. Each route under ``/sojourn/v1`` checks the API key."""
+def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = None) -> APIRouter:
+    """Return a router with all routes. Each route under ``/sojourn/v1`` checks the API key. ``events``: the
+    server's intake; ``None``: a new one."""
     router = APIRouter(prefix=PREFIX, route_class=_authenticated_route_class(keys), tags=["sojourn"])
     router.routes.extend(page_routes())
     ask = EngineQueryLimiter(engine)
-    events = EventIntake(engine)
+    intake = events or EventIntake(engine)
     live = LiveHub(EngineLiveSource(engine, ask))
 
     async def query(op: str, **parameters: Any) -> list[Any]:
@@ -87,7 +88,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys) -> APIRouter:
                 f'send {{"v": {WIRE_VERSION}, "emitter": ID, "events": [...]}}; '
                 f"{PREFIX}/capabilities lists what is understood",
             ) from None
-        outcomes = await events.submit(batch, EVENTS_TIMEOUT_S)
+        outcomes = await intake.submit(batch, EVENTS_TIMEOUT_S)
         return Response(encode(outcomes), media_type="application/json")
 
     @router.get("/capabilities")
@@ -243,7 +244,7 @@ def _authenticated_route_class(keys: ApiKeys) -> type[APIRoute]:
 
             async def handle_authenticated(request: Request) -> Response:
                 if not keys.allow(request.headers.get("authorization")):
-                    return _unauthorised().response()
+                    return unauthorised().response()
                 try:
                     return await handle(request)
                 except HTTPException:
@@ -282,7 +283,8 @@ def _to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed to answer", "see the server's log, and report it as a bug")
 
 
-def _unauthorised() -> ApiError:
+def unauthorised() -> ApiError:
+    """Return the error 401 for a request without a valid key."""
     return ApiError(
         401,
         "missing or wrong API key",

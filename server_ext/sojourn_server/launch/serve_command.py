@@ -77,6 +77,8 @@ GENERATED_MODEL_TOOL_PARSER = "hermes"
 """Tool parser of the models that sojourn makes."""
 
 DEFAULT_PORT = 8000
+RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
+"""Environment variable that makes ``vllm serve`` run its HTTP server in Rust."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,9 @@ class ServeOptions:
         "--compute-quota-s",
         "Maximum attention time per step, seconds, estimated from --sojourn-profile",
         shown_default="no limit",
+    )
+    session_header: str | None = own_flag(
+        "--session-header", "Header in which clients name their program, besides those of known clients"
     )
     reads_hidden_states: bool = False
     """Whether the policy reads hidden states, which need sojourn's worker class."""
@@ -287,7 +292,7 @@ def build_command(
         flags=flags,
         # Without byte code files, every process of the engine compiles all imports again.
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
-        warnings=_warnings(options, flags, facts),
+        warnings=_warnings(options, flags, facts, environ),
     )
 
 
@@ -333,8 +338,18 @@ def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]
     return [*quiet, "-m", SERVER_MAIN_MODULE, API_SERVER_MODULE, "--model", options.model_path]
 
 
-def _warnings(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> tuple[str, ...]:
+def _warnings(
+    options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
+) -> tuple[str, ...]:
     found = []
+    in_rust = environ.get(RUST_FRONTEND, "0") != "0"
+    if in_rust and not facts.has_vllm_cli:
+        found.append(f"{RUST_FRONTEND} has no effect: the CPU build of vLLM runs its server in Python")
+    elif in_rust and (options.policy != STOCK_POLICY or options.pair.any):
+        found.append(
+            f"{RUST_FRONTEND}: vLLM's server in Rust loads no plugin of ours, so it takes no events, knows no "
+            "coding agents, and has neither the live page nor sojourn's metrics; unset it to have them"
+        )
     count = flags.value("--api-server-count")
     if count not in (None, "1") and not facts.has_vllm_cli:
         found.append(f"--api-server-count {count} has no effect: the CPU build of vLLM runs one API server")
@@ -389,6 +404,7 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
         "lease_budget_fraction": budget,
         "max_hinted_ttl_s": max_ttl_s,
         "compute_quota_s": options.compute_quota_s,
+        "session_header": options.session_header,
     }
     return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
 

@@ -26,12 +26,15 @@ from sojourn_server.api.engine_rpc import (
     StockEngineError,
     is_stock_answer,
 )
+from sojourn_server.api.event_intake import EventIntake
+from sojourn_server.api.identity_middleware import IdentityMiddleware
 from sojourn_server.api.prometheus_bridge import bridge_for, poll_forever
 from sojourn_server.api.refusal_middleware import RefusalMiddleware
 from sojourn_server.api.routes import build_router
 
 from .compat import EngineDeadError, envs
 from .plugin import METHOD
+from .plugin_settings import PluginSettings
 
 if TYPE_CHECKING:
     from .compat import EngineClient
@@ -62,11 +65,16 @@ class SojournEndpoint:
         self._announcer: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add sojourn's routes, and the middleware that explains refusals. Until ``init_state`` has run, the
-        routes reject every request."""
-        app.include_router(build_router(self._engine, self._keys))
-        # vLLM adds its middleware later, so it is outside this one and checks the API key first.
+        """Add sojourn's routes, the middleware that explains refusals and the one that finds a request's
+        program. Until ``init_state`` has run, the routes reject every request."""
+        events = EventIntake(self._engine)
+        app.include_router(build_router(self._engine, self._keys, events))
+        # vLLM adds its middleware later, so it is outside these and checks the API key first.
         app.add_middleware(RefusalMiddleware, engine=self._engine, request_id=_request_id)
+        settings = PluginSettings.read(getattr(getattr(app.state, "args", None), "additional_config", None))
+        app.add_middleware(
+            IdentityMiddleware, keys=self._keys, events=events, session_header=settings.session_header
+        )
 
     async def init_state(self, engine_client: EngineClient | None, state: Any, args: Namespace) -> None:
         """Connect the routes to the engine, copy the server's API keys and start the metrics."""

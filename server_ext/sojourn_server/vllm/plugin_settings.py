@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -79,6 +80,8 @@ class PluginSettings:
     finds no call, sojourn's own parser reads the output."""
     tool_parser_plugin: str | None = None
     """Python file that registers this parser; a value of vLLM's ``--tool-parser-plugin``."""
+    session_header: str | None = None
+    """Name of a header in which clients name their program, read before those of known clients."""
     compute_quota_s: float = 0.0
     """Maximum seconds of attention in a step with prompts, estimated from the profile; 0 for no limit."""
     allow_missing_tiers: bool = False
@@ -102,6 +105,8 @@ class PluginSettings:
         settings = cls(**raw)
         if not 0.0 <= settings.lease_budget_fraction <= 1.0:
             raise SettingsError(f"lease_budget_fraction is {settings.lease_budget_fraction}; expected 0 to 1")
+        if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", settings.session_header or "X", re.ASCII):
+            raise SettingsError(f"session_header is {settings.session_header!r}; expected a header's name")
         if settings.max_programs < 1:
             raise SettingsError(f"max_programs is {settings.max_programs}; expected at least 1")
         if settings.compute_quota_s and settings.profile_file is None:

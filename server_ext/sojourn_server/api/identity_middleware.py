@@ -1,0 +1,176 @@
+"""Tells vLLM the program of a request whose client names it in a way of its own, such as a coding agent.
+
+vLLM reads the program in ``session_id`` of the body, then in ``X-Session-ID``. The middleware sets that
+header from ``client_identity``, and leaves a body that names a program, or has a hint, to vLLM and the
+scheduler.
+A program's parent, root and agent type reach the engine as one ``program_start`` event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from itertools import count
+from typing import Any
+
+import msgspec
+from sojourn.dialects import header_text
+from sojourn.wire_codec import WIRE_VERSION, EventBatch, encode
+from sojourn.wire_events import ProgramStart
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .api_keys import ApiKeys
+from .client_identity import SESSION_HEADER, ClientIdentity, identify, split_session_path, wire_id
+from .engine_rpc import EngineError
+from .event_intake import EventIntake
+from .routes import unauthorised
+from .websocket_refusal import websocket_refusal
+
+logger = logging.getLogger(__name__)
+
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+MAX_REPORTED = 2000
+"""Maximum number of programs whose report is remembered. A forgotten program is reported again."""
+MAX_REPORTS = 256
+"""Maximum number of reports on their way to the engine. Beyond it, a program's next request reports it."""
+REPORT_TIMEOUT_S = 30.0
+
+
+class _Body(msgspec.Struct):
+    """The fields that name a program. vLLM checks their types."""
+
+    session_id: Any = None
+    vllm_xargs: Any = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+class IdentityMiddleware:
+    """ASGI middleware; vLLM's own lie outside it. ``session_header``: the operator's name of a header with
+    program ids; ``None`` for no such header."""
+
+    def __init__(
+        self, app: ASGIApp, *, keys: ApiKeys, events: EventIntake, session_header: str | None
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._events = events
+        self._session_header = session_header
+        self._emitter = f"identity-{secrets.token_hex(8)}"
+        self._seq = count()
+        self._reported: OrderedDict[str, None] = OrderedDict()
+        """Programs whose relations are reported, in the order of their last request."""
+        self._reports: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        if (answer := websocket_refusal(scope)) is not None:
+            await answer(scope, receive, send)
+            return
+        if (found := split_session_path(scope)) is not None:
+            program_id, scope = found
+            # vLLM checks the key of paths that begin with /v1 only, and it saw another path.
+            allowed = self._keys.allow(Headers(scope=scope).get("authorization"))
+            if not allowed and scope.get("method") != "OPTIONS":
+                await unauthorised().response()(scope, receive, send)
+                return
+            scope = _with_session(scope, program_id)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope.get("method") == "POST" and path in GENERATION_PATHS:
+            scope, receive = await self._identified(scope, receive)
+        await self._app(scope, receive, send)
+
+    async def _identified(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
+        """Return the request with its program in ``X-Session-ID``, if it names one. Reads the body only if
+        the headers name no program, or one whose relations are to be reported."""
+        headers = Headers(scope=scope)
+        identity = identify(headers, self._session_header)
+        if identity is None or self._is_news(identity):
+            messages = await _read_body(receive)
+            receive = _replay(messages, receive)
+            body = _decode(b"".join([message.get("body", b"") for message in messages]))
+            xargs = body.vllm_xargs if isinstance(body.vllm_xargs, dict) else {}
+            is_hinted = xargs.get("agentic_context") is not None
+            named = body.session_id or xargs.get("session_id")
+            if identity is None and not is_hinted and not named:
+                metadata = body.metadata if isinstance(body.metadata, dict) else {}
+                identity = identify({}, None, metadata.get("user_id"), body.prompt_cache_key)
+            elif identity is not None and not is_hinted and named in (None, "", identity.program_id):
+                self._report(identity)  # a hint names its own parent
+        return (scope if identity is None else _with_session(scope, identity.program_id)), receive
+
+    def _is_news(self, identity: ClientIdentity) -> bool:
+        if not any(identity[1:]):
+            return False
+        if identity.program_id not in self._reported:
+            return True
+        self._reported.move_to_end(identity.program_id)
+        return False
+
+    def _report(self, identity: ClientIdentity) -> None:
+        """Start to report a program's relations. The request does not wait for the report."""
+        if len(self._reports) >= MAX_REPORTS:
+            return
+        if len(self._reported) >= MAX_REPORTED:
+            self._reported.popitem(last=False)
+        self._reported[identity.program_id] = None
+        event = ProgramStart(
+            program_id=identity.program_id,
+            seq=next(self._seq),
+            agent_type=identity.agent_type,
+            parent_program_id=identity.parent_id,
+            root_program_id=identity.root_id,
+        )
+        batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=[msgspec.Raw(encode(event))])
+        task = asyncio.create_task(self._send(batch), name="sojourn-identity")
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _send(self, batch: EventBatch) -> None:
+        try:
+            await self._events.submit(batch, REPORT_TIMEOUT_S)
+        except EngineError as error:
+            logger.debug("a program's parent is unknown to the engine: %s", error)
+
+
+def _with_session(scope: Scope, program_id: str) -> Scope:
+    """Return ``scope`` with ``program_id`` in ``X-Session-ID``."""
+    try:
+        value = program_id.encode("latin-1")  # as Starlette reads headers
+    except UnicodeEncodeError:
+        value = (wire_id(header_text(program_id)) or "").encode()
+    name = SESSION_HEADER.encode()
+    others = [header for header in scope["headers"] if header[0] != name]
+    return {**scope, "headers": [*others, (name, value)]}
+
+
+async def _read_body(receive: Receive) -> list[Message]:
+    """Return the messages of a body, the last of which may say that the client has disconnected."""
+    messages = [await receive()]
+    while messages[-1].get("more_body", False):
+        messages.append(await receive())
+    return messages
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """Return a function that returns ``messages``, and then what ``receive`` returns."""
+
+    async def replayed() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return replayed
+
+
+def _decode(body: bytes) -> _Body:
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _Body()  # vLLM answers what is wrong
