@@ -15,14 +15,16 @@ from sojourn.wire_codec import MAX_BATCH_BYTES, EventOutcome, OutcomeBatch, Wire
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
+from ...api.client_identity import SESSION_HEADER, SESSION_PATH, split_session_path
 from ...api.live_stream import LiveHub
 from ...api.openapi import PREFIX, openapi_response
 from ...api.web_page import page_routes
+from ...api.websocket_refusal import websocket_refusal
 from ...policies.cluster_preset import ClusterPreset
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
@@ -37,16 +39,23 @@ from ...routing.routing_limits import RoutingLimits
 from .client_access import ClientAccess, engine_authorization, tenant_name
 from .client_apis import (
     ClientApi,
+    RequestRejected,
     internal_error_response,
-    openai_error,
     unavailable_error,
     unknown_route_response,
 )
-from .engine_client import REPLICA, EngineClient
+from .engine_client import (
+    REPLICA,
+    EngineAnswer,
+    EngineClient,
+    GatewayConnectError,
+    ReplicaRequestError,
+    end_to_end_headers,
+    engine_request_headers,
+)
 from .engine_monitor import POLL_S, EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .generation_request import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyReader
-from .live_engines import GatewayLiveSource
 from .multi_engine_queries import EngineQueries
 from .peers import Peers, is_passed
 from .program_events import ProgramEvents
@@ -78,6 +87,9 @@ class GatewayOptions:
     """Maximum total bytes of all request bodies that the gateway holds."""
     reads_prefixes: bool = False
     """Whether the routing policy needs prefix hashes of prompts."""
+    session_header: str | None = None
+    """Name of a header that names the program, before those that ``client_identity`` lists; ``None``: no
+    further one."""
     reads_deadlines: bool = False
     """Whether the tenants' shares of capacity depend on deadlines that clients state."""
     in_pairs: bool = False
@@ -102,8 +114,19 @@ class GatewayApplication(Starlette):
         self._generation = generation
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        is_generation = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _GENERATING
-        await (self._generation if is_generation else super().__call__)(scope, receive, send)
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        if SESSION_PATH in scope["path"] and (found := split_session_path(scope)) is not None:
+            program_id, scope = found
+            name = SESSION_HEADER.encode()
+            headers = [pair for pair in scope["headers"] if pair[0].lower() != name]
+            scope["headers"] = [*headers, (name, program_id.encode())]
+        if scope["method"] == "POST" and scope["path"] in _GENERATING:
+            await self._generation(scope, receive, send)
+        else:
+            answer = websocket_refusal(scope, path_end="") or super().__call__
+            await answer(scope, receive, send)
 
 
 _GENERATING = frozenset(api.value for api in ClientApi)
@@ -160,8 +183,8 @@ class Gateway:
         )
         self.events.on_end = metrics.ended
         self._migrator = ProgramMigrator(routing_backend, self.events, replicas, self.client.session, metrics)
-        self.queries = EngineQueries(replicas, self.client.session, options.engine_key)
-        self.live = LiveHub(GatewayLiveSource(self.queries, replicas, names, self.monitor), gateway=True)
+        self.queries = EngineQueries(replicas, self.client.session, options.engine_key, names, self.monitor)
+        self.live = LiveHub(self.queries, gateway=True)
         self.generation = GenerationProxy(
             routing_backend,
             replicas,
@@ -172,8 +195,9 @@ class Gateway:
             tenants,
             BodyReader(options.max_body_bytes, options.max_held_bytes),
             peers,
-            engine_key=options.engine_key,
+            self.queries,
             reads_prefixes=options.reads_prefixes,
+            session_header=options.session_header,
         )
         self._status = StatusRoutes(
             routing_backend,
@@ -222,10 +246,17 @@ class Gateway:
         return [
             # Other methods, and paths below a mount point, come to the router.
             *(Route(api.value, self.generation, methods=["POST"]) for api in ClientApi),
-            Route("/v1/models", guard(self._models, openai_error)),
+            Route("/v1/models", guard(self._models)),
+            Route("/v1/models/{model:path}", guard(self._models)),
             *(
-                Route(path, guard(functools.partial(self._any_engine, path), openai_error), methods=["POST"])
-                for path in ("/tokenize", "/detokenize")
+                Route(path, guard(functools.partial(self._any_engine, path)), methods=["POST"])
+                for path in ("/tokenize", "/detokenize", f"{ClientApi.MESSAGES.value}/count_tokens")
+            ),
+            Route(f"{ClientApi.RESPONSES.value}/{{response_id}}", guard(self._stored_response)),
+            Route(
+                f"{ClientApi.RESPONSES.value}/{{response_id}}/cancel",
+                guard(self._stored_response),
+                methods=["POST"],
             ),
             *page_routes(),
             Route(f"{PREFIX}/events", guard(self._events), methods=["POST"]),
@@ -240,7 +271,44 @@ class Gateway:
         found = await self.queries.first("/v1/models", engine_authorization(request))
         if found is None:
             raise unavailable_error("no engine answers")
-        return Response(found.body, media_type="application/json")
+        name = request.path_params.get("model")
+        if name is None:
+            return Response(found.body, media_type="application/json")
+        for model in (found.document or {}).get("data", ()):
+            if model.get("id") == name:
+                return json_response(model)
+        raise ApiError(404, f"the model {name!r} does not exist", "GET /v1/models lists the models")
+
+    async def _stored_response(self, request: Request) -> Response:
+        """Pass on the answer of the engine that stores an answer of the responses API: that answer, which may
+        be a stream, or the one to its cancellation."""
+        response_id, authorization = request.path_params["response_id"], engine_authorization(request)
+        try:
+            stored = await self.generation.stored_response(request.state.tenant, response_id, authorization)
+            at = self.replicas.get(stored.replica_id) if stored is not None else None
+            if at is None:
+                raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found.")
+            answer = await self.client.send(
+                f"{at.url}{request.url.path}{'?' if request.url.query else ''}{request.url.query}",
+                engine_request_headers(
+                    request.scope["headers"],
+                    dropped=self.generation.dropped,
+                    key=self.options.engine_key,
+                    rank=at.rank,
+                ),
+                b"",
+                method=request.method,
+            )
+        except RequestRejected as refused:
+            raise ApiError(
+                refused.status, refused.message, "engines forget answers when they restart"
+            ) from None
+        except (GatewayConnectError, ReplicaRequestError):
+            raise unavailable_error("the engine that stores it does not answer") from None
+        response = StreamingResponse(_parts(answer), answer.status)
+        response.raw_headers = end_to_end_headers(answer.response.raw_headers)
+        response.headers[REPLICA] = at.replica_id
+        return response
 
     async def _any_engine(self, path: str, request: Request) -> Response:
         """Pass on the answer of the least loaded engine that answers."""
@@ -350,6 +418,18 @@ def build_gateway(
     roles = engines if isinstance(engines, Mapping) else dict.fromkeys(engines)
     gateway = Gateway(roles, backend, tenants, options, metrics, peers or Peers(), poll_s)
     return gateway, gateway.app()
+
+
+async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
+    """Yield an answer of an engine as it arrives. Raises ``ReplicaRequestError`` if it breaks off, so that the
+    server closes the client's connection."""
+    part = answer.first
+    try:
+        while part:
+            yield part
+            part = await answer.next_part()
+    finally:
+        answer.close()
 
 
 def _log_task_failure(task: asyncio.Future[Any]) -> None:

@@ -1,12 +1,11 @@
-"""The gateway's Prometheus metrics, and a log of programs' latest moves from one home (replica) to
-another."""
+"""The gateway's Prometheus metrics, and a log of programs' latest moves between homes (replicas)."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter as Counts
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,13 +27,10 @@ _OF_REPLICAS = (
     ("in_flight", "Requests sent to a replica and not answered."),
     ("queued", "Requests that wait at the gateway for a replica."),
     ("programs", "Programs at home at a replica."),
-    (
-        "room_tokens",
-        "KV capacity of a replica, in device and host memory, that its programs leave free.",
-    ),
+    ("room_tokens", "KV capacity of a replica, in device and host memory, that its programs leave free."),
 )
 """(field of ``ReplicaStatus``, description) of gauges with one value for each replica."""
-_HEALTH_LABELS = tuple(health.value for health in ReplicaHealth)
+_OUTCOMES = (*REPORTED_OUTCOMES, ProgramOutcome.FINAL)
 
 
 class ProgramMove(msgspec.Struct, frozen=True):
@@ -49,26 +45,19 @@ class ProgramMove(msgspec.Struct, frozen=True):
     reason: str
     """Why the new replica was chosen: the ``reason`` of its ``SendRequest``."""
     kv: str
-    """``shared``: the new replica finds the program's KV on the shared disk. ``recomputed``: it computes the
-    KV again."""
+    """``shared``: the new replica finds the KV on the shared disk. ``recomputed``: it computes it again."""
     waited_s: float
     """Seconds that the program's request waited for KV to be written to the disk."""
     left_because: str = ""
-    """Why the program had to leave its former home: ``drain`` or ``failed``. Empty if it could have
-    stayed."""
+    """Why the program had to leave its former home: ``drain`` or ``failed``; empty: it could have stayed."""
 
 
 class GatewayMetrics(Collector):
     """Metrics of one gateway. ``docs/gateway.md`` lists their names and labels; ids are never labels."""
 
-    def __init__(
-        self,
-        reasons: Iterable[str] = (),
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, reasons: Iterable[str] = ()) -> None:
         """``reasons``: all known values of ``SendRequest.reason``. Their counters start at 0, so that
-        ``rate()`` sees the first increment. ``clock``: Unix time in seconds."""
-        self._clock = clock
+        ``rate()`` sees the first increment."""
         self.registry = CollectorRegistry()
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
 
@@ -90,7 +79,7 @@ class GatewayMetrics(Collector):
             "Programs whose client reported their end. Engines count those that fell silent.",
             "outcome",
         )
-        for outcome in (*REPORTED_OUTCOMES, ProgramOutcome.FINAL):
+        for outcome in _OUTCOMES:
             self._ended.labels(outcome.value)
         for reason in reasons:
             self._requests.labels(reason)
@@ -104,19 +93,13 @@ class GatewayMetrics(Collector):
             registry=self.registry,
         )
         self.waiting = 0
-        """Number of requests that wait at the gateway, for one replica or for any replica. No other metric
-        counts the requests that wait for any replica."""
-        self._replicas: Sequence[ReplicaStatus] = ()
-        self._uses: Mapping[str, float] = {}
-        self._missing = 0
-        self._up_by_role: Mapping[str, int] = {}
+        """Number of requests that wait at the gateway, for one replica or for any replica."""
+        self._gauges: Iterable[_Gauge] = _gauges(0, (), {}, 0, {})
         self.registry.register(self)
 
-    # -- events ---------------------------------------------------------------------
-
     def sent(self, reason: str, waited_s: float) -> None:
-        """Count a request whose replica has begun to answer. ``reason``: ``SendRequest.reason``.
-        ``waited_s``: seconds that the request waited at the gateway before."""
+        """Count a request whose replica has begun to answer, with its ``SendRequest.reason`` and the seconds
+        that it waited at the gateway before."""
         self._requests.labels(reason).inc()
         self._waits.observe(waited_s)
 
@@ -130,19 +113,17 @@ class GatewayMetrics(Collector):
         """Record that a program, (tenant, id), moves to a new home. Call this just before the program's first
         request goes there. ``kv``, ``waited_s``: fields of ``ProgramMove``."""
         self._moved.labels(decision.reason).inc()
-        to, why, left_because = decision.replica_id, decision.reason, decision.left_because
-        now, (tenant, program_id) = self._clock(), key
         self._moves.append(
-            ProgramMove(now, program_id, tenant, moved_from, to, why, kv, round(waited_s, 4), left_because)
-        )
+            ProgramMove(
+                time.time(), key[1], key[0], moved_from, decision.replica_id, decision.reason, kv,
+                round(waited_s, 4), decision.left_because,
+            )
+        )  # fmt: skip
 
     def ended(self, status: str) -> None:
         """Count a program whose client reported its end. Any ``status`` other than ``ok``, ``cancelled`` and
         ``final`` counts as an error."""
-        known = (*REPORTED_OUTCOMES, ProgramOutcome.FINAL)
-        self._ended.labels(status if status in known else ProgramOutcome.ERROR.value).inc()
-
-    # -- queries --------------------------------------------------------------------
+        self._ended.labels(status if status in _OUTCOMES else ProgramOutcome.ERROR.value).inc()
 
     def moves(self, tenant: str | None = None) -> list[ProgramMove]:
         """Return the recorded moves of a tenant's programs, the oldest first; ``None``: of all tenants."""
@@ -152,95 +133,99 @@ class GatewayMetrics(Collector):
         self,
         replicas: Sequence[ReplicaStatus],
         uses: Mapping[str, float],
-        *,
         missing: int = 0,
         up_by_role: Mapping[str, int] | None = None,
     ) -> bytes:
-        """Return all metrics in Prometheus' text format.
-
-        ``uses``: used capacity ÷ share, by tenant. ``missing``: number of engines that do not answer and are
-        not among ``replicas``. ``up_by_role``: number of engines that are up, by role; ``None``: the engines
-        have no roles.
-        """
-        self._replicas, self._uses, self._missing = replicas, uses, missing
-        self._up_by_role = up_by_role or {}
+        """Return all metrics in Prometheus' text format. ``uses``: used capacity ÷ share, by tenant.
+        ``missing``: number of engines that do not answer and are not among ``replicas``. ``up_by_role``:
+        number of engines that are up, by role; ``None``: the engines have no roles."""
+        self._gauges = _gauges(self.waiting, replicas, uses, missing, up_by_role or {})
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges, with the values of the last ``exposition``."""
-        states = self._replicas
-        engines = [state for state in states if isinstance(state, PairEngineStatus)]
-        yield _gauge(
-            "waiting", "Requests that wait at the gateway, for one replica or for any.", {(): self.waiting}
-        )
-        for field, text in _OF_REPLICAS:
-            values = {(state.replica,): getattr(state, field) for state in states}
-            yield _gauge(f"replica_{field}", text, values, "replica")
-        yield _gauge(
+        for name, text, labels, values in self._gauges:
+            family = GaugeMetricFamily(f"sojourn_gateway_{name}", text, labels=labels)
+            for of, value in values.items():
+                family.add_metric(of, float(value))
+            yield family
+
+
+_Gauge = tuple[str, str, Sequence[str], Mapping[Any, float]]
+"""Name, description, labels, and values by the labels' values."""
+
+
+def _gauges(
+    waiting: int,
+    states: Sequence[ReplicaStatus],
+    uses: Mapping[str, float],
+    missing: int,
+    up_by_role: Mapping[str, int],
+) -> list[_Gauge]:
+    engines = [state for state in states if isinstance(state, PairEngineStatus)]
+    counts = Counts(state.health for state in states)
+    links = {
+        (state.replica, name): link.queued_s
+        for state in engines
+        for name, link in state.links.items()
+        if link.queued_s is not None
+    }
+    loads = defaultdict(list)
+    for state in states:
+        if state.health == "up":
+            loads[state.role if isinstance(state, PairEngineStatus) else ""].append(state.load)
+    return [
+        ("waiting", "Requests that wait at the gateway, for one replica or for any.", (), {(): waiting}),
+        *(
+            (f"replica_{field}", text, ("replica",), {(one.replica,): getattr(one, field) for one in states})
+            for field, text in _OF_REPLICAS
+        ),
+        (
             "replica_health",
             "1 for the assumed health of a replica.",
-            {(one.replica, health): health == one.health for one in states for health in _HEALTH_LABELS},
-            "replica",
-            "health",
-        )
+            ("replica", "health"),
+            {
+                (one.replica, health.value): health.value == one.health
+                for one in states
+                for health in ReplicaHealth
+            },
+        ),
         # A sum of ``replica_health`` has no value once there is no replica, so no alert could compare it.
-        counts = Counts(state.health for state in states)
-        yield _gauge(
+        (
             "replicas",
             "Replicas, by assumed health. missing: engines that should be there and do not answer.",
-            {(health,): counts[health] for health in _HEALTH_LABELS} | {("missing",): self._missing},
-            "health",
-        )
-        yield _gauge(
+            ("health",),
+            {(one.value,): counts[one.value] for one in ReplicaHealth} | {("missing",): missing},
+        ),
+        (
             "role_replicas",
             "Prefill and decode engines that are up, by role.",
-            {(role,): up for role, up in self._up_by_role.items()},
-            "role",
-        )
-        yield _gauge(
+            ("role",),
+            {(role,): up for role, up in up_by_role.items()},
+        ),
+        (
             "replica_role",
             "1 for the role and node of a prefill or decode engine.",
+            ("replica", "role", "node"),
             {(state.replica, state.role, state.node): 1 for state in engines},
-            "replica", "role", "node",
-        )  # fmt: skip
-        yield _gauge(
+        ),
+        (
             "link_queued_seconds",
             "Queue of a link of a replica at its last report, in seconds.",
-            {
-                (state.replica, name): link.queued_s
-                for state in engines
-                for name, link in state.links.items()
-                if link.queued_s is not None
-            },
-            "replica", "link",
-        )  # fmt: skip
-        yield _gauge(
+            ("replica", "link"),
+            links,
+        ),
+        (
             "load_spread",
             "Load of the most loaded replica less that of the least loaded, among those of one role that are "
             "up.",
-            {(): _load_spread(states)},
-        )
-        yield _gauge(
+            (),
+            {(): max((max(found) - min(found) for found in loads.values()), default=0.0)},
+        ),
+        (
             "tenant_use_ratio",
             "Usage of a tenant's requests in flight, divided by its share.",
-            {(tenant,): use for tenant, use in self._uses.items()},
-            "tenant",
-        )
-
-
-def _gauge(name: str, text: str, values: Mapping[Any, float], *labels: str) -> GaugeMetricFamily:
-    """Return a gauge. ``values``: by values of the labels."""
-    family = GaugeMetricFamily(f"sojourn_gateway_{name}", text, labels=labels)
-    for of, value in values.items():
-        family.add_metric(of, float(value))
-    return family
-
-
-def _load_spread(replicas: Sequence[ReplicaStatus]) -> float:
-    """Return the largest difference in load between two replicas of the same role; 0.0 if no role has two
-    replicas. Only replicas that are up count, because other replicas get no new requests."""
-    loads = defaultdict(list)
-    for state in replicas:
-        if state.health == "up":
-            loads[state.role if isinstance(state, PairEngineStatus) else ""].append(state.load)
-    return max((max(found) - min(found) for found in loads.values()), default=0.0)
+            ("tenant",),
+            {(tenant,): use for tenant, use in uses.items()},
+        ),
+    ]

@@ -1,4 +1,4 @@
-"""Queries several engines and merges their answers."""
+"""Queries several engines and merges their answers, into live frames (snapshots of programs) too."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from ...api import response_merging
 from ...api.api_errors import ApiError
+from ...api.live_stream import SourceFrame
+from ...metrics.live_frame import EngineRow, LiveFrame, ProgramRow, merge_rows
 from .engine_client import EngineReply, ask_engine, bearer
-from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .engine_monitor import EngineMonitor
+from .program_id_mapper import FOREIGN_PROGRAM_ID, ProgramIdMapper
+from .replica_addresses import ReplicaAddresses
 
 QUERY_TIMEOUT_S = 15.0
 """Maximum seconds that a query waits for an engine's answer."""
 STRAGGLER_WAIT_S = 0.5
-"""Seconds to wait for the other engines after the first success. For routes where one answer is enough.
-The clients of these routes give up after one or two seconds."""
+"""Seconds to wait for the other engines after the first success, where one answer is enough. The clients of
+these routes give up after one or two seconds."""
+LIVE_STRAGGLER_WAIT_S = 2.0
+"""The same for live frames. An engine that has not answered by then counts as silent in this frame."""
 
 
 @dataclass(slots=True)
@@ -32,104 +40,20 @@ class EngineReplies:
     """URLs of engines that lack the route (404), because they run without sojourn."""
     silent: list[str] = field(default_factory=list)
     """URLs of engines that gave no usable answer."""
-    refuses_key: bool = False
-    """Whether an engine refused the key. Such engines are ``silent`` too."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineQueries:
     """Queries engines on behalf of clients. Merged results name the engines that did not answer.
 
-    ``authorization`` is the client's ``Authorization`` header. ``engine_key`` is the gateway's own key for
-    engines. If it is set, engines receive it in place of the client's header.
-    """
+    ``authorization`` is the client's ``Authorization`` header. Engines receive ``engine_key``, the gateway's
+    own key, instead, if it is set."""
 
     replicas: ReplicaAddresses
     session: Callable[[], aiohttp.ClientSession]
     engine_key: str | None
-
-    async def every(
-        self, path: str, authorization: str | None, *, others_s: float | None = None
-    ) -> dict[str, EngineReply | None]:
-        """Send a GET to all engines, and return their answers by URL; ``None``: no answer.
-
-        ``others_s``: seconds to wait for the other engines after the first success; ``None``: wait until all
-        have answered or timed out.
-        """
-        asked = {
-            engine.url: asyncio.ensure_future(self._get(engine, path, authorization))
-            for engine in self.replicas.engines()
-        }
-        await _gather_replies(set(asked.values()), others_s)
-        return {url: None if task.cancelled() else task.result() for url, task in asked.items()}
-
-    async def ask(
-        self, path: str, authorization: str | None, *, others_s: float | None = None
-    ) -> EngineReplies:
-        """Send a GET to all engines as ``every`` does, and sort their answers."""
-        replies = EngineReplies()
-        for url, answer in (await self.every(path, authorization, others_s=others_s)).items():
-            if answer is not None and (document := answer.document) is not None:
-                replies.documents[url] = document
-            elif answer is not None and answer.status == 404:
-                replies.stock.append(url)
-            else:
-                replies.silent.append(url)
-                replies.refuses_key |= _refuses_key(answer)
-        return replies
-
-    async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Return the capabilities of all engines, merged into one document. It has the format of a single
-        engine's answer, so that clients see a single server.
-
-        The document is empty if no engine with sojourn answers. Raises ``ApiError`` 401 instead if an engine
-        refused the key.
-        """
-        found = await self.ask("/sojourn/v1/capabilities", authorization, others_s=STRAGGLER_WAIT_S)
-        # A proxy in front of an engine may answer 200 to anything.
-        ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
-        if not ours:
-            if found.refuses_key:
-                raise _key_refused()
-            return {}
-        merged = response_merging.merge_capabilities(list(ours.values()))
-        if merged.pop("paths", None) is not None:
-            # ``paths`` describes one engine; for a fleet, ``pairs`` counts the engines of each role.
-            reports = [report for one in ours.values() if isinstance(report := one.get("paths"), dict)]
-            roles = Counter(str(report.get("role")) for report in reports if report)
-            merged["pairs"] = dict(sorted(roles.items()))
-        engines = sum(count if isinstance(count := one.get("engines"), int) else 1 for one in ours.values())
-        silent = [*found.silent, *(url for url in found.documents if url not in ours)]
-        return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
-
-    async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        """Return all workflow graphs that the engines know. Add the URLs of engines that run without sojourn
-        (``stock``) or did not answer (``silent``)."""
-        found = await self.ask("/sojourn/v1/graphs", authorization)
-        graphs = (
-            response_merging.merge_graphs(list(found.documents.values()))
-            if found.documents
-            else {"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}
-        )
-        return {**graphs, "stock": found.stock, "silent": found.silent}
-
-    async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """Query all engines. Return the first answer with status 200; ``None``: there is none. Raises
-        ``ApiError`` 401 if there is none and an engine refuses the key."""
-        asked = [asyncio.ensure_future(self._get(e, path, authorization)) for e in self.replicas.engines()]
-        refuses_key = False
-        try:
-            for answering in asyncio.as_completed(asked):
-                found = await answering
-                if found is not None and found.status == 200:
-                    return found
-                refuses_key |= _refuses_key(found)
-        finally:
-            for task in asked:
-                task.cancel()
-        if refuses_key:
-            raise _key_refused()
-        return None
+    names: ProgramIdMapper
+    monitor: EngineMonitor
 
     async def one(
         self,
@@ -141,22 +65,13 @@ class EngineQueries:
         body: bytes | None = None,
     ) -> EngineReply | None:
         """Query one replica's engine. Return its answer unchanged; ``None``: the replica is unknown or does
-        not answer. ``headers``: further headers of the query. ``body``: it is sent with POST; ``None``: the
-        query is a GET."""
+        not answer. ``body``: it is sent with POST; ``None``: the query is a GET."""
         address = self.replicas.get(replica_id)
-        return await self._get(address, path, authorization, headers, body) if address is not None else None
-
-    async def _get(
-        self,
-        engine: ReplicaAddress,
-        path: str,
-        authorization: str | None,
-        headers: Mapping[str, str] | None = None,
-        body: bytes | None = None,
-    ) -> EngineReply | None:
+        if address is None:
+            return None
         return await ask_engine(
             self.session(),
-            engine.url + path,
+            address.url + path,
             method="GET" if body is None else "POST",
             body=body,
             authorization=bearer(self.engine_key, authorization),
@@ -164,29 +79,142 @@ class EngineQueries:
             timeout_s=QUERY_TIMEOUT_S,
         )
 
+    async def every(
+        self, path: str, authorization: str | None, others_s: float | None = None
+    ) -> dict[str, EngineReply | None]:
+        """Send a GET to all engines, and return their answers by URL; ``None``: no answer. ``others_s``:
+        seconds to wait for the other engines after the first success; ``None``: until all have answered or
+        timed out."""
+        asked = {
+            engine.url: asyncio.ensure_future(self.one(engine.replica_id, path, authorization))
+            for engine in self.replicas.engines()
+        }
+        left = {*asked.values()}
+        try:
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                answers = [task.result() for task in done]
+                if others_s is not None and any(
+                    one is not None and one.document is not None for one in answers
+                ):
+                    await asyncio.wait(asked.values(), timeout=others_s)
+                    break
+        finally:
+            for task in asked.values():
+                task.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
+        return {url: None if task.cancelled() else task.result() for url, task in asked.items()}
 
-def _refuses_key(answer: EngineReply | None) -> bool:
-    return answer is not None and answer.status in (401, 403)
+    async def ask(self, path: str, authorization: str | None, others_s: float | None = None) -> EngineReplies:
+        """Send a GET to all engines as ``every`` does, and sort their answers."""
+        return _sorted(await self.every(path, authorization, others_s))
+
+    async def first(self, path: str, authorization: str | None) -> EngineReply | None:
+        """Query all engines. Return the first answer with status 200; ``None``: there is none. Raises
+        ``ApiError`` 401 if there is none and an engine refuses the key."""
+        replies = await self.every(path, authorization, others_s=0.0)
+        found = next((one for one in replies.values() if one is not None and one.status == 200), None)
+        if found is None:
+            _check_key(replies)
+        return found
+
+    async def capabilities(self, authorization: str | None) -> dict[str, Any]:
+        """Return the capabilities of all engines, merged as if they were those of one server. Empty if no
+        engine with sojourn answers. Raises ``ApiError`` 401 instead if an engine refused the key."""
+        replies = await self.every("/sojourn/v1/capabilities", authorization, STRAGGLER_WAIT_S)
+        found = _sorted(replies)
+        # A proxy in front of an engine may answer 200 to anything.
+        ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
+        if not ours:
+            _check_key(replies)
+            return {}
+        merged = response_merging.merge_capabilities(list(ours.values()))
+        if merged.pop("paths", None) is not None:
+            # ``paths`` describes one engine; for a fleet, ``pairs`` counts the engines of each role.
+            reports = [report for one in ours.values() if isinstance(report := one.get("paths"), dict)]
+            merged["pairs"] = dict(sorted(Counter(str(one.get("role")) for one in reports if one).items()))
+        engines = sum(count if isinstance(count := one.get("engines"), int) else 1 for one in ours.values())
+        silent = [*found.silent, *(url for url in found.documents if url not in ours)]
+        return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
+
+    async def graphs(self, authorization: str | None) -> dict[str, Any]:
+        """Return all workflow graphs that the engines know, and the URLs of engines that run without sojourn
+        (``stock``) or did not answer (``silent``)."""
+        found = await self.ask("/sojourn/v1/graphs", authorization)
+        documents = list(found.documents.values()) or [{"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}]
+        graphs = response_merging.merge_graphs(documents)
+        return {**graphs, "stock": found.stock, "silent": found.silent}
+
+    # -- live frames, as a ``LiveSource`` ----------------------------------------------
+
+    async def take(self, changed_within_s: float | None) -> SourceFrame:
+        """Return the engines, named by replica ids, and the programs of all tenants. ``changed_within_s``:
+        only programs that changed within this many seconds, or that have a request or a lease; ``None``: all.
+        """
+        delta = "" if changed_within_s is None else f"&changed_within_s={changed_within_s:.3f}"
+        replies = await self.ask("/sojourn/v1/stream?once=1" + delta, None, LIVE_STRAGGLER_WAIT_S)
+        engines: list[EngineRow] = []
+        rows: list[ProgramRow] = []
+        total = 0
+        silent: set[str] = set()
+        for url in sorted({address.url for address in self.replicas.engines()}):
+            ids = {str(a.rank or 0): a.replica_id for a in self.replicas.values() if a.url == url}
+            try:
+                frame = msgspec.convert(replies.documents.get(url), LiveFrame)
+            except msgspec.ValidationError:  # also if there is none
+                why = "runs without sojourn" if url in replies.stock else "does not answer"
+                engines += [EngineRow(engine=name, now_s=0.0, error=why) for name in ids.values()]
+                if url not in replies.stock:
+                    silent.update(ids.values())
+                continue
+            first = next(iter(ids.values()))
+            ranked = {one.engine: ids.get(one.engine, first) for one in frame.engines}
+            engines += [msgspec.structs.replace(one, engine=ranked[one.engine]) for one in frame.engines]
+            rows += [self._row(row, ranked.get(row.engine, row.engine)) for row in frame.programs]
+            total += frame.total
+        return SourceFrame(engines + self._unused_engines(), merge_rows(rows), total, frozenset(silent))
+
+    def _unused_engines(self) -> list[EngineRow]:
+        """Return a row with the reason for each configured engine that gets no requests; on Ray one for all
+        missing engines of a deployment. They have no programs, so they do not count as silent."""
+        reasons = {
+            one: "does not answer" if number == 1 else f"{number} do not answer"
+            for one, number in Counter(self.monitor.missing()).items()
+        }
+        reasons |= {url: f"gets no requests: {why}" for url, why in self.monitor.refused().items()}
+        used = {address.url for address in self.replicas.values()}
+        return [
+            EngineRow(engine=urlsplit(one).netloc or one, now_s=0.0, error=why)
+            for one, why in sorted(reasons.items())
+            if one not in used
+        ]
+
+    def _row(self, row: ProgramRow, engine: str) -> ProgramRow:
+        """Return a row with the client's program ids in place of the engines' names."""
+        key = self.names.key(row.program_id)
+        if key is None:  # the program has no tenant of this gateway; only the admin key sees it
+            return msgspec.structs.replace(row, engine=engine, tenant=None)
+        parent = row.parent_program_id
+        if parent is not None:
+            its = self.names.key(parent)
+            parent = its[1] if its is not None and its[0] == key[0] else FOREIGN_PROGRAM_ID
+        return msgspec.structs.replace(
+            row, engine=engine, tenant=key[0], program_id=key[1], parent_program_id=parent
+        )
 
 
-def _key_refused() -> ApiError:
-    """Return the error 401 for a client whose key an engine refuses."""
-    challenge = {"WWW-Authenticate": "Bearer"}
-    return ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)
+def _sorted(answers: Mapping[str, EngineReply | None]) -> EngineReplies:
+    replies = EngineReplies()
+    for url, answer in answers.items():
+        if answer is not None and (document := answer.document) is not None:
+            replies.documents[url] = document
+        else:
+            (replies.stock if answer is not None and answer.status == 404 else replies.silent).append(url)
+    return replies
 
 
-async def _gather_replies(asked: set[asyncio.Future[EngineReply | None]], others_s: float | None) -> None:
-    """Wait until all futures in ``asked`` are done. With ``others_s``, wait at most that many seconds after
-    the first success, and cancel the rest."""
-    left = asked
-    try:
-        while left:
-            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            answers = [task.result() for task in done]
-            if others_s is not None and any(one is not None and one.document is not None for one in answers):
-                await asyncio.wait(asked, timeout=others_s)
-                return
-    finally:
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+def _check_key(answers: Mapping[str, EngineReply | None]) -> None:
+    """Raise ``ApiError`` 401 if an engine refuses the client's key."""
+    if any(one is not None and one.status in (401, 403) for one in answers.values()):
+        challenge = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)

@@ -1,13 +1,13 @@
-"""Routes that show a gateway's programs, replicas and engines. Two more routes start and cancel a replica's
-drain."""
+"""Routes that show a gateway's programs, replicas and engines, and that drain replicas."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 from msgspec import UNSET
@@ -43,7 +43,6 @@ from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RoutingBackend
 
 logger = logging.getLogger(__name__)
-NumberT = TypeVar("NumberT", int, float)
 
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 """Prometheus' text format."""
@@ -51,8 +50,7 @@ METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 
 @dataclass(frozen=True, slots=True)
 class StatusRoutes:
-    """Routes that show the programs, replicas and engines of one gateway. Two further routes start and cancel
-    the drain of a replica."""
+    """The routes of this module."""
 
     routing_backend: RoutingBackend
     replicas: ReplicaAddresses
@@ -86,14 +84,18 @@ class StatusRoutes:
             Route(f"{PREFIX}/decisions", guard(self._decisions)),
             Route(f"{PREFIX}/moves", guard(self._moves)),
             Route(f"{PREFIX}/replicas", guard(self._replica_list)),
-            Route(f"{PREFIX}/replicas/{{replica:path}}/drain", guard(self._drain), methods=["POST"]),
-            Route(f"{PREFIX}/replicas/{{replica:path}}/stay", guard(self._cancel_drain), methods=["POST"]),
+            *(
+                Route(
+                    f"{PREFIX}/replicas/{{replica:path}}/{name}",
+                    guard(functools.partial(self._drain, event)),
+                    methods=["POST"],
+                )
+                for name, event in _DRAIN_EVENTS.items()
+            ),
         ]
 
     async def _health(self, request: Request) -> Response:
-        """Handle ``/health``. The status is 200 if at least one replica is not suspect, otherwise 503. With
-        prefill and decode engines, 200 also needs an engine of each role that is ``up``. ``peers``: number of
-        other gateways that answer."""
+        """Answer 200 if a replica is not suspect and, with roles, one of each is ``up``; otherwise 503."""
         states = self.routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
@@ -113,21 +115,12 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states = self.routing_backend.replicas()
-        page = self.metrics.exposition(
-            states,
-            self.routing_backend.core.strategy.shares_used(),
-            missing=len(self.monitor.missing()),
-            up_by_role=self._roles(states),
-        )
+        states, uses = self.routing_backend.replicas(), self.routing_backend.core.strategy.shares_used()
+        page = self.metrics.exposition(states, uses, len(self.monitor.missing()), self._roles(states) or {})
         return Response(page, media_type=METRICS_MEDIA_TYPE)
 
     async def _programs(self, request: Request) -> Response:
-        """List the live programs with their homes.
-
-        A tenant sees only its own programs. The list has no program's status, because only engines know it.
-        To get the status, ask for a single program.
-        """
+        """List the live programs with their homes. A tenant sees only its own programs."""
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         status = request.query_params.get("status")
         if status is not None:
@@ -137,8 +130,9 @@ class StatusRoutes:
                 f"leave it out; GET {PREFIX}/programs/ID has a program's status under engine",
             )
         found = self._visible_programs(request)
-        shown = found[:limit]
-        return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=len(found)))
+        return json_response(
+            RoutedProgramList(programs=found[:limit], shown=min(limit, len(found)), total=len(found))
+        )
 
     def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
         """Return the live programs that the client may see, most recently active first."""
@@ -147,15 +141,13 @@ class StatusRoutes:
         return [program for program in programs if tenant in (None, program.tenant)]
 
     def _place(self, request: Request) -> tuple[ProgramRouteStatus, bool]:
-        """Return (status of the program that the path names, whether it is live). Of another program, which
-        may have ended, only id and tenant are known. Raises ``ApiError`` if the tenant is not known either,
-        because the request has the admin key and there are several."""
+        """Return (status of the program that the path names, whether it is live). Of one that is not, only id
+        and tenant are known. Raises ``ApiError`` for the admin key if there are several tenants."""
         program_id = request.path_params["program_id"]
         for place in self._visible_programs(request):
             if place.program_id == program_id:
                 return place, True
-        tenant: str | None = request.state.tenant
-        tenant = tenant if tenant is not None else self.names.only_tenant
+        tenant = self.names.only_tenant if request.state.tenant is None else request.state.tenant
         if tenant is None:
             raise _unknown_program()
         return ProgramRouteStatus(program_id, tenant, None, 0, 0, 0, 0, 0, 0), False
@@ -163,9 +155,10 @@ class StatusRoutes:
     async def _ask(
         self, request: Request, place: ProgramRouteStatus, more: str = ""
     ) -> dict[str, EngineReply | None]:
-        """Ask the engine that served a program last; all engines if that is unknown or gone. Return their
-        answers by name. ``more``: rest of the path of the route."""
-        path = f"{PREFIX}/programs/{_quoted(self.names.engine_name(place.tenant, place.program_id))}{more}"
+        """Ask the engine that served a program last, or all if that is unknown or gone. Return their answers
+        by name. ``more``: rest of the route's path."""
+        name = self.names.engine_name(place.tenant, place.program_id)
+        path = f"{PREFIX}/programs/{quote(name, safe='')}{more}"
         authorization = engine_authorization(request)
         last = place.replica or self.routing_backend.core.answered_by(place.tenant, place.program_id)
         if last is not None and last in self.replicas:
@@ -174,9 +167,7 @@ class StatusRoutes:
         return {urlsplit(url).netloc: reply for url, reply in replies.items()}
 
     async def _program(self, request: Request) -> Response:
-        """Return one program: its home, and under ``engine`` the answer of its engine.
-
-        For an ended program, the answer has only what the engines still remember."""
+        """Return one program: its home, and under ``engine`` what its engine says or still remembers."""
         place, is_live = self._place(request)
         found = await self._remembered(request, place)
         if not is_live:
@@ -194,9 +185,7 @@ class StatusRoutes:
         return response_merging.merge_program([one.document for one in replies if one is not None])
 
     async def _explanation(self, request: Request) -> Response:
-        """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions.
-
-        If only engines remember the program, the explanation with the highest turn number is returned."""
+        """Explain a turn of a program, by default the newest one that an engine remembers."""
         turn = f"?turn={_number(request, 'turn', 1, 1, 2**31)}" if "turn" in request.query_params else ""
         place, is_live = self._place(request)
         replies = await self._ask(request, place, f"/explain{turn}")
@@ -213,8 +202,9 @@ class StatusRoutes:
             shows_all = request.state.tenant is None
             return json_response(self.names.explanation(place.tenant, found, replica, shows_all=shows_all))
         if wrong:
-            what = f"the program's engine sent no explanation: {wrong}"
-            raise ApiError(502, what, "run one release of sojourn everywhere")
+            raise ApiError(
+                502, f"the program's engine sent no explanation: {wrong}", "run one release everywhere"
+            )
         if not is_live:
             known = await self._remembered(request, place) if turn else None
             if known is not None and known.get("status") in OVER_STATUSES:
@@ -233,16 +223,15 @@ class StatusRoutes:
     async def _graph(self, request: Request) -> Response:
         """Return one graph with its nodes and edges. Needs the admin key, if there are keys."""
         self.access.only_admin(request)
-        path = f"{PREFIX}/graphs/{_quoted(request.path_params['graph_hash'])}"
+        path = f"{PREFIX}/graphs/{quote(request.path_params['graph_hash'], safe='')}"
         found = await self.queries.first(path, engine_authorization(request))
         if found is None:
             raise ApiError(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
         return Response(found.body, media_type=found.media_type)
 
     async def _stats(self, request: Request) -> Response:
-        """Return the status of all replicas and the statistics of their engines.
-
-        Needs the admin key, if there are keys."""
+        """Return the status of all replicas and the statistics of their engines. Needs the admin key, if
+        there are keys."""
         self.access.only_admin(request)
         found = await self.queries.ask(f"{PREFIX}/stats", engine_authorization(request))
         replicas = self.routing_backend.replicas()
@@ -251,9 +240,7 @@ class StatusRoutes:
         )
 
     async def _stream(self, request: Request) -> Response:
-        """Stream live frames as server-sent events: memory, totals and programs of all engines.
-
-        ``once=1`` returns one frame as JSON. A tenant sees its own programs and no totals."""
+        """Stream live frames of all engines as server-sent events; with ``once=1`` return one as JSON."""
         audience = Audience(request.state.tenant, pools=self.access.sees_all(request))
         if request.query_params.get("once", "0") not in ("1", "true"):
             return self.live.stream(audience, request.app.state)
@@ -267,28 +254,19 @@ class StatusRoutes:
         self.access.only_admin(request)
         name = request.query_params.get("replica")
         if name is None and len(self.replicas.engines()) > 1:
-            known = ", ".join(one.replica_id for one in self.replicas.values())
-            raise ApiError(
-                400,
-                "each replica has its own decisions, and the query names none",
-                f"add replica=NAME to the query; replicas are: {known}",
-            )
-        replica = self._replica(name)
-        query = "&".join(
-            f"{key}={_quoted(value)}" for key, value in request.query_params.items() if key != "replica"
-        )
-        path = f"{PREFIX}/decisions" + (f"?{query}" if query else "")
-        accept = request.headers.get("accept")
+            what = "each replica has its own decisions, and the query names none"
+            raise ApiError(400, what, f"add replica=NAME to the query; replicas are: {self._known()}")
+        replica_id = self._replica(name).replica_id
+        query = urlencode([(key, value) for key, value in request.query_params.items() if key != "replica"])
         found = await self.queries.one(
-            replica.replica_id,
-            path,
+            replica_id,
+            f"{PREFIX}/decisions?{query}",
             engine_authorization(request),
-            headers={"Accept": accept} if accept is not None else None,
+            headers={"Accept": request.headers.get("accept", "*/*")},
         )
         if found is None:
             raise unavailable_error("this replica does not answer")
-        told_by = {REPLICA: replica.replica_id}
-        return Response(found.body, found.status, told_by, media_type=found.media_type)
+        return Response(found.body, found.status, {REPLICA: replica_id}, media_type=found.media_type)
 
     async def _moves(self, request: Request) -> Response:
         """List the latest changes of programs' homes, oldest first. A tenant sees only its own programs."""
@@ -309,30 +287,17 @@ class StatusRoutes:
             )
         )
 
-    async def _drain(self, request: Request) -> Response:
-        """Send a replica no new programs, and move its programs elsewhere at their next request.
-
-        Needs the admin key."""
-        return await self._report_drain_event(request, routing_events.ReplicaDrainStarted)
-
-    async def _cancel_drain(self, request: Request) -> Response:
-        """Cancel the drain of a replica. The answer is null if the replica is absent. Needs the admin key."""
-        return await self._report_drain_event(request, routing_events.ReplicaDrainCancelled)
-
-    async def _report_drain_event(
-        self,
-        request: Request,
-        event: type[routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled],
-    ) -> Response:
-        """Report ``event`` about the replica that the path names, and answer with the replica's status.
-        Raises ``ApiError`` without the admin key, if a drain is to start at an absent replica, or if another
-        gateway has not taken the order."""
+    async def _drain(self, event: type[_DrainEvent], request: Request) -> Response:
+        """Report ``event`` about the replica that the path names, and answer with its status; null if it is
+        absent. Raises ``ApiError`` without the admin key, if a drain is to start at an absent replica, or if
+        another gateway has not taken the order."""
         if self.access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
             raise ApiError(403, "only operators drain replicas", "send the gateway's admin key")
         replica_id = request.path_params["replica"]
-        if event is routing_events.ReplicaDrainStarted:
+        is_start = event is routing_events.ReplicaDrainStarted
+        if is_start:
             self._replica(replica_id)
         self.routing_backend.tell(event(replica_id))
         missed = await self.peers.repeat(request.scope["path"], request.scope["headers"])
@@ -342,7 +307,7 @@ class StatusRoutes:
             # The core may have remembered the drain of a replica that is gone.
             logger.warning("%.200r is not here; it will not be drained if it returns", replica_id)
         states = self.routing_backend.replicas()
-        if event is routing_events.ReplicaDrainStarted and not any(state.health == "up" for state in states):
+        if is_start and not any(state.health == "up" for state in states):
             logger.warning("every replica is drained or gone: requests wait until one is available")
         if missed:
             what = f"this gateway has taken the order, but not {', '.join(missed)}"
@@ -354,35 +319,36 @@ class StatusRoutes:
         there is no such replica."""
         address = self.replicas.get(name) if name is not None else next(iter(self.replicas.values()), None)
         if address is None:
-            known = ", ".join(one.replica_id for one in self.replicas.values()) or "none yet"
-            raise ApiError(404, "no such replica here", f"replicas are: {known}")
+            raise ApiError(404, "no such replica here", f"replicas are: {self._known() or 'none yet'}")
         return address
 
+    def _known(self) -> str:
+        return ", ".join(one.replica_id for one in self.replicas.values())
 
-def _number(request: Request, name: str, default: NumberT, least: int, most: int) -> NumberT:
-    """Return the query parameter ``name`` as a number of the type of ``default``. If it is missing, return
-    ``default``. Raises ``ApiError`` unless it is a number of this type from ``least`` to ``most``."""
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    kind = type(default)
+
+_DrainEvent = routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled
+_DRAIN_EVENTS: dict[str, type[_DrainEvent]] = {
+    "drain": routing_events.ReplicaDrainStarted,
+    "stay": routing_events.ReplicaDrainCancelled,
+}
+
+
+def _number(request: Request, name: str, default: float, least: int, most: int) -> Any:
+    """Return the query parameter ``name`` as a number of the type of ``default``, which stands for a missing
+    one. Raises ``ApiError`` unless it is from ``least`` to ``most``."""
+    text, kind = request.query_params.get(name), type(default)
     try:
-        value = kind(text)
+        value = default if text is None else kind(text)
     except ValueError:
-        value = kind(least - 1)
+        value = least - 1
     if not least <= value <= most:  # also if it is no number (nan)
-        expected = "a whole number" if kind is int else "a number"
-        raise ApiError(400, f"{name} is {text[:40]!r}", f"expected {expected} from {least} to {most}")
+        expected = f"{'a whole number' if kind is int else 'a number'} from {least} to {most}"
+        raise ApiError(400, f"{name} is {str(text)[:40]!r}", f"expected {expected}")
     return value
 
 
 def _unknown_program() -> ApiError:
     return ApiError(404, "no program of this id is known", f"GET {PREFIX}/programs lists those that are")
-
-
-def _quoted(text: str) -> str:
-    """Return ``text`` percent-encoded for a URL, slashes included."""
-    return quote(text, safe="")
 
 
 def json_response(document: Any, status: int = 200) -> Response:
