@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from api_contract import VirtualRpc
 from api_test_engines import HungEngine, check_error
 from sojourn_server.api import identity_middleware
 from sojourn_server.api.api_keys import ApiKeys
+from sojourn_server.api.client_identity import HEADER_ROWS
 from sojourn_server.api.event_intake import EventIntake
 from sojourn_server.api.identity_middleware import IdentityMiddleware
 from starlette.applications import Starlette
@@ -137,6 +139,15 @@ async def test_a_body_in_parts_and_a_lost_client_reach_the_application_as_they_w
         {"type": "http", "method": "POST", "path": "/v1/responses", "headers": []}, receive, None
     )  # type: ignore[arg-type]
     assert seen == sent
+
+
+def test_the_documented_table_is_the_one_that_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- identity-headers -->\n")[2].partition("\n<!-- /identity-headers -->")[0]
+    shown = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert shown == [
+        [row.clients, row.program, row.agent, row.parent, row.root, row.agent_type] for row in HEADER_ROWS
+    ]
 
 
 # --- relations --------------------------------------------------------------------------

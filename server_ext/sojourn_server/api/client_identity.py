@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
+from sojourn.dialects import header_text
 from sojourn.ids import MAX_ID_BYTES, id_problem
 
 SESSION_HEADER = "x-session-id"
@@ -97,7 +98,8 @@ def identify(
 
 def split_session_path(scope: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """Return the program in the path of an ASGI scope, and the scope with the path behind it, which begins
-    with ``/v1/``. ``None``: the path names no program, or an id that the wire does not take.
+    with ``/v1/``, and with ``X-Session-ID``. ``None``: the path names no program, or an id that the wire does
+    not take.
 
     The id is percent-encoded in the path, so ``%2F`` is part of it. A server must check the API key itself
     for such a path, since vLLM checks paths that begin with ``/v1``.
@@ -112,7 +114,19 @@ def split_session_path(scope: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
     if not path.startswith(SESSION_PATH) or not mark or "/" in encoded or program is None:
         return None
     path = f"{root}/v1/{rest}"
-    return program, {**scope, "path": unquote(path), "raw_path": path.encode("latin-1")}
+    there = {**scope, "path": unquote(path), "raw_path": path.encode("latin-1")}
+    return program, with_session(there, program)
+
+
+def with_session(scope: Mapping[str, Any], program_id: str) -> dict[str, Any]:
+    """Return an ASGI scope with ``program_id`` in ``X-Session-ID``, percent-encoded if no header holds it."""
+    try:
+        value = program_id.encode("latin-1")  # as Starlette reads headers
+    except UnicodeEncodeError:
+        value = (wire_id(header_text(program_id)) or "").encode()
+    name = SESSION_HEADER.encode()
+    others = [header for header in scope["headers"] if header[0] != name]
+    return {**scope, "headers": [*others, (name, value)]}
 
 
 def wire_id(value: object) -> str | None:

@@ -16,14 +16,13 @@ from itertools import count
 from typing import Any
 
 import msgspec
-from sojourn.dialects import header_text
 from sojourn.wire_codec import WIRE_VERSION, EventBatch, encode
 from sojourn.wire_events import ProgramStart
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_keys import ApiKeys
-from .client_identity import SESSION_HEADER, ClientIdentity, identify, split_session_path, wire_id
+from .client_identity import ClientIdentity, identify, split_session_path, with_session
 from .engine_rpc import EngineError
 from .event_intake import EventIntake
 from .routes import unauthorised
@@ -76,13 +75,12 @@ class IdentityMiddleware:
             await answer(scope, receive, send)
             return
         if (found := split_session_path(scope)) is not None:
-            program_id, scope = found
+            _, scope = found
             # vLLM checks the key of paths that begin with /v1 only, and it saw another path.
             allowed = self._keys.allow(Headers(scope=scope).get("authorization"))
             if not allowed and scope.get("method") != "OPTIONS":
                 await unauthorised().response()(scope, receive, send)
                 return
-            scope = _with_session(scope, program_id)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if scope.get("method") == "POST" and path in GENERATION_PATHS:
             scope, receive = await self._identified(scope, receive)
@@ -105,7 +103,7 @@ class IdentityMiddleware:
                 identity = identify({}, None, metadata.get("user_id"), body.prompt_cache_key)
             elif identity is not None and not is_hinted and named in (None, "", identity.program_id):
                 self._report(identity)  # a hint names its own parent
-        return (scope if identity is None else _with_session(scope, identity.program_id)), receive
+        return (scope if identity is None else with_session(scope, identity.program_id)), receive
 
     def _is_news(self, identity: ClientIdentity) -> bool:
         if not any(identity[1:]):
@@ -139,17 +137,6 @@ class IdentityMiddleware:
             await self._events.submit(batch, REPORT_TIMEOUT_S)
         except EngineError as error:
             logger.debug("a program's parent is unknown to the engine: %s", error)
-
-
-def _with_session(scope: Scope, program_id: str) -> Scope:
-    """Return ``scope`` with ``program_id`` in ``X-Session-ID``."""
-    try:
-        value = program_id.encode("latin-1")  # as Starlette reads headers
-    except UnicodeEncodeError:
-        value = (wire_id(header_text(program_id)) or "").encode()
-    name = SESSION_HEADER.encode()
-    others = [header for header in scope["headers"] if header[0] != name]
-    return {**scope, "headers": [*others, (name, value)]}
 
 
 async def _read_body(receive: Receive) -> list[Message]:
