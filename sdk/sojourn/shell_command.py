@@ -8,12 +8,24 @@ not read.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 MAX_COMMAND_CHARS = 8192
 MAX_HEAD_CHARS = 64
 """Maximum length of a head (the name of a command's program); longer heads are cut. Bounds the size of
 histories, which use heads as keys."""
+
+SHELL_TOOLS = frozenset(
+    {"bash", "bash_tool", "container.exec", "exec", "exec_command", "execute_bash", "execute_command"}
+    | {"local_shell", "powershell", "run_bash", "run_command", "run_in_terminal", "run_shell_command"}
+    | {"run_terminal_cmd", "sh", "shell", "shell_command", "terminal"}
+)
+"""Lower-case names of tools that run a command line. Their history keys include the command's head, e.g.
+``bash:pytest``, since durations depend on the command."""
+
+_COMMAND_ARGUMENTS = ("command", "cmd", "script", "keystrokes", "code", "input")
+_BACKGROUND_ARGUMENTS = ("run_in_background", "is_background")
 
 TRIVIAL_HEADS = frozenset(
     {":", ".", "cd", "echo", "export", "exit", "false", "popd", "printf", "pushd", "pwd", "set"}
@@ -60,6 +72,30 @@ class Command(NamedTuple):
         """Name of the program without its folder."""
         name = self.words[0].rstrip("/")
         return (name.rsplit("/", 1)[-1] or self.words[0])[:MAX_HEAD_CHARS]
+
+
+def is_shell_tool(name: str) -> bool:
+    """Return whether a tool runs a command line. An extension's name may stand before the tool's, as in
+    ``developer__shell`` (Goose)."""
+    return name.lower().rpartition("__")[2] in SHELL_TOOLS
+
+
+def command_of(arguments: Mapping[str, Any]) -> str | None:
+    """Return the command line in the arguments of a shell tool: a text, or a list such as
+    ``["bash", "-lc", "pytest -q"]``, of which only the script or the program is returned.
+
+    Returns ``None`` without a command, and for one that the agent runs in the background (Claude Code, Qwen
+    Code): that call returns at once, so its duration is not the command's.
+    """
+    if any(arguments.get(field) in (True, "true") for field in _BACKGROUND_ARGUMENTS):
+        return None
+    for field in _COMMAND_ARGUMENTS:
+        value = arguments.get(field)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            return value[2] if len(value) > 2 and value[1][:1] == "-" and value[1][-1:] == "c" else value[0]
+    return None
 
 
 def split_command(line: str) -> tuple[str, ...]:

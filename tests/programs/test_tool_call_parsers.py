@@ -12,6 +12,7 @@ from sojourn.shell_command import main_head, split_command
 from sojourn_server.programs import tool_call_parsers
 from sojourn_server.programs.tool_call_parsers import (
     ParsedToolCall,
+    named_tool_call,
     parse_tool_calls,
 )
 from tool_call_samples import SAMPLES
@@ -99,6 +100,29 @@ TERMINAL_BENCH = {
 )
 def test_each_dialect_is_read(text: str, expected: list[str]) -> None:
     assert keys(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "key"),
+    [
+        ("Bash", {"command": "cd /x && npm test 2>&1 | tail -20", "description": "Run tests"}, "Bash:npm"),
+        ("Bash", {"command": "npm run dev", "run_in_background": True}, "Bash"),
+        ("Agent", {"prompt": "look at bash", "subagent_type": "Explore"}, "Agent"),
+        ("exec_command", {"cmd": "sed -n 1,9p a.py", "yield_time_ms": 1000}, "exec_command:sed"),
+        ("shell", {"command": ["bash", "-lc", "cd x && pytest -q"], "workdir": "/x"}, "shell:pytest"),
+        ("shell", {"command": ["/usr/bin/git", "status"]}, "shell:git"),
+        ("update_plan", {"plan": [{"step": "bash", "status": "pending"}]}, "update_plan"),
+        ("bash", {"command": "make -j2", "description": "Build", "timeout": 9}, "bash:make"),
+        ("run_shell_command", {"command": "go test ./...", "is_background": False}, "run_shell_command:go"),
+        ("run_shell_command", {"command": "go run .", "is_background": "true"}, "run_shell_command"),
+        ("developer__shell", {"command": "cargo build"}, "developer__shell:cargo"),
+        ("execute_command", {"command": "ls", "requires_approval": "false"}, "execute_command:ls"),
+    ],
+)
+def test_calls_of_coding_agents(name: str, arguments: dict[str, object], key: str) -> None:
+    """Claude Code, Codex, OpenCode and Pi, Qwen Code, Goose, Cline."""
+    assert named_tool_call(name, json.dumps(arguments)).key == key  # type: ignore[union-attr]
+    assert keys(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>") == [key]
 
 
 @pytest.mark.parametrize("parser", SAMPLES)

@@ -28,21 +28,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sojourn.shell_command import MAX_HEAD_CHARS, main_head
+from sojourn.shell_command import command_of, is_shell_tool, main_head
 
 MAX_TEXT_CHARS = 64 * 1024
 MAX_CALLS = 64
 MAX_NAME_CHARS = 128
-
-SHELL_TOOLS = frozenset(
-    {"bash", "bash_tool", "container.exec", "exec", "exec_command", "execute_bash", "execute_command"}
-    | {"local_shell", "run_bash", "run_command", "run_in_terminal", "run_shell_command"}
-    | {"run_terminal_cmd", "sh", "shell", "shell_command", "terminal"}
-)
-"""Lower-case names of tools that run a command line. Their history keys include the command's head, e.g.
-``bash:pytest``, since durations depend on the command."""
-
-_COMMAND_ARGUMENTS = ("command", "cmd", "script", "keystrokes", "code", "input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +375,7 @@ def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
     if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_CHARS:
         return []
     name = name.strip()
-    if name.lower() not in SHELL_TOOLS:
+    if not is_shell_tool(name):
         return [ParsedToolCall(name)]
     return [ParsedToolCall(name, _command_head(block))]
 
@@ -397,20 +387,5 @@ def _command_head(block: dict[str, Any]) -> str | None:
             arguments, _ = _decode(arguments.strip())
         except (ValueError, RecursionError):
             return main_head(arguments)  # some models write the bare command line
-    if not isinstance(arguments, dict):
-        return None
-    for field in _COMMAND_ARGUMENTS:
-        value = arguments.get(field)
-        if isinstance(value, str):
-            return main_head(value)
-        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            return _argv_head(value)
-    return None
-
-
-def _argv_head(argv: list[str]) -> str | None:
-    """Return the command head of an argument list: ``pytest`` for ``["bash", "-lc", "pytest -q"]`` and for
-    ``["pytest", "-q"]``."""
-    if len(argv) > 2 and argv[1].startswith("-") and argv[1].endswith("c"):
-        return main_head(argv[2])
-    return argv[0].rsplit("/", 1)[-1][:MAX_HEAD_CHARS] or None
+    line = command_of(arguments) if isinstance(arguments, dict) else None
+    return main_head(line) if line is not None else None

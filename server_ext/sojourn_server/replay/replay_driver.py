@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
+from sojourn.shell_command import is_shell_tool
+
 from sojourn_server.traces.prompt_builder import (
     DEFAULT_VOCABULARY,
     PromptBuilder,
@@ -273,7 +274,7 @@ class Replay:
         as in the trace, or for the whole gap if the trace has no duration."""
         idle_s, run = turn.idle_s, turn.tool_run
         if run is not None and turn.gap_kind != "human":
-            is_shell = run.name.lower() in SHELL_TOOLS
+            is_shell = is_shell_tool(run.name)
             tool_s = idle_s if run.s is None else min(run.s, idle_s)
             async with self._announcer.tool(run.name, run.cmd if is_shell else None):
                 await asyncio.sleep(tool_s / self._options.speed)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from sojourn.shell_command import is_shell_tool
 
-from sojourn_server.programs.tool_call_parsers import SHELL_TOOLS
 from sojourn_server.traces.hashed_blocks import has_block_ids, system_blocks
 from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan, TurnPlan
 from sojourn_server.traces.token_ids import TokenIdGenerator
@@ -264,4 +264,4 @@ def _key(run: TraceToolRun) -> str:
 
 
 def _is_shell(run: TraceToolRun) -> bool:
-    return run.name.lower() in SHELL_TOOLS
+    return is_shell_tool(run.name)
