@@ -40,7 +40,7 @@ def route_request(data: bytes, folder: Path) -> Any:
     """Route a client's body through a gateway to an engine, or to a pair of engines. No engine reads a
     program of another tenant in it."""
     for api in ClientApi:
-        question = parse_generation_request(api, data, "header")
+        question = parse_generation_request(api, data, {"x-session-id": "header"})
         sent = _names.request("alice", data, question)
         check_names(sent)
         if decode_only_body(api, sent) is None:

@@ -66,6 +66,9 @@ class FakeEngine:
         self.tokenizes_never = False
         self.served: set[str] = set()
         """Programs that this process has answered."""
+        self.stored: dict[str, dict[str, Any]] = {}
+        """Answers of the responses API by id, as with ``VLLM_ENABLE_RESPONSES_API_STORE=1``."""
+        self.cancelled: list[str] = []
         self.lost: list[str] = []
         """Programs whose KV it has lost."""
         self.port = 0
@@ -126,6 +129,9 @@ class FakeEngine:
                 Route("/v1/completions", self._generate, methods=["POST"]),
                 Route("/v1/responses", self._generate, methods=["POST"]),
                 Route("/v1/messages", self._generate, methods=["POST"]),
+                Route("/v1/responses/{name}", self._response),
+                Route("/v1/responses/{name}/cancel", self._response, methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/sojourn/v1/capabilities", self._capabilities),
                 Route("/sojourn/v1/events", self._take_events, methods=["POST"]),
@@ -221,6 +227,22 @@ class FakeEngine:
     async def _program(self, request: Request) -> Response:
         return JSONResponse({"program_id": request.path_params["name"], "status": "acting"})
 
+    async def _response(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self.stored:
+            message = f"Response with id '{name}' not found."
+            error = {"message": message, "type": "invalid_request_error", "param": "response_id", "code": 404}
+            return JSONResponse({"error": error}, 404)
+        if request.method == "POST":
+            self.cancelled.append(name)
+        if request.query_params.get("stream") == "true":
+            return StreamingResponse(self._stream(request), media_type="text/event-stream")
+        return JSONResponse(self.stored[name])
+
+    async def _count_tokens(self, request: Request) -> Response:
+        self.headers.append(dict(request.headers))
+        return JSONResponse({"input_tokens": len((await request.json())["messages"])})
+
     async def _tokenize(self, request: Request) -> Response:
         if self.tokenizes_never:
             await asyncio.sleep(3600)
@@ -257,9 +279,15 @@ class FakeEngine:
                 return Response()
         if name := request.headers.get("x-session-id"):
             self.served.add(name)
+        if request.url.path == "/v1/responses" and body.get("store") is not False:
+            if body.get("previous_response_id", "resp_abc") not in {*self.stored, "resp_abc"}:
+                return JSONResponse({"error": {"message": "not found", "code": 404}}, 404)
+            name = body.get("request_id", "resp_abc")
+            self.stored[name] = {"id": name, "status": "completed", "at": self.name}
         if not body.get("stream"):
             usage = {"prompt_tokens": 100, "completion_tokens": 5, "total_tokens": 105}
-            return JSONResponse({"id": "resp_abc", "model": "tiny", "text": self.name, "usage": usage})
+            name = body.get("request_id", "resp_abc")
+            return JSONResponse({"id": name, "model": "tiny", "text": self.name, "usage": usage})
         return StreamingResponse(self._counted(self._stream(request)), media_type="text/event-stream")
 
     async def _counted(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

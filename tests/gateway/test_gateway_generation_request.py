@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sojourn_server.api.client_identity import ClientIdentity
 from sojourn_server.gateway.http.client_apis import ClientApi, RequestRejected
 from sojourn_server.gateway.http.generation_request import (
     FILE_TOKENS,
@@ -25,7 +26,9 @@ from sojourn_server.gateway.http.prefill_decode_bodies import decode_only_body
 
 def parsed(body: Any, api: ClientApi = ClientApi.CHAT, session: str | None = None) -> GenerationRequest:
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return parse_generation_request(api, text, session, reads_prefixes=True)
+    return parse_generation_request(
+        api, text, {"x-session-id": session} if session else {}, reads_prefixes=True
+    )
 
 
 def chat(content: Any, **more: Any) -> dict[str, Any]:
@@ -92,9 +95,10 @@ def test_only_what_is_needed_is_read_of_a_request_and_the_rest_stays_when_it_cha
     more = {"parent_program_id": "q", "deadline_seconds": 5.0, "expected_output_length": 9}
     body = {**chat("hi"), "max_tokens": 100, "session_id": "s", **hint(**more, sojourn=own)}
     question = parsed(body, session="header")
-    assert (question.program_id, question.output_tokens, question.is_last) == ("p", 9, True)
-    assert question.agent_type is not None
-    assert len(question.agent_type) == 256
+    assert question.program is not None
+    assert (question.program.program_id, question.output_tokens, question.is_last) == ("p", 9, True)
+    assert question.program.agent_type is not None
+    assert len(question.program.agent_type) == 256
     assert not question.stream
     raw = json.dumps(body).encode().replace(b'"hi"', b'"hi", "odd":  1e999')
     without = with_identity(raw, lambda name: None, None)
@@ -105,7 +109,7 @@ def test_only_what_is_needed_is_read_of_a_request_and_the_rest_stays_when_it_cha
 
 def test_a_hint_that_cannot_be_read_leaves_the_header() -> None:
     question = parsed({"vllm_xargs": {"agentic_context": "{"}}, session="header")
-    assert (question.program_id, question.has_identity) == ("header", True)
+    assert (question.program, question.has_identity) == (ClientIdentity("header"), True)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +127,9 @@ def test_the_first_name_that_an_engine_reads_counts(
     api: ClientApi, own: Any, header: str | None, beside: Any, expected: str | None
 ) -> None:
     body: dict[str, Any] = {"session_id": own, "vllm_xargs": {"session_id": beside}}
-    assert parsed(body, api, header).program_id == expected
+    assert parsed(body, api, header).program == (ClientIdentity(expected) if expected else None)
     body["vllm_xargs"] |= hint()["vllm_xargs"]
-    assert parsed(body, api, header).program_id == "p"
+    assert parsed(body, api, header).program == ClientIdentity("p")
 
 
 # -- lengths ----------------------------------------------------------------------
@@ -216,14 +220,24 @@ def test_only_fields_of_the_requests_api_are_counted(api: ClientApi, name: str) 
     ("expected", "limit", "output_tokens"),
     [(9, 100, 9), (100, 9, 9), (9, None, 9), (None, 9, 9), (None, None, 0), (None, 2**70, 2**31)],
 )
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+@pytest.mark.parametrize(
+    ("name", "api"),
+    [
+        ("max_tokens", ClientApi.CHAT),
+        ("max_completion_tokens", ClientApi.CHAT),
+        ("max_output_tokens", ClientApi.RESPONSES),
+    ],
+)
 def test_the_answer_is_as_long_as_the_smaller_of_hint_and_limit(
-    expected: int | None, limit: int | None, output_tokens: int, name: str
+    expected: int | None, limit: int | None, output_tokens: int, name: str, api: ClientApi
 ) -> None:
-    assert (
-        parsed(chat("hi", **{name: limit}, **hint(expected_output_length=expected))).output_tokens
-        == output_tokens
-    )
+    body = chat("hi", **{name: limit}, **hint(expected_output_length=expected))
+    assert parsed(body, api).output_tokens == output_tokens
+
+
+def test_a_limit_says_nothing_where_every_client_has_to_send_one_or_where_it_is_another_apis() -> None:
+    assert parsed(chat("hi", max_tokens=32_000), ClientApi.MESSAGES).output_tokens == 0
+    assert parsed(chat("hi", max_output_tokens=32_000)).output_tokens == 0
 
 
 def test_a_longer_prompt_begins_with_the_hashes_of_the_shorter() -> None:

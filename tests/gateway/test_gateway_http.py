@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from typing import Any
@@ -244,15 +245,47 @@ async def test_one_bad_word_of_health_is_not_believed_and_two_are() -> None:
         assert await it.home("p") is None
 
 
-async def test_a_conversation_without_a_program_stays_with_its_engine() -> None:
-    async with engines(3) as fakes, world(fakes) as it:
-        async with it.http.post(f"{it.url}/v1/responses", json={"input": "x"}) as answer:
-            home = answer.headers["X-Sojourn-Replica"]
-        for _ in range(3):
-            body = {"input": "y", "previous_response_id": "resp_abc"}
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_conversation_is_a_program_where_its_engine_is_once_it_is_continued(restarts: bool) -> None:
+    async with engines(3) as fakes, contextlib.AsyncExitStack() as stack:
+        it = await stack.enter_async_context(world(fakes, preset=IN_TURN))
+
+        async def respond(number: int) -> str:
+            body: dict[str, Any] = {"input": "x", "request_id": f"resp_{number}"}
+            if number:
+                body["previous_response_id"] = f"resp_{number - 1}"
             async with it.http.post(f"{it.url}/v1/responses", json=body) as answer:
-                assert answer.headers["X-Sojourn-Replica"] == home
-        assert all("x-session-id" not in headers for fake in fakes for headers in fake.headers)
+                assert answer.status == 200, await answer.text()
+                return answer.headers["X-Sojourn-Replica"]
+
+        home = await respond(0)
+        assert not it.gateway.routing_backend.core.programs
+        if restarts:
+            it = await stack.enter_async_context(world(fakes, preset=IN_TURN))
+        assert [await respond(number) for number in (1, 2, 3)] == [home] * 3
+        assert await it.home("conversation-resp_0") == home
+        [engine] = [fake for fake in fakes if fake.name == home]
+        sent = [headers.get("x-session-id") for headers in engine.headers]
+        assert sent == [None, *["conversation-resp_0"] * 3]
+
+
+async def test_a_stored_answer_is_read_and_cancelled_where_it_is() -> None:
+    async with engines(3) as fakes, world(fakes) as it:
+        async with it.http.post(
+            f"{it.url}/v1/responses", json={"input": "x", "request_id": "resp_1", "background": True}
+        ) as answer:
+            home = answer.headers["X-Sojourn-Replica"]
+        fakes[0].stored["resp_2"] = {"id": "resp_2", "at": fakes[0].name}  # of another gateway
+        for name, at in (("resp_1", home), ("resp_2", fakes[0].name)):
+            found = await it.get(f"/v1/responses/{name}")
+            assert (found["id"], found["at"]) == (name, at)
+            async with it.http.post(f"{it.url}/v1/responses/{name}/cancel") as answer:
+                assert (answer.status, answer.headers["X-Sojourn-Replica"]) == (200, at)
+            assert name in next(fake for fake in fakes if fake.name == at).cancelled
+        async with it.http.get(f"{it.url}/v1/responses/resp_1?stream=true") as answer:
+            assert (await lines(answer))[-1] == "[DONE]"
+        async with it.http.get(f"{it.url}/v1/responses/resp_3") as answer:
+            assert (answer.status, "resp_3" in await answer.text()) == (404, True)
 
 
 async def test_headers_of_an_answer_are_there_once_and_bytes_of_ids_stay_what_they_are() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sojourn_server.gateway.http.engine_client import (
     ResponseMeter,
     end_to_end_headers,
     engine_request_headers,
+    headers_not_sent,
 )
 from sojourn_server.gateway.http.engine_descriptions import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.generation_request import ClientDisconnected
@@ -50,7 +52,19 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @given(
-    st.lists(st.sampled_from([b"data: x\n\n", b"event: e\ndata: {}\n\n", b"data: \xc3\xbc\r\n\r\n"])),
+    st.lists(
+        st.sampled_from(
+            [
+                b"data: x\n\n",
+                b"event: e\ndata: {}\n\n",
+                b"data: \xc3\xbc\r\n\r\n",
+                b": ping\n",
+                b": ping\r\n\r\n",
+                b"data: x\r\r",
+                b"data: x\n: y\n\n",
+            ]
+        )
+    ),
     st.data(),
 )
 def test_a_stream_cut_anywhere_comes_through_in_whole_events(
@@ -63,8 +77,19 @@ def test_a_stream_cut_anywhere_comes_through_in_whole_events(
     passed = b""
     for chunk in chunks:
         passed += through.push(chunk)
-        assert not passed or passed.endswith((b"\n\n", b"\r\n\r\n"))
+        *_, last = re.split(rb"(?:\r\n?|\n){2}", b"\n\n" + passed)
+        assert re.fullmatch(rb"(:.*|[\r\n])*", last), "only comments follow the last event"
+        assert not passed or passed.endswith((b"\r", b"\n"))
     assert passed + through.rest() == text
+
+
+@pytest.mark.parametrize("text", [b": ping\n", b": ping\r\n", b"data: x\r\r", b"data: x\r\n\r\n", b"\n"])
+def test_comments_and_every_kind_of_line_end_pass_at_once(text: bytes) -> None:
+    through = ResponseMeter(is_stream=True)
+    assert through.push(b"data: 1\n\n") == b"data: 1\n\n"
+    assert through.push(text) == text
+    assert through.push(b"data: 2\n") == b""
+    assert through.push(b"\n") == b"data: 2\n\n"
 
 
 def test_an_event_without_end_is_not_held_for_ever() -> None:
@@ -85,6 +110,18 @@ def test_token_counts_are_read_from_an_answer() -> None:
     assert stream.counts() == (9, 20)
 
 
+def test_a_prompt_of_the_messages_api_is_what_the_cache_had_and_the_rest() -> None:
+    usage = {"output_tokens": 3, "cache_read_input_tokens": 8000, "cache_creation_input_tokens": 20}
+    anthropic = ResponseMeter(is_stream=True)
+    anthropic.push(b'event: message_delta\ndata: {"type": "message_delta", "delta": {}, "usage": ')
+    anthropic.push(json.dumps({"input_tokens": 10, **usage}).encode() + b"}\n\n")
+    assert anthropic.counts() == (8030, 3)
+    openai = ResponseMeter(is_stream=False)
+    details = {"input_tokens": 8030, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 8000}}
+    openai.push(json.dumps({"id": "resp_1", "usage": details}).encode())
+    assert openai.counts() == (8030, 3)
+
+
 @pytest.mark.parametrize("api", ClientApi)
 def test_errors_have_the_shape_of_their_api(api: ClientApi) -> None:
     body = json.loads(error_body(api, 429, "too_many_waiting", "later"))
@@ -101,7 +138,8 @@ def test_errors_have_the_shape_of_their_api(api: ClientApi) -> None:
 
 def test_headers_of_the_connection_stay_on_it() -> None:
     raw = [(b"connection", b"close, x-a"), (b"x-a", b"1"), (b"x-b", b"2"), (b"authorization", b"Bearer c")]
-    assert list(engine_request_headers(raw, key=None, rank=3, session=None).items()) == [
+    dropped = headers_not_sent(key=None)
+    assert list(engine_request_headers(raw, dropped=dropped, key=None, rank=3).items()) == [
         ("x-b", "2"),
         ("authorization", "Bearer c"),
         ("accept-encoding", "identity"),

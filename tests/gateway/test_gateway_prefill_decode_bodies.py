@@ -111,7 +111,7 @@ def test_all_else_goes_to_both_as_it_came(more: dict[str, Any]) -> None:
     kept = {key: value for key, value in more.items() if key not in changed}
     body = asked(**kept)
     try:
-        parse_generation_request(ClientApi.CHAT, body, None)
+        parse_generation_request(ClientApi.CHAT, body, {})
     except InvalidGenerationRequest:
         reject()
     for sent in (

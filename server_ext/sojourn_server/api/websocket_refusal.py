@@ -21,16 +21,16 @@ _BODY = msgspec.json.encode(
 )
 
 
-def websocket_refusal(scope: Mapping[str, Any]) -> Response | None:
-    """Return the answer 426 to a WebSocket offer on ``/v1/responses``; ``None`` for any other request.
+def websocket_refusal(scope: Mapping[str, Any], path_end: str = "/v1/responses") -> Response | None:
+    """Return the answer 426 to a WebSocket offer on a path that ends so; ``None`` for any other request.
 
     Codex offers one before its first request. At 426 it sends requests over HTTP at once; at 403, 404 or 405
     it offers six times more. If no WebSocket package is installed, uvicorn passes the offer on as a GET.
     """
-    if not scope["path"].endswith("/v1/responses"):
+    if not scope["path"].endswith(path_end):
         return None
     offered = scope["type"] == "websocket" or (
-        scope["method"] == "GET" and Headers(scope=dict(scope)).get("upgrade", "").lower() == "websocket"
+        scope["method"] == "GET" and "sec-websocket-key" in Headers(scope=dict(scope))
     )
     # Starlette sends it as ``websocket.http.response`` in a WebSocket scope. RFC 9110, 15.5.22: a 426 names
     # the protocol to use.

@@ -103,6 +103,9 @@ def gateway(
         envvar="SOJOURN_ADMIN_KEY",
         help="Key of administrators, who may drain replicas and see all programs",
     ),
+    session_header: str | None = typer.Option(
+        None, help="Header that names the program, for clients that send none that sojourn knows"
+    ),
     max_body_mib: int = typer.Option(16, min=1, max=1024, help="Maximum size of a request's body, in MiB"),
     max_waiting: int = typer.Option(
         20_000, min=1, help="Maximum number of waiting requests; further requests get a 429"
@@ -182,7 +185,12 @@ def gateway(
     from sojourn_server.routing.routing_limits import RoutingLimits
 
     limits = RoutingLimits(most_waiting=max_waiting, wait_s=wait_s, silent_program_s=silent_program_s)
-    options = GatewayOptions(engine_key=engine_key, admin_key=admin_key, max_body_bytes=max_body_mib << 20)
+    options = GatewayOptions(
+        engine_key=engine_key,
+        admin_key=admin_key,
+        max_body_bytes=max_body_mib << 20,
+        session_header=session_header,
+    )
     roles = {url: PairRole(role) if in_pairs else None for role, found in urls.items() for url in found}
     rules = preset or PrefillDecodeRules(read_side, short_queue_s, most_prefill_s, high_tokens_ratio)
     made, app = build_gateway(roles, rules, known, options, limits=limits, peers=others)

@@ -50,6 +50,8 @@ MAX_EXPIRED_PER_TICK = 500
 """Maximum number of timed-out requests rejected in one tick; later ticks reject the rest."""
 MAX_PROGRAMS = 50_000
 """Maximum number of programs. Beyond it, the least recently active one without a request is forgotten."""
+STORED_REASON = "stored_response"
+"""Reason of a ``SendRequest`` to the only replica that stores the conversation."""
 
 
 class Placement(NamedTuple):
@@ -257,7 +259,11 @@ class RoutingCore:
         else:
             request = self._add_request(event, now)
             try:
-                placement = self.strategy.choose(request, now)
+                placement = (
+                    Placement(event.only_replica_id, STORED_REASON)
+                    if event.only_replica_id is not None and self.fleet.get(event.only_replica_id) is not None
+                    else self.strategy.choose(request, now)
+                )
                 if placement is None:
                     self.strategy.enqueue(request)
                 else:

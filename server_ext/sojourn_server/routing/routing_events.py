@@ -128,6 +128,8 @@ class RequestReceived(msgspec.Struct, frozen=True):
     exact: bool = False
     """Whether ``context_tokens`` was counted. If not, ``context_tokens`` is an estimate, and the core does
     not reject the request as too long."""
+    only_replica_id: str | None = None
+    """The replica that stores the conversation that the request continues; ``None``: any may serve it."""
 
 
 class FirstByteSent(msgspec.Struct, frozen=True):

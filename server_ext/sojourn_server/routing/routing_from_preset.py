@@ -19,7 +19,7 @@ from ..policies.prefill_decode.read_side_policies import (
 from .affinity_strategy import PREEMPTED_REASON, RELOCATED_REASON, AffinityStrategy, steal_reason
 from .pair_strategy import PairStrategy
 from .program_estimates import ProgramEstimator
-from .routing_core import RoutingCore
+from .routing_core import STORED_REASON, RoutingCore
 from .routing_limits import RoutingLimits
 
 PAIR_POLICY = "dualpath"
@@ -87,4 +87,5 @@ def routing_reasons(preset: ClusterPreset | PrefillDecodeRules) -> tuple[str, ..
     routed: Iterable[str] = getattr(preset.routing, "reasons", ())
     stolen: Iterable[str] = getattr(preset.stealing, "reasons", ())
     preempted = (PREEMPTED_REASON,) if preset.tenant_preemption.is_used else ()
-    return (*routed, *(steal_reason(reason) for reason in stolen), *preempted, RELOCATED_REASON)
+    always = (RELOCATED_REASON, STORED_REASON)
+    return (*routed, *(steal_reason(reason) for reason in stolen), *preempted, *always)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...api.api_errors import ApiError
-from .client_apis import GATEWAY, GATEWAY_FAILED, INVALID_KEY
+from .client_apis import GATEWAY, GATEWAY_FAILED, INVALID_KEY, api_error
 from .gateway_metrics import GatewayMetrics
 from .tenant_keys import TenantKeys
 
@@ -27,11 +27,10 @@ class ClientAccess:
         self.admin_key = admin_key
         self._metrics = metrics
 
-    def guard(self, handle: Handler, render: Callable[[ApiError], Response] = ApiError.response) -> Handler:
+    def guard(self, handle: Handler) -> Handler:
         """Wrap a handler so that the client's key is checked before the body is read.
 
         The wrapper sets ``request.state.tenant`` to the key's tenant, or to ``None`` for the admin key.
-        ``render`` formats the answer for an ``ApiError``.
         """
 
         @functools.wraps(handle)
@@ -50,7 +49,7 @@ class ClientAccess:
                         raise ApiError(401, "missing or unknown API key", next_step, challenge)
                 response = await handle(request)
             except ApiError as failure:
-                response = render(failure)
+                response = api_error(request.scope["path"], failure)
             except Exception:
                 self._metrics.refused(GATEWAY_FAILED)
                 raise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -34,8 +35,11 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
     409: "conflict_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
@@ -113,11 +117,14 @@ def unavailable_error(message: str) -> ApiError:
     return ApiError(503, message, "try again soon", {"Retry-After": str(RETRY_AFTER_S)})
 
 
-def openai_error(failure: ApiError) -> Response:
-    """Return the answer for an error on one of vLLM's own routes, in vLLM's format."""
+def api_error(path: str, failure: ApiError) -> Response:
+    """Return the answer for an error: on one of vLLM's routes in the format of its API, else our own."""
+    if f"{PREFIX}/" in path:
+        return failure.response()
     code = INVALID_KEY if failure.status == 401 else "gateway_refused"
-    body = error_body(None, failure.status, code, f"{failure.message}; {failure.next_step}")
-    return Response(body, failure.status, failure.headers, media_type="application/json")
+    return _error_response(
+        path, failure.status, code, f"{failure.message}; {failure.next_step}", failure.headers
+    )
 
 
 async def unknown_route_response(request: Request, error: Exception) -> Response:
@@ -125,20 +132,22 @@ async def unknown_route_response(request: Request, error: Exception) -> Response
     status, headers = 500, {}
     if isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
-    what = f"{request.method} {request.scope['path']} is not served by the gateway"
-    return Response(
-        error_body(None, status, "not_served", what),
-        status,
-        {GATEWAY: "1", **headers},
-        media_type="application/json",
-    )
+    path = request.scope["path"]
+    what = f"{request.method} {path} is not served by the gateway"
+    return _error_response(path, status, "not_served", what, headers)
 
 
 async def internal_error_response(request: Request, error: Exception) -> Response:
     """Build the answer to a request that failed with an internal error."""
-    message, headers = "the gateway failed; see its log", {GATEWAY: "1"}
-    if f"{PREFIX}/" in request.scope["path"]:
-        return ApiError(500, message, "report it as a bug", headers).response()
-    return Response(
-        error_body(None, 500, GATEWAY_FAILED, message), 500, headers, media_type="application/json"
-    )
+    path, message = request.scope["path"], "the gateway failed; see its log"
+    if f"{PREFIX}/" in path:
+        return ApiError(500, message, "report it as a bug", {GATEWAY: "1"}).response()
+    return _error_response(path, 500, GATEWAY_FAILED, message)
+
+
+def _error_response(
+    path: str, status: int, code: str, message: str, headers: Mapping[str, str] = MappingProxyType({})
+) -> Response:
+    api = ClientApi.MESSAGES if ClientApi.MESSAGES.value in path else None
+    body = error_body(api, status, code, message)
+    return Response(body, status, {GATEWAY: "1", **headers}, media_type="application/json")

@@ -9,12 +9,16 @@ import io
 import re
 import time
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 from multidict import CIMultiDict
+from sojourn.dialects import header_text
 from yarl import URL
+
+from ...api.client_identity import HEADER_ROWS
 
 CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds until a new connection is open, including name lookup and TLS."""
@@ -42,9 +46,6 @@ ClientHeaders = Mapping[str, str]
 first of repeated headers."""
 EngineHeaders = CIMultiDict[str]
 
-SESSION = "x-session-id"
-"""Request header with the program's id, in lower case. The hint and the body's ``session_id`` take
-precedence."""
 RANK = "x-data-parallel-rank"
 """Request header that chooses a data-parallel rank of an engine, in lower case."""
 PASSED = "x-sojourn-passed"
@@ -59,35 +60,53 @@ _HOP_BY_HOP = frozenset(
 # The gateway handles these itself: it reads the body, chooses the rank, names the session, and agrees with
 # the engine on the encoding of the answer.
 _NOT_SENT = _HOP_BY_HOP | {
-    b"host", b"content-length", b"expect", b"accept-encoding",
-    RANK.encode(), SESSION.encode(), PASSED.encode(),
+    b"host", b"content-length", b"expect", b"accept-encoding", RANK.encode(), PASSED.encode(),
 }  # fmt: skip
+# They name programs by the clients' ids, with which one tenant could name another's program at an engine.
+_IDENTITY = frozenset(name.encode() for row in HEADER_ROWS for name in row[1:] if name)
 _KEYS = frozenset((b"authorization", b"x-api-key"))
 _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
-_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,18})(?!\d)')
+# Anthropic's ``input_tokens`` are without the prompt's tokens that the cache had or got.
+_PROMPT = re.compile(
+    rb'"(?:prompt|input|cache_read_input|cache_creation_input)_tokens"\s*:\s*(\d{1,18})(?!\d)'
+)
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,18})(?!\d)')
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,200})"')
 _TAIL_BYTES = 4096
 """Number of bytes kept of an answer's end, which has the token counts."""
 _HEAD_BYTES = 2048
 """Number of bytes kept of an answer's beginning, which has the id."""
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
-"""Byte sequences that end an event of a stream."""
+_EVENT_ENDS = (b"\n\n", b"\n\r", b"\r\r")
+"""Two ends of lines, which end an event of a stream. A line ends with LF, CR LF or CR."""
+_BETWEEN_EVENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n?|\n))*")
+"""Comments, such as ``: ping``, and empty lines between two events."""
 _MOST_HELD_BYTES = 1 << 20
 """Maximum bytes of an event that is held back until it is complete. A longer event is passed on in parts."""
 
 
+def headers_not_sent(*, key: str | None, session_header: str | None = None) -> frozenset[bytes]:
+    """Return the names of clients' headers that engines do not get. ``key``, ``session_header``: those of
+    ``GatewayOptions``."""
+    own = {session_header.lower().encode("latin-1", "replace")} if session_header else set()
+    return _NOT_SENT | _IDENTITY | own | (_KEYS if key is not None else set())
+
+
 def engine_request_headers(
-    headers: RawHeaders, *, key: str | None, rank: int | None, session: str | None
+    headers: RawHeaders,
+    *,
+    dropped: frozenset[bytes],
+    key: str | None,
+    rank: int | None,
+    identity: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineHeaders:
     """Return the headers to send to an engine with a client's request.
 
-    ``key``: replaces the client's key; ``None``: the client's key is sent. ``rank``: the data-parallel rank
-    to choose; ``None``: no rank is chosen. ``session``: replaces the client's session id; ``None``: no
-    session id is sent.
+    ``dropped``: a result of ``headers_not_sent``. ``key``: replaces the client's key; ``None``: the client's
+    key is sent. ``rank``: the data-parallel rank to choose; ``None``: no rank is chosen. ``identity``:
+    headers of our own that name the program.
     """
     sent = EngineHeaders()
-    for name, value in end_to_end_headers(headers, _NOT_SENT if key is None else _NOT_SENT | _KEYS):
+    for name, value in end_to_end_headers(headers, dropped):
         # aiohttp writes headers as UTF-8, so the bytes stay what they are.
         sent.add(name.decode("latin-1"), value.decode("utf-8", "replace"))
     sent["accept-encoding"] = "identity"
@@ -95,8 +114,11 @@ def engine_request_headers(
         sent["authorization"] = f"Bearer {key}"
     if rank is not None:
         sent[RANK] = str(rank)
-    if session is not None:
-        sent[SESSION] = session.encode("latin-1", "replace").decode("utf-8", "replace")
+    for header, text in identity.items():
+        try:
+            sent[header] = text.encode("latin-1").decode()  # the bytes that the client sent in a header
+        except UnicodeError:
+            sent[header] = header_text(text)
     return sent
 
 
@@ -183,7 +205,7 @@ class ResponseMeter:
 
     def push(self, chunk: bytes) -> bytes:
         """Read the next chunk of the answer. Return the bytes that may be passed on now. Of a stream these
-        end with a complete event, so that an error event can follow at any time."""
+        end with a complete event or comment, so that an error event can follow at any time."""
         if len(self._head) < _HEAD_BYTES:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
         self._tail = (self._tail + chunk)[-_TAIL_BYTES:] if len(chunk) < _TAIL_BYTES else chunk[-_TAIL_BYTES:]
@@ -192,9 +214,12 @@ class ResponseMeter:
         self._events += chunk.count(b"data:")
         if self._held:
             chunk, self._held = self._held + chunk, b""
-        if chunk.endswith(_EVENT_ENDS):
+        if chunk.endswith(b"\n\n"):
             return chunk
         end = max((chunk.rfind(mark) + len(mark) for mark in _EVENT_ENDS if mark in chunk), default=0)
+        # The second CR may belong to a CR LF.
+        between = _BETWEEN_EVENTS.match(chunk, end - chunk.endswith(b"\r", 0, end))
+        end = between.end() if between is not None else end
         if len(chunk) - end > _MOST_HELD_BYTES:
             return chunk
         self._held = chunk[end:]
@@ -208,8 +233,10 @@ class ResponseMeter:
     def counts(self) -> tuple[int | None, int]:
         """Return the engine's counts of (prompt tokens, output tokens). If it reports none: ``None``, and the
         number of a stream's events minus one, or 0 if the answer is not a stream."""
-        prompt, output = _PROMPT.findall(self._tail), _OUTPUT.findall(self._tail)
-        return int(prompt[-1]) if prompt else None, int(output[-1]) if output else max(0, self._events - 1)
+        usage = self._tail[self._tail.rfind(b'"usage"') :]
+        prompt, output = _PROMPT.findall(usage), _OUTPUT.findall(usage)
+        prompt_tokens = sum(map(int, prompt)) if prompt else None
+        return prompt_tokens, int(output[-1]) if output else max(0, self._events - 1)
 
     @property
     def response_id(self) -> str | None:
@@ -299,8 +326,10 @@ class EngineClient:
         for session in sessions.values():
             await session.close()
 
-    async def send(self, url: str, headers: EngineHeaders, body: bytes) -> EngineAnswer:
-        """POST a request, and wait for the first part of the answer. ``url``: with path and query.
+    async def send(
+        self, url: str, headers: EngineHeaders, body: bytes, *, method: str = "POST"
+    ) -> EngineAnswer:
+        """Send a request, and wait for the first part of the answer. ``url``: with path and query.
 
         A request on a kept connection that the engine has just closed is sent again over a new connection.
         The engine may have read the request after all, so any failure of the second attempt counts as
@@ -312,8 +341,8 @@ class EngineClient:
         for reuses in (True, False):
             data = body if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
             try:
-                response = await self.session(reuses=reuses).post(
-                    URL(url, encoded=True), data=data, headers=headers, allow_redirects=False
+                response = await self.session(reuses=reuses).request(
+                    method, URL(url, encoded=True), data=data, headers=headers, allow_redirects=False
                 )
                 return await _begin_answer(response)
             except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
-from ...api.client_identity import SESSION_HEADER, SESSION_PATH, split_session_path
+from ...api.client_identity import SESSION_PATH, split_session_path
 from ...api.live_stream import LiveHub
 from ...api.openapi import PREFIX, openapi_response
 from ...api.web_page import page_routes
@@ -118,10 +118,7 @@ class GatewayApplication(Starlette):
             await super().__call__(scope, receive, send)
             return
         if SESSION_PATH in scope["path"] and (found := split_session_path(scope)) is not None:
-            program_id, scope = found
-            name = SESSION_HEADER.encode()
-            headers = [pair for pair in scope["headers"] if pair[0].lower() != name]
-            scope["headers"] = [*headers, (name, program_id.encode())]
+            _, scope = found
         if scope["method"] == "POST" and scope["path"] in _GENERATING:
             await self._generation(scope, receive, send)
         else:
@@ -300,9 +297,8 @@ class Gateway:
                 method=request.method,
             )
         except RequestRejected as refused:
-            raise ApiError(
-                refused.status, refused.message, "engines forget answers when they restart"
-            ) from None
+            next_step = "engines keep answers with VLLM_ENABLE_RESPONSES_API_STORE=1, until they restart"
+            raise ApiError(refused.status, refused.message, next_step) from None
         except (GatewayConnectError, ReplicaRequestError):
             raise unavailable_error("the engine that stores it does not answer") from None
         response = StreamingResponse(_parts(answer), answer.status)
@@ -421,7 +417,7 @@ def build_gateway(
 
 
 async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
-    """Yield an answer of an engine as it arrives. Raises ``ReplicaRequestError`` if it breaks off, so that the
+    """Yield an engine's answer as it arrives. Raises ``ReplicaRequestError`` if it breaks off, so that the
     server closes the client's connection."""
     part = answer.first
     try:

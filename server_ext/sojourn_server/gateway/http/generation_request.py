@@ -18,6 +18,7 @@ from sojourn.errors import InputError
 from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
 
+from ...api.client_identity import ClientIdentity, identify
 from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
 from .client_apis import GATEWAY_FULL, ClientApi, RequestRejected
 from .engine_client import ClientHeaders
@@ -130,6 +131,9 @@ class _Body(msgspec.Struct):
     tools: msgspec.Raw = _ABSENT
     prompt: msgspec.Raw = _ABSENT
     session_id: Any = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    store: Any = None
     vllm_xargs: _XArgs | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -139,6 +143,13 @@ class _Body(msgspec.Struct):
     truncation: Any = None
 
 
+LENGTH_FIELDS = {
+    ClientApi.CHAT: ("max_completion_tokens", "max_tokens"),
+    ClientApi.COMPLETIONS: ("max_tokens",),
+    ClientApi.RESPONSES: ("max_output_tokens",),
+    ClientApi.MESSAGES: ("max_tokens",),
+}
+"""Fields that bound the length of an answer, by API, in their precedence."""
 _PROMPT_FIELDS = {
     ClientApi.CHAT: ("tools", "messages"),
     ClientApi.COMPLETIONS: ("prompt",),
@@ -164,12 +175,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     stream: bool
     model: str | None
-    program_id: str | None
-    """Id of the request's program; ``None``: the request names no program."""
+    program: ClientIdentity | None
+    """The request's program; ``None``: the request names none. Its root is known only if no hint names it."""
     context: AgenticContext | None
     """The client's hint; ``None``: there is no hint, or it cannot be read."""
-    agent_type: str | None
-    """Agent type of the request's program; ``None``: not stated."""
     is_last: bool
     """Whether the client declares this to be the program's last turn."""
     prefix: tuple[int, ...]
@@ -187,8 +196,11 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Number of prompt tokens if the prompt is given as token ids; ``None``: only the engine knows the
     number."""
     output_tokens: int
-    """Maximum or expected length of the answer in tokens; 0: neither is given."""
+    """Maximum or expected length of the answer in tokens; 0: neither is given. The messages API demands a
+    maximum, and its clients send the model's, so that one does not count."""
     previous_response_id: str | None
+    is_stored: bool
+    """Whether the engine may keep the answer of the responses API, so that it can be continued."""
     has_identity: bool
     """Whether the body names a program: by a hint, readable or not, or by a session id."""
     is_exact: bool
@@ -197,14 +209,20 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
 
 def parse_generation_request(
-    api: ClientApi, body: bytes, session: str | None, *, reads_prefixes: bool = False
+    api: ClientApi,
+    body: bytes,
+    headers: ClientHeaders,
+    session_header: str | None = None,
+    *,
+    reads_prefixes: bool = False,
 ) -> GenerationRequest:
-    """Parse a body. ``session``: value of the header ``X-Session-ID``; ``None``: no such header.
-    ``reads_prefixes``: whether prefix hashes are needed. Raises ``InvalidGenerationRequest``.
+    """Parse a body. ``session_header``: that of ``GatewayOptions``. ``reads_prefixes``: whether prefix hashes
+    are needed. Raises ``InvalidGenerationRequest``.
 
     The program's id comes from the first of these that has one: the hint, the field ``session_id``, the
-    header, ``vllm_xargs``. vLLM's ``_get_session_id`` reads the last three in the same order. If the hint
-    declares its program implicit, the request has no program.
+    headers, ``vllm_xargs``, other fields of the body (``client_identity``). vLLM's ``_get_session_id`` reads
+    ``session_id``, ``X-Session-ID`` and ``vllm_xargs`` in the same order. If the hint declares its program
+    implicit, the request has no program.
     """
     try:
         read = _decoder.decode(body)
@@ -213,8 +231,18 @@ def parse_generation_request(
     xargs = read.vllm_xargs or _XArgs()
     # vLLM neither reads nor forwards this member of a messages request.
     own = read.session_id if api is not ClientApi.MESSAGES else None
-    named = own if isinstance(own, str) and own else session or xargs.session_id
-    identity = read_identity(named, {CONTEXT_KEY: xargs.agentic_context})
+    identity = read_identity(own, {CONTEXT_KEY: xargs.agentic_context})
+    hint = identity.context.sojourn if identity.context is not None else None
+    program: ClientIdentity | None = None
+    if identity.program_id is not None:
+        parent = identity.context.parent_program_id if identity.context is not None else None
+        program = ClientIdentity(
+            identity.program_id, parent, None, clipped(hint.agent_type) if hint is not None else None
+        )
+    elif identity.context is None and not (isinstance(own, str) and own):
+        named, metadata = xargs.session_id, read.metadata
+        user_id = metadata.get("user_id") if isinstance(metadata, dict) and not named else None
+        program = identify(headers, session_header, user_id, named or read.prompt_cache_key)
     text = b"".join([bytes(getattr(read, name)) for name in _PROMPT_FIELDS[api]])
     embedded = _EMBEDDED.findall(text)
     ids, is_truncated = None, read.truncate_prompt_tokens is not None and api is not ClientApi.MESSAGES
@@ -223,16 +251,15 @@ def parse_generation_request(
     elif api is ClientApi.RESPONSES:
         is_truncated = read.truncation not in (None, "disabled")
     text_bytes = len(text) - sum(map(len, embedded))
-    limit = read.max_completion_tokens or read.max_tokens or read.max_output_tokens
+    limits = LENGTH_FIELDS[api] if api is not ClientApi.MESSAGES else ()
+    limit = next(filter(None, [getattr(read, name) for name in limits]), None)
     expected = identity.context.expected_output_length if identity.context is not None else None
-    hint = identity.context.sojourn if identity.context is not None else None
     lengths = [count for count in (expected, limit) if count is not None and count > 0]
     return GenerationRequest(
         bool(read.stream),
         read.model,
-        identity.program_id,
+        program,
         identity.context,
-        clipped(hint.agent_type) if hint is not None else None,
         hint is not None and hint.final,
         _prefix(text) if reads_prefixes else (),
         text_bytes,
@@ -244,6 +271,7 @@ def parse_generation_request(
         ids,
         min([MAX_TOKENS, *lengths]) if lengths else 0,
         read.previous_response_id,
+        read.store is not False,
         identity.context is not None
         or identity.outcome is Outcome.REJECTED
         or (read.session_id, xargs.session_id) != (None, None),

@@ -16,17 +16,16 @@ import msgspec
 
 from .client_apis import ClientApi
 from .engine_client import parse_json_object
-from .generation_request import InvalidGenerationRequest, Members, encode_raw, members_of, with_identity
+from .generation_request import (
+    LENGTH_FIELDS,
+    InvalidGenerationRequest,
+    Members,
+    encode_raw,
+    members_of,
+    with_identity,
+)
 
 TRANSFER = "kv_transfer_params"
-_LENGTH_FIELDS = {
-    ClientApi.CHAT: ("max_completion_tokens", "max_tokens"),
-    ClientApi.COMPLETIONS: ("max_tokens",),
-    ClientApi.RESPONSES: ("max_output_tokens",),
-    ClientApi.MESSAGES: ("max_tokens",),
-}
-"""Fields that bound the length of an answer, by API. ``prefill_body`` sets the first to 1 and removes the
-others."""
 _ANSWER_FIELDS = (
     "stream_options", "n", "best_of", "use_beam_search", "min_tokens", "logprobs", "top_logprobs",
     "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "ec_transfer_params",
@@ -103,7 +102,7 @@ def prefill_body(
     manager; empty: any. ``decode_reads``: whether the decode engine's node reads the prompt's stored KV.
     """
     document = members_of(with_identity(body, lambda name: None, None))
-    first, *others = _LENGTH_FIELDS[api]
+    first, *others = LENGTH_FIELDS[api]
     for name in (*_ANSWER_FIELDS, *others):
         document.pop(name, None)
     params = {"do_remote_decode": True, "transfer": transfer, "peer": peer, "decode_reads": decode_reads}

@@ -13,8 +13,17 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
+from ...api.client_identity import (
+    AGENT_TYPE_HEADER,
+    PARENT_HEADER,
+    ROOT_HEADER,
+    SESSION_HEADER,
+    ClientIdentity,
+    wire_id,
+)
 from ...programs.program_status import ProgramOutcome
 from ...routing import routing_events
 from ...routing.routing_events import SendRequest
@@ -33,7 +42,6 @@ from .client_apis import (
 from .engine_client import (
     PASSED,
     REPLICA,
-    SESSION,
     ClientHeaders,
     EngineAnswer,
     EngineClient,
@@ -43,6 +51,7 @@ from .engine_client import (
     ResponseMeter,
     end_to_end_headers,
     engine_request_headers,
+    headers_not_sent,
 )
 from .gateway_metrics import GatewayMetrics
 from .generation_request import (
@@ -55,10 +64,10 @@ from .generation_request import (
     parse_generation_request,
     without_events,
 )
+from .multi_engine_queries import EngineQueries
 from .peers import UNREAD_TIMEOUT_S, Peers
 from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .program_events import AttachedEvents, ProgramEvents
-from .program_id_mapper import Key
 from .program_migrator import ProgramMigrator
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RequestDecisions, RoutingBackend
@@ -79,8 +88,16 @@ FULL_RETRY_S = 2.0
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
 MAX_RESPONSE_IDS = 20_000
-"""Maximum number of remembered answer ids of the responses API. A later request may name such an id to
-continue the conversation."""
+"""Maximum number of remembered answer ids of the responses API. The engines are asked for others."""
+
+
+class StoredResponse(NamedTuple):
+    """An answer of the responses API that an engine may have stored."""
+
+    tenant: str
+    replica_id: str
+    program_id: str | None
+    """The program that the answer belongs to; ``None``: it gets one when a request continues it."""
 
 
 class GenerationProxy:
@@ -97,12 +114,12 @@ class GenerationProxy:
         tenants: TenantKeys,
         bodies: BodyReader,
         peers: Peers,
+        queries: EngineQueries,
         *,
-        engine_key: str | None,
         reads_prefixes: bool,
+        session_header: str | None,
     ) -> None:
-        """``engine_key``: key sent to engines in place of the client's; ``None``: the client's key is sent.
-        ``reads_prefixes``: whether the routing policy needs prefix hashes of prompts."""
+        """``reads_prefixes``, ``session_header``: those of ``GatewayOptions``."""
         self.routing_backend = routing_backend
         self.replicas = replicas
         self.client = client
@@ -110,15 +127,19 @@ class GenerationProxy:
         self.migrator = migrator
         self.metrics = metrics
         self.bodies = bodies
-        self.engine_key = engine_key
+        self.engine_key = queries.engine_key
+        self.dropped = headers_not_sent(key=queries.engine_key, session_header=session_header)
+        """Names of clients' headers that engines do not get."""
         self.sizes = PromptSizeEstimator()
-        self.conversations: OrderedDict[Key, str] = OrderedDict()
-        """The program to which each answer of the responses API belongs, by tenant and answer id."""
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        """Answers of the responses API by id, the oldest first."""
         self.open_requests = 0
         """Number of requests whose answers are not complete."""
         self.peers = peers
         self._tenants = tenants
+        self._queries = queries
         self._reads_prefixes = reads_prefixes
+        self._session_header = session_header
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         """Handle one generation request; its path ends with that of its API. All errors before the answer are
@@ -138,13 +159,18 @@ class GenerationProxy:
             body = await self.bodies.read(headers, receive)
             size = len(body)
             question = parse_generation_request(
-                api, body, headers.get(SESSION), reads_prefixes=self._reads_prefixes
+                api, body, headers, self._session_header, reads_prefixes=self._reads_prefixes
             )
             if self.peers.others and PASSED not in headers:
-                owner = self.peers.owner(tenant, question.program_id)
+                program_id = question.program.program_id if question.program is not None else None
+                owner = self.peers.owner(tenant, program_id)
                 if owner and await self.peers.pass_on(owner, api, scope, body, receive, send):
                     return
-            request = ProxyRequest(self, api, scope, headers, send, tenant, body, question)
+            stored: StoredResponse | None = None
+            previous = question.previous_response_id if api is ClientApi.RESPONSES else None
+            if previous is not None and not self.peers.in_pairs:
+                stored = await self.stored_response(tenant, previous, headers.get("authorization"))
+            request = ProxyRequest(self, api, scope, headers, send, tenant, body, question, stored)
             del body  # replaced by one with the engines' names of programs
             await request.run(receive)
         except RequestRejected as refused:
@@ -162,6 +188,24 @@ class GenerationProxy:
         finally:
             self.bodies.free(size)
             self.open_requests -= 1
+
+    async def stored_response(
+        self, tenant: str | None, response_id: str, authorization: str | None
+    ) -> StoredResponse | None:
+        """Return the replica that stores an answer of the responses API. ``None``: no engine that answers
+        has it. Unless this gateway has passed the answer on, all engines are asked; only those with
+        ``VLLM_ENABLE_RESPONSES_API_STORE=1`` store answers. ``tenant``: ``None`` for any. Raises
+        ``RequestRejected`` if the answer is another tenant's."""
+        found = self.responses.get(response_id)
+        if found is None:
+            path = f"/v1/responses/{quote(response_id, safe='')}"
+            replies = await self._queries.every(path, authorization, others_s=0.0)
+            urls = {url for url, reply in replies.items() if reply is not None and reply.status == 200}
+            at = next((one.replica_id for one in self.replicas.engines() if one.url in urls), None)
+            return StoredResponse(tenant or "", at, None) if at is not None else None
+        if tenant not in (None, found.tenant):
+            raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found.")
+        return found
 
     async def _refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
         self.metrics.refused(refused.code)
@@ -182,7 +226,9 @@ class ProxyRequest:
         tenant: str,
         body: bytes,
         question: GenerationRequest,
+        stored: StoredResponse | None,
     ) -> None:
+        """``stored``: the answer that the request continues; ``None``: none, or it is at no engine."""
         self._proxy = proxy
         self._api = api
         self._scope = scope
@@ -190,14 +236,21 @@ class ProxyRequest:
         self._tenant = tenant
         self._question = question
         names = proxy.events.names
-        program_id = question.program_id
-        if program_id is None and api is ClientApi.RESPONSES:
-            # A conversation without a program id is a program too: only one engine has its earlier turns.
-            known = proxy.conversations.get((tenant, question.previous_response_id or ""))
-            program_id = known or f"conversation-{secrets.token_hex(8)}"
-        self._program_id = program_id
-        session = headers.get(SESSION)
-        self._session = names.engine_name(tenant, session) if session is not None else None
+        program = question.program
+        if program is None and stored is not None:
+            named = stored.program_id or wire_id(f"conversation-{question.previous_response_id}")
+            program = ClientIdentity(named) if named is not None else None
+        self._program_id = program_id = program.program_id if program is not None else None
+        self._identity: dict[str, str] = {}
+        """Headers that name the program to an engine."""
+        if program is not None:
+            self._identity[SESSION_HEADER] = names.engine_name(tenant, program.program_id)
+            if question.context is None:  # a hint names the parent itself
+                for header, one in ((PARENT_HEADER, program.parent_id), (ROOT_HEADER, program.root_id)):
+                    if one is not None:
+                        self._identity[header] = names.engine_name(tenant, one)
+                if program.agent_type is not None:
+                    self._identity[AGENT_TYPE_HEADER] = program.agent_type
         has_names = question.has_identity and names.only_tenant is None
         self._body = names.request(tenant, body, question) if has_names else body
         query = scope.get("query_string", b"").decode("latin-1")
@@ -232,12 +285,13 @@ class ProxyRequest:
                 tenant,
                 proxy.sizes.tokens(question),
                 program_id=program_id,
-                parent_id=hint.parent_program_id if hint is not None else None,
-                agent_type=question.agent_type,
+                parent_id=program.parent_id if program is not None else None,
+                agent_type=program.agent_type if program is not None else None,
                 output_tokens=question.output_tokens,
                 deadline_s=self._asked_s + deadline_s if deadline_s is not None else None,
                 prefix=question.prefix,
                 exact=question.is_exact,
+                only_replica_id=stored.replica_id if stored is not None else None,
             )
         )
 
@@ -271,8 +325,8 @@ class ProxyRequest:
             )
             if self._is_answered and counted is not None:
                 self._proxy.sizes.learn(self._question, counted)
-            if self._is_answered and self._api is ClientApi.RESPONSES:
-                self._record_conversation()
+            if self._is_answered and self._api is ClientApi.RESPONSES and self._question.is_stored:
+                self._record_response()
         if self._program_id is not None and self._question.is_last and self._is_answered:
             self._proxy.events.end((self._tenant, self._program_id), ProgramOutcome.FINAL.value)
 
@@ -324,7 +378,11 @@ class ProxyRequest:
             return False
         waited_s = time.monotonic() - self._asked_s
         headers = engine_request_headers(
-            self._scope["headers"], key=proxy.engine_key, rank=address.rank, session=self._session
+            self._scope["headers"],
+            dropped=proxy.dropped,
+            key=proxy.engine_key,
+            rank=address.rank,
+            identity=self._identity,
         )
         attached = self._attached
         if attached is not None and not proxy.events.may_attach(attached, self._tenant, replica_id):
@@ -406,7 +464,7 @@ class ProxyRequest:
         if address is None:
             raise ReplicaRequestError("its address is not known", computing=False)
         headers = engine_request_headers(
-            self._scope["headers"], key=proxy.engine_key, rank=address.rank, session=None
+            self._scope["headers"], dropped=proxy.dropped, key=proxy.engine_key, rank=address.rank
         )
         self._prefill_attempts += 1
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
@@ -515,10 +573,11 @@ class ProxyRequest:
             await self._to_client({"type": "http.response.body", "body": event})
         return False
 
-    def _record_conversation(self) -> None:
-        """Record the id of an answer of the responses API, so that the next turn finds its program."""
+    def _record_response(self) -> None:
+        """Record where an answer of the responses API is, so that requests that name it find it."""
         name = self.meter.response_id if self.meter is not None else None
-        if name is not None and self._program_id is not None:
-            self._proxy.conversations[(self._tenant, name)] = self._program_id
-            if len(self._proxy.conversations) > MAX_RESPONSE_IDS:
-                self._proxy.conversations.popitem(last=False)
+        if name is not None and self._sent_to is not None:
+            responses = self._proxy.responses
+            responses[name] = StoredResponse(self._tenant, self._sent_to, self._program_id)
+            if len(responses) > MAX_RESPONSE_IDS:
+                responses.popitem(last=False)
