@@ -1,9 +1,5 @@
-"""Parses what engines report about themselves: sizes and role. Finds out which engines can form pairs.
-
-A pair is a prefill engine and a decode engine. For each of them, ``/sojourn/v1/capabilities`` reports its
-role, peer address, node, epoch (id of its KV transfer manager) and the size of a Full Block, the unit of
-KV storage.
-"""
+"""What engines report about themselves: sizes and role. Finds out which can form pairs of a prefill and a
+decode engine."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ from ...metrics.vllm_metrics_page import CachePool, cache_pools, process_start_t
 from ...routing.routing_events import NicQueueReported, PairEngineRegistered, PairRole, ReplicaRegistered
 
 DEFAULT_CAPACITY_TOKENS = 1 << 20
-"""Assumed KV capacity, in tokens, of an engine that reports none. All such engines count as equally large.
-So routing compares them only by their numbers of requests."""
+"""Assumed KV capacity, in tokens, of an engine that reports none. All such engines count as equally large."""
 STORAGE_READ = "storage read"
 """Name of the link whose queue decides which engine of a pair reads KV from storage."""
 DEFAULT_BLOCK_S = 0.001
@@ -31,14 +26,12 @@ _Size = Annotated[int, Meta(ge=1)]
 
 
 class EngineCompatibility(NamedTuple):
-    """Values that both engines of a pair must have in common. ``kv`` and ``shape`` are empty if not
-    reported."""
+    """Values that both engines of a pair have in common. ``kv`` and ``shape`` are empty if not reported."""
 
     model: str
     block_bytes: int
-    """Bytes of a Full Block."""
     block_tokens: int
-    """Tokens of a Full Block."""
+    """Size of a Full Block, the unit of KV storage."""
     kv: str
     """Digest of the KV format, equal for engines that accept each other's KV."""
     shape: str
@@ -70,9 +63,9 @@ class EngineDescription:
     ranks: int
     """Number of data-parallel ranks."""
     instance: str
-    """Id that changes with each restart of the engine: the start time of its process, or the number of
-    engines lost at the address before. For a prefill or decode engine, the epoch of its KV transfer
-    manager is appended, because a restarted manager has lost its KV."""
+    """Id that changes when the engine has lost its KV: the start time of its process, or the number of
+    engines lost at the address before; of a prefill or decode engine with the epoch of its KV transfer
+    manager."""
     capacity_tokens: int
     """KV capacity of the device in tokens."""
     host_tokens: int
@@ -111,23 +104,18 @@ class EngineDescription:
 def describe_engine(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
 ) -> EngineDescription:
-    """Build a description from an engine's answers to ``/capabilities``, ``/metrics`` and ``/v1/models``.
-
-    An engine with sojourn reports all values of a description. Plain vLLM reports only some, such as its
-    KV capacity. ``life``: number of engines lost at this address before."""
-    engine = capabilities.get("engine")
-    engine = engine if isinstance(engine, dict) else {}
+    """Build a description from an engine's answers to ``/capabilities``, ``/metrics`` and ``/v1/models``;
+    plain vLLM reports only some of its values. ``life``: number of engines lost at this address before."""
+    engine, tiers = _table(capabilities.get("engine")), _table(capabilities.get("tiers"))
+    if not tiers.get("on", True):
+        tiers = {}
     pools = cache_pools(metrics)
     pool = pools[0] if pools else CachePool()
     block_size = whole(engine.get("block_size")) or pool.block_size or 16
     blocks = whole(engine.get("num_blocks")) or pool.num_blocks or 0
-    tiers = capabilities.get("tiers")
-    tiers = tiers if isinstance(tiers, dict) and tiers.get("on", True) else {}
-    host, disk = tiers.get("host"), tiers.get("disk")
-    host_blocks = whole(host.get("blocks")) or 0 if isinstance(host, dict) else 0
     data = models.get("data")
-    served = data[0] if isinstance(data, list) and data and isinstance(data[0], dict) else {}
-    ranks = max(len({pool.engine for pool in pools}), whole(capabilities.get("engines")) or 1, 1)
+    served = _table(data[0] if isinstance(data, list) and data else None)
+    ranks = max(len({pool.engine for pool in pools}), whole(capabilities.get("engines")) or 1)
     # Without a start time, another engine at this address is noticed only after the loss of the first.
     instance = process_start_time(metrics) or f"life {life}"
     paths, unfit = None, ""
@@ -144,10 +132,10 @@ def describe_engine(
         instance=instance,
         # vLLM reserves one block.
         capacity_tokens=(blocks - 1) * block_size if blocks > 1 else DEFAULT_CAPACITY_TOKENS,
-        host_tokens=host_blocks * block_size,
+        host_tokens=(whole(_table(tiers.get("host")).get("blocks")) or 0) * block_size,
         max_running=whole(engine.get("max_num_seqs")) or 0,
         max_context_tokens=whole(served.get("max_model_len")) or 0,
-        shares_disk=isinstance(disk, dict) and disk.get("shared") is True,
+        shares_disk=_table(tiers.get("disk")).get("shared") is True,
         speaks_sojourn=capabilities.get("name") == "sojourn",
         model=name if isinstance(name := served.get("id"), str) else "",
         paths=paths,
@@ -155,9 +143,13 @@ def describe_engine(
     )
 
 
+def _table(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Return why engines with the values ``kind`` cannot form a pair with the served engines, which have
-    the values ``ours``. Empty if they can. An empty ``kv`` or ``shape`` matches any value."""
+    """Return why engines of a kind cannot form a pair with the served engines, which have the values
+    ``ours``; empty if they can. An empty ``kv`` or ``shape`` matches any value."""
     for field, (what, how) in _MUST_BE_EQUAL.items():
         theirs, own = getattr(kind, field), getattr(ours, field)
         if theirs != own and (field == "model" or (theirs and own)):
@@ -181,9 +173,9 @@ _MUST_BE_EQUAL = {
 def dominant_kind(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """Choose the kind of engines to serve; ``None``: there are no engines. ``ours`` is the kind that is
-    served now. It stays while it has both roles. Otherwise choose the kind with the most engines, those
-    with both roles first."""
+    """Choose the kind of engines to serve; ``None``: there are no engines. ``ours``, the kind that is served
+    now, stays while it has both roles. Else it is the kind with the most engines, those with both roles
+    first."""
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
         roles.setdefault(kind, []).append(role)
@@ -198,18 +190,22 @@ def dominant_kind(
 def registration_event(replica_id: str, described: EngineDescription, *, in_pair: bool) -> ReplicaRegistered:
     """Return the event that registers a replica with the routing core. ``in_pair``: as a prefill or decode
     engine."""
-    sizes = {
-        "capacity_tokens": described.capacity_tokens,
-        "max_running": described.max_running,
-        "max_context_tokens": described.max_context_tokens,
-    }
-    paths = described.paths
+    one, paths = described, described.paths
     if not in_pair or paths is None:
-        return ReplicaRegistered(replica_id, described.instance, host_tokens=described.host_tokens, **sizes)
+        return ReplicaRegistered(
+            replica_id,
+            one.instance,
+            one.capacity_tokens,
+            one.host_tokens,
+            one.max_running,
+            one.max_context_tokens,
+        )
     return PairEngineRegistered(
         replica_id,
-        described.instance,
-        **sizes,
+        one.instance,
+        one.capacity_tokens,
+        max_running=one.max_running,
+        max_context_tokens=one.max_context_tokens,
         role=paths.role,
         node=paths.node,
         block_s=paths.block_s or DEFAULT_BLOCK_S,
@@ -219,9 +215,9 @@ def registration_event(replica_id: str, described: EngineDescription, *, in_pair
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """Return the event that reports the queue of a node's storage NIC. ``engines``: the links of each
-    engine on the node. They share the NIC, so their queues are added up. Return ``None`` if no engine
-    reports a queue, or if a reported queue has an unknown length. Then the core keeps its own estimate."""
+    """Return the event that reports the queue of a node's storage NIC, the sum of those of its engines.
+    ``engines``: the links of each. Return ``None``, for the core's own estimate, if no engine reports a
+    queue, or if a reported queue has an unknown length."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

@@ -1,22 +1,19 @@
 """Polls engines. Registers living ones with the routing core, reports their load and the programs whose KV
 they have, and reports dead or restarted engines as gone.
 
-Each poll asks for ``/health``. An engine that runs sojourn is also asked for ``/sojourn/v1/load``: its
-requests, the queues of its links, and its programs with KV. At the first poll and then every
-``DESCRIBE_EVERY_POLLS`` polls, the engine describes itself (``engine_descriptions``). An engine is dead if it
-refuses connections, if it reports twice that it is unhealthy, or if it does not answer for ``SILENT_DEAD_S``.
+Each poll asks for ``/health``, and engines that run sojourn for ``/sojourn/v1/load`` too: requests, queues of
+links, programs with KV. At the first poll and then every ``DESCRIBE_EVERY_POLLS`` polls, the engine describes
+itself. An engine is dead if it refuses connections, if it reports twice that it is unhealthy, or if it does
+not answer for ``SILENT_DEAD_S``.
 
-With configured roles, the engines are prefill and decode engines. Only engines of one kind are accepted:
-those with the same model and KV format. The served kind changes when it lacks a role and another kind has
-both.
-"""
+Engines with configured roles are prefill and decode engines. Only those of one kind are accepted, with the
+same model and KV format. The served kind changes when it lacks a role and another kind has both."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -26,7 +23,7 @@ from sojourn.wire_codec import CAPABILITIES_PATH
 
 from ...core.engine_answers import EngineLoad, LinkStats
 from ...routing.routing_events import KvReported, PairRole, ProbeReplica, ReplicaGone, ResidentKv
-from .engine_client import OWN_ERRORS, ask_engine, bearer, parse_json_object
+from .engine_client import OWN_ERRORS, EngineReply, ask_engine, bearer
 from .engine_descriptions import (
     EngineCompatibility,
     EngineDescription,
@@ -54,8 +51,8 @@ MAX_ERROR_POLLS = 2
 """Number of consecutive health checks with status 500 or 503 after which an engine counts as dead."""
 DESCRIBE_EVERY_POLLS = 15
 """Number of polls between two requests for an engine's description."""
-MAX_PARTIAL_DESCRIPTIONS = 3
-"""Number of consecutive incomplete descriptions of a new engine after which the last of them is accepted."""
+PARTIAL_POLLS = 3
+"""Number of polls of a new engine after which even an incomplete description is accepted."""
 LOAD_PATH = "/sojourn/v1/load"
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 
@@ -66,22 +63,17 @@ class _Loads(msgspec.Struct):
     engines: list[EngineLoad]
 
 
-_decoder = msgspec.json.Decoder(_Loads)
-
-
 @dataclass(slots=True, eq=False)
 class MonitoredEngine:
-    """A configured address, and the engine there, if any."""
+    """A configured address, and the engine there, if any. Times are on the monitor's clock."""
 
     url: str
     role: PairRole | None
     """Configured role; ``None``: the engine serves whole requests."""
     answered_s: float
-    """Time of the engine's last answer, on the monitor's clock."""
+    """Time of the engine's last answer."""
     description: EngineDescription | None = None
     """The last accepted description; ``None``: no engine answers at the address."""
-    partial: int = 0
-    """Number of consecutive incomplete descriptions."""
     errors: int = 0
     """Number of consecutive health checks with an error."""
     polls: int = 0
@@ -134,7 +126,7 @@ class EngineMonitor:
         self._watched: dict[str, MonitoredEngine] = {}
         self._kind: EngineCompatibility | None = None
         """The served kind of prefill and decode engines; ``None``: not chosen yet."""
-        self._logged_pairs: tuple[int, int] | None = None
+        self._logged_pairs: tuple[int, ...] = ()
         self._absent: tuple[str, ...] = ()
         self.watch(engines)
 
@@ -142,12 +134,11 @@ class EngineMonitor:
         """Monitor these engines from now on, by URL, and those that still answer. ``absent``: names of
         engines that should run and do not, for ``missing``."""
         self._absent = tuple(absent)
-        for url in [
-            url for url, one in self._watched.items() if url not in engines and one.description is None
-        ]:
-            watched = self._watched.pop(url)
-            if watched.polling is not None:
-                watched.polling.cancel()
+        for watched in [*self._watched.values()]:
+            if watched.url not in engines and watched.description is None:
+                del self._watched[watched.url]
+                if watched.polling is not None:
+                    watched.polling.cancel()
         for url, role in engines.items():
             if url not in self._watched:
                 self._watched[url] = MonitoredEngine(url, role, self._clock())
@@ -156,7 +147,7 @@ class EngineMonitor:
         """Poll all engines regularly, until cancelled."""
         try:
             while True:
-                for watched in list(self._watched.values()):
+                for watched in self._watched.values():
                     self._start_poll(watched)
                 await asyncio.sleep(self._poll_s)
         finally:
@@ -174,9 +165,8 @@ class EngineMonitor:
         self._log_pairs()
 
     def probe(self, action: ProbeReplica) -> None:
-        """Poll a replica's engine now, unless a poll is in progress. If the engine is dead, all its
-        replicas are reported to the core as gone. A replica whose engine is not monitored is reported at
-        once."""
+        """Poll a replica's engine now, unless a poll is in progress. If the engine is dead, all its replicas
+        are reported to the core as gone. A replica whose engine is not monitored is reported at once."""
         watched = self._engine_of(action.replica_id)
         if watched is None:
             self._tell(ReplicaGone(action.replica_id, action.instance))
@@ -224,7 +214,7 @@ class EngineMonitor:
 
     async def _check(self, watched: MonitoredEngine) -> None:
         """Query an engine. Report it as gone if it is dead."""
-        alive = await self._check_health(watched)
+        alive = await self._is_alive(watched)
         if alive:
             watched.answered_s, watched.errors = self._clock(), 0
             if watched.description is None or watched.polls % DESCRIBE_EVERY_POLLS == 0:
@@ -239,22 +229,14 @@ class EngineMonitor:
         elif self._clock() - watched.answered_s >= SILENT_DEAD_S:
             self._gone(watched, "it does not answer")
 
-    async def _check_health(self, watched: MonitoredEngine) -> bool | None:
-        """Check an engine's health. True: it is alive. False: it is dead. ``None``: unknown."""
+    async def _is_alive(self, watched: MonitoredEngine) -> bool | None:
+        """Check an engine's health; ``None``: unknown."""
         headers = {"Authorization": self._authorization} if self._authorization else {}
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         try:
-            async with self._session().get(
-                f"{watched.url}/health", headers=headers, timeout=timeout
-            ) as answer:
+            url = f"{watched.url}/health"
+            async with self._session().get(url, headers=headers, timeout=timeout) as answer:
                 await answer.read()
-                if answer.status < 300:
-                    return True
-                if answer.status not in (500, 503):
-                    watched.errors = 0
-                    return None  # answered by a proxy in between
-                watched.errors += 1
-                return False if watched.errors >= MAX_ERROR_POLLS else None
         except aiohttp.ClientConnectorError as error:
             if error.os_error.errno in OWN_ERRORS:  # no connection is left; the engine may well live
                 watched.answered_s = self._clock()
@@ -262,42 +244,37 @@ class EngineMonitor:
             return False if isinstance(error.os_error, ConnectionRefusedError) else None
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
+        if answer.status < 300:
+            return True
+        # Any other status is that of a proxy in between.
+        watched.errors = watched.errors + 1 if answer.status in (500, 503) else 0
+        return False if watched.errors >= MAX_ERROR_POLLS else None
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
-        """Send a GET. Return (status, body). The body is empty unless the status is 200. Status 0 means no
-        answer or a server error (5xx)."""
-        answer = await ask_engine(
+    async def _get(self, url: str) -> EngineReply | None:
+        """Send a GET. Return the answer; ``None``: there is none, or a server error (5xx)."""
+        reply = await ask_engine(
             self._session(), url, authorization=self._authorization, timeout_s=ANSWER_TIMEOUT_S
         )
-        if answer is None or answer.status >= 500:
-            return 0, b""
-        return answer.status, answer.body if answer.status == 200 else b""
+        return reply if reply is not None and reply.status < 500 else None
 
     async def _describe(self, watched: MonitoredEngine) -> None:
         """Update an engine's description. An incomplete description of a known engine is not used: with
         values missing, it would look like another engine."""
-        found = await asyncio.gather(*(self._get(watched.url + path) for path in _DESCRIPTION_PATHS))
-        statuses = {status for status, _ in found}
-        if 401 in statuses and not watched.is_warned:
+        replies = await asyncio.gather(*(self._get(watched.url + path) for path in _DESCRIPTION_PATHS))
+        asks_key = any(one is not None and one.status == 401 for one in replies)
+        if asks_key and not watched.is_warned:
             logger.warning("%s asks for a key: without --engine-key its sizes are unknown", watched.url)
             watched.is_warned = True
         known = watched.description
-        if known is not None and statuses & {0, 401}:
+        is_partial = None in replies
+        if (known and (is_partial or asks_key)) or (is_partial and watched.polls < PARTIAL_POLLS - 1):
             return
-        if 0 in statuses:
-            watched.partial += 1
-            if watched.partial < MAX_PARTIAL_DESCRIPTIONS:
-                return
-        capabilities, metrics, models = (body for _, body in found)
-        described = describe_engine(
-            parse_json_object(capabilities) or {},
-            metrics.decode(errors="replace"),
-            parse_json_object(models) or {},
-            watched.lives,
-        )
-        watched.partial, watched.description = 0, described
+        capabilities, metrics, models = (one or _NOTHING for one in replies)
+        page = metrics.body.decode(errors="replace") if metrics.status == 200 else ""
+        described = describe_engine(capabilities.document or {}, page, models.document or {}, watched.lives)
+        watched.description = described
         if known is None:
-            watched.is_warned = 401 in statuses
+            watched.is_warned = asks_key
             logger.info(
                 "%s is up: KV for %d tokens on the device, %d in host memory",
                 watched.url, described.capacity_tokens, described.host_tokens,
@@ -318,55 +295,55 @@ class EngineMonitor:
         if described is None or not (described.speaks_sojourn or watched.role):
             return
         watched.asked_s = self._clock()
-        status, body = await self._get(watched.url + LOAD_PATH)
+        reply = await self._get(watched.url + LOAD_PATH)
         try:
-            watched.loads = _decoder.decode(body).engines if status == 200 else []
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            watched.loads = msgspec.convert(reply.document if reply is not None else None, _Loads).engines
+        except msgspec.ValidationError:
             watched.loads = []
         if watched.loads and (one := watched.loads[0]).links:
             watched.links = one.links
-            paths = described.paths
-            if paths is None or paths.epoch != one.epoch:
+            if described.paths is None or described.paths.epoch != one.epoch:
                 await self._describe(watched)  # its KV transfer manager was restarted
 
     # -- results ------------------------------------------------------------------------
 
     def _register(self, watched: MonitoredEngine) -> None:
-        """Register a living engine's replicas with the core, or report that they are alive. Refuse an
-        engine that is not accepted."""
-        described = watched.description
+        """Register a living engine's replicas with the core, or report that they are alive, with their load.
+        Refuse an engine that is not accepted."""
+        described, in_pair = watched.description, watched.role is not None
         if described is None:
             return
-        why = self._why_refused(watched, described) if watched.role is not None else ""
-        if why:
-            self._forget(watched)
-            if watched.refused != why:
-                logger.warning("%s gets no requests: %s", watched.url, why)
-                watched.refused = why
-            return
-        watched.refused = ""
-        places = rank_addresses(watched.url, described.ranks)
+        why = self._why_refused(watched, described) if in_pair else ""
+        if why and watched.refused != why:
+            logger.warning("%s gets no requests: %s", watched.url, why)
+        watched.refused = why
+        places = rank_addresses(watched.url, described.ranks) if not why else []
         if watched.places != places:
             self._forget(watched)
             watched.places = places
         watched.instance = described.instance
         for address in places:
             self._replicas[address.replica_id] = address
-            self._tell(registration_event(address.replica_id, described, in_pair=watched.role is not None))
+            self._tell(registration_event(address.replica_id, described, in_pair=in_pair))
         self._report_loads(watched)
-        if described.paths is not None and watched.role is not None:
+        if in_pair and described.paths is not None and places:
             node = described.paths.node
             there = [
                 one.links
                 for one in self._watched.values()
-                if one.places
-                and one.description
-                and one.description.paths
-                and one.description.paths.node == node
+                if one.places and (its := one.description) and its.paths and its.paths.node == node
             ]
-            event = nic_queue_event(node, there)
-            if event is not None:
-                self._tell(event)
+            if (queue := nic_queue_event(node, there)) is not None:
+                self._tell(queue)
+
+    def _log_pairs(self) -> None:
+        """Log the number of accepted prefill and decode engines if it has changed."""
+        listed = [one.role for one in self._watched.values()]
+        accepted = [one.role for one in self._watched.values() if one.places]
+        counts = tuple(of.count(role) for role in PairRole for of in (accepted, listed))
+        if any(counts) and counts != self._logged_pairs:
+            self._logged_pairs = counts
+            logger.info("pairs: %d of %d prefill and %d of %d decode engines are accepted", *counts)
 
     def _report_loads(self, watched: MonitoredEngine) -> None:
         key = self._names.key
@@ -391,8 +368,8 @@ class EngineMonitor:
             )
 
     def _why_refused(self, watched: MonitoredEngine, described: EngineDescription) -> str:
-        """Return why a prefill or decode engine is not accepted; empty if it is accepted. May change the
-        served kind."""
+        """Return why a prefill or decode engine is not accepted; empty if it is. May change the served
+        kind."""
         assert watched.role is not None
         if described.unfit or described.kind is None:
             return described.unfit or "it reports no KV paths; expected an engine started with --role"
@@ -407,20 +384,6 @@ class EngineMonitor:
         self._kind = dominant_kind(there, self._kind)
         return incompatibility(described.kind, self._kind) if self._kind is not None else ""
 
-    def _log_pairs(self) -> None:
-        """Log the number of accepted prefill and decode engines if it has changed."""
-        named = Counter(one.role for one in self._watched.values())
-        if not named.keys() - {None}:
-            return
-        found = Counter(one.role for one in self._watched.values() if one.places)
-        counts = found[PairRole.PREFILL], found[PairRole.DECODE]
-        if counts != self._logged_pairs:
-            self._logged_pairs = counts
-            logger.info(
-                "pairs: %d of %d prefill and %d of %d decode engines are accepted",
-                counts[0], named[PairRole.PREFILL], counts[1], named[PairRole.DECODE],
-            )  # fmt: skip
-
     def _gone(self, watched: MonitoredEngine, why: str) -> None:
         """Report an engine as gone, and log the loss. No effect if no engine was there."""
         if watched.description is None:
@@ -434,9 +397,8 @@ class EngineMonitor:
             lost = f"other {watched.role.value} engines go on" if watched.role else "other engines go on"
         logger.warning("%s is gone (%s); %s", watched.url, why, lost)
         self._forget(watched)
-        watched.description, watched.refused = None, ""
+        watched.description, watched.refused, watched.links = None, "", {}
         watched.polls = watched.errors = 0
-        watched.links = {}
         watched.lives += 1
 
     def _forget(self, watched: MonitoredEngine) -> None:
@@ -445,3 +407,6 @@ class EngineMonitor:
             self._replicas.pop(address.replica_id, None)
             self._tell(ReplicaGone(address.replica_id, watched.instance))
         watched.places = []
+
+
+_NOTHING = EngineReply(404, b"", "")

@@ -2,8 +2,7 @@
 that waits for requests of models alone.
 
 An open port belongs behind a proxy, which bounds what strangers may send: half a request, headers without an
-end, requests ahead of their answers.
-"""
+end, requests ahead of their answers."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     Java's HTTP client offers HTTP/2 with its first request, and httptools then takes the request's body for
     bytes of the other protocol. A server may ignore the offer (RFC 9110 §7.8). A body of JSON has no such
-    line.
-    """
+    line."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(_UPGRADE.sub(b"", data) if b"pgrade:" in data else data)
@@ -70,8 +68,7 @@ def raise_open_file_limit(most_waiting: int) -> int | None:
     Return the limit; ``None``: there is none.
 
     ``most_waiting``: number of requests that may wait. A waiting request has one connection, to its client. A
-    sent request has a second one, to its engine.
-    """
+    sent request has a second one, to its engine."""
     try:
         import resource
     except ImportError:  # Windows

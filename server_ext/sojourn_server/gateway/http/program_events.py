@@ -4,31 +4,30 @@ An engine knows a program only from the events that it has received. So the gate
 start, its workflow graph, its running tools, and the events that no engine has answered yet. They reach the
 program's home, the replica that serves its turns, in one of three ways:
 
-- Events that a client posts are recorded and posted on at once, together with all that the home lacks of
-  these programs. Without a home they wait for the program's first request.
-- Events in a request's hint travel with the request if they concern its own program or programs at home at
-  the same replica. If not, all events of this hint are taken out of it and are handled like posted ones.
-- Before a request goes to a replica that lacks events, they are posted there: after a move, after a restart
-  of the engine, or because the engine did not answer. The request waits for that at most ``REPLAY_WAIT_S``.
+- Events that a client posts are posted on at once, with all that the home lacks of these programs. Without a
+  home they wait for the program's first request.
+- Events in a request's hint travel with it if they concern its own program or programs at home at the same
+  replica. If not, all events of this hint are taken out of it and are handled like posted ones.
+- Before a request goes to a replica that lacks events, they are posted there: after a move, a restart of the
+  engine, or a POST without an answer. The request waits for that at most ``REPLAY_WAIT_S``.
 
-A gateway has at most one POST at a time for each engine and tenant. It takes along all events that have
-arrived meanwhile, so the order of a program's events is kept, a flood costs few requests, and no tenant waits
-for another's. An event keeps the number of its emitter until an engine has answered it, so an engine that
-gets it twice applies it once. State that is sent again to another engine has numbers of the gateway.
+There is at most one POST at a time for each engine and tenant. It takes along all events that have arrived
+meanwhile, so the order of a program's events is kept, a flood costs few requests, and no tenant waits for
+another's. An event keeps the number of its emitter until an engine has answered it, so an engine that gets it
+twice applies it once. State that is sent again to another engine has numbers of the gateway.
 
-Events may be lost if an engine does not answer; no request ever fails for them.
-"""
+Events may be lost if an engine does not answer; no request ever fails for them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -84,16 +83,17 @@ REPLAY_RETRY_S = 5.0
 END_ATTEMPTS = 3
 """Number of times that the end of a program is sent to an engine that does not answer."""
 MAX_PROGRAMS = 10_000
-"""Maximum number of programs whose state is kept. Beyond it, those whose last event is the oldest are
-forgotten."""
+"""Maximum number of programs whose state is kept, those of the newest events."""
 MAX_RUNNING_TOOLS = 64
 """Maximum number of running tools that are kept of a program."""
 MAX_UNSENT_OF_PROGRAM = 2 * MAX_BATCH_EVENTS
-"""Maximum number of events of a program that no engine has answered. Older ones are dropped."""
+"""Maximum number of events of a program that no engine has answered, the newest."""
 MAX_UNSENT = 100_000
-"""Maximum number of such events of all programs. Beyond it, those of the oldest programs are dropped."""
+"""Maximum number of such events of all programs, those of the newest programs."""
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum total bytes of all graphs as JSON."""
+_BATCH_BYTES = MAX_BATCH_BYTES - 2048
+"""Bytes of a batch that its events may take; an emitter's name takes the rest."""
 
 EngineInstance = tuple[str, str]
 """(URL, ``EngineDescription.instance``) of an engine, whose ranks all get the same events."""
@@ -110,7 +110,7 @@ class _Entry:
     at_s: float
     """Time of arrival, on the gateway's clock."""
     outcome: EventOutcome | None = None
-    """The engine's answer; ``None``: there is none yet."""
+    """The engine's answer, if there is one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -155,26 +155,21 @@ class AttachedEvents:
         own = context.sojourn
         self.program_id = program_id
         self.authorization = authorization
-        self.emitter = (own.emitter if own is not None else None) or ""
         self.implicit_id = context.program_id if program_id is None else None
+        emitter = (own.emitter if own is not None else None) or ""
         # Engines reject events without a valid emitter.
-        raw = own.events if own is not None and id_problem(self.emitter) is None else ()
-        self.batch = EventBatch(v=WIRE_VERSION, emitter=self.emitter, events=list(raw[:MAX_BATCH_EVENTS]))
+        raw = own.events[:MAX_BATCH_EVENTS] if own is not None and id_problem(emitter) is None else ()
+        self.batch = EventBatch(v=WIRE_VERSION, emitter=emitter, events=list(raw))
         self.events: list[AnyEvent] = []
         """The events that can be read."""
-        for one in self.batch.events:
-            try:
+        for one in raw:
+            with contextlib.suppress(WireError):  # the engine reports the error
                 self.events.append(decode_event(one))
-            except WireError:
-                continue  # the engine reports the error
 
 
 class ProgramEvents:
-    """The events of all programs of a gateway. For use in one event loop.
-
-    In all methods, ``key`` is (tenant, program id), and ``authorization`` is the client's ``Authorization``
-    header.
-    """
+    """The events of all programs of a gateway. For use in one event loop. In all methods, ``key`` is (tenant,
+    program id), and ``authorization`` is the client's ``Authorization`` header."""
 
     def __init__(
         self,
@@ -189,9 +184,9 @@ class ProgramEvents:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``description_of`` returns the last description of a replica's engine; ``None``: unknown.
-        ``names``: maps clients' program ids to the names that engines use for programs; ``None``: engines use
-        the clients' ids. ``engine_key``: key sent to engines instead of the client's; ``None``: the client's
-        key is sent. ``silent_program_s``: seconds without an event after which a program is forgotten."""
+        ``names``: the engines' names for programs; ``None``: the clients' ids. ``engine_key``: key sent to
+        engines instead of the client's. ``silent_program_s``: seconds without an event after which a program
+        is forgotten."""
         self.names = names or ProgramIdMapper(())
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -220,12 +215,9 @@ class ProgramEvents:
     async def forward_batch(
         self, batch: EventBatch, tenant: str, authorization: str | None
     ) -> list[EventOutcome]:
-        """Record the events of a client's batch, and forward each to its program's home. Return one outcome
-        per event, in order.
-
-        If a program has no home, because its KV is gone or it is served by pairs, its ``ProgramEnd`` goes to
-        the engine that served it last. Its other events are not sent yet.
-        """
+        """Record the events of a client's batch, and forward each to its program's home. Return their
+        outcomes in order. If a program has no home, because its KV is gone or it is served by pairs, its
+        ``ProgramEnd`` goes to the engine that served it last. Its other events are not sent yet."""
         core = self._routing_backend.core
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         sent: list[tuple[int, Key, _Entry]] = []
@@ -307,7 +299,7 @@ class ProgramEvents:
                 continue
             if not isinstance(event, ProgramEnd):
                 is_new = key not in self.programs
-                entry = self._record(key, event, attached.emitter, attached.authorization)
+                entry = self._record(key, event, attached.batch.emitter, attached.authorization)
                 record = self.programs[key]
                 call_id = event.call_id if isinstance(event, ToolStop) else None
                 for one in list(record.unsent):
@@ -340,8 +332,7 @@ class ProgramEvents:
         """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
 
         ``authorization``: header of the program's last request; ``None``: use the header of its last recorded
-        event.
-        """
+        event."""
         record = self.programs.get(key)
         if record is not None and record.place == self._instance(address):
             record.place = None
@@ -422,7 +413,8 @@ class ProgramEvents:
     # -- to engines ----------------------------------------------------------------------
 
     async def _deliver(self, tenant: str, address: ReplicaAddress, keys: Collection[Key]) -> None:
-        """Post to an engine all that it lacks of these programs of a tenant."""
+        """Post to an engine all that it lacks of these programs of a tenant. State that it rejects is
+        dropped."""
         turn = self._turns.setdefault((address.url, tenant), _Turn())
         failures = turn.failures
         async with turn.lock:
@@ -431,57 +423,52 @@ class ProgramEvents:
             place = self._instance(address)
             records = [record for key in keys if (record := self.programs.get(key)) is not None]
             before = [record.place for record in records]
-            lacking_still: set[_Program] = set()
-            lacking = [
-                (one.emitter if one in record.unsent else self._emitter, one.authorization, record, one)
-                for record in records
-                for one in record.lacking(place)
-            ]
-            for (emitter, shown), part in groupby(lacking, lambda one: one[:2]):
-                here = [(record, entry) for *_, record, entry in part]
-                refused = await self._post_part(address.url, tenant, emitter, shown, here)
-                if refused is None:
+            lacking = [(record, one) for record in records for one in record.lacking(place)]
+            refused: set[_Program] = set()
+            for batch, authorization, told in self._batches(tenant, lacking):
+                outcomes = await self._post(address.url, batch, authorization)
+                for number, (record, entry) in enumerate(told):
+                    event = entry.event
+                    if outcomes is not None:
+                        outcome = outcomes[number]
+                        entry.outcome = msgspec.structs.replace(
+                            outcome, program_id=event.program_id, seq=event.seq
+                        )
+                        if outcome is _KEY_REFUSED and batch.emitter == self._emitter:
+                            refused.add(record)
+                        elif outcome is not _KEY_REFUSED and outcome.outcome is Outcome.REJECTED:
+                            record.state = {k: one for k, one in record.state.items() if one is not entry}
+                    if outcomes is not None or isinstance(event, (Heartbeat, ProgramEnd)):
+                        record.unsent.pop(entry, None)
+                if outcomes is None:
                     turn.failures += 1
                     return
-                lacking_still |= refused
             for record, earlier in zip(records, before, strict=True):
                 # If the place has changed, the program has moved meanwhile.
-                if record.place == earlier and record not in lacking_still:
+                if record.place == earlier and record not in refused:
                     record.place = place
 
-    async def _post_part(
-        self,
-        url: str,
-        tenant: str,
-        emitter: str,
-        authorization: str | None,
-        part: list[tuple[_Program, _Entry]],
-    ) -> set[_Program] | None:
-        """Post events of one emitter. Return the programs whose state the engine lacks still, because it
-        refuses the key; ``None``: it did not answer. State that it rejects is dropped."""
-        raw = [self._encoded(tenant, entry, emitter) for _, entry in part]
-        refused: set[_Program] = set()
-        for start, events in _batches(raw):
-            batch = EventBatch(v=WIRE_VERSION, emitter=emitter, events=events)
-            here = part[start : start + len(events)]
-            outcomes = await self._post(url, batch, authorization)
-            answers: Sequence[EventOutcome | None] = outcomes or [None] * len(here)
-            for (record, entry), outcome in zip(here, answers, strict=True):
-                event = entry.event
-                if outcome is not None:
-                    entry.outcome = msgspec.structs.replace(
-                        outcome, program_id=event.program_id, seq=event.seq
-                    )
-                    if outcome is _KEY_REFUSED:
-                        if emitter == self._emitter:
-                            refused.add(record)
-                    elif outcome.outcome is Outcome.REJECTED:
-                        record.state = {name: one for name, one in record.state.items() if one is not entry}
-                if outcome is not None or isinstance(event, (Heartbeat, ProgramEnd)):
-                    record.unsent.pop(entry, None)
-            if outcomes is None:
-                return None
-        return refused
+    def _batches(
+        self, tenant: str, lacking: list[tuple[_Program, _Entry]]
+    ) -> Iterator[tuple[EventBatch, str | None, list[tuple[_Program, _Entry]]]]:
+        """Divide events into batches that an engine accepts. Yield (batch, authorization, its events). An
+        event that is too long for any batch gets a batch of its own."""
+        batch, authorization, size = EventBatch(v=WIRE_VERSION, emitter="", events=[]), None, 0
+        told: list[tuple[_Program, _Entry]] = []
+        for record, entry in lacking:
+            emitter = entry.emitter if entry in record.unsent else self._emitter
+            raw = self._encoded(tenant, entry, emitter)
+            size += len(bytes(raw)) + 1
+            is_full = size > _BATCH_BYTES or len(told) >= MAX_BATCH_EVENTS
+            if is_full or (emitter, entry.authorization) != (batch.emitter, authorization):
+                if told:
+                    yield batch, authorization, told
+                batch, told = EventBatch(v=WIRE_VERSION, emitter=emitter, events=[]), []
+                authorization, size = entry.authorization, len(bytes(raw)) + 1
+            batch.events.append(raw)
+            told.append((record, entry))
+        if told:
+            yield batch, authorization, told
 
     def _encoded(self, tenant: str, entry: _Entry, emitter: str) -> msgspec.Raw:
         """Encode an event with its present ``age_s``, its graph, and the engines' names of programs. If the
@@ -500,12 +487,10 @@ class ProgramEvents:
         self, address: ReplicaAddress | None, key: Key, status: str, authorization: str | None
     ) -> None:
         """Start to send an engine a ``ProgramEnd`` of the gateway."""
-        if address is None:
-            return
         end = ProgramEnd(program_id=key[1], seq=0, status=status[:MAX_EVENT_NAME_BYTES])
         entry = _Entry(end, self._emitter, authorization, self._clock())
 
-        async def send() -> None:
+        async def send(address: ReplicaAddress) -> None:
             for _ in range(END_ATTEMPTS):
                 home = self._replicas.get(self._routing_backend.core.home(*key))
                 if home is not None and home.url == address.url:
@@ -518,7 +503,8 @@ class ProgramEvents:
                         return
                 await asyncio.sleep(ANSWER_TIMEOUT_S)
 
-        self._start(send())
+        if address is not None:
+            self._start(send(address))
 
     async def _wait_for(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Start ``doing``, and wait for its end at most ``REPLAY_WAIT_S``."""
@@ -532,43 +518,25 @@ class ProgramEvents:
 
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
-    ) -> list[EventOutcome] | None:
+    ) -> Sequence[EventOutcome] | None:
         """Post a batch to an engine. Return one outcome per event; ``None``: there is no usable answer."""
-        outcomes: list[EventOutcome] = []
-        parts, refusals_left = [batch.events], 2 * len(batch.events).bit_length()
-        while parts:
-            events = parts.pop()
-            answer = await ask_engine(
-                self._session(),
-                url + EVENTS_PATH,
-                method="POST",
-                body=encode(msgspec.structs.replace(batch, events=events)),
-                authorization=bearer(self._engine_key, authorization),
-                headers={"Content-Type": "application/json"},
-                timeout_s=ANSWER_TIMEOUT_S,
-            )
-            if answer is None or answer.status not in (200, *_ANSWERS):
-                return None
-            same = _ANSWERS.get(answer.status)
-            if same is _REJECTED:
-                refusals_left -= 1
-                if refusals_left == 0:  # not only one or two events spoil the batch: drop the rest
-                    return outcomes + [_REJECTED] * (len(batch.events) - len(outcomes))
-                if half := len(events) // 2:  # one event may spoil the others
-                    parts += [events[half:], events[:half]]
-                    continue
-            if same is not None:
-                outcomes += [same] * len(events)
-                continue
-            try:
-                found = decode_outcomes(answer.body).outcomes
-            except WireError as error:
-                logger.debug("events for %s are lost: %s", url, error)
-                return None
-            if len(found) != len(events):
-                return None
-            outcomes += found
-        return outcomes
+        answer = await ask_engine(
+            self._session(),
+            url + EVENTS_PATH,
+            method="POST",
+            body=encode(batch),
+            authorization=bearer(self._engine_key, authorization),
+            headers={"Content-Type": "application/json"},
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
+        if answer is None or answer.status in _ANSWERS:
+            return [_ANSWERS[answer.status]] * len(batch.events) if answer is not None else None
+        try:
+            outcomes = decode_outcomes(answer.body).outcomes if answer.status == 200 else []
+        except WireError as error:
+            logger.debug("events for %s are lost: %s", url, error)
+            return None
+        return outcomes if len(outcomes) == len(batch.events) else None
 
 
 _STATE_NAMES: dict[type, str] = {ProgramStart: "start of the program", AegReport: "its graph"}
@@ -579,24 +547,6 @@ _REJECTED = EventOutcome(outcome=Outcome.REJECTED, reason="the engine does not t
 _STOCK = EventOutcome(outcome=Outcome.MISSING, reason="its replica runs without sojourn")
 _ANSWERS = {400: _REJECTED, 401: _KEY_REFUSED, 403: _KEY_REFUSED, 404: _STOCK, 413: _REJECTED}
 """The outcome of all events of a batch, by the status of the engine's answer."""
-
-
-def _batches(events: list[msgspec.Raw]) -> Iterator[tuple[int, list[msgspec.Raw]]]:
-    """Divide events into batches that an engine accepts. Yield (index of the first event, events). An event
-    that is too long for any batch gets a batch of its own."""
-    start, size = 0, 0
-    for number, raw in enumerate(events):
-        length = len(bytes(raw)) + 1
-        if number > start and (size + length > _BATCH_BYTES or number - start >= MAX_BATCH_EVENTS):
-            yield start, events[start:number]
-            start, size = number, 0
-        size += length
-    if events[start:]:
-        yield start, events[start:]
-
-
-_BATCH_BYTES = MAX_BATCH_BYTES - 2048
-"""Bytes of a batch that its events may take; an emitter's name takes the rest."""
 
 
 def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:

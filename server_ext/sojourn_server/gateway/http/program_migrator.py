@@ -61,10 +61,9 @@ class ProgramMigrator:
     async def prepare(self, key: Key, decision: SendRequest, authorization: str | None) -> None:
         """Prepare a replica for a program's next request, and wait until the request may be sent.
 
-        The replica gets the events that it lacks. If the program moves, its KV is written to the shared
-        disk, provided that both engines use one. Then the KV is released at the former replica.
-        ``authorization``: header for engines.
-        """
+        The replica gets the events that it lacks. If the program moves, its KV is written to the shared disk,
+        provided that both engines use one. Then the KV is released at the former replica. ``authorization``:
+        header for engines."""
         replica_id = decision.replica_id
         self._cancel_release(key, replica_id)  # the program may have returned
         # After two moves without a request in between, the program's KV is still at the first home.

@@ -49,8 +49,7 @@ class TenantKeys:
 
         ``authorization``: header ``Authorization`` (``Bearer KEY``). ``api_key``: header ``X-Api-Key``, which
         counts only without a bearer key. The key is always compared with all configured keys, so that the
-        response time reveals nothing about them.
-        """
+        response time reveals nothing about them."""
         if not self._digests:
             return DEFAULT_TENANT
         scheme, _, token = (authorization or "").partition(" ")
@@ -69,8 +68,7 @@ def load_tenant_keys(
     ``env:VARIABLE`` stands for the value of an environment variable. Without a file, ``key`` is the key of
     all clients, if there is one.
 
-    Raises ``TenantKeysError``, whose text contains no key.
-    """
+    Raises ``TenantKeysError``, whose text contains no key."""
     if path is None:
         return TenantKeys({key: DEFAULT_TENANT} if key else None)
     try:
