@@ -193,6 +193,70 @@ def test_a_program_is_followed_and_each_fact_is_counted_once(server: EngineServe
     assert total(server, "sojourn_program_turns_total") == done
 
 
+CLAUDE_CODE = {
+    "headers": {
+        "X-Claude-Code-Session-Id": "claude-1",
+        "x-claude-code-agent-id": "a7",
+        "anthropic-version": "2023-06-01",
+    },
+    "json": {
+        "model": "tiny",
+        "max_tokens": 4,
+        "stream": True,
+        "system": [{"type": "text", "text": "word " * 100, "cache_control": {"type": "ephemeral"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Look around."}]}],
+        "metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "claude-1"})},
+    },
+}
+CODEX = {
+    "headers": {
+        "session-id": "codex-1",
+        "thread-id": "codex-2",
+        "x-codex-parent-thread-id": "codex-1",
+        "x-openai-subagent": "collab_spawn",
+    },
+    "json": {
+        "model": "tiny",
+        "max_output_tokens": 4,
+        "stream": True,
+        "store": False,
+        "instructions": "word " * 100,
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Look around."}]}
+        ],
+        "prompt_cache_key": "codex-1",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "request_of", "program_id", "parent_id", "agent_type"),
+    [
+        ("/v1/messages", CLAUDE_CODE, "claude-1/a7", "claude-1", None),
+        ("/v1/responses", CODEX, "codex-2", "codex-1", "collab_spawn"),
+    ],
+    ids=["Claude Code", "Codex"],
+)
+def test_a_coding_agents_sub_agent_is_a_program_with_a_parent(
+    server: EngineServer,
+    path: str,
+    request_of: dict[str, Any],
+    program_id: str,
+    parent_id: str,
+    agent_type: str | None,
+) -> None:
+    for _ in range(2):
+        answer = call(server, "POST", path, **request_of)
+        assert answer.status_code == 200, answer.text
+        assert "error" not in answer.text
+    path = "/sojourn/v1/programs/" + program_id.replace("/", "%2F")
+    assert eventually(lambda: call(server, "GET", path).json().get("turns") == 2)
+    program = call(server, "GET", path).json()
+    assert (program["parent_program_id"], program["agent_type"]) == (parent_id, agent_type)
+    listed = call(server, "GET", "/sojourn/v1/programs?limit=100").json()["programs"]
+    assert parent_id not in [one["program_id"] for one in listed], "it has sent no request"
+
+
 @pytest.mark.nightly
 @ONE_SERVER
 def test_the_web_page_shows_a_program_while_its_tool_runs(server: EngineServer) -> None:

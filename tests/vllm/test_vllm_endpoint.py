@@ -312,5 +312,49 @@ async def test_the_routes_do_not_keep_the_engine_alive() -> None:
         await engine.call("stats", "{}")
 
 
+async def test_vllms_own_routes_see_the_program_of_a_coding_agent_behind_the_servers_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's application with all its middleware, over a model that answers with the session it is told."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    async def told(request: Any, raw_request: Any) -> AsyncIterator[str]:
+        async def stream() -> AsyncIterator[str]:
+            yield str(GenerateBaseServing._get_session_id_from_headers(raw_request))
+
+        return stream()
+
+    monkeypatch.setenv("VLLM_PLUGINS", "sojourn")
+    monkeypatch.setattr(endpoint, "bridge_for", lambda: PrometheusBridge(CollectorRegistry()))
+    settings = json.dumps({"sojourn": {"session_header": "X-Run"}})
+    flags = ["--api-key", "k", "--root-path", "/behind", "--additional-config", settings]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+    app = build_app(args, ("generate",))
+    client = FakeClient(FakeCore())
+    await init_endpoint_plugins_state(client, app.state, args)  # type: ignore[arg-type]
+    app.state.anthropic_serving_messages = SimpleNamespace(create_messages=told)
+    app.state.enable_server_load_tracking = False
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello"}]}
+    claude = {"X-Claude-Code-Session-Id": "c-1", "x-claude-code-agent-id": "a7"}
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        for path, headers, session in (
+            ("/v1/messages", claude, "c-1/a7"),
+            ("/behind/v1/messages", claude, "c-1/a7"),
+            ("/v1/messages", {**claude, "x-run": "r"}, "r"),
+            ("/v1/messages", {}, "None"),
+            ("/sojourn/session/run%2F1/v1/messages", {}, "run/1"),
+            ("/behind/sojourn/session/run%2F1/v1/messages", {}, "run/1"),
+        ):
+            assert (await http.post(path, headers=headers, json=body)).status_code == 401
+            answer = await http.post(path, headers={"authorization": "Bearer k", **headers}, json=body)
+            assert (answer.status_code, answer.text) == (200, session)
+    for plugin in app.state.endpoint_plugins:
+        plugin._poller.cancel()
+
+
 def test_the_gateway_knows_a_dead_engine_core_by_vllms_message() -> None:
     assert str(EngineDeadError()) == ENGINE_DEAD_MESSAGE
