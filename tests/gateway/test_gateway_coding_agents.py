@@ -1,0 +1,249 @@
+"""Requests as coding agents send them, in their headers and structure, through a gateway to engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from fake_engine import FakeEngine, engines
+from gateway_harness import World, world
+from sojourn_server.gateway.http.client_apis import ClientApi
+from sojourn_server.gateway.http.generation_request import parse_generation_request
+from sojourn_server.routing.routing_limits import RoutingLimits
+
+ROOT, OTHER = "0b1f6c1e-6a0e-4a3e-9d53-0c4b1b4f2c77", "7d2f4e9a-1c55-4f0c-8f6e-2b7a90e1d3aa"
+CODEX_AGENT = "019b0000-7f00-7000-8000-0000000000a1"
+
+
+class Shape(NamedTuple):
+    """What one client sends: path, headers and body of a request, with its program and parent."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    program: str
+    parent: str | None = None
+
+
+def claude_code(turn: int, agent: str | None = None) -> Shape:
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
+        "x-app": "cli",
+        "x-stainless-lang": "js",
+        "x-claude-code-session-id": ROOT,
+        **({"x-claude-code-agent-id": agent} if agent else {}),
+    }
+    system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.197.{turn};"}]
+    body = {
+        "model": "tiny",
+        "max_tokens": 32_000,
+        "stream": True,
+        "system": [*system, {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "step"}]}] * (2 * turn + 1),
+        "tools": [{"name": "Bash", "description": "Runs.", "input_schema": {"type": "object"}}],
+        "thinking": {"type": "enabled", "budget_tokens": 4000},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": ROOT})},
+    }
+    program = f"{ROOT}/{agent}" if agent else ROOT
+    return Shape("/v1/messages?beta=true", headers, body, program, ROOT if agent else None)
+
+
+def codex(turn: int, agent: str | None = None) -> Shape:
+    thread = agent or OTHER
+    headers = {
+        "originator": "codex_exec",
+        "session-id": OTHER,
+        "thread-id": thread,
+        "x-client-request-id": thread,
+        **({"x-codex-parent-thread-id": OTHER, "x-openai-subagent": "collab_spawn"} if agent else {}),
+    }
+    text = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "step"}]}
+    body = {
+        "model": "tiny",
+        "instructions": "Be brief.",
+        "input": [text] * (2 * turn + 1),
+        "tools": [{"type": "function", "name": "exec_command", "parameters": {"type": "object"}}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": thread,
+        "client_metadata": {"x-codex-installation-id": "i"},
+    }
+    return Shape("/v1/responses", headers, body, thread, OTHER if agent else None)
+
+
+def opencode(turn: int, agent: str | None = None) -> Shape:
+    session = agent or "ses_root"
+    headers = {
+        "x-session-id": session,
+        "x-session-affinity": session,
+        **({"x-parent-session-id": "ses_root"} if agent else {}),
+    }
+    body = {
+        "model": "tiny",
+        "max_tokens": 32_000,
+        "messages": [{"role": "system", "content": "Be brief."}, *[{"role": "user", "content": "x"}] * turn],
+        "tools": [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return Shape("/v1/chat/completions", headers, body, session, "ses_root" if agent else None)
+
+
+SHAPES = {
+    "claude-code": (claude_code, "a1b2c3d4"),
+    "codex": (codex, CODEX_AGENT),
+    "opencode": (opencode, "ses_a"),
+}
+
+
+def session_of(client: str) -> Iterator[Shape]:
+    """The requests of a session whose second turn starts a sub-agent."""
+    shape, agent = SHAPES[client]
+    yield from (shape(0), shape(1), shape(0, agent), shape(1, agent), shape(2))
+
+
+async def send(it: World, shape: Shape, key: str | None = None, base: str = "") -> str:
+    """Send a request, and return the replica that answered it."""
+    headers = shape.headers | ({"Authorization": f"Bearer {key}"} if key else {})
+    async with it.http.post(f"{it.url}{base}{shape.path}", json=shape.body, headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
+        await answer.read()
+        return answer.headers["X-Sojourn-Replica"]
+
+
+@pytest.mark.parametrize("client", SHAPES)
+async def test_each_session_is_a_program_and_its_sub_agents_are_children(client: str) -> None:
+    async with engines(3) as fakes, world(fakes, preset='extends = "sojourn"') as it:
+        shapes = list(session_of(client))
+        at = [await send(it, shape) for shape in shapes]
+        programs = it.gateway.routing_backend.core.programs
+        root, agent = shapes[0].program, shapes[2].program
+        assert {key[1]: one.parent for key, one in programs.items()} == {root: None, agent: ("default", root)}
+        assert len({at[0], at[1], at[4]}) == 1, "each turn where the session's KV is"
+        assert at[2] == at[3]
+        sent = [headers for fake in fakes for headers in fake.headers if headers["x-session-id"] == agent]
+        assert [one.get("x-parent-session-id") for one in sent] == [shapes[2].parent] * 2
+        if client != "opencode":
+            assert [one.get("x-root-session-id") for one in sent] == [root] * 2
+        if client == "codex":
+            assert sent[0]["x-sojourn-agent-type"] == "collab_spawn"
+
+
+@pytest.mark.parametrize("client", SHAPES)
+async def test_no_client_header_names_a_program_to_an_engine_of_several_tenants(client: str) -> None:
+    async with engines(1) as (fake,), world([fake], tenants={"ka": "alice", "kb": "bob"}) as it:
+        for shape in session_of(client):
+            await send(it, shape, "ka")
+        await send(it, next(session_of(client)), "kb")
+        names = [headers["x-session-id"] for headers in fake.headers]
+        root, agent = next(session_of(client)).program, list(session_of(client))[2].program
+        assert set(names) == {f"alice/{root}", f"alice/{agent}", f"bob/{root}"}
+        parents = {headers["x-parent-session-id"] for headers in fake.headers[2:4]}
+        assert parents == {f"alice/{root}"}
+        others = {
+            name for headers in fake.headers for name, value in headers.items() if value in (root, agent)
+        }
+        assert others <= {"x-client-request-id"}, "only what names no program"
+
+
+async def test_a_client_without_any_id_is_no_program_and_finds_an_engine_for_every_turn() -> None:
+    limits = RoutingLimits(wait_s=1.0)
+    async with engines(2) as fakes, world(fakes, preset='extends = "mori"', limits=limits, poll_s=3600) as it:
+        for turn in range(20):
+            shape = codex(0)
+            shape.body["input"] = [{"role": "user", "content": "word " * 800 * (turn + 1)}]
+            del shape.body["prompt_cache_key"]
+            await send(it, shape._replace(headers={}))
+        core = it.gateway.routing_backend.core
+        assert not core.programs
+        assert all(state.programs == 0 for state in it.gateway.routing_backend.replicas())
+
+
+async def test_the_base_url_or_the_operators_header_may_name_the_program() -> None:
+    async with engines(1) as (fake,), world([fake], session_header="X-Job", tenants={"ka": "alice"}) as it:
+        anonymous = Shape("/v1/chat/completions", {}, {"model": "tiny", "messages": []}, "")
+        await send(it, anonymous, "ka", "/sojourn/session/my%20job%2F1")
+        await send(it, anonymous._replace(headers={"x-job": "job-2", "x-session-id": "other"}), "ka")
+        assert [headers["x-session-id"] for headers in fake.headers] == ["my job/1", "job-2"]
+        assert "x-job" not in fake.headers[-1]
+        keyed = {"Authorization": "Bearer ka"}
+        for path, status in (("/sojourn/session/a/v1/models", 200), ("/sojourn/session/a/v2/models", 404)):
+            async with it.http.get(it.url + path, headers=keyed) as answer:
+                assert answer.status == status
+        async with it.http.post(f"{it.url}/sojourn/session/a/v1/messages", json={}) as answer:
+            assert (answer.status, (await answer.json())["type"]) == (401, "error")
+
+
+async def test_tokens_are_counted_by_any_engine_and_are_no_turn() -> None:
+    async with engines(2) as fakes, world(fakes) as it:
+        await fakes[0].kill()
+        shape = claude_code(1)
+        async with it.http.post(
+            f"{it.url}/v1/messages/count_tokens?beta=true", json=shape.body, headers=shape.headers
+        ) as answer:
+            assert await answer.json() == {"input_tokens": 3}
+        assert not it.gateway.routing_backend.core.programs
+        assert "x-claude-code-session-id" not in fakes[1].headers[-1]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/messages", 405),
+        ("POST", "/v1/messages/batches", 404),
+        ("POST", "/v1/messages/count_tokens", 413),
+        ("DELETE", "/v1/responses/resp_1", 405),
+        ("GET", "/v1/responses/resp_1", 404),
+        ("GET", "/v1/models/huge", 404),
+    ],
+)
+async def test_an_error_has_the_format_of_the_api_that_was_asked(method: str, path: str, status: int) -> None:
+    async with engines(1) as fakes, world(fakes, max_body_bytes=100) as it:
+        async with it.http.request(
+            method, it.url + path, data=b"x" * 200 if status == 413 else None
+        ) as answer:
+            assert answer.status == status
+            assert answer.headers["X-Sojourn-Gateway"] == "1"
+            error = await answer.json()
+        assert error["error"]["message"]
+        assert ("type" in error, "code" in error["error"]) == (
+            (True, False) if "messages" in path else (False, True)
+        )
+        assert (await it.get("/v1/models/tiny"))["id"] == "tiny"
+
+
+async def test_a_websocket_offer_is_answered_so_that_codex_falls_back_at_once() -> None:
+    async with engines(1) as fakes, world(fakes) as it:
+        offer = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Key": "eA=="}
+        for path in ("/v1/responses", "/sojourn/session/s/v1/responses", "/v1/realtime"):
+            async with it.http.get(it.url + path, headers=offer) as answer:
+                assert (answer.status, bool((await answer.json())["error"]["message"])) == (426, True)
+
+
+async def test_equal_prompts_of_the_messages_api_are_estimated_alike_whatever_the_cache_had() -> None:
+    class Cached(FakeEngine):
+        """Says of each prompt that all but 30 of its 8,030 tokens were cached."""
+
+        async def _stream(self, request: Any) -> Any:
+            usage = {"input_tokens": 30, "cache_read_input_tokens": 8000, "output_tokens": 5}
+            yield b"event: message_delta\ndata: " + json.dumps({"usage": usage}).encode() + b"\n\n"
+
+    engine = Cached()
+    await engine.start()
+    async with world([engine]) as it:
+        shape = claude_code(0)
+        shape.body["messages"][0]["content"][0]["text"] = "x" * 24_000
+        for _ in range(40):
+            await send(it, shape)
+        [program] = it.gateway.routing_backend.core.programs.values()
+        assert 7800 < program.context_tokens < 8300
+        question = parse_generation_request(ClientApi.MESSAGES, json.dumps(shape.body).encode(), {})
+        assert 7800 < it.gateway.generation.sizes.tokens(question) < 8300
+    await engine.kill()
