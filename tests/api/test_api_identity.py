@@ -247,7 +247,7 @@ OFFER = {
 
 @contextmanager
 def served(app: Any, ws: Any) -> Iterator[int]:
-    config = uvicorn.Config(app, port=0, ws=ws, lifespan="off", log_level="critical")
+    config = uvicorn.Config(app, port=0, ws=ws, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -260,7 +260,9 @@ def served(app: Any, ws: Any) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("ws", ["auto", "none"])
-def test_a_websocket_offer_gets_426_so_that_codex_falls_back_at_once(ws: str) -> None:
+def test_a_websocket_offer_gets_426_so_that_codex_falls_back_at_once(
+    ws: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whether the server has a WebSocket package or not. At 403 Codex offers it seven times."""
     with served(app_of(VirtualRpc(VirtualEngine())), ws) as port:
         for path in ("/v1/responses", "/sojourn/session/run-1/v1/responses"):
@@ -269,3 +271,4 @@ def test_a_websocket_offer_gets_426_so_that_codex_falls_back_at_once(ws: str) ->
                 answer = connection.getresponse()
                 assert answer.status == 426
                 assert json.load(answer)["error"]["code"] == "websocket_not_supported"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

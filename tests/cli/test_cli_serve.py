@@ -134,6 +134,7 @@ def test_a_dry_run_starts_no_command_of_a_policy_file(tmp_path):
         (("tiny", "--sojourn-lease-budget", "2"), "expected a share"),
         (("tiny", "--scheduler-cls", "a.B"), "scheduler-cls"),
         (("tiny", "--port", "none"), "not a port"),
+        (("tiny", "--session-header", "X Run", "--dry-run"), "expected a header's name"),
         (
             ("tiny", *("--kv-host-gib=1", "--kv-disk=/d", "--kv-disk-gib=1"), "--enable-lora"),
             "--enable-lora: KV of an adapter is identified by the adapter's name and not by its weights",

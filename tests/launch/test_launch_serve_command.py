@@ -60,6 +60,7 @@ def test_a_policy_brings_scheduler_plugin_and_settings():
         profile_file="/p",
         lease_budget_fraction=0.5,
         max_ttl_s=60.0,
+        session_header="X-Run",
         extra={"max_programs": 9},
     )
     assert value(command, "--scheduler-cls") == SCHEDULER_CLS
@@ -70,6 +71,7 @@ def test_a_policy_brings_scheduler_plugin_and_settings():
         "profile_file": "/p",
         "lease_budget_fraction": 0.5,
         "max_hinted_ttl_s": 60.0,
+        "session_header": "X-Run",
         "max_programs": 9,
     }
 

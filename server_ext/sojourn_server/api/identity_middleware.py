@@ -66,6 +66,7 @@ class IdentityMiddleware:
         self._reported: OrderedDict[str, None] = OrderedDict()
         """Programs whose relations are reported, in the order of their last request."""
         self._reports: set[asyncio.Task[None]] = set()
+        logging.getLogger("uvicorn.error").addFilter(_is_no_false_alarm)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -137,6 +138,12 @@ class IdentityMiddleware:
             await self._events.submit(batch, REPORT_TIMEOUT_S)
         except EngineError as error:
             logger.debug("a program's parent is unknown to the engine: %s", error)
+
+
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    """Return whether a line belongs in the log. uvicorn 0.54 logs an error after each 426 to a WebSocket
+    offer, as if it had sent no answer."""
+    return record.msg != "ASGI callable returned without completing handshake."
 
 
 async def _read_body(receive: Receive) -> list[Message]:
