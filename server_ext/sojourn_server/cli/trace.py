@@ -24,18 +24,23 @@ _DECISIONS_AT_ONCE = 5000
 def register(app: typer.Typer) -> None:
     """Add the command group to ``app``."""
     group = typer.Typer(help="Make and export traces of agent runs.", no_args_is_help=True)
-    group.command("import", help="Make a trace from OpenTelemetry spans or from sojourn's ledgers.")(import_)
+    group.command("import", help="Make a trace from session files of coding agents, spans, or ledgers.")(
+        import_
+    )
     group.command("export", help="Write a run of an engine or of the simulator for ui.perfetto.dev.")(export)
     app.add_typer(group, name="trace")
 
 
 def import_(
-    files: list[Path] = typer.Argument(help="Files to read, plain or gzipped; they become one trace"),
+    files: list[Path] = typer.Argument(
+        help="Files or folders to read, plain or gzipped; they become one trace"
+    ),
     source: str = typer.Option(
         ...,
         "--from",
-        help="otel: spans in OTLP JSON or in the format of Python's exporters; "
-        "sojourn: answers of GET /sojourn/v1/programs/{id}",
+        help="claude-code, codex, opencode, pi: session files; openai: logs of requests; otel: spans in OTLP "
+        "JSON or in the format of Python's exporters; langfuse, langsmith: exports; sojourn: answers of GET "
+        "/sojourn/v1/programs/{id}",
     ),
     output: Path = typer.Option(..., "-o", "--output", help="The trace, .jsonl or .jsonl.gz"),
 ) -> None:
@@ -61,6 +66,11 @@ def import_(
     print_line(f"{output}: {count} programs, {turns} turns")
     for note in imported.notes:
         print_note(note)
+    roots = sum(program.parent is None for program in imported.programs)
+    print_line(
+        f"What would sojourn bring? sojourn simulate {output} --programs {min(roots, 40)} --max-gap-s 600 "
+        "--policy stock,lru-offload,sojourn"
+    )
 
 
 def export(

@@ -1,16 +1,19 @@
-"""Imports of agent runs from other records: OpenTelemetry spans and sojourn's ledgers."""
+"""Imports of agent runs from other records: session files of coding agents, spans, and sojourn's ledgers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from .import_records import ImportResult
 from .ledger_import import read_ledgers
-from .otel_import import read_otel
+from .recorded_calls import ImportResult
+from .session_files import SESSION_READERS, read_sessions
+from .span_import import read_spans
 
 IMPORT_FORMATS: Mapping[str, Callable[[Sequence[str | Path]], ImportResult]] = {
-    "otel": read_otel,
+    **{source: partial(read_sessions, source) for source in SESSION_READERS},
+    **{source: partial(read_spans, source=source) for source in ("otel", "langfuse", "langsmith")},
     "sojourn": read_ledgers,
 }
 """Formats that ``sojourn trace import --from`` reads: name → function that reads several files, plain or

@@ -1,51 +1,16 @@
-"""What every import shares: the reader of files with JSON records, the result, and the estimate of the prefix
-that the runs of an agent share."""
+"""Readers of files with JSON records, plain or gzipped, and of the times in them."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-
-from ..trace_schema import TraceError, TraceProgram
-
-
-class ImportResult(NamedTuple):
-    """The programs that an import found, and notes for the user."""
-
-    programs: list[TraceProgram]
-    notes: list[str]
-    """What the import left out or inferred, one line each."""
-
-
-def with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]:
-    """Return the programs with ``shared_prefix_tokens`` estimated from the cached tokens of first prompts.
-
-    All programs of one ``group`` are runs of one agent. Their estimate is the smallest number of cached
-    tokens in any of their first prompts, limited to the length of the program's own first prompt. Larger
-    numbers are not used, because runs on the same task share more than the system prompt. Counts of 0 are
-    ignored, because the first run finds no blocks of an earlier run. If all counts are 0 or missing, the
-    field stays unset.
-    """
-    least: dict[str | None, int] = {}
-    for program in programs:
-        found = program.turns[0].cached_tokens or 0
-        if found > 0:
-            least[program.group] = min(found, least.get(program.group, found))
-    return [
-        msgspec.structs.replace(
-            program, shared_prefix_tokens=min(least[program.group], program.turns[0].prompt_tokens)
-        )
-        if program.group in least
-        else program
-        for program in programs
-    ]
-
+from ..trace_schema import TraceError
 
 _BLANK = " \t\r\n,"
 """Characters allowed between records; some writers separate them by commas."""
@@ -78,15 +43,28 @@ def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
             yield line, record
 
 
-def _text(path: Path) -> str:
+def seconds(value: Any) -> float:
+    """Return a time in seconds since 1970: ISO 8601, UTC if it names no zone, or a number of seconds or
+    milliseconds. Raises ``ValueError`` or ``TypeError``."""
+    if isinstance(value, str):
+        moment = datetime.fromisoformat(value)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return float(value) / 1000 if float(value) > 1e11 else float(value)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, unpacked. Raises ``TraceError``, which names the file."""
     try:
         data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        return data.decode("utf-8-sig")
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: the gzip data is cut off or damaged: {error}") from None
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not text: {error.reason} at byte {error.start}") from None

@@ -1,0 +1,268 @@
+"""Recorded model calls and tools of agents, as every import finds them, and their conversion to a trace.
+
+Lengths and times are recorded. The rest is inferred. A prompt that grew by less than the length of the last
+output omits part of that output. A prompt that shrank by more than 2 % is a reset. Its common prefix with the
+previous prompt is taken to be the tokens that the provider had cached.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import msgspec
+from sojourn.shell_command import main_head
+
+from ..prompt_builder import MIN_CONTINUED
+from ..trace_schema import MAX_TOKENS, TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
+
+_BACKGROUND_S = 0.001
+"""A tool that ends later than this after the next call's start ran in the background."""
+_start_of = attrgetter("start_s")
+
+
+class ImportResult(NamedTuple):
+    """The programs that an import found, and notes for the user."""
+
+    programs: list[TraceProgram]
+    notes: list[str]
+    """What the import left out or inferred, one line each."""
+
+
+class TokenUsage(NamedTuple):
+    """Token counts of one model call. ``cached`` counts prompt tokens from the provider's cache; ``None`` if
+    it was not reported. ``created`` counts those that the call wrote to it."""
+
+    prompt: int
+    output: int
+    cached: int | None = None
+    created: int = 0
+
+    def with_cache(self) -> TokenUsage:
+        """Return a copy whose ``prompt`` includes the cached and the created tokens."""
+        return self._replace(prompt=self.prompt + (self.cached or 0) + self.created)
+
+
+class RecordedTool(NamedTuple):
+    """One tool call. Times are seconds on the clock of its program."""
+
+    name: str
+    start_s: float
+    end_s: float
+    command: str | None = None
+    """The command's executable, for a tool that runs shell commands."""
+    asked: bool = False
+    """Whether the tool waited for a person."""
+
+
+@dataclass(slots=True, eq=False)
+class RecordedCall:
+    """One model call. Times are seconds on the clock of its program."""
+
+    start_s: float
+    end_s: float
+    usage: TokenUsage
+    kept_tokens: int | None = None
+    """Tokens of the previous prompt and output that the prompt begins with, if it is known to change them."""
+    gap_kind: str | None = None
+    """Why the program idles after the call, if known: ``tool`` or ``human``."""
+
+
+@dataclass(slots=True, eq=False)
+class RecordedProgram:
+    """One conversation of an agent."""
+
+    program_id: str
+    parent: RecordedProgram | None = None
+    asked_s: float | None = None
+    """Time at which the parent asked for this sub-agent, if recorded."""
+    group: str | None = None
+    agent_type: str | None = None
+    tenant: str | None = None
+    model: str | None = None
+    calls: list[RecordedCall] = field(default_factory=list)
+    tools: list[RecordedTool] = field(default_factory=list)
+
+
+_PROMPT = (
+    "gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt",
+    "prompt_tokens", "input_tokens", "input",
+)  # fmt: skip
+_OUTPUT = (
+    "gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion",
+    "completion_tokens", "output_tokens", "output",
+)  # fmt: skip
+_CACHED = (
+    "gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cache_read_input_tokens",
+    "gen_ai.usage.input_tokens.cached", "gen_ai.usage.details.cache_read_tokens",
+    "gen_ai.usage.details.cache_read_input_tokens", "llm.token_count.prompt_details.cache_read",
+    "cached_tokens", "cached_input_tokens", "cache_read_input_tokens", "cacheRead",
+)  # fmt: skip
+_CREATED = (
+    "gen_ai.usage.cache_creation.input_tokens", "gen_ai.usage.cache_creation_input_tokens",
+    "gen_ai.usage.cache_write_input_tokens", "gen_ai.usage.input_tokens.cache_write",
+    "gen_ai.usage.details.cache_write_tokens", "gen_ai.usage.details.cache_creation_input_tokens",
+    "llm.token_count.prompt_details.cache_write", "cache_creation_input_tokens", "cacheWrite",
+)  # fmt: skip
+
+
+def usage_of(counts: Mapping[str, Any]) -> TokenUsage | None:
+    """Return the token counts in a span's attributes or a ``usage`` object. ``None`` if the prompt's or the
+    output's count is missing, or if the prompt has no tokens."""
+    prompt, output = token_count(counts, *_PROMPT), token_count(counts, *_OUTPUT)
+    if prompt is None or output is None:
+        return None
+    usage = TokenUsage(prompt, output, token_count(counts, *_CACHED), token_count(counts, *_CREATED) or 0)
+    return usage if usage.with_cache().prompt else None
+
+
+def token_count(counts: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first valid number of tokens among the fields ``names``; ``None`` if there is none."""
+    found: Any = (counts.get(name) for name in names)
+    return next((int(n) for n in found if type(n) in (int, float) and 0 <= n <= MAX_TOKENS), None)
+
+
+def command_of(arguments: Any) -> str | None:
+    """Return the executable in the arguments of a shell tool, decoded or in JSON; ``None`` if there is no
+    command."""
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(arguments, dict):
+        return None
+    line = next((arguments[key] for key in ("command", "cmd") if arguments.get(key)), None)
+    if isinstance(line, list):  # ["bash", "-lc", "make test"]
+        line = line[-1] if line else None
+    return main_head(line) or None if isinstance(line, str) else None
+
+
+def to_trace(programs: Iterable[RecordedProgram], source: str, left_out: Mapping[str, int]) -> ImportResult:
+    """Return the programs that have calls as a trace. ``left_out`` counts what an import left out, by its
+    description. Raises ``TraceError`` for impossible numbers, or if no program has calls."""
+    programs = list(programs)
+    found = [program for program in programs if program.calls]
+    counts = Counter(left_out)
+    if not found:
+        reasons = "; ".join(f"{count} {what}" for what, count in counts.items() if count)
+        raise TraceError(f"no model call with token counts{': ' if reasons else ''}{reasons}")
+    for program in found:
+        program.calls.sort(key=_start_of)
+        program.tools.sort(key=_start_of)
+        for before, call in itertools.pairwise(program.calls):
+            counts[_OVERLAPS] += call.start_s < before.end_s
+    counts["programs without any model call left out"] += len(programs) - len(found)
+    first_s = min(program.calls[0].start_s for program in found)
+    made = _with_shared_prefixes([_program(program, source, first_s) for program in found])
+    for one in made:
+        try:
+            check_program(one)
+        except TraceError as error:
+            raise TraceError(f"program {one.program_id!r}, {error}") from None
+    return ImportResult(made, [f"{count} {what}" for what, count in counts.items() if count])
+
+
+_OVERLAPS = "model calls began before the program's previous call had ended; the trace has no gap before them"
+
+
+def _with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]:
+    """Return the programs with ``shared_prefix_tokens`` estimated from the cached tokens of first prompts.
+
+    All programs of one ``group`` are runs of one agent. Their estimate is the smallest number of cached
+    tokens in any of their first prompts, limited to the length of the program's own first prompt. Larger
+    numbers are not used, because runs on the same task share more than the system prompt. Counts of 0 are
+    ignored, because the first run finds no blocks of an earlier run. If all counts are 0 or missing, the
+    field stays unset.
+    """
+    least: dict[str | None, int] = {}
+    for program in programs:
+        found = program.turns[0].cached_tokens or 0
+        if found > 0:
+            least[program.group] = min(found, least.get(program.group, found))
+    return [
+        msgspec.structs.replace(
+            program, shared_prefix_tokens=min(least[program.group], program.turns[0].prompt_tokens)
+        )
+        if program.group in least
+        else program
+        for program in programs
+    ]
+
+
+def _program(program: RecordedProgram, source: str, first_s: float) -> TraceProgram:
+    started_s = program.calls[0].start_s
+    parent, seen = program.parent, {program.program_id}
+    while parent is not None and not parent.calls and parent.program_id not in seen:
+        seen.add(parent.program_id)
+        parent = parent.parent  # skip agents without model calls of their own
+    parent_turn = offset_s = None
+    if parent is not None and parent.program_id not in seen:
+        offset_s = round(max(0.0, started_s - parent.calls[0].start_s), 6)
+        if program.asked_s is not None:
+            parent_turn = sum(call.start_s <= program.asked_s for call in parent.calls) - 1
+        else:
+            parent_turn = sum(call.end_s <= started_s for call in parent.calls) - 1
+    return TraceProgram(
+        program_id=program.program_id,
+        turns=tuple(_turn(program, index, started_s) for index in range(len(program.calls))),
+        source=source,
+        group=program.group,
+        agent_type=program.agent_type,
+        tenant=program.tenant,
+        model=program.model,
+        arrival_s=round(started_s - first_s, 6),
+        parent=parent.program_id if offset_s is not None and parent is not None else None,
+        parent_turn=parent_turn if parent_turn is not None and parent_turn >= 0 else None,
+        start_offset_s=offset_s,
+    )
+
+
+def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
+    calls, tools = program.calls, program.tools
+    call, usage = calls[index], calls[index].usage
+    following = calls[index + 1] if index + 1 < len(calls) else None
+    # Some agents start a tool before the call that asked for it has ended.
+    last = None if following is None else bisect_left(tools, following.start_s, key=_start_of)
+    inside = tools[bisect_left(tools, call.start_s, key=_start_of) : last]
+    latest_s = float("inf") if following is None else following.start_s + _BACKGROUND_S
+    runs = tuple(
+        TraceToolRun(
+            name=tool.name, cmd=tool.command, s=round(tool.end_s - tool.start_s, 6), bg=tool.end_s > latest_s
+        )
+        for tool in inside
+    )
+    waited_s = max((tool.end_s for tool in inside if tool.end_s <= latest_s), default=call.end_s)
+    append, dropped, kept = usage.prompt, 0, None
+    if index:
+        before = calls[index - 1].usage
+        append = max(0, usage.prompt - before.prompt - before.output)
+        kept = call.kept_tokens
+        if kept is None and usage.prompt < MIN_CONTINUED * before.prompt:
+            kept = usage.cached or 0
+        if kept is None:
+            dropped = min(max(0, before.prompt + before.output - usage.prompt), before.output)
+        else:
+            kept = min(kept, usage.prompt, before.prompt + before.output)
+    return TraceTurn(
+        prompt_tokens=usage.prompt,
+        output_tokens=usage.output,
+        append_tokens=append,
+        reset=kept is not None,
+        out_dropped=dropped,
+        prefix_tokens=kept,
+        cached_tokens=usage.cached,
+        tool="+".join(run.name for run in runs) or None,
+        tool_seconds=round(max(0.0, waited_s - call.end_s), 6) if runs else None,
+        tools=runs or None,
+        gap_s=None if following is None else round(max(0.0, following.start_s - call.end_s), 6),
+        gap_kind=None if following is None else call.gap_kind or ("tool" if runs else None),
+        interactive=any(tool.asked for tool in inside),
+        t=round(call.start_s - started_s, 6),
+        llm_s=round(call.end_s - call.start_s, 6),
+    )

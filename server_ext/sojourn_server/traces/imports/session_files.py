@@ -1,0 +1,422 @@
+"""Import of session files of coding agents (Claude Code, Codex, OpenCode, Pi) and of logs of OpenAI requests.
+
+The files have texts, of which only lengths, the names of tools and the executables of shell commands are
+read. A call starts with the last input before its first output: a person's message or a tool's result. The
+files do not say how long a person took to permit a tool. A tool whose own duration is known or negligible
+asked a person if its result took ``_APPROVAL_S`` longer.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from ..trace_schema import TraceError
+from .import_records import read_bytes, seconds
+from .recorded_calls import (
+    ImportResult,
+    RecordedCall,
+    RecordedProgram,
+    RecordedTool,
+    TokenUsage,
+    command_of,
+    to_trace,
+    token_count,
+    usage_of,
+)
+
+_APPROVAL_S = 2.0
+_INSTANT_TOOLS = frozenset({"edit", "multiedit", "notebookedit", "write", "read", "apply_patch"})
+"""Lower-case names of tools that take milliseconds; a longer wait is a person's."""
+_ASKING_TOOLS = frozenset({"askuserquestion", "exitplanmode", "request_user_input", "question"})
+"""Lower-case names of tools that ask a person."""
+_CHARS_PER_TOKEN = 4
+
+
+class _Session:
+    """Builds a program from the entries of one conversation, in their order. Times are seconds."""
+
+    def __init__(self, program_id: str) -> None:
+        self.program = RecordedProgram(program_id)
+        self.context_changed = False
+        """Whether the next prompt does not continue the previous one, as after a compaction."""
+        self.open_tools: dict[str, tuple[str, str | None, float]] = {}
+        self._calls: dict[str, RecordedCall] = {}
+        self._input_s = 0.0
+        self._began_s: float | None = None
+        self._output_s = 0.0
+
+    def add_input(self, at_s: float, person: bool = False) -> None:
+        self._input_s = max(self._input_s, at_s)
+        if person and self.program.calls:
+            self.program.calls[-1].gap_kind = "human"
+
+    def add_output(self, at_s: float, start_s: float | None = None) -> None:
+        """Note output of a call, which started at ``start_s`` if recorded. Its counts may follow later."""
+        if self._began_s is None:
+            ended_s = self.program.calls[-1].end_s if self.program.calls else 0.0
+            known_s = max(self._input_s, ended_s) if start_s is None else start_s
+            self._began_s = min(at_s, known_s or at_s)
+        self._output_s = at_s
+
+    def add_call(self, call_id: str, usage: TokenUsage, base: RecordedCall | None = None) -> RecordedCall:
+        """Add the call of the output, or replace the counts of a known one. ``base`` is the call that it
+        continues, if the file says so."""
+        calls, call = self.program.calls, self._calls.get(call_id)
+        if call is None:
+            began_s = self._output_s if self._began_s is None else self._began_s
+            call = self._calls[call_id] = RecordedCall(began_s, self._output_s, usage)
+            if self.context_changed:
+                call.kept_tokens = usage.cached or 0
+            elif base is not None and calls and base is not calls[-1]:
+                call.kept_tokens = base.usage.prompt + base.usage.output
+            calls.append(call)
+            self.context_changed = False
+        call.end_s, call.usage, self._began_s = max(call.end_s, self._output_s), usage, None
+        return call
+
+    def start_tool(self, tool_id: str, name: str, arguments: Any, at_s: float) -> None:
+        self.open_tools[tool_id] = name, command_of(arguments), at_s
+
+    def end_tool(self, tool_id: str, at_s: float, own_s: float | None = None, asked: bool = False) -> float:
+        """Add the tool; return its start. ``own_s`` is the time for which the tool itself ran, ``asked``
+        whether it is known to have waited for a person."""
+        name, command, start_s = self.open_tools.pop(tool_id, (None, None, at_s))
+        if name is not None:
+            own_s = 0.0 if name.lower() in _INSTANT_TOOLS else own_s
+            ended_s = max(start_s, at_s)
+            if own_s is not None and at_s - max(start_s, self._input_s) - own_s > _APPROVAL_S:
+                asked, ended_s = True, start_s + own_s
+            asked = asked or name.lower() in _ASKING_TOOLS
+            self.program.tools.append(RecordedTool(name, start_s, ended_s, command, asked))
+            self.add_input(at_s)
+        return start_s
+
+
+class _SessionReader:
+    """Reads the files of one client, once. Subclasses read an entry, which is a line of JSON."""
+
+    source: ClassVar[str]
+    pattern = "*.jsonl"
+
+    def __init__(self) -> None:
+        self.left_out: Counter[str] = Counter()
+        self._sessions: dict[str, _Session] = {}
+        self._of_file: dict[str, _Session] = {}
+
+    def read(self, paths: Sequence[str | Path]) -> ImportResult:
+        bad: list[str] = []
+        for path in map(Path, paths):
+            files = sorted(path.rglob(self.pattern)) if path.is_dir() else [path]
+            for file, place, entry in chain.from_iterable(map(self._entries, files)):
+                try:
+                    self._add(entry, str(file))
+                except KeyError as error:
+                    bad.append(f"{file}, {place}: has no {error}")
+                except (TypeError, ValueError, AttributeError, LookupError) as error:
+                    bad.append(f"{file}, {place}: {type(error).__name__}, no entry of a session")
+        if bad:
+            self.left_out[f"entries left out, the first is {bad[0]}"] = len(bad)
+        sessions = self._sessions.values()
+        self.left_out["tool calls without a result left out"] = sum(len(one.open_tools) for one in sessions)
+        try:
+            return to_trace([session.program for session in sessions], self.source, self.left_out)
+        except TraceError as error:
+            raise TraceError(f"{', '.join(map(str, paths))}: {error}") from None
+
+    def _entries(self, path: Path) -> Iterator[tuple[Path, str, Any]]:
+        for number, line in enumerate(read_bytes(path).splitlines(), start=1):
+            if line.strip():
+                try:
+                    entry = msgspec.json.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    entry = None
+                yield path, f"line {number}", entry
+
+    def _add(self, entry: Any, path: str) -> None:
+        raise NotImplementedError
+
+    def _session(self, session_id: str, parent: _Session | None = None, role: str | None = None) -> _Session:
+        session = self._sessions.setdefault(str(session_id), _Session(str(session_id)))
+        program = session.program
+        program.parent = program.parent or (parent.program if parent else None)
+        program.agent_type = program.agent_type or role
+        program.group = f"{self.source}/{program.agent_type}" if program.agent_type else self.source
+        return session
+
+    def _usage(self, counts: dict[str, Any] | None) -> TokenUsage | None:
+        """Return the counts of a ``usage`` object. OpenAI's prompts include cached tokens. Those of Anthropic
+        and Pi exclude cached and created ones, which have names of their own."""
+        counts = counts or {}
+        usage = usage_of(counts | (counts.get("prompt_tokens_details") or {}))
+        self.left_out["model calls without token counts left out"] += usage is None
+        apart = "prompt_tokens" not in counts and not counts.keys().isdisjoint(
+            ("cache_read_input_tokens", "cacheRead")
+        )
+        return usage.with_cache() if usage is not None and apart else usage
+
+
+class _ClaudeCodeReader(_SessionReader):
+    """Sessions of Claude Code: ``~/.claude/projects``.
+
+    One message has several lines; the last has its counts. ``parentUuid`` makes a tree: a line that continues
+    an older one is a rewind. A resumed session repeats lines. The lines of a sub-agent are in a file of their
+    own, in its parent's (``isSidechain``), or in both."""
+
+    source = "claude-code"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[str, tuple[_Session, RecordedCall | None]] = {}
+        self._chars: Counter[str] = Counter()
+
+    def _add(self, entry: Any, path: str) -> None:
+        uuid = entry.get("uuid")
+        if uuid is None or uuid in self._before:
+            return
+        above, agent = entry.get("parentUuid"), entry.get("agentId")
+        session, call = self._before.get(above, (None, None))
+        if agent or session is None:
+            session = self._session(entry["sessionId"])
+            if agent or entry.get("isSidechain"):
+                role = entry.get("attributionAgent") if agent else "sidechain"
+                session = self._session(f"{entry['sessionId']}/{agent or uuid}", session, role)
+        if (above is None and session.program.calls) or entry.get("subtype") == "compact_boundary":
+            session.context_changed = True
+        self._before[uuid] = session, call
+        at_s, message = seconds(entry["timestamp"]), entry.get("message") or {}
+        blocks = message["content"] if isinstance(message.get("content"), list) else []
+        if entry.get("subtype") == "compact_boundary":
+            self.left_out["compactions: the call that wrote the summary is not in the file"] += 1
+        elif entry["type"] == "user":
+            self._add_input(entry, session, at_s, [one for one in blocks if one["type"] == "tool_result"])
+        elif entry.get("isApiErrorMessage") or message.get("model") == "<synthetic>":
+            self.left_out["error messages in place of an answer left out"] += 1
+        elif entry["type"] == "assistant" and (usage := self._usage(message.get("usage"))):
+            texts = (one.get("text") or one.get("thinking") or one.get("input") or "" for one in blocks)
+            self._chars[message["id"]] += sum(len(str(said)) for said in texts)
+            if message.get("stop_reason") is None:  # counted when the answer began, if no other line follows
+                estimate = self._chars[message["id"]] // _CHARS_PER_TOKEN
+                usage = usage._replace(output=max(usage.output, estimate))
+            session.add_output(at_s)
+            self._before[uuid] = session, session.add_call(message["id"], usage, call)
+            session.program.model = message.get("model")
+            for block in blocks:
+                if block["type"] == "tool_use":
+                    session.start_tool(block["id"], block["name"], block.get("input"), at_s)
+
+    def _add_input(self, entry: Any, session: _Session, at_s: float, results: list[Any]) -> None:
+        told = entry.get("toolUseResult")
+        facts = told if isinstance(told, dict) else {}
+        own_ms = token_count(facts, "durationMs")
+        for block in results:
+            rejected = isinstance(told, str) and told.startswith("User rejected")
+            own_s = None if own_ms is None else own_ms / 1000
+            start_s = session.end_tool(block["tool_use_id"], at_s, own_s, rejected)
+            if agent := facts.get("agentId"):
+                sub = self._session(f"{entry['sessionId']}/{agent}", session, facts.get("agentType")).program
+                sub.parent, sub.asked_s = session.program, start_s
+        if not results:
+            of_client = any(entry.get(name) for name in ("isMeta", "isCompactSummary", "isSidechain"))
+            origin = (entry.get("origin") or {}).get("kind", "human")
+            session.add_input(at_s, person=origin == "human" and not of_client)
+
+
+class _CodexReader(_SessionReader):
+    """Sessions of Codex: ``~/.codex/sessions``. A file is a thread; a fork begins with copied lines. A call
+    ends with a ``token_usage_record``, in older files with an event ``token_count``, maybe repeated."""
+
+    source = "codex"
+    pattern = "rollout*.jsonl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._total: dict[str, Any] = {}
+        """File → total tokens at its last ``token_count``, or ``None`` if it has usage records."""
+        self._own_s: dict[str, float] = {}
+
+    def _add(self, entry: Any, path: str) -> None:
+        kind, payload, at_s = entry["type"], entry["payload"], seconds(entry["timestamp"])
+        if kind == "session_meta":
+            if path not in self._of_file:
+                source = payload.get("source")
+                subagent = source.get("subagent") if isinstance(source, dict) else None
+                spawn = subagent.get("thread_spawn") or {} if isinstance(subagent, dict) else {}
+                role = spawn.get("agent_role") or ("subagent" if subagent else None)
+                parent = self._session(spawn["parent_thread_id"]) if spawn else None
+                self._of_file[path] = self._session(payload["id"], parent, role)
+            return
+        session, what = self._of_file[path], payload.get("type")
+        if kind == "compacted":
+            session.context_changed = True
+        elif kind == "turn_context":
+            session.program.model = payload.get("model")
+        elif kind == "token_usage_record":
+            self._total[path] = None
+            if payload.get("thread_id", session.program.program_id) == session.program.program_id:
+                self._add_call(session, payload["response_id"], payload["usage"])
+        elif what == "token_count" and payload.get("info"):
+            total = payload["info"]["total_token_usage"]
+            if self._total.get(path, ()) not in (None, total):
+                self._total[path] = total
+                self._add_call(session, f"{at_s} {total}", payload["info"]["last_token_usage"])
+        elif what == "item_completed" and "started_at_ms" in payload:
+            own_ms = payload["completed_at_ms"] - payload["started_at_ms"]
+            self._own_s[payload["item"]["id"]] = own_ms / 1000
+        elif kind == "response_item" and what == "message" and payload["role"] != "assistant":
+            session.add_input(at_s, person=payload["role"] == "user")
+        elif kind == "response_item" and what.endswith("_output"):
+            session.end_tool(payload["call_id"], at_s, self._own_s.pop(payload["call_id"], None))
+        elif kind == "response_item":
+            session.add_output(at_s)
+            if "call_id" in payload:
+                arguments = payload.get("arguments") or payload.get("action")
+                session.start_tool(payload["call_id"], payload.get("name") or what, arguments, at_s)
+
+    def _add_call(self, session: _Session, call_id: str, counts: Any) -> None:
+        if usage := self._usage(counts):
+            session.add_call(call_id, usage)
+
+
+class _PiReader(_SessionReader):
+    """Sessions of Pi: ``~/.pi/agent/sessions``. A file is a session; ``parentId`` makes a tree."""
+
+    source = "pi"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[tuple[str, str | None], RecordedCall | None] = {}
+
+    def _add(self, entry: Any, path: str) -> None:
+        if entry["type"] == "session":
+            self._of_file[path] = self._session(entry["id"])
+            return
+        session, at_s, message = self._of_file[path], seconds(entry["timestamp"]), entry.get("message") or {}
+        call, role = self._before.get((path, entry.get("parentId"))), message.get("role")
+        if entry["type"] == "compaction":
+            session.context_changed = True
+        elif role == "user":
+            session.add_input(at_s, person=True)
+        elif role == "toolResult":
+            session.end_tool(message["toolCallId"], at_s)
+        elif role == "assistant" and (usage := self._usage(message.get("usage"))):
+            session.add_output(at_s, seconds(message["timestamp"]))
+            call = session.add_call(entry["id"], usage, call)
+            session.program.model = message.get("model")
+            for block in message["content"]:
+                if block["type"] == "toolCall":
+                    session.start_tool(block["id"], block["name"], block["arguments"], at_s)
+        self._before[path, entry.get("id")] = call
+
+
+class _OpenCodeReader(_SessionReader):
+    """Sessions of OpenCode: ``opencode.db`` in ``~/.local/share/opencode``. Tools have their own times."""
+
+    source = "opencode"
+    pattern = "opencode*.db"
+
+    def _entries(self, path: Path) -> Iterator[tuple[Path, str, Any]]:
+        parts: dict[str, list[str]] = {}
+        try:
+            with sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True) as database:
+                for message, data in database.execute(
+                    "SELECT message_id, data FROM part ORDER BY time_created"
+                ):
+                    parts.setdefault(message, []).append(data)
+                rows = database.execute(
+                    "SELECT m.id, s.id, s.parent_id, m.data FROM message m JOIN session s "
+                    "ON s.id = m.session_id ORDER BY m.time_created, m.id"
+                ).fetchall()
+        except sqlite3.Error as error:
+            raise TraceError(f"{path}: {error}; expected OpenCode's database") from None
+        for row in rows:
+            yield path, f"message {row[0]}", (*row, parts.get(row[0], []))
+
+    def _add(self, entry: Any, path: str) -> None:
+        message_id, session_id, parent_id, data, texts = entry
+        message = json.loads(data)
+        parent = None if parent_id is None else self._session(parent_id)
+        session = self._session(session_id, parent, None if parent is None else message.get("agent"))
+        start_s = seconds(message["time"]["created"])
+        if message["role"] == "user":
+            session.add_input(start_s, person=parent is None)
+            return
+        tokens = message["tokens"]
+        output, cache = tokens["output"] + tokens.get("reasoning", 0), tokens["cache"]
+        counts = {**tokens, "output": output, "cacheRead": cache["read"], "cacheWrite": cache["write"]}
+        if not (usage := self._usage(counts)):
+            return
+        tools = [part for part in map(json.loads, texts) if part["type"] == "tool"]
+        tools = [part for part in tools if "end" in (part["state"].get("time") or {})]
+        starts = [seconds(part["state"]["time"]["start"]) for part in tools]
+        session.add_output(
+            max(start_s, min([seconds(message["time"].get("completed", start_s)), *starts])), start_s
+        )
+        session.add_call(message_id, usage)
+        session.program.model = message.get("modelID")
+        session.context_changed = bool(message.get("summary"))  # the next prompt begins with the summary
+        for part, tool_s in zip(tools, starts, strict=True):
+            state = part["state"]
+            session.start_tool(part["callID"], part["tool"], state.get("input"), tool_s)
+            session.end_tool(part["callID"], seconds(state["time"]["end"]))
+            if sub := (state.get("metadata") or {}).get("sessionId"):
+                self._session(sub, session).program.asked_s = tool_s
+
+
+class _OpenAiReader(_SessionReader):
+    """Logs of requests to an OpenAI API: a line has ``messages``, ``usage``, ``start_time`` and ``end_time``.
+
+    A request continues the one with the longest list of messages that its own list begins with, unless the
+    lines name their ``session_id``."""
+
+    source = "openai"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ends: dict[bytes, tuple[_Session, RecordedCall, int]] = {}
+
+    def _add(self, entry: Any, path: str) -> None:
+        messages, named = entry["messages"], entry.get("session_id")
+        start_s = seconds(entry["start_time"] if "start_time" in entry else entry["timestamp"])
+        if not (usage := self._usage(entry.get("usage"))):
+            return
+        digest, digests = blake2b(digest_size=16), []
+        for message in messages:
+            digest.update(msgspec.json.encode(message))
+            digests.append(digest.digest())
+        known = (self._ends[one] for one in reversed(digests) if one in self._ends)
+        session, base, length = next(known, (None, None, len(messages)))
+        if session is None or (named is not None and session.program.program_id != str(named)):
+            session = self._session(named or f"{Path(path).name}/{len(self._sessions)}")
+            base, length = None, len(messages)
+        for message in messages[length:]:
+            for tool in message.get("tool_calls") or ():
+                function = tool["function"]
+                if base is session.program.calls[-1]:
+                    session.start_tool(tool["id"], function["name"], function.get("arguments"), base.end_s)
+                    session.end_tool(tool["id"], start_s)
+        session.add_input(start_s, any(message.get("role") == "user" for message in messages[length:]))
+        session.add_output(max(start_s, seconds(entry.get("end_time", start_s))), start_s)
+        call = session.add_call(f"{path} {start_s} {len(messages)}", usage, base)
+        session.program.model = entry.get("model")
+        self._ends[digests[-1]] = session, call, len(messages)
+
+
+SESSION_READERS = {
+    reader.source: reader
+    for reader in (_ClaudeCodeReader, _CodexReader, _OpenCodeReader, _PiReader, _OpenAiReader)
+}
+
+
+def read_sessions(source: str, paths: Sequence[str | Path]) -> ImportResult:
+    """Return the programs of all sessions in files and folders of ``source``. Entries that cannot be read are
+    left out; a note counts them and names the first. Raises ``TraceError`` if no entry is a model call."""
+    return SESSION_READERS[source]().read(paths)
