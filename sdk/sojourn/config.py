@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from .errors import ConfigError
 from .ids import id_problem
 
-LLM_PATHS = ("/chat/completions", "/completions", "/responses")
+LLM_PATHS = ("/chat/completions", "/completions", "/responses", "/v1/messages")
 """Suffixes of the URLs of LLM requests. A patched client adds nothing to requests with other paths."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"", "0", "false", "no", "off"})

@@ -26,6 +26,7 @@ class Framework(NamedTuple):
 
 FRAMEWORKS: dict[str, Framework] = {
     "openai": Framework("openai", "sojourn.openai"),
+    "anthropic": Framework("anthropic", "sojourn.anthropic"),
     "litellm": Framework("litellm", "sojourn_integrations.litellm"),
     "mini_swe_agent": Framework("minisweagent", "sojourn_integrations.mini_swe_agent"),
     "autogen": Framework(
@@ -84,8 +85,8 @@ def active() -> tuple[str, ...]:
 def wrap(target: Any) -> Any:
     """Instrument this one client, graph, team or agent, without patching its class for other objects.
 
-    Use the returned object, which is ``target`` itself if possible, else a wrapper. An ``OpenAI`` or
-    ``AsyncOpenAI`` client is returned itself, and clients made from it by ``with_options()`` or ``copy()``
+    Use the returned object, which is ``target`` itself if possible, else a wrapper. A client of ``openai`` or
+    ``anthropic`` is returned itself, and clients made from it by ``with_options()`` or ``copy()``
     stay instrumented. Raises ``ArgumentError`` for an object of no known framework.
     """
     if runtime.session().disabled:

@@ -1,10 +1,11 @@
-"""Patches OpenAI clients (``openai`` ≥ 1.40): LLM requests to a host named in ``init()`` carry the id and
-hints of their program.
+"""Patches OpenAI clients (``openai`` ≥ 1.40) and, for ``sojourn.anthropic``, those of Anthropic: LLM requests
+to a host named in ``init()`` carry the id and hints of their program.
 
-Two methods of the client's base classes are patched: ``request`` runs once per logical request,
-``_build_request`` once per HTTP attempt. All requests of the package pass through these methods: raw and
-streaming responses, ``parse``, ``stream``, Azure (which overrides ``_prepare_options``), LangChain, AutoGen.
-Not covered: the Responses *websocket* transport.
+Both packages come from one generator and have the same base classes. Two methods of these are patched:
+``request`` runs once per logical request, ``_build_request`` once per HTTP attempt. All requests of a package
+pass through these methods: raw and streaming responses, ``parse``, ``stream``, Azure (which overrides
+``_prepare_options``), LangChain, AutoGen. Not covered: the Responses *websocket* transport, and hosts that
+need another path, as Bedrock and Vertex do.
 
 The original method is called exactly once, and its exceptions pass unchanged. An error in our code is
 counted, and the request goes out without our fields.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any
 
 from . import runtime
@@ -38,53 +40,58 @@ Value:
 - the URL's path.
 """
 _swapped: dict[type, type] = {}
-_patches = Patches()
 
 
-def patch() -> bool:
-    """Patch all clients, sync and async. Returns False, without changes, if the methods are missing."""
-    from openai import _base_client
+class ClientPackage:
+    """The patches of one package, ``openai`` or ``anthropic``."""
 
-    places = {
-        ("SyncAPIClient", "request"): _request,
-        ("AsyncAPIClient", "request"): _async_request,
-        ("BaseClient", "_build_request"): _build,
-    }
-    kinds = {kind: getattr(_base_client, kind, None) for kind, _ in places}
-    if not all(name in vars(kinds[kind] or object) for kind, name in places):
-        return False
-    for (kind, name), make in places.items():
-        _patches.put(kinds[kind], name, make)
-    return True
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._patches = Patches()
 
+    def _base(self) -> Any:
+        return import_module(f"{self._name}._base_client")
 
-def unpatch() -> None:
-    """Restore the original methods. If another library patched a method after us, its patch stays."""
-    _patches.undo()
+    def patch(self) -> bool:
+        """Patch all clients, sync and async. Returns False, without changes, if the methods are missing."""
+        base = self._base()
+        places = {
+            ("SyncAPIClient", "request"): _request,
+            ("AsyncAPIClient", "request"): _async_request,
+            ("BaseClient", "_build_request"): _build,
+        }
+        kinds = {kind: getattr(base, kind, None) for kind, _ in places}
+        if not all(name in vars(kinds[kind] or object) for kind, name in places):
+            return False
+        for (kind, name), make in places.items():
+            self._patches.put(kinds[kind], name, make)
+        return True
 
+    def unpatch(self) -> None:
+        """Restore the original methods. If another library patched a method after us, its patch stays."""
+        self._patches.undo()
 
-def wrap(client: Any) -> Any | None:
-    """Patch only this client and return it. The client's class becomes a patched subclass. Returns ``None``
-    for an object that is not an OpenAI client."""
-    kind = type(client)
-    if kind in _swapped.values():
+    def wrap(self, client: Any) -> Any | None:
+        """Patch only this client and return it. The client's class becomes a patched subclass. Returns
+        ``None`` for an object that is not a client of the package."""
+        kind = type(client)
+        if kind in _swapped.values():
+            return client
+        base = self._base()
+        if issubclass(kind, base.AsyncAPIClient):
+            request: Callable[..., Any] = _async_request(kind.request)
+        elif issubclass(kind, base.SyncAPIClient):
+            request = _request(kind.request)
+        else:
+            return None
+        if not callable(getattr(kind, "_build_request", None)):
+            return None
+        if kind not in _swapped:
+            body = {"request": request, "_build_request": _build(kind._build_request)}
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            _swapped[kind] = type(kind.__name__, (kind,), {**body, **names})
+        client.__class__ = _swapped[kind]
         return client
-    from openai import _base_client
-
-    if issubclass(kind, _base_client.AsyncAPIClient):
-        request: Callable[..., Any] = _async_request(kind.request)
-    elif issubclass(kind, _base_client.SyncAPIClient):
-        request = _request(kind.request)
-    else:
-        return None
-    if not callable(getattr(kind, "_build_request", None)):
-        return None
-    if kind not in _swapped:
-        body = {"request": request, "_build_request": _build(kind._build_request)}
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _swapped[kind] = type(kind.__name__, (kind,), {**body, **names})
-    client.__class__ = _swapped[kind]
-    return client
 
 
 def _request(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,3 +263,7 @@ def _add(call: OutgoingRequest, target: str, client: Any, options: Any) -> dict[
         if body:
             fields["extra_json"] = {**extra, **body}
     return added
+
+
+_package = ClientPackage("openai")
+patch, unpatch, wrap = _package.patch, _package.unpatch, _package.wrap

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _lower = methodcaller("lower")
 _DONE = b"\ndata: [DONE]"
-_LAST = (_DONE, b"\nevent: response.completed")
+_LAST = (_DONE, b"\nevent: response.completed", b"\nevent: message_stop")
 """Markers at the end of a stream. Clients close the stream after a marker, before the last byte. A marker
 counts only at the start of a line; inside a line it is text of the answer."""
 _TAIL_BYTES = 64
@@ -176,12 +176,11 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     the request may outlive it with the request in its context. Calls by such a task are new requests."""
     prepared: Any
     """The ``options`` object to which our body fields were added last. A new attempt has a new object. Only
-    the patch of the ``openai`` client uses it."""
+    ``sojourn.openai`` uses it."""
     headers: dict[str, str]
-    """The headers to add to the last attempt. Only the patch of the ``openai`` client uses them."""
+    """The headers to add to the last attempt. Only ``sojourn.openai`` uses them."""
     bound_for: tuple[str, str]
-    """URL of the request, and its server's entry of ``Config.hosts``. Only the patch of the ``openai`` client
-    uses it."""
+    """URL of the request, and its server's entry of ``Config.hosts``. Only ``sojourn.openai`` uses it."""
     to_event_server: bool
     """True if the last attempt went to the server that receives the events."""
     is_outside: bool

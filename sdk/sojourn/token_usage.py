@@ -64,14 +64,16 @@ def of_tail(tail: bytes) -> TokenUsage | None:
 
 
 def _usage(given: Any) -> TokenUsage | None:
-    """Return the token counts in a ``usage`` object of the OpenAI API, for chat and completions or for
-    Responses. Returns ``None`` if it has no counts."""
+    """Return the token counts in a ``usage`` object of the OpenAI API (chat, completions or Responses) or of
+    Anthropic's Messages. Returns ``None`` if it has no counts."""
     details = _of(given, "prompt_tokens_details", "input_tokens_details")
-    usage = TokenUsage(
-        _count(_of(given, "prompt_tokens", "input_tokens")),
-        _count(_of(given, "completion_tokens", "output_tokens")),
-        _count(_of(details, "cached_tokens")),
-    )
+    input_tokens = _count(_of(given, "prompt_tokens", "input_tokens"))
+    cached = _count(_of(details, "cached_tokens"))
+    if _of(given, "prompt_tokens") is None and details is None and input_tokens is not None:
+        # Anthropic counts as input what the cache neither had nor took in.
+        cached = _count(_of(given, "cache_read_input_tokens"))
+        input_tokens += (cached or 0) + (_count(_of(given, "cache_creation_input_tokens")) or 0)
+    usage = TokenUsage(input_tokens, _count(_of(given, "completion_tokens", "output_tokens")), cached)
     return None if usage == TokenUsage() else usage
 
 

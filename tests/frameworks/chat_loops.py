@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import sojourn
@@ -85,6 +87,18 @@ def response_loop(respond: Complete) -> Any:
                 with sojourn.tool_call(call.name, call.call_id):
                     result = run_tool(call.name, **json.loads(call.arguments))
                 items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+def tools_in_threads(complete: Complete) -> Any:
+    """Two tools of one answer, each in a thread."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    with sojourn.program("loop"), ThreadPoolExecutor(2) as pool:
+        answer = complete(messages=messages, tools=TOOLS).choices[0].message
+        messages.append(answer.model_dump(exclude_none=True))
+        jobs = [pool.submit(copy_context().run, tool_message, call) for call in answer.tool_calls]
+        messages += [job.result() for job in jobs]
+        last = complete(messages=messages).choices[0].message.content
+        return last, [message["content"] for message in messages[2:]]
 
 
 def stream(complete: Complete) -> str:

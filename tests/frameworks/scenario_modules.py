@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 EXPECTED_VARIABLE = "SOJOURN_TEST_FRAMEWORKS"
 """Environment variable with the frameworks that must be installed, separated by blanks. ``tox`` sets it. If
 it is not set in CI, the frameworks of the engine's environment are expected."""
-_ENGINE_ENVIRONMENT = "openai litellm mini_swe_agent"
+_ENGINE_ENVIRONMENT = "openai anthropic litellm mini_swe_agent"
 
 
 class ScenarioModule(NamedTuple):

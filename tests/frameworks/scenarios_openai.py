@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from functools import partial
 from typing import Any
 
 import chat_loops as loops
 import sojourn
-from chat_loops import ASK, TOOLS
+from chat_loops import ASK
 from scenario_types import RETRY, ProgramFact
 
 ABSENT: dict[str, str] = {}
@@ -64,18 +62,6 @@ def abandoned_stream(complete: Any) -> Any:
         return next(text for chunk in chunks if (text := chunk.choices[0].delta.content))[:1]
 
 
-def tools_in_threads(complete: Any) -> Any:
-    """Two tools of one answer, each in a thread."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-    with sojourn.program("loop"), ThreadPoolExecutor(2) as pool:
-        answer = complete(messages=messages, tools=TOOLS).choices[0].message
-        messages.append(answer.model_dump(exclude_none=True))
-        jobs = [pool.submit(copy_context().run, loops.tool_message, call) for call in answer.tool_calls]
-        messages += [job.result() for job in jobs]
-        last = complete(messages=messages).choices[0].message.content
-        return last, [message["content"] for message in messages[2:]]
-
-
 async def parallel_requests(acomplete: Any) -> Any:
     async with sojourn.program("map"):
 
@@ -97,7 +83,7 @@ SCENARIOS = [
     scenario("stream", sync(abandoned_stream), loops.STREAM, name="abandoned"),
     scenario("error", sync(loops.failing_tool), loops.FAILED),
     scenario("cancel", in_async(loops.cancelled_tool), loops.CANCELLED),
-    scenario("parallel", sync(tools_in_threads), loops.TWO_TOOLS),
+    scenario("parallel", sync(loops.tools_in_threads), loops.TWO_TOOLS),
     scenario(
         "parallel",
         in_async(parallel_requests),

@@ -21,7 +21,16 @@ CHILDREN = "SOJOURN_RUN_CHILDREN"
 """Environment variable that ``sojourn run --children`` sets. With it, the agent's Python child processes are
 instrumented too."""
 
-PACKAGES = ("openai", "litellm", "langchain_core", "langgraph.pregel", "autogen_agentchat", "agents")
+PACKAGES = (
+    "openai",
+    "anthropic",
+    "crewai",
+    "litellm",
+    "langchain_core",
+    "langgraph.pregel",
+    "autogen_agentchat",
+    "agents",
+)
 """Packages to instrument when they are imported. mini-swe-agent is recognised by one of its modules
 instead."""
 

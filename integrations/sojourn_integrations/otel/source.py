@@ -50,7 +50,7 @@ NO_PROVIDER_MESSAGE = (
     "OpenTelemetry has no TracerProvider yet: call trace.set_tracer_provider(TracerProvider()) first"
 )
 MAX_SPANS = 10_000
-_REQUESTS_ONLY = frozenset({"openai", "litellm"})
+_REQUESTS_ONLY = frozenset({"openai", "anthropic", "litellm"})
 """Adapters that report requests but no programs. So the spans of these frameworks are not ignored."""
 _UNMOVED: Any = object()
 """Value of ``_Entry.before`` for a span that did not change the program's node."""

@@ -6,8 +6,9 @@
         assert [type(e).__name__ for e in server.events()] == ["ProgramStart", "ProgramEnd"]
 
 It listens on 127.0.0.1, takes event batches, answers the capabilities probe, and serves the parts of the
-OpenAI API that clients need (chat, completions, responses; streamed or not, tool calls included). ``script``
-sets its answers, ``mode`` its failures. It imports the wire format and the standard library.
+OpenAI API (chat, completions, responses) and of Anthropic's (messages) that clients need, streamed or not,
+tool calls included. ``script`` sets its answers, ``mode`` its failures. It imports the wire format and the
+standard library.
 """
 
 from __future__ import annotations

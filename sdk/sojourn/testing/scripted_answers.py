@@ -1,10 +1,10 @@
-"""Scripted answers of a model, in the three formats of the OpenAI API, streamed or not."""
+"""Scripted answers of a model, in the three formats of the OpenAI API and in Anthropic's, streamed or not."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _numbers = itertools.count(1)
@@ -49,6 +49,10 @@ def answer_body(kind: str, request: dict[str, Any], answer: Answer) -> dict[str,
     model = request.get("model", "fake")
     if kind == "/responses":
         return _response(model, answer)
+    if kind == "/messages":
+        return _message(model, answer)
+    if kind == "/messages/count_tokens":
+        return {"input_tokens": 12}
     if kind == "/completions":
         choice: dict[str, Any] = {"index": 0, "text": answer.text, "finish_reason": "stop", "logprobs": None}
         name = "text_completion"
@@ -73,7 +77,10 @@ def answer_stream(kind: str, request: dict[str, Any], answer: Answer) -> Iterato
     ``/v1``."""
     model = request.get("model", "fake")
     if kind == "/responses":
-        yield from _response_stream(model, answer)
+        yield from _events(_response_events(model, answer))
+        return
+    if kind == "/messages":
+        yield from _events(_message_events(_message(model, answer)))
         return
     name = "text_completion" if kind == "/completions" else "chat.completion.chunk"
     head = {"id": "fake-1", "object": name, "created": 1, "model": model}
@@ -151,7 +158,12 @@ def _items(answer: Answer) -> Iterator[dict[str, Any]]:
         }
 
 
-def _response_stream(model: str, answer: Answer) -> Iterator[str]:
+def _events(parts: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    for number, (name, fields) in enumerate(parts):
+        yield f"event: {name}\ndata: {json.dumps({'type': name, 'sequence_number': number, **fields})}\n\n"
+
+
+def _response_events(model: str, answer: Answer) -> list[tuple[str, dict[str, Any]]]:
     response = _response(model, answer)
     started = {**response, "output": [], "status": "in_progress", "usage": None}
     parts: list[tuple[str, dict[str, Any]]] = [("response.created", {"response": started})]
@@ -167,6 +179,38 @@ def _response_stream(model: str, answer: Answer) -> Iterator[str]:
             parts.append(("response.function_call_arguments.done", {**where, **arguments}))
         parts.append(("response.output_item.done", {"output_index": index, "item": item}))
     parts.append(("response.completed", {"response": response}))
-    for number, (name, fields) in enumerate(parts):
-        event = {"type": name, "sequence_number": number, **fields}
-        yield f"event: {name}\ndata: {json.dumps(event)}\n\n"
+    return parts
+
+
+def _message(model: str, answer: Answer) -> dict[str, Any]:
+    content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text else []
+    for use in answer.tools:
+        content.append({"type": "tool_use", "id": use.id, "name": use.name, "input": dict(use.arguments)})
+    return {
+        "id": "msg-1",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": "tool_use" if answer.tools else "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": 4, "cache_read_input_tokens": 8, "output_tokens": 3},
+    }
+
+
+def _message_events(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "message_start", {"message": {**message, "content": [], "stop_reason": None}}
+    for index, block in enumerate(message["content"]):
+        where = {"index": index}
+        if block["type"] == "text":
+            yield "content_block_start", {**where, "content_block": {"type": "text", "text": ""}}
+            deltas = [{"type": "text_delta", "text": word + " "} for word in block["text"].split(" ")]
+        else:
+            yield "content_block_start", {**where, "content_block": {**block, "input": {}}}
+            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+        for delta in deltas:
+            yield "content_block_delta", {**where, "delta": delta}
+        yield "content_block_stop", where
+    delta = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    yield "message_delta", {"delta": delta, "usage": message["usage"]}
+    yield "message_stop", {}
