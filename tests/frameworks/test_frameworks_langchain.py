@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from importlib.metadata import version
+from threading import Thread
+from typing import Any
 
 import pytest
 import sojourn
+from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import ToolException, tool
 from langchain_core.tracers import context as tracers
 from recorded_programs import problems, recorded_programs
@@ -132,6 +137,45 @@ def test_a_chain_with_a_name_is_a_program(server: FakeServer) -> None:
         ("summary", (None,)),
         ("mine", (None,)),
     ]
+
+
+X = [{"x": "a"}, {"x": "b"}]
+BATCHES = {
+    "batch": lambda chain: chain.with_config(run_name="chain").batch(X),
+    "batch of one": lambda chain: [chain.with_config(run_name="chain").batch([each]) for each in X],
+    "abatch": lambda chain: asyncio.run(chain.with_config(run_name="chain").abatch(X)),
+    "fallbacks": lambda chain: chain.with_fallbacks([chain]).with_config(run_name="chain").batch(X),
+    "named in fallbacks": lambda chain: chain.with_config(run_name="chain").with_fallbacks([chain]).batch(X),
+    "retry": lambda chain: asyncio.run(chain.with_retry().with_config(run_name="chain").abatch(X)),
+    "map": lambda chain: chain.with_config(run_name="chain").map().invoke(X),
+}
+
+
+@pytest.mark.parametrize("ask", BATCHES.values(), ids=BATCHES)
+def test_each_input_of_a_batch_is_a_program_with_its_request(server: FakeServer, ask: Any) -> None:
+    init(server, "one", "two")
+    ask(ChatPromptTemplate.from_template("{x}") | model_at(server.base_url, "m"))
+    assert shape(server) == [("chain", None, "ok", (None,), [])] * 2
+
+
+def test_a_model_and_a_retriever_take_their_program_from_their_config(server: FakeServer) -> None:
+    """In a thread with a bare context, where nothing but the config names the run."""
+    init(server, "one", "two")
+    model = model_at(server.base_url, "m")
+
+    class Searching(BaseRetriever):
+        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+            model.invoke(query, {"callbacks": run_manager.get_child()})
+            return []
+
+    def chain(text: str, config: Any) -> None:
+        for part in (model, Searching()):
+            thread = Thread(target=part.invoke, args=(text, config))
+            thread.start()
+            thread.join()
+
+    RunnableLambda(chain).invoke("hi")
+    assert shape(server) == [("chain", None, "ok", (None, None), [])]
 
 
 def test_agents_one_after_the_other_are_the_program_around_them(server: FakeServer) -> None:

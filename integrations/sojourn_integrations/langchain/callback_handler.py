@@ -1,8 +1,9 @@
 """``Handler``: the callbacks by which LangChain and LangGraph report runs, nodes and tool calls.
 
-The callbacks set no context variables. There are two reasons. If a step has only one node, LangGraph runs the
-node in the caller's context, where a variable's value would outlive the node. And LangGraph ends an async run
-in a separate task, where a variable could not be reset.
+The callbacks set no context variable of the SDK. There are two reasons. If a step has only one node,
+LangGraph runs the node in the caller's context, where a variable's value would outlive the node. And
+LangGraph ends an async run in a separate task, where a variable could not be reset. ``_named_run`` is made
+for that: a value that outlived its run has no effect.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ _users: set[str] = set()
 _hook: ContextVar[Any] | None = None
 _running_config: ContextVar[Any] | None = None
 """LangChain's context variable with the config of the current run; ``None`` until its first use here."""
+_named_run: ContextVar[tuple[Any, Any] | None] = ContextVar("sojourn_langchain_named_run", default=None)
+"""Set where a model or a retriever begins whose parent run is not the run around the code: the parent's key,
+and that of the run around the code. A sequence starts its steps so in ``batch``, and a thread with a bare
+context that was given a ``config``. While the run around the code is still the same, and the parent is open,
+requests belong to the parent."""
 _by_hand = False
 """True once the user's code has made a ``Handler``. Then ``remove`` keeps the resolver, which that handler
 needs."""
@@ -92,6 +98,11 @@ def remove(user: str) -> None:
 def current_run_id() -> Any:
     """Return the key of the LangChain run around the code: its UUID as an integer. ``None`` outside of
     any run."""
+    around, named = _run_around(), _named_run.get()
+    return named[0] if named and named[1] == around and tree.get(named[0]) is not None else around
+
+
+def _run_around() -> Any:
     global _running_config
     if _running_config is None:
         from langchain_core.runnables.config import var_child_runnable_config
@@ -118,6 +129,16 @@ def _tree_parent_id(parent_run_id: Any) -> Any:
     return parent_run_id if tree.get(around) is None else around
 
 
+def _leaf_started(parent_run_id: Any) -> None:
+    """Note the run in whose name a model or a retriever begins."""
+    try:
+        parent, around = _tree_parent_id(_key(parent_run_id)), _run_around()
+        if parent != around or _named_run.get() is not None:
+            _named_run.set(None if parent is None else (parent, around))
+    except Exception:
+        count_error("internal_error")
+
+
 def _resolve() -> ResolvedContext | None:
     id = current_run_id()
     return None if id is None else tree.resolve(id)
@@ -140,7 +161,7 @@ def handler_class() -> Any:
         """Makes LangChain call the handler in the run's own thread. Otherwise async runs call it from other
         threads, late and out of order."""
         raise_error = False
-        ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
+        ignore_retry = ignore_custom_event = True
 
         def __init__(self) -> None:
             global _by_hand
@@ -171,6 +192,13 @@ def handler_class() -> Any:
                 )
             except Exception:
                 count_error("internal_error")
+
+        def on_chat_model_start(
+            self, serialized: Any, messages: Any, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
+        ) -> None:
+            _leaf_started(parent_run_id)
+
+        on_llm_start = on_retriever_start = on_chat_model_start
 
         def on_chain_end(self, outputs: Any, *, run_id: Any, **kwargs: Any) -> None:
             try:

@@ -9,9 +9,9 @@ Which run is a program:
 - A graph started in a tool call is a child of the call's program.
 - A graph directly under ``with sojourn.program()`` *is* that program, if no other graph runs in the program.
   A second graph that runs at the same time, and each graph of a ``batch()``, is a child of the program.
-- A chain at the top that has a name (a function, a class, ``run_name``) is a program. A composition without a
-  name (``prompt | model``) is not a program. Its requests belong to the program around it, or else to the
-  process's own program.
+- A chain at the top that has a name (a function, a class, ``run_name``) is a program, also inside a nameless
+  ``with_fallbacks()`` or ``map()``. A composition without a name (``prompt | model``) is not a program. Its
+  requests belong to the program around it, or else to the process's own program.
 
 Callbacks may come from several threads. There is no lock, since the tree is changed only by single
 operations of dicts, which are atomic.
@@ -190,7 +190,7 @@ class RunTree:
             # The start of the graph was not announced, since the user added the handler by hand.
             self._graph_started(parent, None, metadata, here)
             run.program, run.tool, run.prefix = parent.program, parent.tool, parent.prefix
-        elif parent_id is None and run.program is None and is_named(kind, name):
+        elif run.program is None and is_named(kind, name) and _is_outermost(run):
             self._open(run, None, None, name, None, metadata)
         if is_node:
             run.ns = str(ns)
@@ -477,6 +477,13 @@ def _context_here() -> ExecutionContext:
     return here
 
 
+def _is_outermost(run: RunNode) -> bool:
+    """Return whether only wrappers without a name are around the chain ``run``."""
+    while run.parent is not None and str(run.parent.name).startswith(_WRAPPERS):
+        run = run.parent
+    return run.parent_id is None
+
+
 def _belongs(run: RunNode, program: Program) -> bool:
     """Return whether the tool call ``run`` is one of ``program``."""
     return program is run.program or (run.call is not None and program is run.call.program)
@@ -487,6 +494,8 @@ def _belongs(run: RunNode, program: Program) -> bool:
 
 _INTERNAL_PREFIX = "Runnable"
 """Start of LangChain's default names for compositions, e.g. ``RunnableSequence``."""
+_WRAPPERS = ("RunnableWithFallbacks", "RunnableEach")
+"""Starts of the names of compositions that run a chain as a whole, not as one of several steps."""
 _DEFAULT_GRAPH_NAME = "LangGraph"
 """LangGraph's name for a graph compiled without ``name``. LangChain uses it for an agent without a name."""
 
