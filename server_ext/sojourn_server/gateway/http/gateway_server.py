@@ -1,8 +1,6 @@
 """The HTTP server of a gateway: uvicorn's, with settings for its clients, the limit of open files, and a stop
-that waits for requests of models alone.
-
-An open port belongs behind a proxy, which bounds what strangers may send: half a request, headers without an
-end, requests ahead of their answers."""
+that waits for requests of models alone. An open port belongs behind a proxy, which bounds what strangers may
+send."""
 
 from __future__ import annotations
 
@@ -21,11 +19,10 @@ from .gateway_app import Gateway
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
-"""``raise_open_file_limit`` raises a gateway's soft limit of open files to at least this number, if the hard
-limit permits. The usual soft limit of a process is 1024."""
+"""Open files for which a gateway raises its soft limit, which is usually 1024."""
 KEEP_ALIVE_S = 75
-"""Idle seconds after which a client's connection is closed. Longer than clients and load balancers keep it,
-so that their side closes it first."""
+"""Idle seconds after which a client's connection is closed, longer than clients and load balancers keep
+it."""
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 OTHERS_GRACE_S = 2.0
 """Seconds that other requests, such as those of viewers, have to end when no request of a model is left."""
@@ -36,11 +33,9 @@ _POLL_S = 0.1
 
 
 class ClientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol on httptools, without clients' offers to change to another protocol.
-
-    Java's HTTP client offers HTTP/2 with its first request, and httptools then takes the request's body for
-    bytes of the other protocol. A server may ignore the offer (RFC 9110 §7.8). A body of JSON has no such
-    line."""
+    """uvicorn's protocol on httptools, without clients' offers to change to another protocol. Java's HTTP
+    client offers HTTP/2 with its first request, and httptools then takes the body for bytes of that protocol.
+    A server may ignore the offer (RFC 9110 §7.8). A body of JSON has no such line."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(_UPGRADE.sub(b"", data) if b"pgrade:" in data else data)
@@ -63,12 +58,9 @@ def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
 
 
 def raise_open_file_limit(most_waiting: int) -> int | None:
-    """Raise this process's soft limit of open files to ``MAX_OPEN_FILES`` or twice ``most_waiting``,
-    whichever is larger. The hard limit caps it. Logs a warning if the limit stays below ``most_waiting``.
-    Return the limit; ``None``: there is none.
-
-    ``most_waiting``: number of requests that may wait. A waiting request has one connection, to its client. A
-    sent request has a second one, to its engine."""
+    """Raise this process's soft limit of open files to ``MAX_OPEN_FILES`` or twice ``most_waiting``, the
+    number of requests that may wait, within the hard limit. Return the limit; ``None``: there is none. Logs a
+    warning if it stays below ``most_waiting``."""
     try:
         import resource
     except ImportError:  # Windows
@@ -89,16 +81,14 @@ def raise_open_file_limit(most_waiting: int) -> int | None:
         logger.warning(
             "this process may open %d files, fewer than the %d requests that may wait; raise the hard limit "
             "(ulimit -n, systemd: LimitNOFILE) or lower the number of requests",
-            limit,
-            most_waiting,
-        )
+            limit, most_waiting,
+        )  # fmt: skip
     return limit
 
 
 class GatewayServer(uvicorn.Server):
-    """A server that says at a stop how many requests of models it finishes. It gives them
-    ``timeout_graceful_shutdown`` seconds (setting of uvicorn). Ctrl-C again ends them at once, with an
-    error."""
+    """A server that says at a stop how many requests of models it finishes, within uvicorn's
+    ``timeout_graceful_shutdown`` seconds. Ctrl-C again ends them at once, with an error."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, say: Callable[[str], None]) -> None:
         """``say``: shows a line to the user; its errors do not count."""

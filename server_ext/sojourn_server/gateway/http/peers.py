@@ -1,10 +1,10 @@
 """Gateways that serve the same engines and share nothing.
 
-A program belongs to one gateway: the one that a rendezvous hash of its tenant and id names among the gateways
-that answer. When a gateway goes, only its own programs get another owner. A gateway that receives a request
-or an event of another's program passes it on, once (``PASSED`` marks it), and so each gateway decides about
-its own programs as a single one does. If the owner cannot be reached, the gateway decides itself: it asks the
-engines which programs have KV, so most turns still go where their KV is.
+A program belongs to one gateway: the one that a rendezvous hash of its tenant and id names among those that
+answer. When a gateway goes, only its own programs get another owner. A gateway that receives a request or an
+event of another's program passes it on, once (``PASSED`` marks it), so each gateway decides about its own
+programs as a single one does. If the owner cannot be reached, the gateway decides itself: it asks the engines
+which programs have KV, so most turns still go where their KV is.
 
 Requests without a program stay where they arrive. Of prefill and decode engines one gateway decides all
 requests, those without a program too (``Peers.in_pairs``). Each gateway counts the waiting requests and the
@@ -66,8 +66,8 @@ CHECK_TIMEOUT_S = 3.0
 MAX_FAILED_CHECKS = 2
 """Number of checks in a row without an answer in time after which a gateway counts as gone."""
 POST_TIMEOUT_S = FORWARD_TIMEOUT_S + 1.0
-"""Seconds to wait for another gateway's answer about events or a drain. It is the longer time: the other
-gateway keeps events whose engine does not answer, and two gateways must not keep the same ones."""
+"""Seconds to wait for another gateway's answer about events or a drain. The other one keeps events whose
+engine does not answer, and two gateways must not keep the same ones."""
 
 
 @dataclass(slots=True)
@@ -91,8 +91,8 @@ class Peers:
         self.others = {url: _Peer(url) for url in urls if url != own_url}
         """The other gateways by URL."""
         self.in_pairs = False
-        """Whether engines work in pairs. Then one gateway decides all requests, because the limit of requests
-        at a decode engine holds for those that one gateway counts."""
+        """Whether engines work in pairs. The limit of requests at a decode engine needs one gateway for
+        all."""
 
     async def set_urls(self, urls: Iterable[str]) -> None:
         """Replace the list of gateways. Those that are not listed stay while they answer."""
@@ -167,41 +167,60 @@ class Peers:
     ) -> bool:
         """Pass a client's request on to the gateway that ``owner`` returned, and the answer to the client.
         Return False if that gateway cannot be reached; then nothing was sent. The client's leave ends the
-        request there too."""
-        relay = _Relay(api, send)
-        passing = asyncio.ensure_future(self._relay(relay, owner, scope, body))
+        request there too. Raises ``OSError`` if the client takes no part for ``UNREAD_TIMEOUT_S``."""
+        passing = asyncio.ensure_future(self._pass_on(owner, api, scope, body, send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             return passing.result() if passing.done() else True
-        except asyncio.CancelledError:
-            passing.cancel()
-            await asyncio.gather(passing, return_exceptions=True)
-            await relay.end("the gateway stops; send the request again", GATEWAY_STOPPING)
-            raise
         finally:
             for task in (passing, leaving):
                 task.cancel()
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
-    async def _relay(self, relay: _Relay, owner: str, scope: Any, body: bytes) -> bool:
+    async def _pass_on(self, owner: str, api: ClientApi, scope: Any, body: bytes, send: AsgiSend) -> bool:
+        """A stream that breaks off ends with an error event; another answer stays incomplete, so that the
+        server closes the connection."""
         peer = self.others.get(owner)
         if peer is None:
             return False
         query = scope.get("query_string", b"").decode("latin-1")
-        url = f"{owner}{relay.api.value}{'?' if query else ''}{query}"
+        url = f"{owner}{api.value}{'?' if query else ''}{query}"
+        answer: EngineAnswer | None = None
+        failure: tuple[str, str] | None = None
+        """Error code and message with which the answer ends."""
         try:
             answer = await peer.client.send(url, _passed(scope["headers"]), body)
+            meter = ResponseMeter(is_stream=answer.is_stream)
+            headers = end_to_end_headers(answer.response.raw_headers)
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            chunk = answer.first
+            while chunk:
+                if whole := meter.push(chunk):
+                    async with asyncio.timeout(UNREAD_TIMEOUT_S):
+                        await send({"type": "http.response.body", "body": whole, "more_body": True})
+                chunk = await answer.next_part()
+            await send({"type": "http.response.body", "body": meter.rest()})
         except GatewayConnectError:
             return False
         except ReplicaRequestError as error:
-            logger.warning("gateway %s did not answer a request: %s", owner, error)
-            self._set_gone(peer)
-            return False
-        try:
-            await relay.pass_back(answer)
+            if answer is None:
+                logger.warning("gateway %s did not answer a request: %s", owner, error)
+                self._set_gone(peer)
+                return False
+            failure = REPLICA_LOST, "the gateway that was answering is gone; send the request again"
+        except asyncio.CancelledError:  # this gateway stops, or the client has left
+            failure = GATEWAY_STOPPING, "the gateway stops; send the request again"
+            raise
         finally:
-            answer.close()
+            if failure is not None:
+                with contextlib.suppress(OSError):
+                    if answer is None:
+                        await send_rejection(send, api, RequestRejected(503, *failure, 5.0))
+                    elif answer.is_stream:
+                        await send({"type": "http.response.body", "body": error_event(api, *failure)})
+            if answer is not None:
+                answer.close()
         return True
 
     # -- events and drains ------------------------------------------------------------
@@ -247,9 +266,7 @@ class Peers:
     async def _post(self, url: str, path: str, headers: RawHeaders, body: bytes) -> bytes:
         """Send a POST to another gateway. Return the body of its answer; empty if there is none."""
         peer = self.others.get(url)
-        if peer is None:
-            return b""
-        reply = await ask_engine(
+        reply = peer and await ask_engine(
             peer.client.session(),
             url + path,
             method="POST",
@@ -257,66 +274,20 @@ class Peers:
             headers=_passed(headers),
             timeout_s=POST_TIMEOUT_S,
         )
-        if reply is None or reply.status != 200:
-            logger.warning("gateway %s did not take %s", url, path)
-        return reply.body if reply is not None and reply.status == 200 else b""
-
-
-class _Relay:
-    """One answer of another gateway on its way to the client."""
-
-    def __init__(self, api: ClientApi, send: AsgiSend) -> None:
-        self.api = api
-        self._send = send
-        self._has_begun = self._is_over = False
-        self._events: ResponseMeter | None = None
-
-    async def pass_back(self, answer: EngineAnswer) -> None:
-        """Pass an answer to the client. A stream that breaks off ends with an error event; another answer
-        stays incomplete, so that the server closes the connection. Raises ``OSError`` if the client has
-        left, or takes no part for ``UNREAD_TIMEOUT_S``."""
-        self._events = ResponseMeter(is_stream=True) if answer.is_stream else None
-        self._has_begun = True
-        headers = end_to_end_headers(answer.response.raw_headers)
-        await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        chunk = answer.first
-        while chunk:
-            whole = self._events.push(chunk) if self._events is not None else chunk
-            if whole:
-                async with asyncio.timeout(UNREAD_TIMEOUT_S):
-                    await self._send({"type": "http.response.body", "body": whole, "more_body": True})
-            try:
-                chunk = await answer.next_part()
-            except ReplicaRequestError:
-                await self.end("the gateway that was answering is gone; send the request again", REPLICA_LOST)
-                return
-        self._is_over = True
-        rest = self._events.rest() if self._events is not None else b""
-        await self._send({"type": "http.response.body", "body": rest})
-
-    async def end(self, message: str, code: str) -> None:
-        """End the answer with an error: a rejection, or an error event in an open stream."""
-        if self._is_over:
-            return
-        self._is_over = True
-        if not self._has_begun:
-            await send_rejection(self._send, self.api, RequestRejected(503, code, message, 5.0))
-        elif self._events is not None:
-            event = error_event(self.api, code, message)
-            with contextlib.suppress(OSError):
-                await self._send({"type": "http.response.body", "body": event})
+        if reply and reply.status == 200:
+            return reply.body
+        logger.warning("gateway %s did not take %s", url, path)
+        return b""
 
 
 def owner_of(gateways: Iterable[str], tenant: str, program_id: str) -> str:
-    """Return the gateway to which a program belongs, by a rendezvous hash (Thaler and Ravishankar 1998):
-    without one of the others it is the same, and the programs of a lost one spread over all."""
+    """Return the gateway to which a program belongs, by a rendezvous hash (Thaler and Ravishankar 1998)."""
     name = f"\0{tenant}\0{program_id}".encode("utf-8", "replace")
     return max(gateways, key=lambda url: hashlib.blake2b(url.encode() + name, digest_size=8).digest())
 
 
 def is_passed(headers: RawHeaders) -> bool:
-    """Whether another gateway has passed a request on. A client that sends the header itself changes only
-    where its request is decided."""
+    """Whether another gateway has passed a request on. A client's own header changes only who decides."""
     return any(name == PASSED.encode() for name, _ in headers)
 
 

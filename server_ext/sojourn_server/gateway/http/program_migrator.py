@@ -20,29 +20,24 @@ from .replica_addresses import ReplicaAddresses
 from .routing_backend import RoutingBackend
 
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 5.0
-"""Bounds, in seconds, of the wait for a program's KV to be on the shared disk. The lower bound lasts for a
-few steps of the former engine. It also applies if the former engine does not report its speed."""
+"""Bounds, in seconds, of the wait for a program's KV to be on the shared disk; the lower one is a few steps
+of the former engine."""
 RELEASE_DELAY_S = 30.0
 """Seconds after which a program's former replica may drop its KV, even without a request to the new home."""
 MAX_RELEASE_ATTEMPTS = 4
-"""Number of release delays after which a program's KV is released even if the program has no home. See
-``RELEASE_DELAY_S``."""
+"""Number of release delays after which a program's KV is released even if the program has no home."""
 STORE_POLL_S = 0.02
 """Seconds between two queries of whether KV is on the disk."""
 
 
 class _StoredKv(msgspec.Struct):
-    """An engine's report on writing a program's KV to disk. It counts the tokens in the context, on disk, and
-    still to be written."""
+    """An engine's report on writing a program's KV to disk, in tokens of the context."""
 
     context_tokens: int = 0
     stored_tokens: int = 0
     pending_tokens: int = 0
     compute_s: float | None = None
     """The engine's estimate of the seconds that recomputing the context takes; ``None``: unknown."""
-
-
-_decoder = msgspec.json.Decoder(_StoredKv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +54,9 @@ class ProgramMigrator:
     """Timers of the releases that were not sent yet, by program and former replica, oldest first."""
 
     async def prepare(self, key: Key, decision: SendRequest, authorization: str | None) -> None:
-        """Prepare a replica for a program's next request, and wait until the request may be sent.
-
-        The replica gets the events that it lacks. If the program moves, its KV is written to the shared disk,
-        provided that both engines use one. Then the KV is released at the former replica. ``authorization``:
-        header for engines."""
+        """Prepare a replica for a program's next request, and wait until the request may be sent. The replica
+        gets the events that it lacks. If the program moves and both engines use a shared disk, its KV is
+        written there; then it is released at the former replica. ``authorization``: header for engines."""
         replica_id = decision.replica_id
         self._cancel_release(key, replica_id)  # the program may have returned
         # After two moves without a request in between, the program's KV is still at the first home.
@@ -91,17 +84,17 @@ class ProgramMigrator:
         )
 
     def release(self, key: Key, former: str, delays: int = 1) -> None:
-        """Schedule the release of a program's KV at its former replica. The release is sent when the
-        program's next request is ready to be sent, or after ``RELEASE_DELAY_S``. Until then the KV can be
-        written to the shared disk. ``delays``: number of delays with this one."""
+        """Schedule the release of a program's KV at its former replica: when the program's next request is
+        ready to be sent, or after ``RELEASE_DELAY_S``. Until then the KV can be written to the shared disk.
+        ``delays``: number of delays with this one."""
         if delays == 1:  # else it keeps its place among the releases
             self._cancel_release(key, former)
         timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._on_timer, key, former, delays)
         self.leaving.setdefault(key, {})[former] = timer
 
     def _on_timer(self, key: Key, former: str, delays: int) -> None:
-        """Send a release whose delay has passed. Start another delay instead if the program has no home, or
-        one of its requests waits."""
+        """Send a release whose delay has passed, or start another delay: the program has no home, or
+        waits."""
         # A program that lost its home with a replica may return to the replica that has its KV.
         is_homeless = self.routing_backend.core.home(*key) is None and delays < MAX_RELEASE_ATTEMPTS
         if is_homeless or self.routing_backend.is_waiting(*key):
@@ -110,8 +103,7 @@ class ProgramMigrator:
             self._send_release(key, former, None)
 
     def _send_release(self, key: Key, former: str, authorization: str | None) -> None:
-        """Send a release to the former replica, unless the program's home is this replica again or another
-        rank of its engine, because all ranks of an engine get the same message."""
+        """Send a release, unless the program's home is this replica again or another rank of its engine."""
         self._cancel_release(key, former)
         old, home = self.replicas.get(former), self.replicas.get(self.routing_backend.core.home(*key))
         if old is not None and (home is None or home.url != old.url):
@@ -125,14 +117,14 @@ class ProgramMigrator:
                 del self.leaving[key]
 
     async def _persist_kv(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Have a replica write a program's KV to the shared disk, and wait until it is written, at most the
-        time in which the new replica would compute it. Return True if no write is pending and at least half
-        of the context is on the disk."""
+        """Have a replica write a program's KV to the shared disk, and wait for it at most the time in which
+        the new replica would compute it. Return whether none is pending and half of the context is on the
+        disk."""
         address = self.replicas.get(moved_from)
         name = quote(self.events.names.engine_name(*key), safe="")
         began_s = time.monotonic()
         while address is not None:
-            answer = await ask_engine(
+            reply = await ask_engine(
                 self.session(),
                 f"{address.url}/sojourn/v1/programs/{name}/persist",
                 method="POST",
@@ -140,8 +132,8 @@ class ProgramMigrator:
                 timeout_s=MOST_WAIT_S,
             )
             try:
-                stored = _decoder.decode(answer.body if answer is not None and answer.status == 200 else b"")
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                stored = msgspec.convert(reply.document if reply is not None else None, _StoredKv)
+            except msgspec.ValidationError:
                 return False
             if not stored.context_tokens or not stored.pending_tokens:
                 return 0 < stored.context_tokens <= stored.stored_tokens * 2
@@ -152,6 +144,6 @@ class ProgramMigrator:
 
 
 def worth_waiting_s(compute_s: float | None) -> float:
-    """Return the maximum seconds that a request waits for its program's KV to be on the shared disk.
-    ``compute_s``: seconds in which the new replica would compute the KV; ``None``: unknown."""
+    """Return the most seconds that a request waits for its program's KV to be on the shared disk.
+    ``compute_s``: seconds in which the new replica would compute it; ``None``: unknown."""
     return min(MOST_WAIT_S, max(LEAST_WAIT_S, compute_s or 0.0))

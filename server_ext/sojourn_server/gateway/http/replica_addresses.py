@@ -35,13 +35,10 @@ def parse_engine_url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_fits:
         raise InvalidReplicaAddress(f"{text!r} is not an engine's address; expected http://HOST:PORT")
     if parts.path.rstrip("/") or parts.query or parts.fragment:
-        raise InvalidReplicaAddress(
-            f"{text!r} has a path, a query or a fragment; expected http://HOST:PORT alone"
-        )
+        raise InvalidReplicaAddress(f"{text!r} has a path, a query or a fragment; expected http://HOST:PORT")
     if parts.username is not None:
-        raise InvalidReplicaAddress(
-            "an engine's address has a user name; expected http://HOST:PORT, and the key in --engine-key"
-        )
+        what = "an engine's address has a user name"
+        raise InvalidReplicaAddress(f"{what}; expected http://HOST:PORT, and the key in --engine-key")
     return text
 
 

@@ -41,7 +41,7 @@ class RequestDecisions:
         request is at another replica."""
         self._decisions: deque[RequestDecision] = deque()
         self._answered = False
-        """Whether the first byte of the answer has arrived. From then on, only ``AbortStream`` is queued."""
+        """Whether the first byte of the answer has arrived."""
         self._changed = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         """What a decision ends; ``None``: nothing."""
@@ -100,10 +100,8 @@ class RequestDecisions:
             self._limit = None
 
     async def unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Await ``doing`` and return its result. Raises the exceptions of ``doing``.
-
-        If a routing decision arrives first, or the client disconnects, cancel ``doing`` and return ``None``.
-        """
+        """Await ``doing``, and return its result or raise its exception. If a decision arrives first, or the
+        client disconnects, cancel it and return ``None``."""
         if self.has_decision:
             doing.close()
             return None
@@ -119,8 +117,7 @@ class RequestDecisions:
 
 
 TICK_S = 0.1
-"""Seconds between two ``Tick`` events. Tenants' shares are computed at this interval (SAGA §6.1). No other
-work of the core needs a shorter one."""
+"""Seconds between two ``Tick`` events, at which tenants' shares are computed (SAGA §6.1)."""
 
 GatewayAction = routing_events.ReleaseProgramKv | routing_events.ProbeReplica | RecallRequest
 """An action of the routing core that concerns more than the request itself."""
@@ -132,10 +129,9 @@ class RoutingBackend:
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
         self.on_action: Callable[[GatewayAction], None] = lambda action: None
-        """Function that is called with each ``GatewayAction``. The gateway sets it."""
+        """Function that is called with each ``GatewayAction``."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
-        """Function that returns the last report of an engine's links, by replica id. The engine monitor sets
-        it."""
+        """Function that returns the last report of an engine's links, by replica id."""
         self._clock = clock
         self._open: dict[str, RequestDecisions] = {}
         """The decisions about each open request, by request id."""
@@ -158,8 +154,7 @@ class RoutingBackend:
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
         """Pass an event to the core, and deliver the core's actions. An error of the core is logged, not
         raised, because it must not end a client's connection."""
-        # The receiver of an action may report another event, which is handled after all actions of this
-        # event.
+        # The receiver of an action may report another event. It is handled after all actions of this one.
         self._pending_events.append(event)
         if self._is_reporting:
             return
@@ -191,8 +186,7 @@ class RoutingBackend:
         return program is not None and program.waiting > 0
 
     def replicas(self) -> Sequence[ReplicaStatus]:
-        """Return the statuses of all known replicas with their engines' links, in the order of
-        registration."""
+        """Return the statuses of all known replicas with their engines' links, as they were registered."""
         return [
             msgspec.structs.replace(status, links=self.links_of(status.replica))
             if isinstance(status, PairEngineStatus)
@@ -201,14 +195,12 @@ class RoutingBackend:
         ]
 
     def _actions_of(self, event: routing_events.AnyRoutingEvent) -> list[routing_events.AnyRoutingAction]:
-        """Pass one event to the core, and return its actions. Log errors of the core and its policies, since
-        the core itself writes no log."""
+        """Return the core's actions for an event. Log its errors, since the core itself writes no log."""
         now = self._clock()
         try:
             actions = self.core.take(event, now)
             if isinstance(event, routing_events.RequestFinished) and event.request_id in self.core.requests:
-                # The core took this for the end of an earlier attempt, but the gateway makes no further
-                # attempt.
+                # The core took this for the end of an earlier attempt, but the gateway makes no further one.
                 over = routing_events.RequestFinished(event.request_id, answered=False)
                 actions = [*actions, *self.core.take(over, now)]
         except Exception:

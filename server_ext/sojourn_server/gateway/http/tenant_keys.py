@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from sojourn.errors import InputError
@@ -21,8 +21,8 @@ class TenantKeysError(InputError):
 
 
 class TenantKeys:
-    """Maps API keys to tenants. Without configured keys, all clients belong to one tenant, and the engines
-    check the clients' keys."""
+    """Maps API keys to tenants. Without keys, all clients belong to one tenant, and engines check their
+    keys."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
         """``keys`` maps each key to its tenant."""
@@ -45,16 +45,13 @@ class TenantKeys:
 
     def tenant_of(self, authorization: str | None, api_key: str | None = None) -> str | None:
         """Return the tenant of a client's key; ``None``: the key is unknown. Without configured keys, return
-        ``DEFAULT_TENANT``.
-
-        ``authorization``: header ``Authorization`` (``Bearer KEY``). ``api_key``: header ``X-Api-Key``, which
-        counts only without a bearer key. The key is always compared with all configured keys, so that the
-        response time reveals nothing about them."""
+        ``DEFAULT_TENANT``. ``authorization``: header ``Authorization`` (``Bearer KEY``). ``api_key``: header
+        ``X-Api-Key``, which counts only without a bearer key."""
         if not self._digests:
             return DEFAULT_TENANT
         scheme, _, token = (authorization or "").partition(" ")
         shown = _digest(token.strip() if scheme.lower() == "bearer" else api_key or "")
-        found = None
+        found = None  # every key is compared, so that the response time reveals nothing about them
         for digest, tenant in self._digests:
             if hmac.compare_digest(shown, digest):
                 found = tenant
@@ -64,11 +61,9 @@ class TenantKeys:
 def load_tenant_keys(
     path: Path | None, key: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> TenantKeys:
-    """Read a tenants file: TOML with a table ``[tenants]`` of lines ``NAME = ["KEY", ...]``. A key
-    ``env:VARIABLE`` stands for the value of an environment variable. Without a file, ``key`` is the key of
-    all clients, if there is one.
-
-    Raises ``TenantKeysError``, whose text contains no key."""
+    """Read a tenants file: TOML with a table ``[tenants]`` of lines ``NAME = ["KEY", ...]``; ``env:VARIABLE``
+    stands for the value of an environment variable. Without a file, ``key`` is the key of all clients, if
+    there is one. Raises ``TenantKeysError``, whose text contains no key."""
     if path is None:
         return TenantKeys({key: DEFAULT_TENANT} if key else None)
     try:
@@ -79,30 +74,24 @@ def load_tenant_keys(
         raise TenantKeysError(f"{path}: {error}") from None
     table = document.get("tenants")
     if not isinstance(table, dict) or not table:
-        raise TenantKeysError(
-            f'{path}: no tenants; expected a table [tenants] with lines NAME = ["KEY", ...]'
-        )
+        raise TenantKeysError(f'{path}: no tenants; expected [tenants] with lines NAME = ["KEY", ...]')
     keys: dict[str, str] = {}
     for tenant, listed in table.items():
-        for one in _keys(path, tenant, [listed] if isinstance(listed, str) else listed, environment):
-            if keys.setdefault(one, tenant) != tenant:
-                raise TenantKeysError(
-                    f"{path}: {keys[one]} and {tenant} have the same key; expected one each"
+        listed = [listed] if isinstance(listed, str) else listed
+        if not isinstance(listed, list) or not listed or not all(isinstance(key, str) for key in listed):
+            raise TenantKeysError(f"{path}: the keys of {tenant} are not a list of texts")
+        for key in listed:
+            name = key.removeprefix("env:") if key.startswith("env:") else None
+            value = environment.get(name, "") if name is not None else key
+            if not value or value != value.strip():
+                where = (
+                    f"the environment has no {name}" if name and not value else "one has spaces or is empty"
                 )
+                raise TenantKeysError(f"{path}: a key of {tenant} cannot be used: {where}")
+            if keys.setdefault(value, tenant) != tenant:
+                both = f"{keys[value]} and {tenant}"
+                raise TenantKeysError(f"{path}: {both} have the same key; expected one each")
     return TenantKeys(keys)
-
-
-def _keys(path: Path, tenant: str, listed: object, environment: Mapping[str, str]) -> Iterable[str]:
-    """Yield one tenant's keys from the file's list. Raises ``TenantKeysError`` if a key cannot be used."""
-    if not isinstance(listed, Sequence) or not listed or not all(isinstance(key, str) for key in listed):
-        raise TenantKeysError(f"{path}: the keys of {tenant} are not a list of texts")
-    for key in listed:
-        name = key[len("env:") :] if key.startswith("env:") else None
-        value = environment.get(name, "") if name is not None else key
-        if not value or value != value.strip():
-            where = f"the environment has no {name}" if name and not value else "one has spaces or is empty"
-            raise TenantKeysError(f"{path}: a key of {tenant} cannot be used: {where}")
-        yield value
 
 
 def _digest(key: str) -> bytes:
