@@ -107,7 +107,7 @@ async def test_every_id_of_a_hint_is_named_and_nothing_else_changed() -> None:
                 ],
             },
         }
-        assert fakes[0].headers[-1]["x-session-id"] == "bob/s"
+        assert fakes[0].headers[-1]["x-session-id"] == "bob/p"
 
 
 @pytest.mark.parametrize("bad", ["{", json.dumps({"program_id": ""}), 7])
