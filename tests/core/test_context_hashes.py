@@ -26,3 +26,16 @@ def test_against_a_list(ops: list[tuple[str, int, bool]], limit: int) -> None:
     assert store.clear() == list(model)
     assert store.hashes == 0
     assert store.get(ProgramId("a")) is None
+
+
+def test_a_branch_counts_and_goes_with_its_context() -> None:
+    store, a, b = ContextHashStore(10), ProgramId("a"), ProgramId("b")
+    store.put(a, [1, 2, 3])
+    store.put_branch(a, [4, 5])
+    store.put_branch(a, [4, 5, 6])
+    assert (store.hashes, store.branch(a), store.get(a)) == (6, [4, 5, 6], [1, 2, 3])
+    store.put(b, [1, 2, 3])
+    store.put_branch(b, [7, 8])  # one too many: the oldest context goes, with its branch
+    assert (store.hashes, store.get(a), store.branch(a)) == (5, None, ())
+    store.put(b, [9])
+    assert (store.hashes, store.branch(b)) == (1, ())

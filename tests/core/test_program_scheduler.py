@@ -121,7 +121,7 @@ def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
     """A context that shrinks and grows again counted each time: others were kept out of an empty pool."""
     engine = VirtualEngine()
     for tokens in (100, 200, 60, 190, 230):
-        engine.turn("p", prompt(tokens))
+        engine.turn("p", prompt(tokens), step_id="hinted")
         engine.wait(1.0)
     program = engine.program_scheduler.state.programs.get(ProgramId("p"))
     assert program is not None
@@ -453,7 +453,7 @@ def test_names_in_hints_are_cut() -> None:
 
 def test_parallel_requests_are_one_turn_for_the_lease() -> None:
     engine = VirtualEngine()
-    first, second = engine.arrive("p", prompt(40)), engine.arrive("p", prompt(60, seed=1))
+    first, second = (engine.arrive("p", prompt(40 + 20 * n, seed=n), step_id="hinted") for n in (0, 1))
     engine.admit(first)
     engine.admit(second)
     assert engine.finish(first) is None

@@ -121,8 +121,8 @@ def test_an_aborted_turn_leaves_no_blocks_that_count_for_nobody() -> None:
 
 def test_a_branch_that_ends_first_leaves_no_blocks_that_count_for_nobody() -> None:
     engine = VirtualEngine("sojourn")
-    long = engine.arrive("a", prompt(300 * BLOCK_TOKENS, 1))
-    short = engine.arrive("a", prompt(3 * BLOCK_TOKENS, 2))
+    long = engine.arrive("a", prompt(300 * BLOCK_TOKENS, 1), step_id="hinted")
+    short = engine.arrive("a", prompt(3 * BLOCK_TOKENS, 2), step_id="hinted")
     other = engine.arrive("b", prompt(300 * BLOCK_TOKENS, 1))
     engine.step()
     for request in (long, short, other):

@@ -438,7 +438,7 @@ def test_sizes_are_in_blocks_rounded_up() -> None:
     shown = seen(policy.views[-1], "a")
     assert (shown.activity, shown.required_blocks, shown.context_blocks) == (ProgramActivity.READY, 11, 0)
     engine.admit(first)
-    second = engine.arrive("a", prompt(17))
+    second = engine.arrive("a", prompt(17), step_id="hinted")
     order(engine, policy, "a", DEVICE)
     shown = seen(policy.views[-1], "a")
     assert (shown.activity, shown.required_blocks, shown.resident_blocks) == (

@@ -115,8 +115,9 @@ class VirtualEngine:
         identity = read_identity(program, xargs)
         self.service.client_event_decoder.apply_attached_events(identity, self.now)
         self._prompts[request_id] = list(tokens)
+        hashes = chain(tokens) if program and identity.context is None else None
         self.program_scheduler.arrived(
-            RequestArrived(request_id=request_id, identity=identity, prompt_tokens=len(tokens)), self.now
+            RequestArrived(request_id, identity, prompt_tokens=len(tokens), block_hashes=hashes), self.now
         )
         self.carry_out()
         return request_id

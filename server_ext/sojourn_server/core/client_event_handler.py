@@ -25,6 +25,8 @@ MAX_RUNNING_TOOLS = 100_000
 """Maximum number of running tool calls of all programs together, about 160 MiB with the longest names. When
 the maximum is reached, each program may still have ``OWN_TOOLS_PER_PROGRAM``."""
 MAX_EMITTERS_PER_PROGRAM = 16
+CALLS_BEFORE_WARNING = 8
+"""Number of tool calls of a program without any request after which a warning is given, once per program."""
 
 
 class ClientEventHandler:
@@ -137,7 +139,19 @@ class ClientEventHandler:
         self._tier_manager.tool_known(program, now)
         if not program.tools:
             self._leases.extend(program.id, now + self._state.limits.return_grace_s)
-        return Outcome.APPLIED, ""
+        return Outcome.APPLIED, "" if program.ranked else self._count_call_before_request(program, now)
+
+    def _count_call_before_request(self, program: ProgramState, now: float) -> str:
+        """Count a tool call of a program without requests. Returns a warning after many calls, else ''."""
+        program.calls_before_request += 1
+        if program.calls_before_request != CALLS_BEFORE_WARNING:
+            return ""
+        warning = (
+            "tool calls are reported, but no request with this program id has arrived: "
+            "send the client's requests to this server, with the id"
+        )
+        self._state.decisions.add(now, "unseen_requests", program.id, warning, calls=CALLS_BEFORE_WARNING)
+        return warning
 
     def _heartbeat(self, program: ProgramState, event: Heartbeat, now: float) -> tuple[Outcome, str]:
         self._promised(program, now)

@@ -16,8 +16,9 @@ MAX_PROGRAM_STEPS = 16
 
 
 class ContextHashStore:
-    """Stores each program's *context*: the block hashes of its last turn. Keeps at most ``max_hashes`` hashes
-    of all programs together, and drops the oldest contexts first.
+    """Stores each program's *context*: the block hashes of its last turn. A program with a context may also
+    have a *branch*: the hashes of its newest side request's prompt. Keeps at most ``max_hashes`` hashes of
+    all programs together, and drops the oldest contexts first.
 
     The hashes show whether a prompt changed or its KV was evicted. A lease that is granted some time after a
     turn uses the hashes to find the turn's blocks. If a program's context was dropped, the ledger records the
@@ -28,25 +29,36 @@ class ContextHashStore:
         self.max_hashes = max_hashes
         self.hashes = 0
         self._contexts: OrderedDict[ProgramId, Sequence[Any]] = OrderedDict()
+        self._branches: dict[ProgramId, Sequence[Any]] = {}
 
     def put(self, program_id: ProgramId, hashes: Sequence[Any]) -> None:
-        """Store the newest context of the program."""
+        """Store the newest context of the program, and drop its branch."""
         self.drop(program_id)
         self._contexts[program_id] = hashes
-        self.hashes += len(hashes)
+        self._grow(len(hashes))
+
+    def put_branch(self, program_id: ProgramId, hashes: Sequence[Any]) -> None:
+        """Store the prompt of a program's newest side request. The program must have a context."""
+        more = len(hashes) - len(self.branch(program_id))
+        self._branches[program_id] = hashes
+        self._grow(more)
+
+    def _grow(self, hashes: int) -> None:
+        self.hashes += hashes
         while self.hashes > self.max_hashes and self._contexts:
-            _, oldest = self._contexts.popitem(last=False)
-            self.hashes -= len(oldest)
+            self.drop(next(iter(self._contexts)))
 
     def get(self, program_id: ProgramId) -> Sequence[Any] | None:
         """The block hashes of the program's last turn; ``None`` if none are stored."""
         return self._contexts.get(program_id)
 
+    def branch(self, program_id: ProgramId) -> Sequence[Any]:
+        """The block hashes of the program's branch; empty without one."""
+        return self._branches.get(program_id, ())
+
     def drop(self, program_id: ProgramId) -> None:
-        """Drop the program's context."""
-        old = self._contexts.pop(program_id, None)
-        if old is not None:
-            self.hashes -= len(old)
+        """Drop the program's context and branch."""
+        self.hashes -= len(self._contexts.pop(program_id, ())) + len(self._branches.pop(program_id, ()))
 
     def programs(self) -> list[ProgramId]:
         """Programs with a context, oldest context first."""
@@ -56,6 +68,7 @@ class ContextHashStore:
         """Drop all contexts; returns their programs."""
         programs = list(self._contexts)
         self._contexts.clear()
+        self._branches.clear()
         self.hashes = 0
         return programs
 

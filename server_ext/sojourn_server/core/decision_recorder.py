@@ -39,32 +39,21 @@ class DecisionRecorder:
     ) -> None:
         """Log that a running request was preempted and lost the KV of ``tokens`` tokens. An unknown request
         (``None``) is only counted."""
-        self._recorder.count("sojourn_preemptions_total", mode=recovery.value)
         self._cascade(self._cascades.preempted(self._steps))
-        if request_state is not None:
-            self._decisions.add(
-                now,
-                "preempt",
-                request_state.program_id,
-                recovery.value,
-                tokens=tokens,
-                times=request_state.preemptions,
-                in_cascade=self._cascades.length,
-            )
+        self._preempted(request_state, now, recovery.value, tokens, in_cascade=self._cascades.length)
 
     def load_given_up(self, request_state: RequestState | None, now: float) -> None:
         """Log that a request lost the blocks into which its KV was being loaded. An unknown request
         (``None``) is only counted."""
-        self._recorder.count("sojourn_preemptions_total", mode="load")
+        self._preempted(request_state, now, "load", 0)
+
+    def _preempted(
+        self, request_state: RequestState | None, now: float, mode: str, tokens: int, **more: float
+    ) -> None:
+        self._recorder.count("sojourn_preemptions_total", mode=mode)
         if request_state is not None:
-            self._decisions.add(
-                now,
-                "preempt",
-                request_state.program_id,
-                "load",
-                tokens=0,
-                times=request_state.preemptions,
-            )
+            numbers = {"tokens": tokens, "times": request_state.preemptions, **more}
+            self._decisions.add(now, "preempt", request_state.program_id, mode, **numbers)
 
     def step_completed(self) -> None:
         """Count an engine step."""

@@ -43,6 +43,9 @@ class RequestArrived(_Event, frozen=True):
     priority: int = 0
     """The user's priority; a larger number is less important. It counts only in an engine that schedules by
     priority, see ``ReclaimRequest.priority``."""
+    block_hashes: Sequence[Any] | None = None
+    """Chained hashes of the prompt's full blocks, which tell side requests from turns
+    (``TurnGapTracker.is_turn``). ``None``: the request is a turn, since its client sends hints."""
 
 
 class UntrackedRequestArrived(_Event, frozen=True):

@@ -72,7 +72,7 @@ from .events_and_actions import (
 )
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
-from .request_hints import has_unused_field, unused_hint_fields
+from .request_hints import MAX_NAME_CHARS, has_unused_field, unused_hint_fields
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
@@ -221,8 +221,13 @@ class ProgramScheduler:
         self._end_missing_request(event.request_id, now)
         program_id, context = event.identity.program_id, event.identity.context
         program = self._lifecycle.open(program_id, now) if program_id is not None else None
+        if program is None:
+            self._requests.count_untracked(event.request_id)
+        elif event.block_hashes is not None and not self._turns.is_turn(program, event, now):
+            self.decisions.add(now, "side_request", program.id, "other_context", tokens=event.prompt_tokens)
+            program = None
         request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
-        request_state.priority = event.priority
+        request_state.priority, request_state.block_hashes = event.priority, event.block_hashes
         ttl_clipped = self._requests.apply_hint(request_state, context, self.limits.max_hinted_ttl_s)
         outcome = event.identity.outcome
         # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
@@ -235,6 +240,10 @@ class ProgramScheduler:
             self._decision_recorder.count_hint(outcome)
         if program is None:
             return
+        # A repeated request is no second turn. The first answer was lost, so no tool of it ran.
+        repeated = context.request_id if context is not None else None
+        if repeated is not None and repeated[:MAX_NAME_CHARS] == program.client_request_id:
+            program.gap_started_s = program.pending_tool = None
         tool_s, tool_before = self._turns.tools_of_gap_s(program, now), program.tool_of_gap()
         gap_s = self._turns.close_gap(program, now)
         tool = program.pending_tool
@@ -267,6 +276,7 @@ class ProgramScheduler:
     def _untracked_arrived(self, event: UntrackedRequestArrived, now: float) -> None:
         """Add a request whose program could not be read."""
         self._end_missing_request(event.request_id, now)
+        self._requests.count_untracked(event.request_id)
         self._requests.enter(event.request_id, None, now)
 
     def _untracked_left(self, event: UntrackedRequestLeft, now: float) -> None:
@@ -363,13 +373,18 @@ class ProgramScheduler:
         if is_current:
             program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
             program.waited_s += request_state.waited_s
-        record = request_state.record
+        program.last_contact_s = now
+        if event.request_id not in program.live_requests:  # a longer prompt has made it a side request
+            return None
+        record, client_request_id = request_state.record, None
         if record is not None:
             self._turns.close(record, event, now)
-        program.live_requests.discard(event.request_id)
-        program.last_contact_s = now
+            client_request_id = record.client_request_id
+        program.live_requests.remove(event.request_id)
         self.predictor.eviction_key_changed(program)
-        program.turns += is_current and not failed
+        if is_current and not failed:
+            program.turns += client_request_id is None or client_request_id != program.client_request_id
+            program.client_request_id = client_request_id
         if program.live_requests:
             if self.tiers.places and not self._parked_requests.any_of(program.id):
                 self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked

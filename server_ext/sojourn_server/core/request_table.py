@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId
@@ -49,6 +51,8 @@ class RequestState:
     tool: str | None = None
     """Key of the tool that ran before this request."""
     prompt_tokens: int = 0
+    block_hashes: Sequence[Any] | None = None
+    """``RequestArrived.block_hashes``. The engine may append hashes of the output."""
     preempted: bool = False
     admitted: bool = False
     """Whether the request was admitted. It may have been preempted since."""
@@ -130,7 +134,6 @@ class RequestTable:
         """Add a request that has reached the engine, and return its state. A request without a program gets a
         rank of its own."""
         self._arrivals += 1
-        self.untracked_arrivals += program is None and PROBE_ID not in request_id
         request_state = RequestState(
             request_id,
             program.rank if program is not None else self._programs.next_rank(),
@@ -144,6 +147,10 @@ class RequestTable:
         )
         self.states[request_id] = request_state
         return request_state
+
+    def count_untracked(self, request_id: str) -> None:
+        """Count a request that names no program. Side requests do not count."""
+        self.untracked_arrivals += PROBE_ID not in request_id
 
     def apply_hint(
         self, request_state: RequestState, context: AgenticContext | None, max_hinted_ttl_s: float

@@ -1,4 +1,4 @@
-"""Records turns in progress, and the gaps between a program's turns.
+"""Tells turns from side requests, and records turns in progress and the gaps between a program's turns.
 
 A gap lasts from the end of a turn until the program's next request. The tool history learns the durations
 that clients report. Without a report, the tool history learns the gap as the tool's duration.
@@ -12,8 +12,9 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..metrics.turn_ledger import LossCause, TokenSplit, TurnRecord, split_tokens
+from ..metrics.turn_ledger import LossCause, TokenSplit, TurnRecord, common_prefix_length, split_tokens
 from ..programs.program_state import ProgramState
+from ..programs.program_status import OVER_STATUSES
 from .events_and_actions import FirstToken, RequestAdmitted, RequestArrived, TurnFinished
 from .lease_manager import LeaseManager
 from .request_hints import clipped
@@ -33,6 +34,65 @@ class TurnGapTracker:
         self.awaiting_first_token: dict[str, TurnRecord] = {}
         """Records of admitted requests without an output token, by request id."""
 
+    def is_turn(self, program: ProgramState, event: RequestArrived, now: float) -> bool:
+        """Return whether a request is a turn of its program, or belongs to a turn. Otherwise it is a *side
+        request*, such as one for a title, a count of tokens or a sub-agent without an id. A side request is
+        served like a request without a program.
+
+        The program's *main context* is the longest prompt of its running turn, or else the context that its
+        last turn left. The main context *waits* while the turn runs, or while the program is in a tool and
+        has a lease or reported the tool (at most ``max_held_s``). A request is a turn in four cases:
+
+        1. There is no main context: the program is new or over, or the hashes were dropped.
+        2. It continues the main context: it begins with the last prompt. The output may be rewritten.
+        3. It is longer than the main context or, if that does not wait, at least half as long. If a turn
+           runs, its requests become side requests.
+        4. It continues the *branch*, the newest side request since the last turn, and the main context does
+           not wait. The conversation has moved on, for example after a compaction.
+
+        A turn's context replaces the main context when the turn ends, and drops the branch.
+        """
+        hashes, tokens, block_size = event.block_hashes, event.prompt_tokens, self._state.pool.block_size
+        states = self._state.requests.states
+        live = [states[request_id] for request_id in program.live_requests]
+        live = [request for request in live if request.rank == program.rank]  # not of an earlier program
+        before = self._state.contexts.get(program.id)
+        if hashes is None or any(request.block_hashes is None for request in live):
+            return True
+        prompt_tokens, main_tokens = program.prompt_tokens, program.context_tokens
+        if live:
+            longest = max(live, key=lambda request: request.prompt_tokens)
+            before, prompt_tokens = longest.block_hashes, longest.prompt_tokens
+            main_tokens = prompt_tokens
+        elif not program.turns or program.status in OVER_STATUSES:
+            return True
+        if before is None:
+            return True
+        # The last block of a prompt may hold tokens that only begin an answer.
+        prompt_blocks = min(len(before), prompt_tokens // block_size) - 1
+        if common_prefix_length(before, hashes) >= prompt_blocks:
+            return True
+        waits = bool(live) or self._waits_for_tool(program, now)
+        if tokens > main_tokens or (not waits and 2 * tokens >= main_tokens):
+            for request in live:
+                program.live_requests.discard(request.request_id)
+                self.awaiting_first_token.pop(request.request_id, None)
+                request.record = None
+            return True
+        branch = self._state.contexts.branch(program.id)
+        if not waits and 0 < len(branch) < len(hashes) and branch[-1] == hashes[len(branch) - 1]:
+            return True
+        if not live:
+            self._state.contexts.put_branch(program.id, list(hashes))
+        return False
+
+    def _waits_for_tool(self, program: ProgramState, now: float) -> bool:
+        """Whether a program without a running turn waits for a tool, and its context is worth protecting."""
+        if program.tool_now() is None or program.gap_started_s is None:
+            return False
+        reported = bool(program.tools) and now - program.gap_started_s < self._state.limits.max_held_s
+        return reported or program.id in self._state.leases
+
     def open(
         self,
         event: RequestArrived,
@@ -48,16 +108,17 @@ class TurnGapTracker:
         ended, in seconds; ``None``: no gap. ``tool``: the tool that ran in that gap, if known. ``tool_s``:
         seconds in which tools ran in that gap, if known. ``leased``: whether the program had a lease."""
         context = event.identity.context
+        client_request_id = clipped(context.request_id) if context is not None else None
         return TurnRecord(
             program.id,
-            program.turns + 1,
+            program.turns + (client_request_id is None or client_request_id != program.client_request_id),
             event.request_id,
             now,
             tool_before=tool,
             gap_s=gap_s,
             tool_s=tool_s,
             leased=leased,
-            client_request_id=clipped(context.request_id) if context is not None else None,
+            client_request_id=client_request_id,
         )
 
     def admitted(
@@ -137,6 +198,7 @@ class TurnGapTracker:
     def open_gap(self, program: ProgramState, event: TurnFinished, now: float) -> None:
         """Start the gap after a program's turn: store the context length and the tool that now runs."""
         context_tokens = event.prompt_tokens + event.output_tokens
+        program.prompt_tokens = event.prompt_tokens
         # The first turn may have had several requests, and each of them counts in ``turns``.
         if program.peak_tokens:
             self._state.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))

@@ -65,12 +65,12 @@ class MetricsRecorder:
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self._tools = ToolLabels()
-        self._counters: dict[str, dict[tuple[str, ...], _Counter]] = {}
-        self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
+        self._counters: dict[str, dict[tuple[str, ...], Any]] = {}
+        self._histograms: dict[str, dict[tuple[str, ...], Any]] = {}
         # Cache: arguments of a call → its cell. It holds only calls whose labels are stored unchanged, so
         # tool names that are counted as "other" do not fill it.
-        self._counter_at: dict[tuple[Any, ...], _Counter] = {}
-        self._histogram_at: dict[tuple[Any, ...], _Histogram] = {}
+        self._counter_at: dict[tuple[Any, ...], Any] = {}
+        self._histogram_at: dict[tuple[Any, ...], Any] = {}
         self._totals: dict[tuple[str, ...], float] = {}
         """(Counter, label values) → the total of the last ``count_total``."""
 
@@ -79,7 +79,7 @@ class MetricsRecorder:
         at = (name, *labels.items())
         cell = self._counter_at.get(at)
         if cell is None:
-            cell = self._find_counter(name, labels, at)
+            cell = self._find_cell(name, MetricKind.COUNTER, labels, at)
             if cell is None:
                 return
         if not 0 <= n < math.inf:
@@ -101,7 +101,7 @@ class MetricsRecorder:
         at = (name, *labels.items())
         cell = self._histogram_at.get(at)
         if cell is None:
-            cell = self._find_histogram(name, labels, at)
+            cell = self._find_cell(name, MetricKind.HISTOGRAM, labels, at)
             if cell is None:
                 return
         if not 0 <= value < math.inf:
@@ -141,32 +141,20 @@ class MetricsRecorder:
                 histograms[name] = rows
         return {"counters": counters, "histograms": histograms, "gauges": kept_gauges}
 
-    def _find_counter(self, name: str, labels: dict[str, str], at: tuple[Any, ...]) -> _Counter | None:
-        found = self._resolve(name, MetricKind.COUNTER, labels)
-        if found is None:
-            return None
-        _, values = found
-        cells = self._counters.setdefault(name, {})
-        key = tuple(values.values())
-        cell = cells.get(key)
-        if cell is None:
-            cell = cells[key] = _Counter(values)
-        if values == labels:
-            self._counter_at[at] = cell
-        return cell
-
-    def _find_histogram(self, name: str, labels: dict[str, str], at: tuple[Any, ...]) -> _Histogram | None:
-        found = self._resolve(name, MetricKind.HISTOGRAM, labels)
+    def _find_cell(self, name: str, kind: MetricKind, labels: dict[str, str], at: tuple[Any, ...]) -> Any:
+        """Return the counter's or histogram's cell for these labels; ``None`` for a dropped measurement."""
+        found = self._resolve(name, kind, labels)
         if found is None:
             return None
         spec, values = found
-        cells = self._histograms.setdefault(name, {})
+        counts = kind is MetricKind.COUNTER
+        cells = (self._counters if counts else self._histograms).setdefault(name, {})
         key = tuple(values.values())
         cell = cells.get(key)
         if cell is None:
-            cell = cells[key] = _Histogram(values, spec.buckets)
+            cell = cells[key] = _Counter(values) if counts else _Histogram(values, spec.buckets)
         if values == labels:
-            self._histogram_at[at] = cell
+            (self._counter_at if counts else self._histogram_at)[at] = cell
         return cell
 
     def _resolve(

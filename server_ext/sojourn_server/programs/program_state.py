@@ -191,9 +191,15 @@ class ProgramState:
     """Number of further turns that the client expects."""
     turns: int = 0
     """Number of finished turns."""
+    client_request_id: str | None = None
+    """The client's own id of the request that was counted last in ``turns``. A repetition does not count."""
+    calls_before_request: int = 0
+    """Number of reported tool calls that ended before the program's first request."""
     first_prompt_tokens: int = 0
     context_tokens: int = 0
     """Prompt plus output tokens of the last finished turn."""
+    prompt_tokens: int = 0
+    """Prompt tokens of the last finished turn."""
     peak_tokens: int = 0
     """Maximum of ``context_tokens``."""
     priority: int = 0
@@ -259,7 +265,7 @@ class ProgramState:
         self.pending_declaration = self.credit = self.prefetch_at_s = self.successor = None
         self.prefetch_tries = 0
         self.attained_s = self.waited_s = self.saved_s = 0.0
-        self.ttft_s = None
+        self.ttft_s = self.client_request_id = None
         self.reused_tokens = self.lost_tokens = 0
 
     def silent_outcome(self) -> ProgramOutcome:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec.structs import replace
 from sojourn.hints import AgenticContext
+from sojourn.ids import ProgramId
 from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
 
 from ..core import events_and_actions as ev
@@ -83,8 +84,11 @@ class RecordingScheduler(ProgramScheduler):
     def restore(self, recorded: ev.Event) -> ev.Event:
         """Return the event of a decoded record, before it is handled. Raises ``ValueError`` for invalid block
         hashes."""
-        if isinstance(recorded, ev.RequestAdmitted | ev.TurnFinished):
-            base = self._chain_before(recorded.request_id)
+        if isinstance(recorded, ev.RequestArrived | ev.RequestAdmitted | ev.TurnFinished):
+            if recorded.block_hashes is None:
+                return recorded
+            new = recorded.identity.program_id if isinstance(recorded, ev.RequestArrived) else None
+            base = self._chain_before(recorded.request_id, new)
             shared, rest = recorded.block_hashes
             return replace(recorded, block_hashes=[*base[:shared], *_read_hashes(rest)])
         if isinstance(recorded, ev.BlocksEvicted):
@@ -107,7 +111,16 @@ class RecordingScheduler(ProgramScheduler):
         if isinstance(event, ev.RequestArrived):
             identity = event.identity
             context = _without_text(identity.context) if identity.context is not None else None
-            return replace(event, identity=RequestIdentity(identity.program_id, context, identity.outcome))
+            hashes: Any = event.block_hashes
+            if hashes is not None:
+                base = self._chain_before(event.request_id, identity.program_id)
+                self._chains[event.request_id] = chain = list(hashes)
+                shared = common_prefix_length(base, chain)
+                hashes = shared, _joined(chain[shared:])
+            identity = RequestIdentity(identity.program_id, context, identity.outcome)
+            return replace(event, identity=identity, block_hashes=hashes)
+        if isinstance(event, ev.UntrackedRequestLeft):
+            self._chains.pop(event.request_id, None)
         if isinstance(event, ev.ClientEventReceived):
             return replace(event, event=_event_without_text(event.event))
         if isinstance(event, ev.RequestAdmitted | ev.TurnFinished):
@@ -132,14 +145,15 @@ class RecordingScheduler(ProgramScheduler):
         shared = common_prefix_length(base, hashes)
         return shared, _joined(hashes[shared:])
 
-    def _chain_before(self, request_id: str) -> Sequence[Any]:
-        """Return the block hashes recorded at the request's last admission, or else those of its program's
-        last context, or else none."""
+    def _chain_before(self, request_id: str, program_id: ProgramId | None = None) -> Sequence[Any]:
+        """Return the block hashes recorded at the request's last admission or at its arrival, or else those
+        of its program's last context, or else none. ``program_id``: the program of an arriving request."""
         chain = self._chains.get(request_id)
         if chain is None:
             state = self._requests.states.get(request_id)
             if state is not None and state.program is not None:
-                chain = self.state.contexts.get(state.program.id)
+                program_id = state.program.id
+            chain = self.state.contexts.get(program_id) if program_id is not None else None
         return chain if chain is not None else ()
 
     def _totals(self) -> dict[str, Any]:

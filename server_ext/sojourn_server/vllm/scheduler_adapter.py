@@ -240,8 +240,13 @@ class SchedulerAdapter:
         self.service.client_event_decoder.apply_attached_events(identity, now)
         ended_s = self._clock()
         self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
-        arrived = RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority)
-        self.handle(arrived, now)
+        # A client that sends hints names each conversation itself.
+        named = identity.program_id is not None and identity.context is None
+        hashes = request.block_hashes if named else None
+        self.handle(
+            RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority, hashes),
+            now,
+        )
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
             if known is not None and known.program_id is not None:
