@@ -36,7 +36,7 @@ from gateway_programs import (
     take_turn,
 )
 from migrating_programs import OUTPUT_TOKENS, PATIENCE_S, Turn, contexts_after_two_turns, third
-from sojourn_server.gateway.http import program_migrator
+from sojourn_server.gateway.http import program_events
 from sojourn_server.launch.engine_server import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -158,7 +158,7 @@ def test_programs_of_a_drained_engine_take_their_kv_along(
     urls, log = [server.url for server in servers], tmp_path / "gateway.log"
     # Otherwise the gateway may give up: while other tests run, writing a short context to disk may take
     # longer than computing it.
-    patient = {"gateway.http.program_migrator.LEAST_WAIT_S": program_migrator.MOST_WAIT_S}
+    patient = {"gateway.http.program_events.LEAST_KV_WAIT_S": program_events.MOST_KV_WAIT_S}
     with GatewayProcess(urls, log, "--admin-key", "root", constants=patient) as gateway:
         asyncio.run(take_turns(gateway.url, run, range(2)))
         assert len({replicas[0] for replicas in run.replicas.values()}) == 2, (

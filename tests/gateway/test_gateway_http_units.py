@@ -20,7 +20,7 @@ from sojourn_server.gateway.http.engine_client import (
 )
 from sojourn_server.gateway.http.engine_descriptions import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.generation_request import ClientDisconnected
-from sojourn_server.gateway.http.program_migrator import worth_waiting_s
+from sojourn_server.gateway.http.program_events import worth_waiting_s
 from sojourn_server.gateway.http.replica_addresses import (
     InvalidReplicaAddress,
     ReplicaAddresses,

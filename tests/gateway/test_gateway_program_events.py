@@ -35,8 +35,9 @@ from sojourn.wire_events import (
     ToolStop,
 )
 from sojourn_server.core.client_event_decoder import MAX_ATTACHED_EVENTS
-from sojourn_server.gateway.http import program_events, program_migrator
+from sojourn_server.gateway.http import program_events
 from sojourn_server.gateway.http.engine_descriptions import EngineDescription
+from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.gateway.http.program_events import AttachedEvents, ProgramEvents
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddress
 from sojourn_server.routing import routing_events
@@ -255,9 +256,9 @@ class _Late:
     def __init__(self, it: World, patch: pytest.MonkeyPatch) -> None:
         self._home: str | None = None
         self.looks = 0
-        """Number of times that the migrator asked for the program's home."""
+        """Number of times that it was asked for the program's home."""
         patch.setattr(it.gateway.routing_backend.core, "home", self.home)
-        self.migrator = it.gateway._migrator
+        self.events = it.gateway.events
         self.key = ("default", "p")
 
     def home(self, *key: str) -> str | None:
@@ -266,20 +267,20 @@ class _Late:
 
     def left(self, fake: FakeEngine, home: FakeEngine | None) -> None:
         self._home = home.name if home is not None else None
-        self.migrator.release(self.key, fake.name)
+        self.events.leave(self.key, fake.name)
 
     async def prepare(self, fake: FakeEngine, reason: str) -> None:
         self._home = fake.name
-        await self.migrator.prepare(self.key, routing_events.SendRequest("r", fake.name, reason), None)
+        await self.events.prepare(self.key, routing_events.SendRequest("r", fake.name, reason), None)
 
 
 async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_migrator, "RELEASE_DELAY_S", 0.05)
+    monkeypatch.setattr(program_events, "RELEASE_DELAY_S", 0.05)
     async with engines(2) as fakes, world(fakes) as it:
         late = _Late(it, monkeypatch)
         late.left(fakes[0], fakes[1])
         late.left(fakes[1], fakes[0])  # it came back before any request of it went
-        await until(lambda: not late.migrator.leaving)
+        await until(lambda: not late.events.leaving)
         await until(lambda: fakes[1].of("p") == ["program_end"])
         assert fakes[0].of("p") == []
 
@@ -287,21 +288,21 @@ async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.Mon
 async def test_a_home_that_died_meanwhile_does_not_end_a_program_where_it_goes_back_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(program_migrator, "RELEASE_DELAY_S", 0.05)
-    monkeypatch.setattr(program_migrator, "MAX_RELEASE_ATTEMPTS", 1_000_000)
+    monkeypatch.setattr(program_events, "RELEASE_DELAY_S", 0.05)
+    monkeypatch.setattr(program_events, "MAX_RELEASE_ATTEMPTS", 1_000_000)
     async with engines(2) as fakes, world(fakes) as it:
         late = _Late(it, monkeypatch)
         late.left(fakes[0], None)
         await until(lambda: late.looks >= 2)
         await late.prepare(fakes[0], "moved")
-        assert not late.migrator.leaving
+        assert not late.events.leaving
         assert fakes[0].of("p") == []
 
 
 async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(program_migrator, "RELEASE_DELAY_S", 0.02)
+    monkeypatch.setattr(program_events, "RELEASE_DELAY_S", 0.02)
     async with engines(2, shared_disk=True) as fakes, world(fakes) as it:
         late = _Late(it, monkeypatch)
         monkeypatch.setattr(it.gateway.routing_backend, "is_waiting", lambda tenant, program_id: True)
@@ -430,7 +431,14 @@ class Fleet:
         self.rejects_requests = False
         """Whether they reject each request with such an event."""
         self.posts = 0
-        self.events = ProgramEvents(self, self, lambda: self, self.describe, clock=lambda: self.now_s)  # type: ignore[arg-type, return-value]
+        self.events = ProgramEvents(
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            lambda: self,  # type: ignore[arg-type, return-value]
+            self.describe,
+            GatewayMetrics(),
+            clock=lambda: self.now_s,
+        )
 
     def describe(self, engine: str) -> EngineDescription:
         instance = str(self.instances[engine])

@@ -60,7 +60,6 @@ from .multi_engine_queries import EngineQueries
 from .peers import Peers, is_passed
 from .program_events import ProgramEvents
 from .program_id_mapper import ProgramIdMapper
-from .program_migrator import ProgramMigrator
 from .proxy_request import GenerationProxy
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import GatewayAction, RoutingBackend
@@ -174,12 +173,11 @@ class Gateway:
             replicas,
             self.client.session,
             self.monitor.description_of,
+            metrics,
             names=names,
             engine_key=options.engine_key,
             silent_program_s=routing_backend.core.limits.silent_program_s,
         )
-        self.events.on_end = metrics.ended
-        self._migrator = ProgramMigrator(routing_backend, self.events, replicas, self.client.session, metrics)
         self.queries = EngineQueries(replicas, self.client.session, options.engine_key, names, self.monitor)
         self.live = LiveHub(self.queries, gateway=True)
         self.generation = GenerationProxy(
@@ -187,7 +185,6 @@ class Gateway:
             replicas,
             self.client,
             self.events,
-            self._migrator,
             metrics,
             tenants,
             BodyReader(options.max_body_bytes, options.max_held_bytes),
@@ -372,7 +369,7 @@ class Gateway:
     def _run_action(self, action: GatewayAction) -> None:
         """Carry out an action of the core that concerns more than its request."""
         if isinstance(action, routing_events.ReleaseProgramKv):
-            self._migrator.release((action.tenant, action.program_id), action.replica_id)
+            self.events.leave((action.tenant, action.program_id), action.replica_id)
         elif isinstance(action, routing_events.ProbeReplica):
             self.monitor.probe(action)
         else:

@@ -1,4 +1,4 @@
-"""Keeps the last state of each program, and forwards clients' events to the engine that serves the program.
+"""Keeps the last state of each program, and has its events and KV follow it to the engine that serves it.
 
 An engine knows a program only from the events that it has received. So the gateway keeps of each program its
 start, its workflow graph, its running tools, and the events that no engine has answered yet. They reach the
@@ -16,7 +16,9 @@ meanwhile, so the order of a program's events is kept, a flood costs few request
 another's. An event keeps the number of its emitter until an engine has answered it, so an engine that gets it
 twice applies it once. State that is sent again to another engine has numbers of the gateway.
 
-Events may be lost if an engine does not answer; no request ever fails for them."""
+If a program moves and both engines use the same shared disk, the former one writes its KV there before the
+next request is sent. Then it gets the program's end, so that it drops the KV. Events may be lost if an engine
+does not answer, and missing KV is computed again; no request ever fails for them."""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -62,10 +65,11 @@ from sojourn.wire_events import (
 )
 
 from ...core.client_event_decoder import MAX_ATTACHED_EVENTS, undecodable_outcome
-from ...routing import routing_events
+from ...routing.routing_events import ProgramEnded, SendRequest
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
 from .engine_descriptions import EngineDescription
+from .gateway_metrics import GatewayMetrics
 from .program_id_mapper import Key, ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RoutingBackend
@@ -92,6 +96,15 @@ MAX_UNSENT = 100_000
 """Maximum number of such events of all programs, those of the newest programs."""
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum total bytes of all graphs as JSON."""
+LEAST_KV_WAIT_S, MOST_KV_WAIT_S = 0.5, 5.0
+"""Bounds, in seconds, of the wait for a program's KV to be on the shared disk; the lower one is a few steps
+of the former engine."""
+STORE_POLL_S = 0.02
+"""Seconds between two queries of whether KV is on the disk."""
+RELEASE_DELAY_S = 30.0
+"""Seconds after which a program's former replica may drop its KV, even without a request to the new home."""
+MAX_RELEASE_ATTEMPTS = 4
+"""Number of these delays after which a program's KV is released even if the program has no home."""
 _BATCH_BYTES = MAX_BATCH_BYTES - 2048
 """Bytes of a batch that its events may take; an emitter's name takes the rest."""
 
@@ -146,6 +159,16 @@ class _Turn:
     """Number of POSTs without an answer."""
 
 
+class _StoredKv(msgspec.Struct):
+    """An engine's report on writing a program's KV to disk, in tokens of the context."""
+
+    context_tokens: int = 0
+    stored_tokens: int = 0
+    pending_tokens: int = 0
+    compute_s: float | None = None
+    """The engine's estimate of the seconds that recomputing the context takes; ``None``: unknown."""
+
+
 class AttachedEvents:
     """The events in the hint of one request."""
 
@@ -177,6 +200,7 @@ class ProgramEvents:
         replicas: ReplicaAddresses,
         session: Callable[[], aiohttp.ClientSession],
         description_of: Callable[[str], EngineDescription | None],
+        metrics: GatewayMetrics,
         *,
         names: ProgramIdMapper | None = None,
         engine_key: str | None = None,
@@ -194,9 +218,8 @@ class ProgramEvents:
         self._engine_key = engine_key
         self._silent_s = silent_program_s
         self._clock = clock
-        self.description_of = description_of
-        self.on_end: Callable[[str], None] = lambda status: None
-        """Function that is called with the status of each program whose end a client reports."""
+        self._description_of = description_of
+        self._metrics = metrics
         self.programs: OrderedDict[Key, _Program] = OrderedDict()
         """The programs whose last event is the oldest come first."""
         self._graphs: OrderedDict[Key, tuple[AegGraph, int]] = OrderedDict()
@@ -209,6 +232,8 @@ class ProgramEvents:
         self._turns: WeakValueDictionary[tuple[str, str], _Turn] = WeakValueDictionary()
         """By URL of the engine and tenant, as long as a POST waits or runs."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.leaving: dict[Key, dict[str, asyncio.TimerHandle]] = {}
+        """Timers of the releases that were not sent yet, by program and former replica, oldest first."""
 
     # -- events from clients -----------------------------------------------------------
 
@@ -312,27 +337,107 @@ class ProgramEvents:
             elif event.program_id != attached.program_id:
                 self.end(key, event.status)
             elif self.programs.pop(key, None) is not None:  # the request itself has yet to run
-                self.on_end(event.status)
+                self._metrics.ended(event.status)
 
-    # -- events of the gateway ---------------------------------------------------------
+    # -- before a request, and after a move --------------------------------------------
+
+    async def prepare(self, key: Key, decision: SendRequest, authorization: str | None) -> None:
+        """Prepare a replica for a program's next request, and wait until the request may be sent."""
+        replica_id = decision.replica_id
+        self._cancel_release(key, replica_id)  # the program may have returned
+        # After two moves without a request in between, the program's KV is still at the first home.
+        moved_from = next(iter(self.leaving.get(key, ())), decision.moved_from)
+        try:
+            sending = self.replay_before_request(key, replica_id)
+            if moved_from is None or moved_from == replica_id:
+                await sending
+            else:
+                await asyncio.gather(sending, self._move_kv(key, moved_from, decision, authorization))
+        finally:
+            for former in list(self.leaving.get(key, ())):
+                self._send_release(key, former, authorization)
 
     async def replay_before_request(self, key: Key, replica_id: str) -> None:
-        """Send a replica the events of a program that it has not received yet. Wait up to ``REPLAY_WAIT_S``
-        for the answer. Call this before a request of the program goes to the replica."""
+        """Send a replica the events of a program that it lacks. Wait up to ``REPLAY_WAIT_S`` for the
+        answer."""
         record, address = self.programs.get(key), self._replicas.get(replica_id)
         if record is None or address is None or self._clock() < record.again_s:
             return
-        place, described = self._instance(address), self.description_of(replica_id)
+        place, described = self._instance(address), self._description_of(replica_id)
         if record.lacking(place) and (described is None or described.speaks_sojourn):
             await self._wait_for(self._deliver(key[0], address, [key]))
             if record.lacking(place):
                 record.again_s = self._clock() + REPLAY_RETRY_S
 
-    def release(self, key: Key, address: ReplicaAddress, authorization: str | None = None) -> None:
-        """Send a program's former replica a ``ProgramEnd``, so that the replica releases the program's KV.
+    async def _move_kv(
+        self, key: Key, moved_from: str, decision: SendRequest, authorization: str | None
+    ) -> None:
+        """Have a program's KV written to the shared disk, if both engines use one, and record the move."""
+        began_s = time.monotonic()
+        engines = [self._description_of(one) for one in (moved_from, decision.replica_id)]
+        has_disk = all(one is not None and one.shares_disk for one in engines)
+        stored = has_disk and await self._persist_kv(key, moved_from, authorization)
+        kv = "shared" if stored else "recomputed"
+        self._metrics.moved(key, moved_from, decision, kv, time.monotonic() - began_s)
 
-        ``authorization``: header of the program's last request; ``None``: use the header of its last recorded
-        event."""
+    async def _persist_kv(self, key: Key, moved_from: str, authorization: str | None) -> bool:
+        """Have a replica write a program's KV to the shared disk, and wait for it at most the time in which
+        the new replica would compute it. Return whether none is pending and half of the context is on the
+        disk."""
+        address, began_s = self._replicas.get(moved_from), time.monotonic()
+        while address is not None:
+            reply = await ask_engine(
+                self._session(),
+                f"{address.url}/sojourn/v1/programs/{quote(self.names.engine_name(*key), safe='')}/persist",
+                method="POST",
+                authorization=authorization,
+                timeout_s=MOST_KV_WAIT_S,
+            )
+            try:
+                stored = msgspec.convert(reply.document if reply is not None else None, _StoredKv)
+            except msgspec.ValidationError:
+                return False
+            if not stored.context_tokens or not stored.pending_tokens:
+                return 0 < stored.context_tokens <= stored.stored_tokens * 2
+            if time.monotonic() - began_s >= worth_waiting_s(stored.compute_s):
+                return False
+            await asyncio.sleep(STORE_POLL_S)
+        return False
+
+    def leave(self, key: Key, former: str, delays: int = 1) -> None:
+        """Schedule the release of a program's KV at its former replica: when the program's next request is
+        ready to be sent, or after ``RELEASE_DELAY_S``. Until then the KV can be written to the shared disk.
+        ``delays``: number of delays with this one."""
+        if delays == 1:  # else it keeps its place among the releases
+            self._cancel_release(key, former)
+        timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._on_timer, key, former, delays)
+        self.leaving.setdefault(key, {})[former] = timer
+
+    def _on_timer(self, key: Key, former: str, delays: int) -> None:
+        # A program that lost its home with a replica may return to the replica that has its KV.
+        is_homeless = self._routing_backend.core.home(*key) is None and delays < MAX_RELEASE_ATTEMPTS
+        if is_homeless or self._routing_backend.is_waiting(*key):
+            self.leave(key, former, delays + 1)
+        else:
+            self._send_release(key, former, None)
+
+    def _send_release(self, key: Key, former: str, authorization: str | None) -> None:
+        """Release a program's KV, unless its home is this replica again or another rank of its engine."""
+        self._cancel_release(key, former)
+        old, home = self._replicas.get(former), self._replicas.get(self._routing_backend.core.home(*key))
+        if old is not None and (home is None or home.url != old.url):
+            self.release(key, old, authorization)
+
+    def _cancel_release(self, key: Key, former: str) -> None:
+        timers = self.leaving.get(key, {})
+        if former in timers:
+            timers.pop(former).cancel()
+            if not timers:
+                del self.leaving[key]
+
+    def release(self, key: Key, address: ReplicaAddress, authorization: str | None = None) -> None:
+        """Send a program's former replica a ``ProgramEnd``, so that it drops the program's KV.
+        ``authorization``: header of the program's last request; ``None``: that of its last recorded event."""
         record = self.programs.get(key)
         if record is not None and record.place == self._instance(address):
             record.place = None
@@ -387,8 +492,8 @@ class ProgramEvents:
         is_known = self.programs.pop(key, None) is not None
         is_known = is_known or (core.home(*key) or core.answered_by(*key)) is not None
         if is_known:
-            self.on_end(status)  # not for a repeated event
-        self._routing_backend.tell(routing_events.ProgramEnded(key[1], key[0]))
+            self._metrics.ended(status)  # not for a repeated event
+        self._routing_backend.tell(ProgramEnded(key[1], key[0]))
         return is_known
 
     def _without_graph(self, tenant: str, event: AegReport) -> AegReport:
@@ -407,7 +512,7 @@ class ProgramEvents:
 
     def _instance(self, address: ReplicaAddress) -> EngineInstance:
         """Return (URL, instance) of an engine. The instance is empty if unknown."""
-        described = self.description_of(address.replica_id)
+        described = self._description_of(address.replica_id)
         return (address.url, described.instance if described is not None else "")
 
     # -- to engines ----------------------------------------------------------------------
@@ -547,6 +652,12 @@ _REJECTED = EventOutcome(outcome=Outcome.REJECTED, reason="the engine does not t
 _STOCK = EventOutcome(outcome=Outcome.MISSING, reason="its replica runs without sojourn")
 _ANSWERS = {400: _REJECTED, 401: _KEY_REFUSED, 403: _KEY_REFUSED, 404: _STOCK, 413: _REJECTED}
 """The outcome of all events of a batch, by the status of the engine's answer."""
+
+
+def worth_waiting_s(compute_s: float | None) -> float:
+    """Return the most seconds that a request waits for its program's KV to be on the shared disk.
+    ``compute_s``: seconds in which the new replica would compute it; ``None``: unknown."""
+    return min(MOST_KV_WAIT_S, max(LEAST_KV_WAIT_S, compute_s or 0.0))
 
 
 def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:

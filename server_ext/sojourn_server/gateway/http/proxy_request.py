@@ -68,7 +68,6 @@ from .multi_engine_queries import EngineQueries
 from .peers import UNREAD_TIMEOUT_S, Peers
 from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .program_events import AttachedEvents, ProgramEvents
-from .program_migrator import ProgramMigrator
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RequestDecisions, RoutingBackend
 from .tenant_keys import TenantKeys
@@ -109,7 +108,6 @@ class GenerationProxy:
         replicas: ReplicaAddresses,
         client: EngineClient,
         events: ProgramEvents,
-        migrator: ProgramMigrator,
         metrics: GatewayMetrics,
         tenants: TenantKeys,
         bodies: BodyReader,
@@ -124,7 +122,6 @@ class GenerationProxy:
         self.replicas = replicas
         self.client = client
         self.events = events
-        self.migrator = migrator
         self.metrics = metrics
         self.bodies = bodies
         self.engine_key = queries.engine_key
@@ -392,8 +389,8 @@ class ProxyRequest:
             passing = proxy.peers.report(attached.batch, places, raw)
             await proxy.events.forward_attached(attached, self._tenant, passing)
         key = (self._tenant, self._program_id or "")
-        if decision.moved_from is not None or key in proxy.migrator.leaving or key in proxy.events.programs:
-            await proxy.migrator.prepare(key, decision, headers.get("authorization"))
+        if decision.moved_from is not None or key in proxy.events.leaving or key in proxy.events.programs:
+            await proxy.events.prepare(key, decision, headers.get("authorization"))
         try:
             answer = await self.decisions.unless_decided(
                 self._ask_pair(decision, address, headers)
