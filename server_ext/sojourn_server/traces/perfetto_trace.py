@@ -9,7 +9,9 @@ the trace says how many.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,81 +48,63 @@ class PerfettoTrace:
         """Events that are kept or cut together; the first is the earliest."""
         self._processes: dict[str, int] = {}
         self._threads: dict[tuple[int, str, int], int] = {}
-        self._leases = 0
 
     def process(self, name: str) -> int:
         """Return the pid of the process ``name``. A new name creates a process; pids count from 1."""
-        pid = self._processes.get(name)
-        if pid is None:
+        if name not in self._processes:
             pid = self._processes[name] = len(self._processes) + 1
             self._name(pid, 0, "process", name, pid)
-        return pid
+        return self._processes[name]
 
     def add_program(self, pid: int, program_id: str, slices: Iterable[Slice]) -> None:
         """Add the turns and tools of one program."""
         free_from: list[float] = []
         for found in sorted(slices, key=lambda one: (one.start_s, -one.end_s)):
-            lane = next(
-                (n for n, end_s in enumerate(free_from) if end_s <= found.start_s + _SLACK_S), len(free_from)
-            )
+            free = (n for n, end_s in enumerate(free_from) if end_s <= found.start_s + _SLACK_S)
+            lane, first_s, last_s = next(free, len(free_from)), found.start_s, found.end_s
             if lane < len(free_from):  # rounded times may overlap by a microsecond
-                found = found._replace(start_s=max(found.start_s, min(free_from[lane], found.end_s)))
-            free_from[lane:lane + 1] = [found.end_s]  # fmt: skip
-            at = {"pid": pid, "tid": self._thread(pid, program_id, lane)}
-            events = [
-                {
-                    "ph": "X", **at, "cat": "turn" if found.parts else "tool", "name": found.name,
-                    "ts": found.start_s, "dur": found.end_s - found.start_s, "args": dict(found.arguments),
-                }
-            ]  # fmt: skip
-            events += [
-                {
-                    "ph": "X", **at, "cat": "phase", "name": name, "ts": max(start_s, found.start_s),
-                    "dur": min(end_s, found.end_s) - max(start_s, found.start_s),
-                }
-                for name, start_s, end_s in found.parts
-                if min(end_s, found.end_s) > max(start_s, found.start_s)
-            ]  # fmt: skip
+                first_s = max(first_s, min(free_from[lane], last_s))
+            free_from[lane:lane + 1] = [last_s]  # fmt: skip
+            parts = [("phase", name, max(a, first_s), min(b, last_s), None) for name, a, b in found.parts]
+            whole = ("turn" if parts else "tool", found.name, first_s, last_s, dict(found.arguments))
+            at = self._thread(pid, program_id, lane)
+            events: list[dict[str, Any]] = []
+            for kind, name, a, b, arguments in (whole, *parts):
+                if kind != "phase" or b > a:
+                    more = {} if arguments is None else {"args": arguments}
+                    event = {"ph": "X", **at, "cat": kind, "name": name, "ts": a, "dur": b - a, **more}
+                    events.append(event)
             self._groups.append(events)
 
     def add_instant(
         self, pid: int, program_id: str | None, name: str, at_s: float, arguments: Mapping[str, Any]
     ) -> None:
         """Add a decision: on its program's thread, or on the process if it belongs to no program."""
-        tid = 0 if program_id is None else self._thread(pid, program_id, 0)
-        event = {
-            "ph": "i", "s": "p" if program_id is None else "t", "pid": pid, "tid": tid, "cat": "decision",
-            "name": name, "ts": at_s, "args": dict(arguments),
-        }  # fmt: skip
-        self._groups.append([event])
+        at = {"pid": pid, "tid": 0} if program_id is None else self._thread(pid, program_id, 0)
+        scope = "p" if program_id is None else "t"
+        event = {"ph": "i", "s": scope, **at, "cat": "decision", "name": name, "ts": at_s}
+        self._groups.append([{**event, "args": dict(arguments)}])
 
     def add_lease(
         self, pid: int, program_id: str, start_s: float, end_s: float, arguments: Mapping[str, Any]
     ) -> None:
         """Add a lease as an asynchronous slice, since leases overlap turns."""
-        self._leases += 1
-        at = {
-            "pid": pid, "tid": self._thread(pid, program_id, 0), "cat": "lease", "id": self._leases,
-            "name": f"lease {program_id}",
-        }  # fmt: skip
+        at = {**self._thread(pid, program_id, 0), "cat": "lease", "name": f"lease {program_id}"}
+        at["id"] = len(self._groups) + 1
         begin = {"ph": "b", **at, "ts": start_s, "args": dict(arguments)}
         self._groups.append([begin, {"ph": "e", **at, "ts": max(start_s, end_s)}])
 
     def add_counters(self, pid: int, slices: Iterable[Slice]) -> None:
         """Add the numbers of running and waiting requests over time, counted from the ``parts`` of turns."""
-        changes: dict[float, list[int]] = {}
-        for found in slices:
-            for name, start_s, end_s in found.parts:
-                which = int(name in WAITING_PARTS)
-                changes.setdefault(start_s, [0, 0])[which] += 1
-                changes.setdefault(end_s, [0, 0])[which] -= 1
-        running = waiting = 0
-        for at_s, (more_running, more_waiting) in sorted(changes.items()):
-            running, waiting = running + more_running, waiting + more_waiting
-            event = {
-                "ph": "C", "pid": pid, "tid": 0, "name": "requests", "ts": at_s,
-                "args": {"running": running, "waiting": waiting},
-            }  # fmt: skip
+        changes: dict[float, Counter[str]] = {}
+        for name, start_s, end_s in (part for found in slices for part in found.parts):
+            which = "waiting" if name in WAITING_PARTS else "running"
+            changes.setdefault(start_s, Counter())[which] += 1
+            changes.setdefault(end_s, Counter())[which] -= 1
+        now = {"running": 0, "waiting": 0}
+        for at_s, change in sorted(changes.items()):
+            now = {which: count + change[which] for which, count in now.items()}
+            event = {"ph": "C", "pid": pid, "tid": 0, "name": "requests", "ts": at_s, "args": now}
             self._groups.append([event])
 
     def document(
@@ -128,17 +112,16 @@ class PerfettoTrace:
     ) -> dict[str, Any]:
         """Return the trace as JSON data. ``notes``, such as the source of the run, go into its
         ``otherData``."""
-        kept: list[list[dict[str, Any]]] = []
-        room = max_events
         groups = sorted(self._groups, key=lambda group: -group[0]["ts"])
-        for group in groups:
-            if len(group) > room:
-                break
-            room -= len(group)
-            kept.append(group)
+        fitting = (total <= max_events for total in itertools.accumulate(map(len, groups)))
+        kept = groups[: next((n for n, fits in enumerate(fitting) if not fits), len(groups))]
         cut = sum(map(len, groups[len(kept) :]))
         zero_s = min((group[0]["ts"] for group in kept), default=0.0)
-        events = [_timed(event, zero_s) for group in reversed(kept) for event in group]
+        events = [event.copy() for group in reversed(kept) for event in group]
+        for event in events:
+            event["ts"] = round((event["ts"] - zero_s) * 1e6, 1)
+            if "dur" in event:
+                event["dur"] = round(event["dur"] * 1e6, 1)
         metadata = list(self._metadata)
         if cut:
             metadata += [
@@ -151,12 +134,12 @@ class PerfettoTrace:
         about = {**(notes or {}), "cut_events": cut, "zero_s": zero_s}
         return {"traceEvents": [*metadata, *events], "displayTimeUnit": "ms", "otherData": about}
 
-    def _thread(self, pid: int, program_id: str, lane: int) -> int:
+    def _thread(self, pid: int, program_id: str, lane: int) -> dict[str, Any]:
         tid = self._threads.get((pid, program_id, lane))
         if tid is None:
             tid = self._threads[pid, program_id, lane] = len(self._threads) + 1
             self._name(pid, tid, "thread", program_id + (f" ({lane + 1})" if lane else ""), tid)
-        return tid
+        return {"pid": pid, "tid": tid}
 
     def _name(self, pid: int, tid: int, kind: str, name: str, order: int) -> None:
         self._metadata.append(_metadata(pid, tid, f"{kind}_name", name=name))
@@ -167,20 +150,10 @@ def _metadata(pid: int, tid: int, key: str, **arguments: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": key, "args": arguments}
 
 
-def _timed(event: dict[str, Any], zero_s: float) -> dict[str, Any]:
-    timed = {**event, "ts": round((event["ts"] - zero_s) * 1e6, 1)}
-    if "dur" in event:
-        timed["dur"] = round(event["dur"] * 1e6, 1)
-    return timed
-
-
 def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:
     """Write the trace, gzipped if the name ends in ``.gz``; Perfetto opens both."""
     data = json.dumps(document, separators=(",", ":")).encode()
     write_atomically({path: gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data})
-
-
-# -- from an engine's ledger ----------------------------------------------------------------
 
 
 def add_ledger_program(
@@ -193,28 +166,23 @@ def add_ledger_program(
     because the engine sees only the time between two requests; the tool itself may have been shorter."""
     program_id = str(program["program_id"])
     slices: list[Slice] = []
-    turns = [
-        turn for turn in program.get("ledger") or ()
-        if turn["arrived_s"] + turn["seconds"]["wall"] >= since_s
-    ]  # fmt: skip
-    for turn in turns:
+    turns = program.get("ledger") or ()
+    turns = [turn for turn in turns if turn["arrived_s"] + turn["seconds"]["wall"] >= since_s]
+    for turn, following in itertools.zip_longest(turns, turns[1:]):
         start_s, seconds = turn["arrived_s"], turn["seconds"]
-        marks = [start_s]
-        for part in ("queued", "prefilling", "decoding"):
-            marks.append(marks[-1] + seconds[part])
+        end_s = start_s + seconds["wall"]
+        spent = (seconds[part] for part in ("queued", "prefilling", "decoding"))
+        marks = list(itertools.accumulate(spent, initial=start_s))
         parts = list(zip(("queued", "prefill", "decode"), marks, marks[1:], strict=False))
         arguments = {key: value for key, value in turn.items() if value is not None and key != "seconds"}
-        slices.append(Slice(f"turn {turn['turn']}", start_s, start_s + seconds["wall"], arguments, parts))
-        if turn.get("gap_s"):
-            tool = turn.get("tool_before") or "gap"
-            gap = Slice(tool, start_s - turn["gap_s"], start_s, {"inferred": True, "gap_s": turn["gap_s"]})
-            slices.append(gap)
-    for turn, following in zip(turns, [*turns[1:], None], strict=True):
-        if turn.get("lease_ttl_s"):
-            end_s = turn["arrived_s"] + turn["seconds"]["wall"]
-            until_s = end_s + turn["lease_ttl_s"]
+        slices.append(Slice(f"turn {turn['turn']}", start_s, end_s, arguments, parts))
+        if gap_s := turn.get("gap_s"):
+            said = {"inferred": True, "gap_s": gap_s}
+            slices.append(Slice(turn.get("tool_before") or "gap", start_s - gap_s, start_s, said))
+        if ttl_s := turn.get("lease_ttl_s"):
+            until_s = end_s + ttl_s
             if following is not None and following["leased"]:
                 until_s = following["arrived_s"] + following["seconds"]["queued"]
-            trace.add_lease(pid, program_id, end_s, until_s, {"ttl_s": turn["lease_ttl_s"]})
+            trace.add_lease(pid, program_id, end_s, until_s, {"ttl_s": ttl_s})
     trace.add_program(pid, program_id, slices)
     return slices

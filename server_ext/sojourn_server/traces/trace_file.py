@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 import msgspec
 
 from .atomic_files import write_atomically
-from .trace_schema import TraceError, TraceProgram, check_program
+from .trace_schema import TraceError, TraceProgram, check_blocks
 
 _decoder = msgspec.json.Decoder(TraceProgram)
 
@@ -60,7 +60,7 @@ def _open(path: Path) -> BinaryIO:
 def _program(line: bytes, where: str) -> TraceProgram:
     try:
         program = _decoder.decode(line)
-        check_program(program)
+        check_blocks(program)
     except (TraceError, msgspec.ValidationError) as error:
         raise TraceError(f"{where}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 from sojourn.errors import InputError
 from sojourn.ids import id_problem
 
 from .token_ids import seed_from_text
+
+MAX_TOKENS = 2**31
+"""Maximum tokens of a prompt or output. It bounds a simulation's memory."""
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""Seconds, at most 31 years: floats that are much larger cannot represent milliseconds."""
+Count = Annotated[int, Meta(ge=0)]
 
 
 class TraceError(InputError):
@@ -26,7 +35,7 @@ class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     name: str = "unknown"
     cmd: str | None = None
     """Name of the first executable in a shell command line, or sub-command of an editor tool."""
-    s: float | None = None
+    s: Seconds | None = None
     """Duration in seconds; ``None`` if the source does not record it."""
     bg: bool | int = False
     """Whether the tool ran in the background, so that the next turn did not wait for it."""
@@ -35,42 +44,42 @@ class TraceToolRun(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One LLM call. A field is ``None`` if the source does not record it, or if it does not apply."""
 
-    prompt_tokens: int
+    prompt_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     """Length of the whole prompt."""
-    output_tokens: int
-    append_tokens: int | None = None
+    output_tokens: Tokens
+    append_tokens: Tokens | None = None
     """New prompt tokens since the previous turn's prompt and output."""
     reset: bool | int = False
     """Whether the prompt does *not* continue the previous one (compaction, rewind, interleaved
     conversations)."""
-    out_dropped: int = 0
+    out_dropped: Tokens = 0
     """Number of tokens at the start of the previous output (thinking) that this prompt omits."""
-    prefix_tokens: int | None = None
+    prefix_tokens: Tokens | None = None
     """Length of the longest common prefix with the previous turn's prompt, if recorded."""
-    prefix_tokens_any: int | None = None
+    prefix_tokens_any: Tokens | None = None
     """Length of the longest common prefix with any of the session's last 12 prompts, if recorded."""
-    cached_tokens: int | None = None
+    cached_tokens: Tokens | None = None
     """Prompt tokens that the recorded service had cached."""
     tool: str | None = None
     """Names of the tools that run after this turn, joined by ``+``."""
-    tool_seconds: float | None = None
+    tool_seconds: Seconds | None = None
     """Seconds from the end of the LLM message to the last tool result."""
     tools: tuple[TraceToolRun, ...] | None = None
-    gap_s: float | None = None
+    gap_s: Seconds | None = None
     """Client-side idle seconds between this response and the next request."""
     gap_kind: str | None = None
     """``tool`` or ``human``."""
     interactive: bool | int = False
     """Whether the tool asked a person."""
-    t: float | None = None
+    t: Seconds | None = None
     """Start of the call, in seconds after the session's start."""
-    llm_s: float | None = None
+    llm_s: Seconds | None = None
     """Duration of the call in seconds, on the recorded service."""
-    dt_s: float | None = None
+    dt_s: Seconds | None = None
     """Seconds from the start of this call to the start of the next, if the source has only starts."""
-    hash_lcp: int | None = None
+    hash_lcp: Count | None = None
     """Number of leading blocks of the previous prompt that this prompt keeps, if block ids were recorded."""
-    hash_runs: tuple[tuple[int, int], ...] | None = None
+    hash_runs: tuple[tuple[Count, Count], ...] | None = None
     """Ids of the full blocks after the first ``hash_lcp`` blocks, as runs (first id, count), if recorded."""
 
     @property
@@ -124,25 +133,25 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One agent session, or one of its sub-agents. A field is ``None`` if it is not recorded, or does not
     apply."""
 
-    program_id: str
-    turns: tuple[TraceTurn, ...]
+    program_id: Annotated[str, Meta(min_length=1)]
+    turns: Annotated[tuple[TraceTurn, ...], Meta(min_length=1)]
     source: str = ""
     group: str | None = None
     """Name of the task or agent that several programs have in common."""
     model: str | None = None
-    arrival_s: float | None = None
+    arrival_s: Seconds | None = None
     """Seconds since the first session of the trace."""
     parent: str | None = None
     """Program id of the parent of a sub-agent."""
-    parent_turn: int | None = None
+    parent_turn: Count | None = None
     """Index of the parent's turn after which a sub-agent starts."""
-    start_offset_s: float | None = None
+    start_offset_s: Seconds | None = None
     """Seconds after the parent's start at which a sub-agent starts."""
-    shared_prefix_tokens: int | None = None
+    shared_prefix_tokens: Tokens | None = None
     """Number of leading tokens of the first prompt that other programs share."""
-    block_size: int | None = None
+    block_size: Annotated[int, Meta(ge=1)] | None = None
     """Tokens per block of ``TraceTurn.hash_runs``."""
-    hash_scope: str | None = None
+    hash_scope: Literal["global", "program"] | None = None
     """Scope in which equal block ids mean equal text: ``global`` (the trace) or ``program``."""
     tenant: str | None = None
     """Customer or team to which the program belongs, if several share the server."""
@@ -170,45 +179,14 @@ def replayed_id(program_id: str) -> str:
     return visible[: MAX_REPLAYED_ID_BYTES - len(digest)] + digest
 
 
-_SECONDS = ("tool_seconds", "gap_s", "t", "llm_s", "dt_s")
-MAX_SECONDS = 1e9
-"""Longest time in seconds that ``check_program`` accepts: 31 years. Floats that are much larger cannot
-represent milliseconds."""
-MAX_TOKENS = 2**31
-"""Maximum tokens of a prompt or output that ``check_program`` accepts. It bounds a simulation's memory."""
-_TOKENS = (
-    "prompt_tokens",
-    "output_tokens",
-    "append_tokens",
-    "out_dropped",
-    "prefix_tokens",
-    "prefix_tokens_any",
-    "cached_tokens",
-)
-_SCOPES = (None, "global", "program")
-
-
 def check_program(program: TraceProgram) -> None:
-    """Check constraints that the types do not express. Raises ``TraceError``, which names turn and field."""
-    if not program.program_id:
-        raise TraceError("program_id is empty")
-    if not program.turns:
-        raise TraceError(f"program {program.program_id!r} has no turns")
-    whole = f"program {program.program_id!r}"
-    _check_seconds(program, ("arrival_s", "start_offset_s"), whole)
-    for name in ("parent_turn", "shared_prefix_tokens"):
-        _at_least_zero(program, name, whole)
-    for index, turn in enumerate(program.turns):
-        where = f"turn {index}"
-        _check_seconds(turn, _SECONDS, where)
-        for name in _TOKENS:
-            if _at_least_zero(turn, name, where) > MAX_TOKENS:
-                raise TraceError(f"{where}: {name} is beyond {MAX_TOKENS}; expected a number of tokens")
-        if turn.prompt_tokens == 0:
-            raise TraceError(f"{where}: prompt_tokens is 0; expected at least one")
-        for run in turn.tools or ():
-            _check_seconds(run, ("s",), f"{where}, tool {run.name!r}")
-    _check_blocks(program)
+    """Check a program that was not read from JSON, as a reader would. Raises ``TraceError``, which names turn
+    and field."""
+    try:
+        msgspec.convert(msgspec.to_builtins(program), TraceProgram)
+    except msgspec.ValidationError as error:
+        raise TraceError(str(error)) from None
+    check_blocks(program)
 
 
 def check_parents(programs: Sequence[TraceProgram]) -> None:
@@ -234,12 +212,9 @@ def check_parents(programs: Sequence[TraceProgram]) -> None:
         done |= path
 
 
-def _check_blocks(program: TraceProgram) -> None:
-    """Check that either no turn has block ids, or each turn has one id per full block of its prompt."""
-    if program.block_size is not None and program.block_size < 1:
-        raise TraceError(f"block_size is {program.block_size}; expected at least 1")
-    if program.hash_scope not in _SCOPES:
-        raise TraceError(f"hash_scope is {program.hash_scope!r}; expected 'global' or 'program'")
+def check_blocks(program: TraceProgram) -> None:
+    """Check that either no turn has block ids, or each turn has one id per full block of its prompt. Raises
+    ``TraceError``."""
     if all(turn.hash_runs is None for turn in program.turns):
         return
     if program.block_size is None:
@@ -248,9 +223,6 @@ def _check_blocks(program: TraceProgram) -> None:
     for index, turn in enumerate(program.turns):
         if turn.hash_runs is None:
             raise TraceError(f"turn {index}: hash_runs is missing; other turns of the program have it")
-        for first, count in turn.hash_runs:
-            if first < 0 or count < 0:
-                raise TraceError(f"turn {index}: hash_runs has [{first}, {count}]; expected both ≥ 0")
         kept = turn.hash_lcp or 0
         if not 0 <= kept <= before:
             raise TraceError(
@@ -262,19 +234,3 @@ def _check_blocks(program: TraceProgram) -> None:
                 f"turn {index}: hash_lcp and hash_runs make {before} blocks; expected "
                 f"{turn.prompt_tokens // program.block_size} full ones in {turn.prompt_tokens} tokens"
             )
-
-
-def _at_least_zero(holder: object, name: str, where: str) -> float:
-    """Return the field ``name`` of ``holder``; 0 if the field is ``None``. Raises ``TraceError`` for a
-    negative number or NaN."""
-    value: float = getattr(holder, name) or 0
-    if not value >= 0:
-        raise TraceError(f"{where}: {name} is {value}; expected ≥ 0")
-    return value
-
-
-def _check_seconds(holder: object, names: Sequence[str], where: str) -> None:
-    for name in names:
-        value = _at_least_zero(holder, name, where)
-        if value > MAX_SECONDS:
-            raise TraceError(f"{where}: {name} is {value:g}; expected at most {MAX_SECONDS:g} seconds")

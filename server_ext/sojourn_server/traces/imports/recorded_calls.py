@@ -164,7 +164,7 @@ def to_trace(programs: Iterable[RecordedProgram], source: str, left_out: Mapping
         try:
             check_program(one)
         except TraceError as error:
-            raise TraceError(f"program {one.program_id!r}, {error}") from None
+            raise TraceError(f"program {one.program_id!r}: {error}") from None
     return ImportResult(made, [f"{count} {what}" for what, count in counts.items() if count])
 
 
