@@ -23,22 +23,18 @@ from ...api.client_identity import HEADER_ROWS
 CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds until a new connection is open, including name lookup and TLS."""
 IDLE_CONNECTION_S = 3.0
-"""Maximum idle seconds of a connection that is used again. vLLM closes connections after five idle seconds,
-and a request on a closing connection has to be sent again."""
+"""Maximum idle seconds of a connection that is used again. vLLM closes connections after five."""
 STALE_S = 1.0
-"""Seconds within which a request on a connection that the engine had already closed fails. A request that
-fails later was read by the engine."""
+"""Seconds within which a request fails on a connection that the engine had already closed."""
 MAX_WHOLE_ANSWER_BYTES = 1 << 20
-"""Maximum bytes of an answer that the gateway holds as a whole. A longer answer is passed on in parts, as the
-client reads them."""
+"""Maximum bytes of an answer that the gateway holds as a whole. A longer one is passed on in parts."""
 _LARGE_BODY_BYTES = 64 << 10
 """Bytes of a body from which it is written in pieces, so that other requests do not wait."""
 ENGINE_DEAD_MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-"""The whole message of vLLM's ``EngineDeadError``. After an engine core has died, its API server runs on for
-a moment and answers with this message. Only the whole message counts, because vLLM quotes requests in its
-errors."""
+"""The whole message of vLLM's ``EngineDeadError``, which its API server sends for a moment after the engine
+core has died. Only the whole message counts, because vLLM quotes requests in its errors."""
 OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
-"""``errno`` values that mean a shortage in the gateway's process or machine, not a fault of the engine."""
+"""``errno`` values of a shortage in the gateway's process or machine, not a fault of the engine."""
 
 RawHeaders = Collection[tuple[bytes, bytes]]
 ClientHeaders = Mapping[str, str]
@@ -72,10 +68,8 @@ _PROMPT = re.compile(
 )
 _OUTPUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,18})(?!\d)')
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[^"]{1,200})"')
-_TAIL_BYTES = 4096
-"""Number of bytes kept of an answer's end, which has the token counts."""
-_HEAD_BYTES = 2048
-"""Number of bytes kept of an answer's beginning, which has the id."""
+_TAIL_BYTES, _HEAD_BYTES = 4096, 2048
+"""Bytes kept of an answer's end, which has the token counts, and of its beginning, which has the id."""
 _EVENT_ENDS = (b"\n\n", b"\n\r", b"\r\r")
 """Two ends of lines, which end an event of a stream. A line ends with LF, CR LF or CR."""
 _BETWEEN_EVENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n?|\n))*")

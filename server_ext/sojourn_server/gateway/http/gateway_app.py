@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from sojourn.wire_codec import MAX_BATCH_BYTES, EventOutcome, OutcomeBatch, WireError, decode_batch, encode
@@ -48,10 +49,11 @@ from .engine_client import (
     REPLICA,
     EngineAnswer,
     EngineClient,
+    EngineHeaders,
     GatewayConnectError,
     ReplicaRequestError,
+    bearer,
     end_to_end_headers,
-    engine_request_headers,
 )
 from .engine_monitor import POLL_S, EngineMonitor
 from .gateway_metrics import GatewayMetrics
@@ -90,12 +92,11 @@ class GatewayOptions:
     """Name of a header that names the program, before those that ``client_identity`` lists; ``None``: no
     further one."""
     reads_deadlines: bool = False
-    """Whether the tenants' shares of capacity depend on deadlines that clients state."""
+    """Whether tenants' shares of capacity depend on clients' deadlines."""
     in_pairs: bool = False
     """Whether the engines are prefill and decode engines. Then a request needs one of each."""
     read_side: str | None = None
-    """Name of the policy that chooses which engine of a pair reads KV from storage. ``/replicas`` shows it;
-    ``None``: it does not."""
+    """Name of the policy that chooses which engine of a pair reads KV from storage; ``None``: no pairs."""
 
     def __post_init__(self) -> None:
         for name in ("engine_key", "admin_key"):
@@ -105,24 +106,20 @@ class GatewayOptions:
 
 
 class GatewayApplication(Starlette):
-    """ASGI application that passes generation requests directly to the proxy. They skip the router and its
-    middlewares."""
+    """ASGI application that passes generation requests directly to the proxy, without the router."""
 
     def __init__(self, generation: GenerationProxy, **rest: Any) -> None:
         super().__init__(**rest)
         self._generation = generation
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await super().__call__(scope, receive, send)
-            return
-        if SESSION_PATH in scope["path"] and (found := split_session_path(scope)) is not None:
-            _, scope = found
-        if scope["method"] == "POST" and scope["path"] in _GENERATING:
-            await self._generation(scope, receive, send)
-        else:
-            answer = websocket_refusal(scope, path_end="") or super().__call__
-            await answer(scope, receive, send)
+        answer: Any = super().__call__
+        if scope["type"] == "http":
+            if SESSION_PATH in scope["path"] and (found := split_session_path(scope)) is not None:
+                scope = found[1]
+            is_generation = scope["method"] == "POST" and scope["path"] in _GENERATING
+            answer = self._generation if is_generation else websocket_refusal(scope, "") or answer
+        await answer(scope, receive, send)
 
 
 _GENERATING = frozenset(api.value for api in ClientApi)
@@ -240,18 +237,13 @@ class Gateway:
         return [
             # Other methods, and paths below a mount point, come to the router.
             *(Route(api.value, self.generation, methods=["POST"]) for api in ClientApi),
-            Route("/v1/models", guard(self._models)),
-            Route("/v1/models/{model:path}", guard(self._models)),
+            *(Route(path, guard(self._models)) for path in ("/v1/models", "/v1/models/{model:path}")),
             *(
                 Route(path, guard(functools.partial(self._any_engine, path)), methods=["POST"])
                 for path in ("/tokenize", "/detokenize", f"{ClientApi.MESSAGES.value}/count_tokens")
             ),
-            Route(f"{ClientApi.RESPONSES.value}/{{response_id}}", guard(self._stored_response)),
-            Route(
-                f"{ClientApi.RESPONSES.value}/{{response_id}}/cancel",
-                guard(self._stored_response),
-                methods=["POST"],
-            ),
+            Route("/v1/responses/{response_id}", guard(self._stored_response)),
+            Route("/v1/responses/{response_id}/cancel", guard(self._stored_response), methods=["POST"]),
             *page_routes(),
             Route(f"{PREFIX}/events", guard(self._events), methods=["POST"]),
             Route(f"{PREFIX}/capabilities", guard(self._capabilities)),
@@ -277,22 +269,17 @@ class Gateway:
         """Pass on the answer of the engine that stores an answer of the responses API: that answer, which may
         be a stream, or the one to its cancellation."""
         response_id, authorization = request.path_params["response_id"], engine_authorization(request)
+        path = f"{ClientApi.RESPONSES.value}/{quote(response_id, safe='')}"
+        path += "/cancel" if request.method == "POST" else f"?{request.url.query}"
+        headers = EngineHeaders({"accept-encoding": "identity"})
+        if (shown := bearer(self.options.engine_key, authorization)) is not None:
+            headers["authorization"] = shown
         try:
             stored = await self.generation.stored_response(request.state.tenant, response_id, authorization)
             at = self.replicas.get(stored.replica_id) if stored is not None else None
             if at is None:
                 raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found.")
-            answer = await self.client.send(
-                f"{at.url}{request.url.path}{'?' if request.url.query else ''}{request.url.query}",
-                engine_request_headers(
-                    request.scope["headers"],
-                    dropped=self.generation.dropped,
-                    key=self.options.engine_key,
-                    rank=at.rank,
-                ),
-                b"",
-                method=request.method,
-            )
+            answer = await self.client.send(at.url + path, headers, b"", method=request.method)
         except RequestRejected as refused:
             next_step = "engines keep answers with VLLM_ENABLE_RESPONSES_API_STORE=1, until they restart"
             raise ApiError(refused.status, refused.message, next_step) from None

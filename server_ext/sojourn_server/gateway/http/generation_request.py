@@ -19,7 +19,7 @@ from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
 
 from ...api.client_identity import ClientIdentity, identify
-from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
+from ...core.request_hints import CONTEXT_KEY, NO_IDENTITY, clipped, read_identity
 from .client_apis import GATEWAY_FULL, ClientApi, RequestRejected
 from .engine_client import ClientHeaders
 
@@ -30,18 +30,15 @@ Members = dict[str, msgspec.Raw]
 MAX_BODY_BYTES = 16 << 20
 """Default maximum bytes of one body."""
 MAX_HELD_BYTES = 2 << 30
-"""Default maximum of the total bytes of all bodies. A body is kept until its answer ends, in case it has to
-be sent again."""
+"""Default maximum bytes of all bodies. A body is kept until its answer ends, to be sent again if need be."""
 BODY_TIMEOUT_S = 60.0
 """Maximum seconds in which a whole body must arrive."""
 MAX_TOKENS = 2**31
 """Upper bound of ``GenerationRequest.output_tokens``."""
 PREFIX_PIECE_BYTES = 1024
-"""Bytes of each piece into which a prompt is divided for its prefix hashes. A piece is about as long as 16 of
-vLLM's blocks."""
+"""Bytes of each piece of a prompt for its prefix hashes, about as many as 16 of vLLM's blocks have."""
 SESSION_KEY = "session_id"
-"""Field that names the program of a request without a hint. It is a field of the body or of its
-``vllm_xargs``."""
+"""Field of the body, or of its ``vllm_xargs``, that names the program of a request without a hint."""
 
 
 class InvalidGenerationRequest(InputError):
@@ -231,14 +228,15 @@ def parse_generation_request(
     xargs = read.vllm_xargs or _XArgs()
     # vLLM neither reads nor forwards this member of a messages request.
     own = read.session_id if api is not ClientApi.MESSAGES else None
-    identity = read_identity(own, {CONTEXT_KEY: xargs.agentic_context})
+    identity = NO_IDENTITY
+    if own is not None or xargs.agentic_context is not None:
+        identity = read_identity(own, {CONTEXT_KEY: xargs.agentic_context})
     hint = identity.context.sojourn if identity.context is not None else None
     program: ClientIdentity | None = None
     if identity.program_id is not None:
         parent = identity.context.parent_program_id if identity.context is not None else None
-        program = ClientIdentity(
-            identity.program_id, parent, None, clipped(hint.agent_type) if hint is not None else None
-        )
+        agent_type = clipped(hint.agent_type) if hint is not None else None
+        program = ClientIdentity(identity.program_id, parent, None, agent_type)
     elif identity.context is None and not (isinstance(own, str) and own):
         named, metadata = xargs.session_id, read.metadata
         user_id = metadata.get("user_id") if isinstance(metadata, dict) and not named else None
@@ -358,20 +356,17 @@ def _count_ids(prompt: bytes) -> int | None:
 
 
 INITIAL_TOKENS_PER_BYTE = 0.25
-"""Tokens per byte of JSON that are assumed for a model until prompts were counted. English has about four
-characters per token."""
+"""Tokens per byte of JSON that are assumed for a model until prompts were counted."""
 MIN_TOKENS_PER_BYTE, MAX_TOKENS_PER_BYTE = 0.05, 1.0
 """Bounds to which each learned sample of tokens per byte is clipped."""
 MEAN_WEIGHT = 0.1
 """Weight of the newest prompt in the moving mean of tokens per byte."""
 MIN_SAMPLE_BYTES = 2_000
-"""Minimum bytes of a prompt from which tokens per byte are learned. In shorter prompts most tokens come from
-the chat template."""
+"""Minimum bytes of a prompt from which tokens per byte are learned: of shorter ones most is the template."""
 MAX_MODELS = 64
 """Maximum number of models for which tokens per byte are remembered."""
 FILE_TOKENS = 1024
-"""Number of tokens that are assumed for an embedded file. Vision models use about this many for an image of a
-megapixel."""
+"""Tokens that are assumed for an embedded file, about those of an image of a megapixel."""
 
 
 class PromptSizeEstimator:

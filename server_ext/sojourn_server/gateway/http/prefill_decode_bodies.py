@@ -47,15 +47,8 @@ class _BodyFields(msgspec.Struct):
     prompt_embeds: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _FirstPrompts(msgspec.Struct, array_like=True):
-    """The first two prompts of a list."""
-
-    first: msgspec.Raw = msgspec.Raw(b"")
-    second: msgspec.Raw = msgspec.Raw(b"")
-
-
 _parts = msgspec.json.Decoder(_BodyFields)
-_first_prompts = msgspec.json.Decoder(_FirstPrompts)
+_prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
@@ -84,11 +77,8 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
 
 def _has_several_prompts(prompt: bytes) -> bool:
     """Whether a prompt, as JSON, is a list of at least two texts, lists of token ids, or objects."""
-    return (
-        prompt[:1] == b"["
-        and prompt[1:].lstrip()[:1] in (b'"', b"[", b"{")
-        and bool(bytes(_first_prompts.decode(prompt).second))
-    )
+    is_list = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[", b"{")
+    return is_list and len(_prompts.decode(prompt)) > 1
 
 
 def prefill_body(

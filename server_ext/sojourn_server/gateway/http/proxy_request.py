@@ -1,7 +1,6 @@
-"""Handles proxied requests. Each is submitted to the routing core, sent to an engine, and its answer passed
-to the client. After a failure before the answer's first byte, it is sent to another engine.
-
-A request has one stage. If it goes to a prefill and a decode engine, it has two.
+"""Handles proxied requests. Each is submitted to the routing core, sent to an engine, or to a prefill and a
+decode engine, and its answer passed to the client. After a failure before the answer's first byte, it is sent
+to another engine.
 """
 
 from __future__ import annotations
@@ -77,11 +76,9 @@ logger = logging.getLogger(__name__)
 AsgiScope = MutableMapping[str, Any]
 
 SILENT_ENGINE_S = 5.0
-"""Seconds without bytes from a replica that counts as dead, after which the gateway gives up the rest of its
-answer."""
+"""Seconds without bytes after which the gateway gives up the answer of a replica that counts as dead."""
 WATCH_DELAY_S = 0.02
-"""Seconds after a request's start at which the gateway begins to watch for a disconnect of the client. An
-earlier disconnect is noticed then."""
+"""Seconds after a request's start from which a disconnect of the client is noticed."""
 FULL_RETRY_S = 2.0
 """``Retry-After``, in seconds, if the gateway cannot open a connection."""
 STOPPING_RETRY_S = 5.0
@@ -139,8 +136,7 @@ class GenerationProxy:
         self._session_header = session_header
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
-        """Handle one generation request; its path ends with that of its API. All errors before the answer are
-        sent to the client."""
+        """Handle one generation request; its path ends with that of its API."""
         path: str = scope["path"]
         api, size = ClientApi(path[path.rindex("/v1/") :]), 0
         headers = {
@@ -241,7 +237,9 @@ class ProxyRequest:
         self._identity: dict[str, str] = {}
         """Headers that name the program to an engine."""
         if program is not None:
-            self._identity[SESSION_HEADER] = names.engine_name(tenant, program.program_id)
+            is_same = names.only_tenant is not None
+            own_name = program.program_id if is_same else names.engine_name(tenant, program.program_id)
+            self._identity[SESSION_HEADER] = own_name
             if question.context is None:  # a hint names the parent itself
                 for header, one in ((PARENT_HEADER, program.parent_id), (ROOT_HEADER, program.root_id)):
                     if one is not None:
@@ -259,21 +257,19 @@ class ProxyRequest:
         if hint is not None and hint.sojourn is not None and hint.sojourn.events:
             self._attached = AttachedEvents(program_id, hint, headers.get("authorization"))
         self.meter: ResponseMeter | None = None
-        """What reads the engine's answer; ``None``: the gateway has not begun to pass one to the client."""
+        """Reads the engine's answer; ``None``: none has begun to reach the client."""
         self._is_given_answer = False
         """Whether a successful answer has begun. It may have ended early."""
         self._is_answered = False
         """Whether a successful answer was passed on completely."""
         self._is_streaming = False
-        """Whether the client is receiving a stream that has not ended."""
+        """Whether the client is receiving a stream."""
         self._sent_to: str | None = None
-        """Id of the replica to which the request was last sent. ``None``: it was not sent, or a prefill
-        engine rejected it."""
+        """The replica to which the request was last sent; ``None``: none, or a prefill engine rejected it."""
         self._prefill_attempts = 0
-        """Number of attempts of the prefill stage."""
         self._prefilled_tokens: int | None = None
-        """Number of prompt tokens that the prefill engine counted; ``None``: unknown. A stream reports the
-        number only if the client asked for it."""
+        """Prompt tokens that the prefill engine counted; ``None``: unknown. A stream reports them only if the
+        client asked for it."""
         deadline_s = hint.deadline_seconds if hint is not None else None
         # This comes last, because it submits the request. ``run`` reads the core's decision.
         self.decisions: RequestDecisions = proxy.routing_backend.open(
