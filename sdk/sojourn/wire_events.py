@@ -53,8 +53,9 @@ class ToolStop(Event, frozen=True, kw_only=True, omit_defaults=True, tag="tool_s
     """The tool call ended."""
 
     call_id: str
-    duration_s: float
-    """Duration in seconds, measured on the client's monotonic clock."""
+    duration_s: float | None = None
+    """Duration in seconds, measured on the client's monotonic clock. ``None``: a client that keeps no clock
+    between two events; the server takes the time between the start and this event."""
     status: str = "ok"
     """``ok``, ``error``, ``timeout``, ``nonzero`` or ``cancelled``."""
 

@@ -98,7 +98,6 @@ BAD_ROWS = {
     "stop without start": (STOP, "missing", "no such tool call"),
     "duration negative": ({**STOP, "duration_s": -1}, "rejected", "duration_s is -1"),
     "duration a text": ({**STOP, "duration_s": "1"}, "rejected", "duration_s"),
-    "duration missing": ({k: v for k, v in STOP.items() if k != "duration_s"}, "rejected", "duration_s"),
 }  # fmt: skip
 
 
@@ -210,6 +209,16 @@ def test_a_tool_may_run_for_longer_than_its_program_may_be_silent() -> None:
         "told, and not guessed again"
     )
     assert engine.program_scheduler.histories.tools.count() == 1
+
+
+def test_a_client_without_a_clock_leaves_the_duration_to_the_server() -> None:
+    engine = known()
+    post(engine, {**START, "age_s": 0.5})
+    engine.wait(2.0)
+    stop = {key: value for key, value in STOP.items() if key != "duration_s"}
+    [outcome] = post(engine, {**stop, "seq": 1, "age_s": 0.25})
+    assert outcome.outcome.value == "applied"
+    assert list(engine.program_scheduler.histories.tools.durations("bash")) == pytest.approx([2.25])
 
 
 @pytest.mark.parametrize("status", ["ok", "error", "cancelled", "on fire", ""])

@@ -161,9 +161,12 @@ def test_batches_are_bounded_in_bytes_and_events():
         decode_batch(b" " * (MAX_BATCH_BYTES + 1))
 
 
-@pytest.mark.parametrize("field", ["age_s", "duration_s"])
+NO_TIMES = ("NaN", "Infinity", "-Infinity", "-1", "-0.001", "1e999", '"3"', "true")
+
+
 @pytest.mark.parametrize(
-    "value", ["NaN", "Infinity", "-Infinity", "-1", "-0.001", "1e999", '"3"', "null", "true"]
+    ("field", "value"),
+    [*((field, value) for field in ("age_s", "duration_s") for value in NO_TIMES), ("age_s", "null")],
 )
 def test_times_are_finite_and_not_negative(field, value):
     fields = {"age_s": "0", "duration_s": "0", field: value}

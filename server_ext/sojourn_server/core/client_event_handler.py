@@ -133,9 +133,12 @@ class ClientEventHandler:
         tool = program.tools.pop(CallId(event.call_id), None)
         if tool is None:
             return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
-        self._state.histories.tools.observe(tool.key, event.duration_s)
+        duration_s = event.duration_s
+        if duration_s is None:
+            duration_s = max(0.0, now - event.age_s - tool.started_s)
+        self._state.histories.tools.observe(tool.key, duration_s)
         program.gap_reported = True
-        program.add_tool_time(tool, event.duration_s, now)
+        program.add_tool_time(tool, duration_s, now)
         self._tier_manager.tool_known(program, now)
         if not program.tools:
             self._leases.extend(program.id, now + self._state.limits.return_grace_s)
