@@ -111,6 +111,7 @@ class GatewayApplication(Starlette):
     def __init__(self, generation: GenerationProxy, **rest: Any) -> None:
         super().__init__(**rest)
         self._generation = generation
+        self.metrics = generation.metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer: Any = super().__call__

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .client_apis import GATEWAY, INVALID_HTTP, error_body
 from .gateway_app import Gateway
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,17 @@ class ClientProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(_UPGRADE.sub(b"", data) if b"pgrade:" in data else data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP, which uvicorn has logged, as the gateway refuses requests."""
+        if (metrics := getattr(self.config.app, "metrics", None)) is not None:
+            metrics.refused(INVALID_HTTP)
+        body = error_body(None, 400, INVALID_HTTP, msg)
+        head = f"{GATEWAY}: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        self.transport.write(
+            f"HTTP/1.1 400 Bad Request\r\n{head}\r\nConnection: close\r\n\r\n".encode() + body
+        )
+        self.transport.close()
 
 
 def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
