@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import msgspec
 from msgspec.structs import replace
 from sojourn.hints import AgenticContext
-from sojourn.ids import ProgramId
 from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
 
 from ..core import events_and_actions as ev
@@ -24,6 +23,7 @@ HASH_BYTES = 8
 """Number of bytes kept of a block hash. Among 10^6 blocks, a collision has a probability of 3 in 10^8."""
 
 encode_record = msgspec.json.Encoder().encode
+_WithHashes = ev.RequestArrived | ev.RequestAdmitted | ev.TurnFinished
 
 
 class RecordSink(Protocol):
@@ -87,8 +87,7 @@ class RecordingScheduler(ProgramScheduler):
         if isinstance(recorded, ev.RequestArrived | ev.RequestAdmitted | ev.TurnFinished):
             if recorded.block_hashes is None:
                 return recorded
-            new = recorded.identity.program_id if isinstance(recorded, ev.RequestArrived) else None
-            base = self._chain_before(recorded.request_id, new)
+            base = self._chain_before(recorded)
             shared, rest = recorded.block_hashes
             return replace(recorded, block_hashes=[*base[:shared], *_read_hashes(rest)])
         if isinstance(recorded, ev.BlocksEvicted):
@@ -111,14 +110,8 @@ class RecordingScheduler(ProgramScheduler):
         if isinstance(event, ev.RequestArrived):
             identity = event.identity
             context = _without_text(identity.context) if identity.context is not None else None
-            hashes: Any = event.block_hashes
-            if hashes is not None:
-                base = self._chain_before(event.request_id, identity.program_id)
-                self._chains[event.request_id] = chain = list(hashes)
-                shared = common_prefix_length(base, chain)
-                hashes = shared, _joined(chain[shared:])
             identity = RequestIdentity(identity.program_id, context, identity.outcome)
-            return replace(event, identity=identity, block_hashes=hashes)
+            return replace(event, identity=identity, block_hashes=self._chain_difference(event))
         if isinstance(event, ev.UntrackedRequestLeft):
             self._chains.pop(event.request_id, None)
         if isinstance(event, ev.ClientEventReceived):
@@ -131,29 +124,30 @@ class RecordingScheduler(ProgramScheduler):
             return replace(event, blocks=blocks, score=None)
         return event
 
-    def _chain_difference(self, event: ev.RequestAdmitted | ev.TurnFinished) -> tuple[int, bytes]:
+    def _chain_difference(self, event: _WithHashes) -> tuple[int, bytes] | None:
         """Return (number of leading hashes shared with ``_chain_before``, the further hashes)."""
         request_id, hashes = event.request_id, event.block_hashes
-        base = self._chain_before(request_id)
+        if hashes is None:
+            return None
+        base = self._chain_before(event)
         state = self._requests.states.get(request_id)
         if isinstance(event, ev.TurnFinished):
             self._chains.pop(request_id, None)
-        elif state is not None and state.program is not None:
+        elif isinstance(event, ev.RequestArrived) or (state is not None and state.program is not None):
             self._chains[request_id] = hashes = list(hashes)
         elif not self.tiers.places:  # only placement uses the hashes of requests without a program
             hashes = ()
         shared = common_prefix_length(base, hashes)
         return shared, _joined(hashes[shared:])
 
-    def _chain_before(self, request_id: str, program_id: ProgramId | None = None) -> Sequence[Any]:
-        """Return the block hashes recorded at the request's last admission or at its arrival, or else those
-        of its program's last context, or else none. ``program_id``: the program of an arriving request."""
-        chain = self._chains.get(request_id)
+    def _chain_before(self, event: _WithHashes) -> Sequence[Any]:
+        """Return the block hashes recorded at the request's last admission, or else at its arrival, or else
+        those of its program's last context, or else none."""
+        chain = self._chains.get(event.request_id)
         if chain is None:
-            state = self._requests.states.get(request_id)
-            if state is not None and state.program is not None:
-                program_id = state.program.id
-            chain = self.state.contexts.get(program_id) if program_id is not None else None
+            known = event.identity if isinstance(event, ev.RequestArrived) else self.request(event.request_id)
+            if known is not None and known.program_id is not None:
+                chain = self.state.contexts.get(known.program_id)
         return chain if chain is not None else ()
 
     def _totals(self) -> dict[str, Any]:
