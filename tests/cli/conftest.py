@@ -67,6 +67,23 @@ def live_server() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture
+def model_server() -> Iterator[str]:
+    """The address of a sojourn server with the model ``org/m``."""
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(msgspec.json.encode({"name": "sojourn", "data": [{"id": "org/m"}]}))
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with serving(Server) as url:
+        yield url
+
+
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

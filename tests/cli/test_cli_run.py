@@ -24,7 +24,8 @@ UNUSED = "http://127.0.0.1:9"
 def sojourn_run(
     *command: str, url: str = UNUSED, options: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "SOJOURN_URL")}
+    others = ("PYTHONPATH", "SOJOURN_", "ANTHROPIC_", "OPENAI_", "OPENCODE_")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     line = [*SOJOURN, "run", "--url", url, *options, "--", *command]
     return subprocess.run(line, env=env | environment, capture_output=True, text=True, timeout=60)
 
@@ -298,3 +299,94 @@ def test_the_probe_carries_no_key_and_uses_no_proxy(monkeypatch: pytest.MonkeyPa
     with FakeServer() as server:
         assert agent_process.get_capabilities(server.url)[0] == 200
         assert server.probes == 1
+
+
+CLIENT = """#!/bin/sh
+for word in "$@"; do echo "word $word"; done
+env | grep -e ^ANTHROPIC -e ^OPENAI -e ^OPENCODE -e ^SOJOURN -e ^PYTHONPATH
+"""
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> str:
+    """A PATH with coding agents that print their words and variables."""
+    for name in ("claude", "codex", "opencode", "qwen", "pi", "gemini"):
+        (tmp_path / name).write_text(CLIENT)
+        (tmp_path / name).chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize(
+    ("client", "told", "said"),
+    [
+        (
+            "claude",
+            [
+                "ANTHROPIC_BASE_URL=URL", "ANTHROPIC_MODEL=org/m", "ANTHROPIC_DEFAULT_HAIKU_MODEL=org/m",
+                "ANTHROPIC_AUTH_TOKEN=key", "word --settings", '"PostToolUseFailure"',
+            ],
+            "sub-agents are programs, and its tools are reported; --program is not used; server URL",
+        ),
+        (
+            "codex",
+            ['base_url="URL/v1"', 'word model_provider="sojourn"', 'word model="org/m"', 'env_key="SOJOURN_'],
+            "Codex's threads are programs",
+        ),
+        (
+            "opencode",
+            ['"baseURL": "URL/v1"', '"model": "sojourn/org/m"', '"apiKey": "key"', "agent_plugin.js"],
+            "OpenCode's sessions are programs, and its tools are reported",
+        ),
+        (
+            "qwen",
+            [
+                "OPENAI_BASE_URL=URL/sojourn/session/run%207/v1", "OPENAI_MODEL=org/m", "OPENAI_API_KEY=key",
+                "SOJOURN_PROGRAM_ID=run 7",
+            ],
+            "Qwen Code is the program run 7",
+        ),
+        (
+            "pi",
+            ['"baseUrl": "URL/v1"', "word --extension", "word sojourn/org/m", "SOJOURN_HOOK="],
+            "Pi's sessions are programs, and its tools are reported",
+        ),
+    ],
+)  # fmt: skip
+def test_coding_agents_are_directed_to_the_server(
+    client: str, told: list[str], said: str, clients: str, model_server: str
+) -> None:
+    result = sojourn_run(
+        client, "-p", "hi", url=model_server, options=("--program", "run 7"),
+        PATH=clients, SOJOURN_API_KEY="key",
+    )  # fmt: skip
+    printed = result.stdout.replace(model_server, "URL")
+    assert [one for one in (*told, "SOJOURN_URL=URL") if one not in printed] == [], printed
+    assert printed.index("word -p\nword hi\n") >= 0, "the user's words come last"
+    assert said in result.stderr.replace(model_server, "URL")
+    assert "PYTHONPATH" not in printed, "a Python that its tools start is not the agent"
+
+
+def test_what_the_user_has_set_stays(clients: str, model_server: str) -> None:
+    own = {
+        "ANTHROPIC_BASE_URL": f"{model_server}/",
+        "ANTHROPIC_MODEL": "mine",
+        "ANTHROPIC_AUTH_TOKEN": "my",
+    }
+    result = sojourn_run("claude", "--settings", "x.json", url=model_server, PATH=clients, **own)
+    assert "ANTHROPIC_MODEL=mine\n" in result.stdout
+    assert "ANTHROPIC_AUTH_TOKEN=my\n" in result.stdout
+    assert result.stdout.count("--settings") == 1
+    assert "but for --settings, which stays yours" in result.stderr
+    other = {"ANTHROPIC_BASE_URL": "https://u:secret@provider.example"}
+    result = sojourn_run("claude", url=model_server, PATH=clients, **other)
+    assert result.stdout == "ANTHROPIC_BASE_URL=https://u:secret@provider.example\n"
+    assert "claude runs unchanged, since ANTHROPIC_BASE_URL names https://provider.example" in result.stderr
+
+
+def test_a_coding_agent_that_cannot_be_followed_runs_unchanged(clients: str, model_server: str) -> None:
+    result = sojourn_run("gemini", url=model_server, PATH=clients)
+    assert result.stdout == ""
+    assert "gemini cannot be followed, since it speaks Google's API only" in result.stderr
+    result = sojourn_run("claude", PATH=clients)
+    assert result.stdout == "", "no server answers, so its own provider serves it"
+    assert "no sojourn server answers" in result.stderr

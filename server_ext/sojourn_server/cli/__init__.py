@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OLDEST_PYTHON = (3, 10)
 COMMANDS = (
     "serve", "gateway", "demo", "replay", "simulate", "plan-pd", "parity", "profile", "trace",
-    "doctor", "run", "top", "explain",
+    "doctor", "run", "hook", "top", "explain",
 )  # fmt: skip
 COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
 LIGHT_COMMANDS = ("top", "explain", "doctor")

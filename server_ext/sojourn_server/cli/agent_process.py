@@ -1,6 +1,7 @@
 """``sojourn run``: replace this process with an agent's command. Needs only the SDK and the standard library.
 
-The agent keeps its own exit code, signals and terminal. Its environment has ``SOJOURN_URL`` and, first on
+The agent keeps its own exit code, signals and terminal. A coding agent of ``coding_agents.CLIENTS`` gets
+settings of its own. Otherwise the environment has ``SOJOURN_URL`` and, first on
 ``PYTHONPATH``, a folder whose ``sitecustomize`` instruments agent frameworks when they are imported. Python
 processes that the agent's tools start inherit both variables, but are instrumented only with ``--children``.
 """
@@ -16,12 +17,13 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from sojourn.errors import install_command
 
 from .cli_error import CliError
+from .coding_agents import CLIENTS, NOT_FOLLOWED, TAKEN_ONCE, Target
 
 OPTIONS = ("--url", "--program", "--children")
 """Options of ``sojourn run``. The first word that is not one of these options begins the command, in typer's
@@ -73,13 +75,19 @@ def exec_agent_command(
     else:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
     is_served = _note_unless_served(url, note)
-    environment = child_environment(os.environ, url, children=children, program_id=program_id)
-    if not is_served:
-        environment[REPORTED_URL] = url
+    words = list(command)
+    if Path(command[0]).stem in (CLIENTS | NOT_FOLLOWED):
+        environment = dict(os.environ)
+        if is_served:
+            words, environment = configured_client(command, environment, url, note, program_id)
+    else:
+        environment = child_environment(os.environ, url, children=children, program_id=program_id)
+        if not is_served:
+            environment[REPORTED_URL] = url
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execvpe(program, list(command), environment)
+        os.execvpe(program, words, environment)
     except OSError as error:
         raise CliError(
             f"{command[0]} cannot be run: {error.strerror}",
@@ -191,6 +199,48 @@ def child_environment(
     }
 
 
+def configured_client(
+    command: Sequence[str], environment: Mapping[str, str], url: str, note: Note, program_id: str | None
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of a coding agent, with what directs it to the server at
+    ``url``. Options and variables of the user's own stay. Tells with ``note`` what was done."""
+    from sojourn.config import without_credentials
+
+    name, given = Path(command[0]).stem, dict(environment)
+    if name in NOT_FOLLOWED:
+        note(f"{name} cannot be followed, since {NOT_FOLLOWED[name]}; it runs unchanged")
+        return list(command), given
+    root, key = url.rstrip("/").removesuffix("/v1"), given.get("SOJOURN_API_KEY", "")
+    program_id = program_id or given.get("SOJOURN_PROGRAM_ID", "")
+    models = served_models(root, key)
+    settings = CLIENTS[name](Target(root, key, program_id, models, models[0]["id"] if models else ""))
+    variable = settings.base_url
+    theirs = given.pop(variable, "") if variable else ""
+    if theirs and theirs.rstrip("/").removesuffix("/v1") != root:
+        note(
+            f"{name} runs unchanged, since {variable} names {without_credentials(theirs)}; unset the "
+            "variable, or name that server with --url"
+        )
+        return list(command), dict(environment)
+    said, words = settings.said, settings.arguments
+    for option in {word.partition("=")[0] for word in command}.intersection(TAKEN_ONCE):
+        said, words = f"{said}, but for {option}, which stays yours", ()
+    if program_id and "SOJOURN_PROGRAM_ID" not in settings.environment:
+        said += "; --program is not used"
+    note(f"{said}; server {without_credentials(root)}")
+    ours = {variable: value for variable, value in settings.environment.items() if value}
+    return [command[0], *words, *command[1:]], {**ours, **given, "SOJOURN_URL": root}
+
+
+def served_models(root: str, api_key: str | None) -> list[dict[str, Any]]:
+    """Return the models that the server lists; empty if it does not answer with a list."""
+    try:
+        _, body = _get(root, "/v1/models", api_key)
+        return [model for model in json.loads(body)["data"] if isinstance(model["id"], str)]
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError):
+        return []
+
+
 def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | None:
     """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there. Otherwise return ``None`` and
     show the reason with ``note``. No reason is shown if the variable is unset or names ``DEFAULT_URL``.
@@ -240,8 +290,13 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
     Raises ``OSError`` or ``http.client.HTTPException``; ``ValueError`` or ``http.client.InvalidURL`` for a
     text that is no URL.
     """
-    from sojourn.http_transport import tls_context
     from sojourn.wire_codec import CAPABILITIES_PATH
+
+    return _get(root, CAPABILITIES_PATH)
+
+
+def _get(root: str, path: str, api_key: str | None = None) -> tuple[int, bytes]:
+    from sojourn.http_transport import tls_context
 
     parts = urlsplit(root)
     host, port = parts.hostname, parts.port
@@ -253,7 +308,8 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
         else http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
     )
     try:
-        connection.request("GET", parts.path + CAPABILITIES_PATH)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        connection.request("GET", parts.path + path, headers=headers)
         response = connection.getresponse()
         return response.status, response.read(MAX_ANSWER_BYTES)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from .agent_process import DEFAULT_URL, exec_agent_command, framework_names
+from .coding_agents import CLIENTS
 from .console import print_note
 
 
@@ -20,7 +21,9 @@ def register(app: typer.Typer) -> None:
             "Only requests to the server itself carry ids. "
             "A bare loop on the openai client is one program for each process, as long as its requests come "
             "one after the other. "
-            "Python processes of the agent's tools are not instrumented."
+            "Python processes of the agent's tools are not instrumented.\n\n"
+            f"Coding agents get settings of their own: {', '.join(CLIENTS)}. "
+            "One line says what was set."
         ),
     )(run)
 

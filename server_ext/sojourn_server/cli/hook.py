@@ -1,0 +1,100 @@
+"""``sojourn hook``: settings with which a coding agent reports its tool calls to a sojourn server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from .agent_process import DEFAULT_URL
+from .coding_agents import hook_settings, plugin_text
+from .console import CliError, complete_url, print_line
+
+_MARK = "hook_process.py"
+"""Part of every command that this module writes, by which it finds them again."""
+_BY_HAND = "add what sojourn hook prints by hand"
+_STARTED_ANEW = "new sessions report their tools"
+_FILES = {
+    "claude-code": ("CLAUDE_CONFIG_DIR", ".claude", "settings.json", _STARTED_ANEW),
+    "codex": ("CODEX_HOME", ".codex", "hooks.json", "start codex and trust the hooks with /hooks"),
+    "opencode": ("OPENCODE_CONFIG_DIR", ".config/opencode", "plugin/sojourn.js", _STARTED_ANEW),
+    "qwen-code": ("QWEN_HOME", ".qwen", "settings.json", "start it with sojourn run -- qwen"),
+}
+"""Client → variable that names the folder of the user's settings, that folder below the user's home without
+the variable, file, next step for the user."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(
+        "hook",
+        help=(
+            "Print the settings with which a coding agent reports its tool calls to a sojourn server.\n\n"
+            "Example: sojourn hook claude-code --install\n\n"
+            "The agent starts a small process at each start and end of a tool. It sends ids, the tool's "
+            "name, the name of a shell command's program and the duration, and no other text. The agent "
+            "goes on at once if no server answers. SOJOURN_API_KEY gives the server's key."
+        ),
+    )(hook)
+
+
+def hook(
+    client: str = typer.Argument(..., metavar="|".join(_FILES), help="The coding agent."),
+    url: str = typer.Option(DEFAULT_URL, "--url", envvar="SOJOURN_URL", help="Root of the sojourn server."),
+    install: bool = typer.Option(
+        False, "--install", help="Add the hooks to the user's settings, and keep what is there."
+    ),
+    project: bool = typer.Option(
+        False, "--project", help="Add them to the settings of the current folder's project instead."
+    ),
+) -> None:
+    """Print the settings, or write them. Raises ``CliError`` for an unknown client, and for settings that
+    cannot be read or written."""
+    if client not in _FILES:
+        known = f"name one of {', '.join(_FILES)}; sojourn run reports the tools of Pi"
+        raise CliError(f"the hooks of {client!r} are unknown", known)
+    variable, folder, name, next_step = _FILES[client]
+    if project:
+        path = Path(folder.replace(".config/", "."), name)
+    else:
+        path = Path(os.environ.get(variable) or Path.home() / folder, name)
+    url = complete_url(url) or DEFAULT_URL
+    if client == "opencode":
+        text = plugin_text(url)
+    else:
+        settings = hook_settings(client, url)
+        if install or project:
+            settings = _merged(path, settings["hooks"])
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    if not (install or project):
+        sys.stdout.write(text)
+        return
+    from sojourn_server.traces.atomic_files import write_atomically
+
+    try:
+        write_atomically({path: text.encode()})
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror or error}", _BY_HAND) from error
+    print_line(f"wrote {path}; {next_step}")
+
+
+def _merged(path: Path, hooks: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return the settings in ``path``, if any, with ``hooks`` in place of those that an earlier call wrote.
+    Others stay. Raises ``CliError`` if the file cannot be read or is not understood."""
+    try:
+        settings = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        merged: dict[str, list[Any]] = {}
+        for event, groups in settings.get("hooks", {}).items():
+            for group in groups:
+                others = [one for one in group["hooks"] if _MARK not in one.get("command", "")]
+                if others or not group["hooks"]:
+                    merged.setdefault(event, []).append({**group, "hooks": others})
+        for event, groups in hooks.items():
+            merged[event] = [*merged.get(event, []), *groups]
+        return {**settings, "hooks": merged}
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise CliError(f"{path} is not understood: {error}", f"mend the file, or {_BY_HAND}") from error
