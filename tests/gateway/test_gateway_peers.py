@@ -102,6 +102,9 @@ async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -
         mine = _owned(one, True)
         assert mine is not None
         for it in (one, other):
+            codex = {"thread-id": mine, "Authorization": "Bearer key-a"}
+            async with it.http.post(f"{it.url}/v1/responses", json={"input": "x"}, headers=codex) as answer:
+                assert answer.status == 200
             for stream in (False, True):
                 answer = await it.chat(mine, "key-a", stream=stream)
                 assert answer.status == 200
@@ -115,7 +118,7 @@ async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -
             )
             assert outcome["outcome"] == "applied"
         assert mine in await known(one)
-        assert sorted(len(fake.requests) for fake in fakes) == [0, 4], "all at one engine"
+        assert sorted(len(fake.requests) for fake in fakes) == [0, 6], "all at one engine"
         assert all(fake.headers[-1].get("x-sojourn-passed") is None for fake in fakes if fake.headers)
         assert (await other.chat(mine, "wrong")).status == 401
         assert (await other.chat(None, "key-a")).status == 200, "without a program it stays where it is"

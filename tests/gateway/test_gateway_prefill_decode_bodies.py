@@ -44,7 +44,7 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(
     body = asked(
         **given_length, stream=True, stream_options={"include_usage": True}, n=3, min_tokens=9, seed=7,
         vllm_xargs={"agentic_context": CONTEXT, "x": 1},
-        kv_transfer_params={"peer": "somebody else's"},
+        kv_transfer_params={"peer": "somebody else's"}, prompt_cache_key="p", metadata={"user_id": "p"},
     )  # fmt: skip
     assert json.loads(prefill_body(api, body, "t1", "tcp:d:1", True)) == {
         "model": "tiny",

@@ -28,10 +28,11 @@ from .generation_request import (
 TRANSFER = "kv_transfer_params"
 _ANSWER_FIELDS = (
     "stream_options", "n", "best_of", "use_beam_search", "min_tokens", "logprobs", "top_logprobs",
-    "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "ec_transfer_params",
+    "logprob_token_ids", "prompt_logprobs", "echo", "background", "store", "metadata", "prompt_cache_key",
+    "ec_transfer_params",
 )  # fmt: skip
-"""Fields that ``prefill_body`` removes. Most concern only the client's answer, and some forbid an answer of
-one token. ``ec_transfer_params`` could name another request's data."""
+"""Fields that ``prefill_body`` removes. Most concern only the client's answer, some forbid an answer of one
+token, some name a program. ``ec_transfer_params`` could name another request's data."""
 
 
 class _BodyFields(msgspec.Struct):

@@ -182,6 +182,7 @@ def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlet
         engine_key=read_key(config.keys.engine, "keys.engine"),
         admin_key=read_key(config.keys.admin, "keys.admin"),
         max_body_bytes=config.max_body_mib << 20,
+        session_header=config.session_header,
     )
     limits = RoutingLimits(
         most_waiting=config.max_waiting, wait_s=config.wait_s, silent_program_s=config.silent_program_s

@@ -164,6 +164,8 @@ class RayConfig(_Section, frozen=True, kw_only=True):
     """Seconds without an event after which a program without open requests is forgotten."""
     max_body_mib: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Maximum size of a request's body, in MiB."""
+    session_header: str | None = None
+    """Header that names the program (``GatewayOptions.session_header``)."""
     address: Annotated[str, Meta(pattern=r"\S")] = "local"
     """Address of a running Ray cluster. ``local``: start a cluster on this machine, and end it with the
     command."""
