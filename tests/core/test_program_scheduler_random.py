@@ -75,9 +75,7 @@ class Life(RuleBasedStateMachine):
         {}, {"expected_resume": False}, {"kv_retention_ttl_seconds": 1e9}, {"expected_output_length": 7},
         {"sojourn": {"final": True}}, {"sojourn": {"heartbeat": True, "expected_steps_left": 2.0}},
     ]))  # fmt: skip
-    def arrive(
-        self, request: str, program: str | None, tokens: int, seed: int, hint: dict[str, Any]
-    ) -> None:
+    def arrive(self, request: str, program: str | None, tokens: int, seed: int, hint: dict[str, Any]) -> None:
         xargs = {CONTEXT_KEY: json.dumps({"program_id": program, **hint})} if program and hint else None
         blocks = hashes(seed, tokens) if xargs is None else None
         self.handle(ev.RequestArrived(request, read_identity(program, xargs), tokens, block_hashes=blocks))

@@ -73,6 +73,16 @@ def test_a_side_request_leaves_tool_lease_and_gap_alone(side: list[int]) -> None
     assert kinds.count("side_request") == 3
 
 
+def test_a_side_request_has_its_programs_place_in_the_queue() -> None:
+    engine = VirtualEngine("continuum")
+    engine.turn("p", TASK)
+    engine.turn("q", TASK)
+    of_q, of_p = engine.arrive("q", NEXT), engine.arrive("p", TITLE)
+    places = {name: engine.program_scheduler.queue_place(name) for name in (of_q, of_p)}
+    assert not places[of_p].is_tracked
+    assert sorted(places, key=lambda name: places[name].key) == [of_p, of_q]
+
+
 def test_a_sub_agent_without_an_id_does_not_displace_the_parent_that_waits_for_it() -> None:
     engine = VirtualEngine()
     engine.turn("p", TASK)

@@ -220,7 +220,7 @@ class ProgramScheduler:
         self._now_s = now
         self._end_missing_request(event.request_id, now)
         program_id, context = event.identity.program_id, event.identity.context
-        program = self._lifecycle.open(program_id, now) if program_id is not None else None
+        program = named = self._lifecycle.open(program_id, now) if program_id is not None else None
         if program is None:
             self._requests.count_untracked(event.request_id)
         elif event.block_hashes is not None and not self._turns.is_turn(program, event, now):
@@ -228,6 +228,8 @@ class ProgramScheduler:
             program = None
         request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
         request_state.priority, request_state.block_hashes = event.priority, event.block_hashes
+        if named is not None:
+            request_state.rank = named.rank  # of a side request, too
         ttl_clipped = self._requests.apply_hint(request_state, context, self.limits.max_hinted_ttl_s)
         outcome = event.identity.outcome
         # A hint with an invalid field counts as clipped, even if it also has fields that are not used.

@@ -36,8 +36,8 @@ class TurnGapTracker:
 
     def is_turn(self, program: ProgramState, event: RequestArrived, now: float) -> bool:
         """Return whether a request is a turn of its program, or belongs to a turn. Otherwise it is a *side
-        request*, such as one for a title, a count of tokens or a sub-agent without an id. A side request is
-        served like a request without a program.
+        request*, such as one for a title, a count of tokens or a sub-agent without an id. A side request has
+        its program's place in the queue. Else it is served like a request without a program.
 
         The program's *main context* is the longest prompt of its running turn, or else the context that its
         last turn left. The main context *waits* while the turn runs, or while the program is in a tool and
