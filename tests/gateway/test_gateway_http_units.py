@@ -160,9 +160,9 @@ def test_an_engine_with_ranks_is_several_replicas() -> None:
     )
     found = describe_engine({"engines": 4}, metrics, {"data": [{"id": "m", "max_model_len": 2048}]}, 0)
     assert found.ranks == 4
-    assert found.capacity_tokens == 1600
-    assert found.max_context_tokens == 2048
-    assert found.instance == "1500000000"
+    assert found.registered.capacity_tokens == 1600
+    assert found.registered.max_context_tokens == 2048
+    assert found.registered.instance == "1500000000"
     assert [a.replica_id for a in rank_addresses("http://h:1", 4)] == ["h:1/0", "h:1/1", "h:1/2", "h:1/3"]
     assert [a.rank for a in rank_addresses("http://h:1", 1)] == [None]
     replicas = ReplicaAddresses()
@@ -172,10 +172,11 @@ def test_an_engine_with_ranks_is_several_replicas() -> None:
 
 
 def test_plain_vllm_reports_its_size_and_other_servers_do_not() -> None:
-    assert describe_engine({}, CACHE.format(rank=0, blocks=11), {}, 0).capacity_tokens == 160
+    plain = describe_engine({}, CACHE.format(rank=0, blocks=11), {}, 0)
+    assert plain.registered.capacity_tokens == 160
     stranger = describe_engine({}, "", {}, 2)
-    assert stranger.capacity_tokens == DEFAULT_CAPACITY_TOKENS
-    assert stranger.instance == "life 2"
+    assert stranger.registered.capacity_tokens == DEFAULT_CAPACITY_TOKENS
+    assert stranger.registered.instance == "life 2"
     assert not stranger.speaks_sojourn
 
 
@@ -183,10 +184,11 @@ def test_an_engine_with_sojourn_reports_its_tiers() -> None:
     engine = {"block_size": 32, "num_blocks": 11, "max_num_seqs": 8}
     tiers = {"on": True, "host": {"blocks": 5, "bytes": 1}, "disk": {"blocks": 9, "bytes": 1, "shared": True}}
     found = describe_engine({"name": "sojourn", "engine": engine, "tiers": tiers}, "", {}, 0)
-    assert (found.capacity_tokens, found.host_tokens, found.max_running) == (320, 160, 8)
+    seen = found.registered
+    assert (seen.capacity_tokens, seen.host_tokens, seen.max_running) == (320, 160, 8)
     assert found.shares_disk
     off = describe_engine({"name": "sojourn", "engine": engine, "tiers": {**tiers, "on": False}}, "", {}, 0)
-    assert (off.host_tokens, off.shares_disk) == (0, False)
+    assert (off.registered.host_tokens, off.shares_disk) == (0, False)
 
 
 @pytest.mark.parametrize(

@@ -441,8 +441,8 @@ class Fleet:
         )
 
     def describe(self, engine: str) -> EngineDescription:
-        instance = str(self.instances[engine])
-        return EngineDescription(1, instance, 100, 0, 0, 0, shares_disk=False, speaks_sojourn=True)
+        registered = routing_events.ReplicaRegistered("", str(self.instances[engine]), 100)
+        return EngineDescription(registered, speaks_sojourn=True)
 
     def home(self, tenant: str, program_id: str) -> str | None:
         return self.homes.get(program_id)
@@ -504,13 +504,10 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
         truth[name].apply("e", event)
         return event
 
-    async def passed_on() -> tuple[int, ...]:
-        return ()
-
     async def turn(name: str, attached: AttachedEvents | None) -> None:
         home = fleet.homes.setdefault(name, draw.choice("ab"))
         if attached is not None and not fleet.events.may_attach(attached, "", home):
-            await fleet.events.forward_attached(attached, "", passed_on())
+            await fleet.events.wait_for(fleet.events.forward_batch(attached.batch, "", None))
             attached = None
         await fleet.events.replay_before_request(("", name), home)
         view = fleet.views[home].setdefault(name, View())

@@ -58,30 +58,23 @@ class PairCapabilities(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """What an engine reports about itself. Sizes are per data-parallel rank."""
+    """What an engine reports about itself."""
 
-    ranks: int
+    registered: ReplicaRegistered
+    """Event that registers a replica of the engine, without ``replica_id``. Sizes are per data-parallel rank.
+    ``instance`` is the start time of the engine's process, or the number of engines lost at the address
+    before; of an engine of a pair with the epoch of its KV transfer manager, which loses its KV in a
+    restart."""
+    ranks: int = 1
     """Number of data-parallel ranks."""
-    instance: str
-    """Id that changes when the engine has lost its KV: the start time of its process, or the number of
-    engines lost at the address before; of a prefill or decode engine with the epoch of its KV transfer
-    manager."""
-    capacity_tokens: int
-    """KV capacity of the device in tokens."""
-    host_tokens: int
-    """KV capacity of host memory in tokens; 0: none or unknown."""
-    max_running: int
-    """Maximum number of requests that run at once; 0: unknown."""
-    max_context_tokens: int
-    """Maximum length of a context in tokens; 0: unknown."""
-    shares_disk: bool
+    shares_disk: bool = False
     """Whether the engine keeps KV on a disk that other engines use too."""
-    speaks_sojourn: bool
+    speaks_sojourn: bool = False
     """Whether the engine runs sojourn."""
-    model: str = ""
-    """The first model name that the engine serves; empty: unknown."""
     paths: PairCapabilities | None = None
     """Role, addresses and KV format of a prefill or decode engine; ``None``: missing or invalid."""
+    kind: EngineCompatibility | None = None
+    """What must equal the values of a partner in a pair; ``None``: the engine can be in no pair."""
     unfit: str = ""
     """Why the engine cannot be part of any pair; empty if it can."""
 
@@ -90,22 +83,13 @@ class EngineDescription:
         """The role with which the engine was started."""
         return self.paths.role if self.paths is not None else None
 
-    @property
-    def kind(self) -> EngineCompatibility | None:
-        """What must equal the values of a partner in a pair; ``None``: the engine can be in no pair."""
-        paths = self.paths
-        if paths is None or self.unfit:
-            return None
-        return EngineCompatibility(
-            self.model, paths.block_bytes, paths.block_tokens, paths.kv or "", paths.shape or ""
-        )
-
 
 def describe_engine(
-    capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int
+    capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int, in_pair: bool = False
 ) -> EngineDescription:
     """Build a description from an engine's answers to ``/capabilities``, ``/metrics`` and ``/v1/models``;
-    plain vLLM reports only some of its values. ``life``: number of engines lost at this address before."""
+    plain vLLM reports only some of its values. ``life``: number of engines lost at this address before.
+    ``in_pair``: whether the engine is to serve as a prefill or decode engine."""
     engine, tiers = _table(capabilities.get("engine")), _table(capabilities.get("tiers"))
     if not tiers.get("on", True):
         tiers = {}
@@ -115,30 +99,47 @@ def describe_engine(
     blocks = whole(engine.get("num_blocks")) or pool.num_blocks or 0
     data = models.get("data")
     served = _table(data[0] if isinstance(data, list) and data else None)
+    model = name if isinstance(name := served.get("id"), str) else ""
     ranks = max(len({pool.engine for pool in pools}), whole(capabilities.get("engines")) or 1)
-    # Without a start time, another engine at this address is noticed only after the loss of the first.
-    instance = process_start_time(metrics) or f"life {life}"
-    paths, unfit = None, ""
+    paths, kind, unfit = None, None, ""
     try:
         if capabilities.get("paths") is not None:
             paths = msgspec.convert(capabilities["paths"], PairCapabilities)
-            instance = f"{instance} {paths.epoch}"
             if ranks > 1:
                 unfit = "it has data-parallel ranks, which share one address of KV; expected one engine"
+            else:
+                kind = EngineCompatibility(
+                    model, paths.block_bytes, paths.block_tokens, paths.kv or "", paths.shape or ""
+                )
     except msgspec.ValidationError as error:
         unfit = f"what it reports of its KV paths is invalid: {error}"
-    return EngineDescription(
-        ranks=ranks,
-        instance=instance,
+    # Without a start time, another engine at this address is noticed only after the loss of the first.
+    started = process_start_time(metrics) or f"life {life}"
+    registered = ReplicaRegistered(
+        replica_id="",
+        instance=f"{started} {paths.epoch}" if paths is not None else started,
         # vLLM reserves one block.
         capacity_tokens=(blocks - 1) * block_size if blocks > 1 else DEFAULT_CAPACITY_TOKENS,
         host_tokens=(whole(_table(tiers.get("host")).get("blocks")) or 0) * block_size,
         max_running=whole(engine.get("max_num_seqs")) or 0,
         max_context_tokens=whole(served.get("max_model_len")) or 0,
+    )
+    if in_pair and paths is not None:
+        registered = PairEngineRegistered(
+            **{**msgspec.structs.asdict(registered), "host_tokens": 0},
+            role=paths.role,
+            node=paths.node,
+            block_s=paths.block_s or DEFAULT_BLOCK_S,
+            peer=paths.peer,
+            epoch=paths.epoch,
+        )
+    return EngineDescription(
+        registered,
+        ranks,
         shares_disk=_table(tiers.get("disk")).get("shared") is True,
         speaks_sojourn=capabilities.get("name") == "sojourn",
-        model=name if isinstance(name := served.get("id"), str) else "",
         paths=paths,
+        kind=kind,
         unfit=unfit,
     )
 
@@ -185,33 +186,6 @@ def dominant_kind(
         return has_both, has_both and kind == ours, len(roles[kind]) * 2 + (kind == ours)
 
     return max(roles, key=weight, default=None)
-
-
-def registration_event(replica_id: str, described: EngineDescription, *, in_pair: bool) -> ReplicaRegistered:
-    """Return the event that registers a replica with the routing core. ``in_pair``: as a prefill or decode
-    engine."""
-    one, paths = described, described.paths
-    if not in_pair or paths is None:
-        return ReplicaRegistered(
-            replica_id,
-            one.instance,
-            one.capacity_tokens,
-            one.host_tokens,
-            one.max_running,
-            one.max_context_tokens,
-        )
-    return PairEngineRegistered(
-        replica_id,
-        one.instance,
-        one.capacity_tokens,
-        max_running=one.max_running,
-        max_context_tokens=one.max_context_tokens,
-        role=paths.role,
-        node=paths.node,
-        block_s=paths.block_s or DEFAULT_BLOCK_S,
-        peer=paths.peer,
-        epoch=paths.epoch,
-    )
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:

@@ -31,7 +31,6 @@ from .engine_descriptions import (
     dominant_kind,
     incompatibility,
     nic_queue_event,
-    registration_event,
 )
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses, rank_addresses
@@ -271,13 +270,15 @@ class EngineMonitor:
             return
         capabilities, metrics, models = (one or _NOTHING for one in replies)
         page = metrics.body.decode(errors="replace") if metrics.status == 200 else ""
-        described = describe_engine(capabilities.document or {}, page, models.document or {}, watched.lives)
+        described = describe_engine(
+            capabilities.document or {}, page, models.document or {}, watched.lives, watched.role is not None
+        )
         watched.description = described
         if known is None:
             watched.is_warned = asks_key
             logger.info(
                 "%s is up: KV for %d tokens on the device, %d in host memory",
-                watched.url, described.capacity_tokens, described.host_tokens,
+                watched.url, described.registered.capacity_tokens, described.registered.host_tokens,
             )  # fmt: skip
             if described.pair_role is not None and watched.role is None:
                 logger.warning(
@@ -286,7 +287,7 @@ class EngineMonitor:
                     "engine without --role",
                     watched.url, described.pair_role.value,
                 )  # fmt: skip
-        elif known.instance != described.instance:
+        elif known.registered.instance != described.registered.instance:
             logger.warning("%s was restarted: its KV is lost", watched.url)
 
     async def _ask_load(self, watched: MonitoredEngine) -> None:
@@ -321,10 +322,10 @@ class EngineMonitor:
         if watched.places != places:
             self._forget(watched)
             watched.places = places
-        watched.instance = described.instance
+        watched.instance = described.registered.instance
         for address in places:
             self._replicas[address.replica_id] = address
-            self._tell(registration_event(address.replica_id, described, in_pair=in_pair))
+            self._tell(msgspec.structs.replace(described.registered, replica_id=address.replica_id))
         self._report_loads(watched)
         if in_pair and described.paths is not None and places:
             node = described.paths.node

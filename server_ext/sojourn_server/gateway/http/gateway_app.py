@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
-import msgspec
-from sojourn.wire_codec import MAX_BATCH_BYTES, EventOutcome, OutcomeBatch, WireError, decode_batch, encode
+from sojourn.wire_codec import MAX_BATCH_BYTES, OutcomeBatch, WireError, decode_batch, encode
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -319,23 +318,10 @@ class Gateway:
             batch = decode_batch(body)
         except WireError as error:
             raise ApiError(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
-        tenant = tenant_name(request)
-        headers = request.scope["headers"]
-        theirs = {} if is_passed(headers) else self.peers.places(batch, tenant)
-        others = {place for found in theirs.values() for place in found}
-
-        async def forward(places: Collection[int]) -> dict[int, EventOutcome]:
-            mine = sorted(places)
-            part = msgspec.structs.replace(batch, events=[batch.events[place] for place in mine])
-            found = await self.events.forward_batch(part, tenant, engine_authorization(request))
-            return dict(zip(mine, found, strict=True))
-
-        passed, outcomes = await asyncio.gather(
-            self.peers.report(batch, theirs, headers), forward({*range(len(batch.events))} - others)
-        )
-        outcomes |= passed | await forward(others - passed.keys())  # their gateways are gone
-        in_order = [outcomes[place] for place in range(len(batch.events))]
-        return Response(encode(OutcomeBatch(outcomes=in_order)), media_type="application/json")
+        headers, authorization = request.scope["headers"], engine_authorization(request)
+        passing = None if is_passed(headers) else headers
+        outcomes = await self.peers.forward(self.events, batch, tenant_name(request), authorization, passing)
+        return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
 
     async def _capabilities(self, request: Request) -> Response:
         """Return the capabilities of all engines, merged as if they were those of one server."""

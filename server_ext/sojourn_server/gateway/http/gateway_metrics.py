@@ -22,14 +22,32 @@ from .client_apis import GATEWAY_ERROR_CODES
 MAX_LOGGED_MOVES = 100
 """Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_OF_REPLICAS = (
-    ("load", "Share of a replica's capacity that requests use, waiting ones included."),
-    ("in_flight", "Requests sent to a replica and not answered."),
-    ("queued", "Requests that wait at the gateway for a replica."),
-    ("programs", "Programs at home at a replica."),
-    ("room_tokens", "KV capacity of a replica, in device and host memory, that its programs leave free."),
-)
-"""(field of ``ReplicaStatus``, description) of gauges with one value for each replica."""
+_REPLICA_FIELDS = ("load", "in_flight", "queued", "programs", "room_tokens")
+"""Fields of ``ReplicaStatus`` that are gauges."""
+_GAUGES: Mapping[str, tuple[str, ...]] = {
+    "waiting": ("Requests that wait at the gateway, for one replica or for any.",),
+    "replica_load": ("Share of a replica's capacity that requests use, waiting ones included.", "replica"),
+    "replica_in_flight": ("Requests sent to a replica and not answered.", "replica"),
+    "replica_queued": ("Requests that wait at the gateway for a replica.", "replica"),
+    "replica_programs": ("Programs at home at a replica.", "replica"),
+    "replica_room_tokens": (
+        "KV capacity of a replica, in device and host memory, that its programs leave free.", "replica",
+    ),
+    "replica_health": ("1 for the assumed health of a replica.", "replica", "health"),
+    "replicas": (
+        "Replicas, by assumed health. missing: engines that should be there and do not answer.", "health",
+    ),
+    "role_replicas": ("Prefill and decode engines that are up, by role.", "role"),
+    "replica_role": ("1 for the role and node of a prefill or decode engine.", "replica", "role", "node"),
+    "link_queued_seconds": (
+        "Queue of a link of a replica at its last report, in seconds.", "replica", "link",
+    ),
+    "load_spread": (
+        "Load of the most loaded replica less that of the least loaded, among those of one role that are up.",
+    ),
+    "tenant_use_ratio": ("Usage of a tenant's requests in flight, divided by its share.", "tenant"),
+}  # fmt: skip
+"""(description, *labels) by name."""
 _OUTCOMES = (*REPORTED_OUTCOMES, ProgramOutcome.FINAL)
 
 
@@ -94,7 +112,8 @@ class GatewayMetrics(Collector):
         )
         self.waiting = 0
         """Number of requests that wait at the gateway, for one replica or for any replica."""
-        self._gauges: Iterable[_Gauge] = _gauges(0, (), {}, 0, {})
+        self._values: Mapping[str, Mapping[Any, float]] = {}
+        """Of the gauges, by the values of their labels."""
         self.registry.register(self)
 
     def sent(self, reason: str, waited_s: float) -> None:
@@ -139,93 +158,42 @@ class GatewayMetrics(Collector):
         """Return all metrics in Prometheus' text format. ``uses``: used capacity ÷ share, by tenant.
         ``missing``: number of engines that do not answer and are not among ``replicas``. ``up_by_role``:
         number of engines that are up, by role; ``None``: the engines have no roles."""
-        self._gauges = _gauges(self.waiting, replicas, uses, missing, up_by_role or {})
+        engines = [state for state in replicas if isinstance(state, PairEngineStatus)]
+        counts = Counts(state.health for state in replicas)
+        loads = defaultdict(list)
+        for state in replicas:
+            if state.health == "up":
+                loads[getattr(state, "role", "")].append(state.load)
+        self._values = {
+            **{
+                f"replica_{field}": {(state.replica,): getattr(state, field) for state in replicas}
+                for field in _REPLICA_FIELDS
+            },
+            "waiting": {(): self.waiting},
+            "replica_health": {
+                (state.replica, one.value): one.value == state.health
+                for state in replicas
+                for one in ReplicaHealth
+            },
+            # A sum of ``replica_health`` has no value once there is no replica, so no alert could compare it.
+            "replicas": {(one.value,): counts[one.value] for one in ReplicaHealth} | {("missing",): missing},
+            "role_replicas": {(role,): up for role, up in (up_by_role or {}).items()},
+            "replica_role": {(state.replica, state.role, state.node): 1 for state in engines},
+            "link_queued_seconds": {
+                (state.replica, name): link.queued_s
+                for state in engines
+                for name, link in state.links.items()
+                if link.queued_s is not None
+            },
+            "load_spread": {(): max((max(found) - min(found) for found in loads.values()), default=0.0)},
+            "tenant_use_ratio": {(tenant,): use for tenant, use in uses.items()},
+        }
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges, with the values of the last ``exposition``."""
-        for name, text, labels, values in self._gauges:
+        for name, (text, *labels) in _GAUGES.items():
             family = GaugeMetricFamily(f"sojourn_gateway_{name}", text, labels=labels)
-            for of, value in values.items():
+            for of, value in self._values.get(name, {}).items():
                 family.add_metric(of, float(value))
             yield family
-
-
-_Gauge = tuple[str, str, Sequence[str], Mapping[Any, float]]
-"""Name, description, labels, and values by the labels' values."""
-
-
-def _gauges(
-    waiting: int,
-    states: Sequence[ReplicaStatus],
-    uses: Mapping[str, float],
-    missing: int,
-    up_by_role: Mapping[str, int],
-) -> list[_Gauge]:
-    engines = [state for state in states if isinstance(state, PairEngineStatus)]
-    counts = Counts(state.health for state in states)
-    links = {
-        (state.replica, name): link.queued_s
-        for state in engines
-        for name, link in state.links.items()
-        if link.queued_s is not None
-    }
-    loads = defaultdict(list)
-    for state in states:
-        if state.health == "up":
-            loads[state.role if isinstance(state, PairEngineStatus) else ""].append(state.load)
-    return [
-        ("waiting", "Requests that wait at the gateway, for one replica or for any.", (), {(): waiting}),
-        *(
-            (f"replica_{field}", text, ("replica",), {(one.replica,): getattr(one, field) for one in states})
-            for field, text in _OF_REPLICAS
-        ),
-        (
-            "replica_health",
-            "1 for the assumed health of a replica.",
-            ("replica", "health"),
-            {
-                (one.replica, health.value): health.value == one.health
-                for one in states
-                for health in ReplicaHealth
-            },
-        ),
-        # A sum of ``replica_health`` has no value once there is no replica, so no alert could compare it.
-        (
-            "replicas",
-            "Replicas, by assumed health. missing: engines that should be there and do not answer.",
-            ("health",),
-            {(one.value,): counts[one.value] for one in ReplicaHealth} | {("missing",): missing},
-        ),
-        (
-            "role_replicas",
-            "Prefill and decode engines that are up, by role.",
-            ("role",),
-            {(role,): up for role, up in up_by_role.items()},
-        ),
-        (
-            "replica_role",
-            "1 for the role and node of a prefill or decode engine.",
-            ("replica", "role", "node"),
-            {(state.replica, state.role, state.node): 1 for state in engines},
-        ),
-        (
-            "link_queued_seconds",
-            "Queue of a link of a replica at its last report, in seconds.",
-            ("replica", "link"),
-            links,
-        ),
-        (
-            "load_spread",
-            "Load of the most loaded replica less that of the least loaded, among those of one role that are "
-            "up.",
-            (),
-            {(): max((max(found) - min(found) for found in loads.values()), default=0.0)},
-        ),
-        (
-            "tenant_use_ratio",
-            "Usage of a tenant's requests in flight, divided by its share.",
-            ("tenant",),
-            {(tenant,): use for tenant, use in uses.items()},
-        ),
-    ]

@@ -16,11 +16,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
 from sojourn.wire_codec import (
     EVENTS_PATH,
     EventBatch,
@@ -53,7 +54,7 @@ from .engine_client import (
     end_to_end_headers,
 )
 from .generation_request import AsgiReceive
-from .program_events import FORWARD_TIMEOUT_S
+from .program_events import FORWARD_TIMEOUT_S, ProgramEvents
 
 logger = logging.getLogger(__name__)
 
@@ -225,33 +226,46 @@ class Peers:
 
     # -- events and drains ------------------------------------------------------------
 
-    def places(self, batch: EventBatch, tenant: str, own_id: str | None = None) -> dict[str, list[int]]:
-        """Return the places in a batch of the events that concern other gateways' programs, by the gateway's
-        URL. ``own_id``: program whose events stay here."""
-        places: dict[str, list[int]] = {}
-        for place, raw in enumerate(batch.events if self.others else ()):
+    async def forward(
+        self,
+        events: ProgramEvents,
+        batch: EventBatch,
+        tenant: str,
+        authorization: str | None,
+        headers: RawHeaders | None,
+        own_id: str | None = None,
+    ) -> list[EventOutcome]:
+        """Forward the events of a client's batch to their programs' gateways; those of this gateway's
+        programs, or of a gateway that is gone, by ``ProgramEvents.forward_batch``. Return their outcomes in
+        order. ``headers``: of the request that brought the events; ``None``: they are not passed on.
+        ``own_id``: program whose events stay here."""
+        theirs: dict[str, list[int]] = {}
+        for place, raw in enumerate(batch.events if self.others and headers is not None else ()):
             with contextlib.suppress(WireError):
                 program_id = decode_event(raw).program_id
                 owner = self.owner(tenant, program_id) if program_id != own_id else None
                 if owner is not None:
-                    places.setdefault(owner, []).append(place)
-        return places
+                    theirs.setdefault(owner, []).append(place)
+        outcomes: dict[int, EventOutcome] = {}
 
-    async def report(
-        self, batch: EventBatch, places: Mapping[str, Sequence[int]], headers: RawHeaders
-    ) -> dict[int, EventOutcome]:
-        """Pass on the events at ``places``, a result of that method. Return their outcomes by place; an event
-        whose gateway is gone has none. ``headers``: of the request that brought the events."""
-        found: dict[int, EventOutcome] = {}
+        def part(places: Iterable[int]) -> EventBatch:
+            return msgspec.structs.replace(batch, events=[batch.events[place] for place in places])
 
-        async def post(owner: str, owned: Sequence[int]) -> None:
-            part = EventBatch(v=batch.v, emitter=batch.emitter, events=[batch.events[one] for one in owned])
-            answer = await self._post(owner, EVENTS_PATH, headers, encode(part))
+        async def post(owner: str, places: Sequence[int]) -> None:
+            answer = await self._post(owner, EVENTS_PATH, headers or (), encode(part(places)))
             with contextlib.suppress(WireError, ValueError):
-                found.update(zip(owned, decode_outcomes(answer).outcomes, strict=True))
+                outcomes.update(zip(places, decode_outcomes(answer).outcomes, strict=True))
 
-        await asyncio.gather(*(post(owner, owned) for owner, owned in places.items()))
-        return found
+        async def keep(places: Sequence[int]) -> None:
+            found = await events.forward_batch(part(places), tenant, authorization)
+            outcomes.update(zip(places, found, strict=True))
+
+        passed = {place for places in theirs.values() for place in places}
+        mine = [place for place in range(len(batch.events)) if place not in passed]
+        await asyncio.gather(keep(mine), *(post(*one) for one in theirs.items()))
+        if lost := sorted(passed - outcomes.keys()):
+            await keep(lost)  # their gateways are gone
+        return [outcomes[place] for place in range(len(batch.events))]
 
     async def repeat(self, path: str, headers: RawHeaders) -> list[str]:
         """Repeat a client's order at all other gateways, unless another one has passed it on. Return the URLs

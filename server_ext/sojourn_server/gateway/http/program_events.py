@@ -302,20 +302,6 @@ class ProgramEvents:
                 return False
         return True
 
-    async def forward_attached(
-        self, attached: AttachedEvents, tenant: str, passing: Coroutine[Any, Any, Collection[int]]
-    ) -> None:
-        """Forward events that were taken out of a request. Wait for that at most ``REPLAY_WAIT_S``.
-        ``passing`` gives the places in the batch of the events that other gateways took."""
-
-        async def forward() -> None:
-            passed = await passing
-            rest = [raw for place, raw in enumerate(attached.batch.events) if place not in passed]
-            batch = msgspec.structs.replace(attached.batch, events=rest)
-            await self.forward_batch(batch, tenant, attached.authorization)
-
-        await self._wait_for(forward())
-
     def record_attached(self, attached: AttachedEvents, tenant: str, replica_id: str) -> None:
         """Record the events that an answered request carried to a replica."""
         for event in attached.events:
@@ -365,7 +351,7 @@ class ProgramEvents:
             return
         place, described = self._instance(address), self._description_of(replica_id)
         if record.lacking(place) and (described is None or described.speaks_sojourn):
-            await self._wait_for(self._deliver(key[0], address, [key]))
+            await self.wait_for(self._deliver(key[0], address, [key]))
             if record.lacking(place):
                 record.again_s = self._clock() + REPLAY_RETRY_S
 
@@ -513,7 +499,7 @@ class ProgramEvents:
     def _instance(self, address: ReplicaAddress) -> EngineInstance:
         """Return (URL, instance) of an engine. The instance is empty if unknown."""
         described = self._description_of(address.replica_id)
-        return (address.url, described.instance if described is not None else "")
+        return (address.url, described.registered.instance if described is not None else "")
 
     # -- to engines ----------------------------------------------------------------------
 
@@ -611,7 +597,7 @@ class ProgramEvents:
         if address is not None:
             self._start(send(address))
 
-    async def _wait_for(self, doing: Coroutine[Any, Any, Any]) -> None:
+    async def wait_for(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Start ``doing``, and wait for its end at most ``REPLAY_WAIT_S``."""
         await asyncio.wait({self._start(doing)}, timeout=REPLAY_WAIT_S)
 

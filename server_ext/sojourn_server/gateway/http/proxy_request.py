@@ -380,10 +380,12 @@ class ProxyRequest:
         attached = self._attached
         if attached is not None and not proxy.events.may_attach(attached, self._tenant, replica_id):
             self._body, self._attached = without_events(self._body), None
-            raw = self._scope["headers"]
-            places = proxy.peers.places(attached.batch, self._tenant, own_id=self._program_id)
-            passing = proxy.peers.report(attached.batch, places, raw)
-            await proxy.events.forward_attached(attached, self._tenant, passing)
+            raw, shown = self._scope["headers"], attached.authorization
+            await proxy.events.wait_for(
+                proxy.peers.forward(
+                    proxy.events, attached.batch, self._tenant, shown, raw, own_id=self._program_id
+                )
+            )
         key = (self._tenant, self._program_id or "")
         if decision.moved_from is not None or key in proxy.events.leaving or key in proxy.events.programs:
             await proxy.events.prepare(key, decision, headers.get("authorization"))

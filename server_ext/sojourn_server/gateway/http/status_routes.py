@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from ...api.live_stream import MAX_DELTA_S, Audience, LiveHub
 from ...api.openapi import PREFIX
 from ...metrics.turn_explanation import Explanation
 from ...programs.program_status import OVER_STATUSES
-from ...routing import routing_events
-from ...routing.routing_events import PairRole
+from ...routing.routing_events import PairRole, ReplicaDrainCancelled, ReplicaDrainStarted
 from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
@@ -50,7 +48,8 @@ METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 
 @dataclass(frozen=True, slots=True)
 class StatusRoutes:
-    """The routes of this module."""
+    """The routes of this module. A tenant sees only its own programs; ``ClientAccess.only_admin`` guards what
+    shows all tenants' programs."""
 
     routing_backend: RoutingBackend
     replicas: ReplicaAddresses
@@ -85,12 +84,8 @@ class StatusRoutes:
             Route(f"{PREFIX}/moves", guard(self._moves)),
             Route(f"{PREFIX}/replicas", guard(self._replica_list)),
             *(
-                Route(
-                    f"{PREFIX}/replicas/{{replica:path}}/{name}",
-                    guard(functools.partial(self._drain, event)),
-                    methods=["POST"],
-                )
-                for name, event in _DRAIN_EVENTS.items()
+                Route(f"{PREFIX}/replicas/{{replica:path}}/{order}", guard(self._drain), methods=["POST"])
+                for order in ("drain", "stay")
             ),
         ]
 
@@ -120,19 +115,15 @@ class StatusRoutes:
         return Response(page, media_type=METRICS_MEDIA_TYPE)
 
     async def _programs(self, request: Request) -> Response:
-        """List the live programs with their homes. A tenant sees only its own programs."""
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
-        status = request.query_params.get("status")
-        if status is not None:
-            raise ApiError(
-                400,
-                f"status is {status[:40]!r}: this list has all live programs, and engines know their status",
-                f"leave it out; GET {PREFIX}/programs/ID has a program's status under engine",
+        if (status := request.query_params.get("status")) is not None:
+            what = (
+                f"status is {status[:40]!r}: this list has all live programs, and engines know their status"
             )
+            raise ApiError(400, what, f"leave it out; GET {PREFIX}/programs/ID has it under engine")
         found = self._visible_programs(request)
-        return json_response(
-            RoutedProgramList(programs=found[:limit], shown=min(limit, len(found)), total=len(found))
-        )
+        shown = found[:limit]
+        return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=len(found)))
 
     def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
         """Return the live programs that the client may see, most recently active first."""
@@ -202,9 +193,8 @@ class StatusRoutes:
             shows_all = request.state.tenant is None
             return json_response(self.names.explanation(place.tenant, found, replica, shows_all=shows_all))
         if wrong:
-            raise ApiError(
-                502, f"the program's engine sent no explanation: {wrong}", "run one release everywhere"
-            )
+            what = f"the program's engine sent no explanation: {wrong}"
+            raise ApiError(502, what, "run one release everywhere")
         if not is_live:
             known = await self._remembered(request, place) if turn else None
             if known is not None and known.get("status") in OVER_STATUSES:
@@ -216,12 +206,10 @@ class StatusRoutes:
         return Response(answer.body, answer.status, media_type=answer.media_type)
 
     async def _graphs(self, request: Request) -> Response:
-        """List the graphs that the engines know. Needs the admin key, if there are keys."""
         self.access.only_admin(request)
         return json_response(await self.queries.graphs(engine_authorization(request)))
 
     async def _graph(self, request: Request) -> Response:
-        """Return one graph with its nodes and edges. Needs the admin key, if there are keys."""
         self.access.only_admin(request)
         path = f"{PREFIX}/graphs/{quote(request.path_params['graph_hash'], safe='')}"
         found = await self.queries.first(path, engine_authorization(request))
@@ -230,27 +218,23 @@ class StatusRoutes:
         return Response(found.body, media_type=found.media_type)
 
     async def _stats(self, request: Request) -> Response:
-        """Return the status of all replicas and the statistics of their engines. Needs the admin key, if
-        there are keys."""
         self.access.only_admin(request)
         found = await self.queries.ask(f"{PREFIX}/stats", engine_authorization(request))
+        engines, stock, silent = found.documents, found.stock, found.silent
         replicas = self.routing_backend.replicas()
-        return json_response(
-            GatewayStats(replicas=replicas, engines=found.documents, stock=found.stock, silent=found.silent)
-        )
+        return json_response(GatewayStats(replicas=replicas, engines=engines, stock=stock, silent=silent))
 
     async def _stream(self, request: Request) -> Response:
         """Stream live frames of all engines as server-sent events; with ``once=1`` return one as JSON."""
         audience = Audience(request.state.tenant, pools=self.access.sees_all(request))
         if request.query_params.get("once", "0") not in ("1", "true"):
             return self.live.stream(audience, request.app.state)
-        within_s = None
-        if "changed_within_s" in request.query_params:
-            within_s = _number(request, "changed_within_s", 0.0, 0, MAX_DELTA_S)
+        is_delta = "changed_within_s" in request.query_params
+        within_s = _number(request, "changed_within_s", 0.0, 0, MAX_DELTA_S) if is_delta else None
         return await self.live.once(audience, within_s)
 
     async def _decisions(self, request: Request) -> Response:
-        """Return the decision log of one replica's engine. Needs the admin key, if there are keys."""
+        """Return the decision log of one replica's engine."""
         self.access.only_admin(request)
         name = request.query_params.get("replica")
         if name is None and len(self.replicas.engines()) > 1:
@@ -269,40 +253,35 @@ class StatusRoutes:
         return Response(found.body, found.status, {REPLICA: replica_id}, media_type=found.media_type)
 
     async def _moves(self, request: Request) -> Response:
-        """List the latest changes of programs' homes, oldest first. A tenant sees only its own programs."""
         return json_response(MoveList(moves=self.metrics.moves(request.state.tenant)))
 
     async def _replica_list(self, request: Request) -> Response:
-        """List the replicas with health, load and capacity."""
         states = self.routing_backend.replicas()
-        roles = self._roles(states)
-        return json_response(
-            ReplicaList(
-                policy=self.policy,
-                replicas=states,
-                missing=self.monitor.missing(),
-                pairs=UNSET if roles is None else roles,
-                read_side=self.read_side or UNSET,
-                refused=self.monitor.refused() or UNSET,
-            )
+        listed = ReplicaList(
+            policy=self.policy,
+            replicas=states,
+            missing=self.monitor.missing(),
+            pairs=UNSET if (roles := self._roles(states)) is None else roles,
+            read_side=self.read_side or UNSET,
+            refused=self.monitor.refused() or UNSET,
         )
+        return json_response(listed)
 
-    async def _drain(self, event: type[_DrainEvent], request: Request) -> Response:
-        """Report ``event`` about the replica that the path names, and answer with its status; null if it is
-        absent. Raises ``ApiError`` without the admin key, if a drain is to start at an absent replica, or if
-        another gateway has not taken the order."""
+    async def _drain(self, request: Request) -> Response:
+        """Start the drain of a replica, or cancel it if the path ends with ``stay``. Answer with the
+        replica's status; null if it is absent. Raises ``ApiError`` without the admin key, if a drain is to
+        start at an absent replica, or if another gateway has not taken the order."""
         if self.access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
             raise ApiError(403, "only operators drain replicas", "send the gateway's admin key")
         replica_id = request.path_params["replica"]
-        is_start = event is routing_events.ReplicaDrainStarted
-        if is_start:
+        if is_start := request.scope["path"].endswith("/drain"):
             self._replica(replica_id)
-        self.routing_backend.tell(event(replica_id))
+        self.routing_backend.tell((ReplicaDrainStarted if is_start else ReplicaDrainCancelled)(replica_id))
         missed = await self.peers.repeat(request.scope["path"], request.scope["headers"])
         if self.replicas.get(replica_id) is not None:
-            logger.info("%s: %s", replica_id, event.__name__)
+            logger.info("%s: %s", replica_id, "it is drained" if is_start else "its drain is cancelled")
         else:
             # The core may have remembered the drain of a replica that is gone.
             logger.warning("%.200r is not here; it will not be drained if it returns", replica_id)
@@ -324,13 +303,6 @@ class StatusRoutes:
 
     def _known(self) -> str:
         return ", ".join(one.replica_id for one in self.replicas.values())
-
-
-_DrainEvent = routing_events.ReplicaDrainStarted | routing_events.ReplicaDrainCancelled
-_DRAIN_EVENTS: dict[str, type[_DrainEvent]] = {
-    "drain": routing_events.ReplicaDrainStarted,
-    "stay": routing_events.ReplicaDrainCancelled,
-}
 
 
 def _number(request: Request, name: str, default: float, least: int, most: int) -> Any:
