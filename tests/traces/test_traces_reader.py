@@ -76,11 +76,11 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: Any, reason: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_truncated_gzip_says_after_which_line(tmp_path: Path) -> None:
+def test_a_truncated_gzip_is_named(tmp_path: Path) -> None:
     packed = tmp_path / "t.jsonl.gz"
     whole = gzip.compress(b"".join(json.dumps(program(str(i))).encode() + b"\n" for i in range(50)))
     packed.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TraceError, match=r"t.jsonl.gz, after line \d+: the gzip data is cut off"):
+    with pytest.raises(TraceError, match=r"t\.jsonl\.gz: the gzip data is cut off"):
         list(read_trace(packed))
     packed.write_bytes(whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:])
     with pytest.raises(TraceError, match=r"t\.jsonl\.gz"):

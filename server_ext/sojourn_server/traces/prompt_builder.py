@@ -1,7 +1,4 @@
-"""Prompts of synthetic token ids with the recorded lengths and common prefixes.
-
-A trace has no text, and a KV cache depends only on lengths and common prefixes. The prompts have the recorded
-lengths. The recorded fields of a turn determine which earlier tokens its prompt repeats. The cases are:
+"""Prompts of synthetic token ids with the recorded lengths and common prefixes. A prompt is:
 
     append    previous prompt + previous output + fresh ids
     dropped   previous prompt + rest of the output + fresh ids   (thinking removed)
@@ -13,8 +10,7 @@ lengths. The recorded fields of a turn determine which earlier tokens its prompt
     blocks    if the trace has block ids, prompts are built block by block, so any two prompts share the
               same prefix as in the recording; an output is taken from the next prompt, which repeats it
 
-Token ids depend only on program, turn and ``copy``, the number of a program's replay. So repeated runs send
-equal prompts, and copies of a program share only the prefix of their group.
+Token ids depend only on program, turn and ``copy``, the number of a program's replay.
 """
 
 from __future__ import annotations
@@ -22,27 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sojourn_server.traces.hashed_blocks import (
-    BlockRuns,
-    block_runs,
-    common_blocks,
-    count_blocks,
-    has_block_ids,
-    run_ids,
-)
-from sojourn_server.traces.token_ids import TokenIdGenerator, seed_from_text
-from sojourn_server.traces.trace_schema import TraceProgram
+from .hashed_blocks import BlockRuns, block_runs, common_blocks, count_blocks, has_block_ids, run_ids
+from .token_ids import TokenIdGenerator, seed_from_text
+from .trace_schema import TraceProgram
 
 DEFAULT_VOCABULARY = 8000
 """Token ids are below this number. Common models have larger vocabularies."""
 _PREFIX_SLACK_TOKENS = 64
-"""A prompt continues the previous one even if their recorded common prefix lacks up to this many tokens of
-the previous prompt. Traces round common prefixes down to whole blocks."""
+"""Tokens of the previous prompt that a recorded common prefix may lack: traces round down to whole blocks."""
 MIN_CONTINUED = 0.98
 """A prompt shorter than this fraction of the previous one, without a recorded reason, is a reset."""
 _HISTORY_TURNS = 12
-"""If a turn does not continue the previous prompt, it may continue the prompt of one of this many earlier
-turns."""
+"""Number of earlier turns whose prompts a turn may continue in place of the previous one."""
 
 
 class TurnPlan(NamedTuple):
@@ -51,14 +38,12 @@ class TurnPlan(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     reused_tokens: int = 0
-    """Number of leading prompt tokens that repeat turn ``base``: its prompt, then its output. A cache could
-    provide their KV."""
+    """Number of leading prompt tokens that repeat turn ``base``: its prompt, then its output."""
     dropped_tokens: int = 0
     """Number of tokens at the start of the output of turn ``base`` (thinking) that this prompt omits. The
     rest of that output follows the reused tokens."""
     base: int | None = None
-    """Index of the earlier turn that this turn continues, usually the previous one; ``None`` for the first
-    turn."""
+    """Index of the earlier turn that this turn continues; ``None`` for the first turn."""
 
     @property
     def new_tokens(self) -> int:
@@ -70,9 +55,8 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
     """Return the plan of every turn, with the recorded lengths times ``token_scale``. Prompts and outputs
     have at least one token.
 
-    A prompt may be shorter than the previous prompt plus output, without a recorded reason. If it is shorter
-    than ``MIN_CONTINUED`` × the previous prompt, it is a reset. Otherwise it is assumed to omit the beginning
-    of the previous output.
+    A prompt that is shorter than ``MIN_CONTINUED`` × the previous one, without a recorded reason, is a reset.
+    Another that is shorter than the previous prompt and output omits the beginning of that output.
     """
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
@@ -104,10 +88,8 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
 def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
     """Return the number of prompt tokens of turn ``index`` that the server recomputed; 0 for a first turn.
 
-    A perfect cache would have provided all whole blocks of the reused prefix. The result is the number of
-    tokens in these blocks, minus the ``cached_tokens`` that the server reported. The last token of the prompt
-    never counts as reused, because it is always computed. The last generated token never does either, because
-    it has no KV.
+    They are the tokens of all whole blocks of the reused prefix, minus the ``cached_tokens`` that the server
+    reported. The last token of the prompt is always computed, and the last generated token has no KV.
     """
     plan = plans[index]
     if plan.base is None:
@@ -120,8 +102,7 @@ def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int,
 class PromptPlan:
     """Plan and recorded blocks of every turn, the same for all copies of a program.
 
-    With a ``token_scale`` other than 1, recorded blocks are ignored, because block sizes do not scale; only
-    lengths and ``shared_prefix_tokens`` are used.
+    With a ``token_scale`` other than 1, recorded blocks are ignored, because block sizes do not scale.
     """
 
     def __init__(self, program: TraceProgram, token_scale: float = 1.0) -> None:
@@ -214,9 +195,7 @@ class PromptBuilder:
         return True
 
     def _fresh(self, index: int, start: int) -> list[int]:
-        """Return the new ids of turn ``index``'s prompt, from position ``start`` to its end. With recorded
-        blocks, they are the ids of these blocks. Otherwise they are drawn, and a prompt without a base begins
-        with the group's shared prefix."""
+        """Return the new ids of turn ``index``'s prompt, from position ``start`` to its end."""
         plan = self.plans[index]
         if self._outline.runs is not None:
             return self._from_blocks(index, start, plan.prompt_tokens)
@@ -229,16 +208,14 @@ class PromptBuilder:
             return []
         runs, size = self._runs(index), self._program.block_size or 1
         first, full = start // size, count_blocks(runs)
-        ids: list[int] = []
-        for block in run_ids(runs, first, -(-end // size)):
-            ids += self._block(block, size)
+        ids = [one for block in run_ids(runs, first, -(-end // size)) for one in self._block(block, size)]
         if end > full * size:
             ids += self._last_block(index, full, size)
         return ids[start - first * size : end - first * size]
 
     def _last_block(self, index: int, place: int, size: int) -> list[int]:
-        """Return the token ids of block ``place``, the incomplete last block of turn ``index``'s prompt. If a
-        later turn completes the block, the token ids are made from that turn's id of the block."""
+        """Return the ids of block ``place``, the incomplete last block of turn ``index``'s prompt: those of
+        the later turn that completes it, if any."""
         while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
             index += 1
             if count_blocks(self._runs(index)) > place:
@@ -298,19 +275,16 @@ def _continues(plan: TurnPlan, following: TurnPlan, index: int) -> bool:
 
 
 def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None:
-    """Return ``None`` if turn ``index`` extends the previous prompt. Otherwise return (index of the earlier
-    turn that it continues, number of that turn's leading tokens that it keeps)."""
-    turn, before = program.turns[index], program.turns[index - 1]
-    kept = turn.prefix_tokens
-    shrank = not turn.out_dropped and turn.prompt_tokens < MIN_CONTINUED * before.prompt_tokens
+    """Return (index of the earlier turn that turn ``index`` continues, number of tokens that it keeps), or
+    ``None`` if it extends the previous prompt."""
+    turn, before, kept = program.turns[index], program.turns[index - 1], program.turns[index].prefix_tokens
     if kept is None:
-        continues = not shrank
+        continues = bool(turn.out_dropped) or turn.prompt_tokens >= MIN_CONTINUED * before.prompt_tokens
     else:
         continues = kept >= before.prompt_tokens - _PREFIX_SLACK_TOKENS
     if continues and not turn.reset:
         return None
-    if kept is None:
-        kept = program.shared_prefix_tokens or 0
+    kept = (program.shared_prefix_tokens or 0) if kept is None else kept
     kept = min(kept, before.prompt_tokens + before.output_tokens)
     longest = turn.prefix_tokens_any
     if longest is not None and longest > kept + _PREFIX_SLACK_TOKENS:

@@ -28,12 +28,9 @@ def splitmix64(value: int) -> int:
 
 
 class TokenIdGenerator:
-    """Generator of token ids, from ``FIRST_ID`` to below ``vocabulary``.
-
-    A list begins with its 64-bit seed, encoded in as few ids as possible, and continues with consecutive ids.
-    vLLM identifies a KV block by the hash of its whole prefix, so lists with different seeds share no block,
-    as if their ids were random. A list of 50,000 ids takes microseconds. All lists share ``int`` objects.
-    """
+    """Generator of token ids, from ``FIRST_ID`` to below ``vocabulary``. A list begins with its 64-bit seed,
+    in as few ids as possible, and continues with consecutive ids: vLLM identifies a KV block by the hash of
+    its whole prefix, so lists with different seeds share no block. All lists share ``int`` objects."""
 
     def __init__(self, vocabulary: int) -> None:
         """Raises ``ValueError`` for a vocabulary below ``MIN_VOCABULARY``."""

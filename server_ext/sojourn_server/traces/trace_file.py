@@ -7,7 +7,6 @@ import gzip
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
 
 import msgspec
 
@@ -17,44 +16,35 @@ from .trace_schema import TraceError, TraceProgram, check_blocks
 _decoder = msgspec.json.Decoder(TraceProgram)
 
 
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, unpacked if gzipped. Raises ``TraceError``, which names the file."""
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path}: the gzip data is cut off or damaged: {error}") from None
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+
+
 def read_trace(path: str | Path) -> Iterator[TraceProgram]:
     """Yield the programs of a ``.jsonl`` or ``.jsonl.gz`` file in order.
 
     Lines are decoded lazily. Empty lines and a UTF-8 byte order mark are skipped. Raises ``TraceError``,
     which names file and line, for an invalid line, a duplicate id or a file without programs.
     """
-    path = Path(path)
     seen: dict[str, int] = {}
-    number = 0
-    try:
-        with _open(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if not line.strip():
-                    continue
-                program = _program(line, f"{path}, line {number}")
-                first = seen.setdefault(program.program_id, number)
-                if first != number:
-                    raise TraceError(
-                        f"{path}, line {number}: program {program.program_id!r} is already on line {first}"
-                    )
-                yield program
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(
-            f"{path}, after line {number}: the gzip data is cut off or damaged: {error}"
-        ) from error
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from error
+    data = read_bytes(Path(path)).removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        if line.strip():
+            program = _program(line, f"{path}, line {number}")
+            first = seen.setdefault(program.program_id, number)
+            if first != number:
+                name = repr(program.program_id)
+                raise TraceError(f"{path}, line {number}: program {name} is already on line {first}")
+            yield program
     if not seen:
         raise TraceError(f"{path}: holds no programs; expected one JSON object per line")
-
-
-def _open(path: Path) -> BinaryIO:
-    # Recognise gzip by content, not by name, because downloads may rename a trace.
-    with path.open("rb") as file:
-        gzipped = file.read(2) == b"\x1f\x8b"
-    return cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb")
 
 
 def _program(line: bytes, where: str) -> TraceProgram:

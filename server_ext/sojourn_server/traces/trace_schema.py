@@ -50,8 +50,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     append_tokens: Tokens | None = None
     """New prompt tokens since the previous turn's prompt and output."""
     reset: bool | int = False
-    """Whether the prompt does *not* continue the previous one (compaction, rewind, interleaved
-    conversations)."""
+    """Whether the prompt does *not* continue the previous one, as after a compaction or a rewind."""
     out_dropped: Tokens = 0
     """Number of tokens at the start of the previous output (thinking) that this prompt omits."""
     prefix_tokens: Tokens | None = None
@@ -66,7 +65,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds from the end of the LLM message to the last tool result."""
     tools: tuple[TraceToolRun, ...] | None = None
     gap_s: Seconds | None = None
-    """Client-side idle seconds between this response and the next request."""
+    """Seconds between this response and the next request."""
     gap_kind: str | None = None
     """``tool`` or ``human``."""
     interactive: bool | int = False
@@ -84,17 +83,8 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def idle_s(self) -> float:
-        """Seconds between this turn's end and the next request, for which the program's KV is idle.
-
-        The value is the first of these that was recorded:
-
-        1. ``gap_s``
-        2. ``tool_seconds``
-        3. ``dt_s`` minus the duration of the LLM call (``llm_s``, or else output tokens ×
-           ``ASSUMED_DECODE_S``)
-        4. the duration of the longest foreground tool
-        5. 0
-        """
+        """Seconds between this turn's end and the next request: the first that was recorded of ``gap_s``,
+        ``tool_seconds``, ``dt_s`` minus the call's duration, the longest foreground tool; else 0."""
         if self.gap_s is not None:
             return self.gap_s
         if self.tool_seconds is not None:
@@ -107,9 +97,8 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tool_runs(self) -> tuple[TraceToolRun, ...]:
-        """The tool calls for which the next turn waits. If ``tools`` was not recorded, they are the names in
-        ``tool``. A call without a duration gets ``tool_seconds``; if that is ``None`` too, the call may have
-        lasted for the whole gap."""
+        """The tool calls for which the next turn waits, from ``tools`` or else from the names in ``tool``. A
+        call without a duration gets ``tool_seconds``; without it the call may have taken the whole gap."""
         runs = self.tools or [TraceToolRun(name=name) for name in (self.tool.split("+") if self.tool else ())]
         return tuple(
             msgspec.structs.replace(run, s=self.tool_seconds) if run.s is None else run
@@ -119,8 +108,8 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tool_run(self) -> TraceToolRun | None:
-        """The tool call that determines the gap; ``None`` without tools. It is the longest of ``tool_runs``
-        or, if there is none, the longest background call. A call without a duration is the longest."""
+        """The tool call that determines the gap: the longest of ``tool_runs``, else of the background calls.
+        A call without a duration is the longest. ``None`` without tools."""
         runs = self.tool_runs or self.tools or ()
         return max(runs, key=lambda run: math.inf if run.s is None else run.s, default=None)
 
@@ -130,8 +119,7 @@ ASSUMED_DECODE_S = 0.02
 
 
 class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One agent session, or one of its sub-agents. A field is ``None`` if it is not recorded, or does not
-    apply."""
+    """One agent session, or one of its sub-agents. ``None`` as in ``TraceTurn``."""
 
     program_id: Annotated[str, Meta(min_length=1)]
     turns: Annotated[tuple[TraceTurn, ...], Meta(min_length=1)]
@@ -170,8 +158,8 @@ number of the copy or the id of the run, and servers accept at most ``sojourn.id
 
 
 def replayed_id(program_id: str) -> str:
-    """Return ``program_id`` if it is a valid id of at most ``MAX_REPLAYED_ID_BYTES``. Otherwise return its
-    visible ASCII characters, as many as fit, and a digest of the whole id."""
+    """Return ``program_id`` if it is a valid id of at most ``MAX_REPLAYED_ID_BYTES``, else its visible ASCII
+    characters, as many as fit, and a digest of the whole."""
     if id_problem(program_id) is None and len(program_id.encode()) <= MAX_REPLAYED_ID_BYTES:
         return program_id
     digest = f"~{seed_from_text(program_id):016x}"
@@ -190,9 +178,8 @@ def check_program(program: TraceProgram) -> None:
 
 
 def check_parents(programs: Sequence[TraceProgram]) -> None:
-    """Check the field ``parent`` of all programs of a trace. The parent itself may be missing in the trace.
-    Raises ``TraceError`` for a program that is its own ancestor. Also raises it for a ``parent_turn`` that
-    the parent does not have."""
+    """Raise ``TraceError`` for a program that is its own ancestor, and for a ``parent_turn`` that the parent
+    does not have. A parent may be missing in the trace."""
     by_id = {program.program_id: program for program in programs}
     done: set[str] = set()
     for program in programs:

@@ -1,15 +1,14 @@
-"""Readers of files with JSON records, plain or gzipped, and of the times in them."""
+"""Readers of files with JSON records and of the times in them."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..trace_file import read_bytes
 from ..trace_schema import TraceError
 
 _BLANK = " \t\r\n,"
@@ -22,8 +21,10 @@ def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
     The line is the one on which the record or its array begins. Raises ``TraceError``, which names file and
     line, for a file that cannot be read, is cut off, or is not JSON.
     """
-    path = Path(path)
-    text = _text(path)
+    try:
+        text = read_bytes(Path(path)).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not text: {error.reason} at byte {error.start}") from None
     decoder = json.JSONDecoder()
     at, line, counted = 0, 1, 0
     while True:
@@ -50,21 +51,3 @@ def seconds(value: Any) -> float:
         moment = datetime.fromisoformat(value)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     return float(value) / 1000 if float(value) > 1e11 else float(value)
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a file, unpacked. Raises ``TraceError``, which names the file."""
-    try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path}: the gzip data is cut off or damaged: {error}") from None
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_bytes(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: not text: {error.reason} at byte {error.start}") from None

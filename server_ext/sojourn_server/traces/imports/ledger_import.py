@@ -57,7 +57,7 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportResult:
     """Return the programs in files with ledgers. A file has one ledger, one per line, or an array of them.
     All times must be on the clock of one engine. Raises ``TraceError``, which names file and line."""
     found: dict[str, RecordedProgram] = {}
-    parents: dict[str, str | None] = {}
+    parents: list[tuple[RecordedProgram, str | None]] = []
     left_out: Counter[str] = Counter()
     for path in paths:
         for line, record in read_records(path):
@@ -66,14 +66,11 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportResult:
                 if program.program_id in found and turns:
                     raise TraceError(f"{path}, line {line}: program {program.program_id!r} occurs twice")
                 if turns:
-                    found[program.program_id] = _recorded(program, turns)
-                    parents[program.program_id] = program.parent_program_id
-    for program_id, recorded in found.items():
-        recorded.parent = found.get(parents[program_id] or "")
-    try:
-        return to_trace(found.values(), "sojourn", left_out)
-    except TraceError as error:
-        raise TraceError(f"{', '.join(map(str, paths))}: {error}") from None
+                    recorded = found[program.program_id] = _recorded(program, turns)
+                    parents.append((recorded, program.parent_program_id))
+    for recorded, parent_id in parents:
+        recorded.parent = found.get(parent_id or "")
+    return to_trace(found.values(), "sojourn", left_out, paths)
 
 
 def _usable_turns(program: _LedgerProgram, left_out: Counter[str]) -> list[_LedgerTurn]:
@@ -90,20 +87,20 @@ def _usable_turns(program: _LedgerProgram, left_out: Counter[str]) -> list[_Ledg
 
 
 def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
-    if isinstance(record, dict) and "decisions" in record and "ledger" not in record:
-        raise TraceError(
-            f"{where}: this is a decision log, which has no lengths of prompts and outputs; "
-            "expected the answer of GET /sojourn/v1/programs/{id}"
-        )
-    if isinstance(record, dict) and isinstance(record.get("programs"), list):
-        for inner in record["programs"]:
+    fields = record if isinstance(record, dict) else {}
+    expected = "; expected what GET /sojourn/v1/programs/{id} of an engine answers"
+    if isinstance(fields.get("programs"), list):
+        for inner in fields["programs"]:
             yield from _programs(inner, where)
         return
-    if isinstance(record, dict) and "program_id" in record and "ledger" not in record:
-        raise TraceError(
-            f"{where}: program {record['program_id']!r} has no ledger, as in the list of programs and "
-            "from a gateway; expected what GET /sojourn/v1/programs/{id} of an engine answers"
+    if "decisions" in fields and "ledger" not in fields:
+        what = "this is a decision log, which has no lengths of prompts and outputs"
+        raise TraceError(f"{where}: {what}{expected}")
+    if "program_id" in fields and "ledger" not in fields:
+        what = (
+            f"program {fields['program_id']!r} has no ledger, as in the list of programs and from a gateway"
         )
+        raise TraceError(f"{where}: {what}{expected}")
     try:
         yield msgspec.convert(record, _LedgerProgram)
     except (msgspec.ValidationError, UnicodeError) as error:

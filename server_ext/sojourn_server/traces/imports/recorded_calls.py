@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from ..trace_schema import MAX_TOKENS, TraceError, TraceProgram, TraceToolRun, T
 
 _BACKGROUND_S = 0.001
 """A tool that ends later than this after the next call's start ran in the background."""
+_OVERLAPS = "model calls began before the program's previous call had ended; the trace has no gap before them"
 _start_of = attrgetter("start_s")
 
 
@@ -79,6 +81,8 @@ class RecordedProgram:
 
     program_id: str
     parent: RecordedProgram | None = None
+    conversation: str | None = None
+    """Id that spans give to the conversation, if any."""
     asked_s: float | None = None
     """Time at which the parent asked for this sub-agent, if recorded."""
     group: str | None = None
@@ -143,59 +147,39 @@ def command_of(arguments: Any) -> str | None:
     return main_head(line) or None if isinstance(line, str) else None
 
 
-def to_trace(programs: Iterable[RecordedProgram], source: str, left_out: Mapping[str, int]) -> ImportResult:
-    """Return the programs that have calls as a trace. ``left_out`` counts what an import left out, by its
-    description. Raises ``TraceError`` for impossible numbers, or if no program has calls."""
-    programs = list(programs)
+def to_trace(
+    programs: Iterable[RecordedProgram], source: str, left_out: Mapping[str, int], paths: Sequence[str | Path]
+) -> ImportResult:
+    """Return the programs that have calls as a trace. ``left_out`` counts what the import left out, by its
+    description. Raises ``TraceError``, which names ``paths``, for impossible numbers or without any call."""
+    programs, counts, files = list(programs), Counter(left_out), ", ".join(map(str, paths))
     found = [program for program in programs if program.calls]
-    counts = Counter(left_out)
     if not found:
         reasons = "; ".join(f"{count} {what}" for what, count in counts.items() if count)
-        raise TraceError(f"no model call with token counts{': ' if reasons else ''}{reasons}")
+        raise TraceError(f"{files}: no model call with token counts{': ' if reasons else ''}{reasons}")
     for program in found:
         program.calls.sort(key=_start_of)
         program.tools.sort(key=_start_of)
-        for before, call in itertools.pairwise(program.calls):
-            counts[_OVERLAPS] += call.start_s < before.end_s
+        pairs = itertools.pairwise(program.calls)
+        counts[_OVERLAPS] += sum(call.start_s < before.end_s for before, call in pairs)
     counts["programs without any model call left out"] += len(programs) - len(found)
     first_s = min(program.calls[0].start_s for program in found)
-    made = _with_shared_prefixes([_program(program, source, first_s) for program in found])
+    shared: dict[str | None, int] = {}
+    for program in found:
+        if cached := program.calls[0].usage.cached:
+            shared[program.group] = min(cached, shared.get(program.group, cached))
+    made = [_program(program, source, first_s, shared.get(program.group)) for program in found]
     for one in made:
         try:
             check_program(one)
         except TraceError as error:
-            raise TraceError(f"program {one.program_id!r}: {error}") from None
+            raise TraceError(f"{files}: program {one.program_id!r}: {error}") from None
     return ImportResult(made, [f"{count} {what}" for what, count in counts.items() if count])
 
 
-_OVERLAPS = "model calls began before the program's previous call had ended; the trace has no gap before them"
-
-
-def _with_shared_prefixes(programs: Sequence[TraceProgram]) -> list[TraceProgram]:
-    """Return the programs with ``shared_prefix_tokens`` estimated from the cached tokens of first prompts.
-
-    All programs of one ``group`` are runs of one agent. Their estimate is the smallest number of cached
-    tokens in any of their first prompts, limited to the length of the program's own first prompt. Larger
-    numbers are not used, because runs on the same task share more than the system prompt. Counts of 0 are
-    ignored, because the first run finds no blocks of an earlier run. If all counts are 0 or missing, the
-    field stays unset.
-    """
-    least: dict[str | None, int] = {}
-    for program in programs:
-        found = program.turns[0].cached_tokens or 0
-        if found > 0:
-            least[program.group] = min(found, least.get(program.group, found))
-    return [
-        msgspec.structs.replace(
-            program, shared_prefix_tokens=min(least[program.group], program.turns[0].prompt_tokens)
-        )
-        if program.group in least
-        else program
-        for program in programs
-    ]
-
-
-def _program(program: RecordedProgram, source: str, first_s: float) -> TraceProgram:
+def _program(program: RecordedProgram, source: str, first_s: float, shared: int | None) -> TraceProgram:
+    """Convert a program. ``shared`` is the smallest number of cached tokens above 0 in first prompts of its
+    group: the first run finds nothing cached, and runs on one task share more than the system prompt."""
     started_s = program.calls[0].start_s
     parent, seen = program.parent, {program.program_id}
     while parent is not None and not parent.calls and parent.program_id not in seen:
@@ -204,10 +188,9 @@ def _program(program: RecordedProgram, source: str, first_s: float) -> TraceProg
     parent_turn = offset_s = None
     if parent is not None and parent.program_id not in seen:
         offset_s = round(max(0.0, started_s - parent.calls[0].start_s), 6)
-        if program.asked_s is not None:
-            parent_turn = sum(call.start_s <= program.asked_s for call in parent.calls) - 1
-        else:
-            parent_turn = sum(call.end_s <= started_s for call in parent.calls) - 1
+        asked_s = program.asked_s
+        begun = (c.end_s <= started_s if asked_s is None else c.start_s <= asked_s for c in parent.calls)
+        parent_turn = sum(begun) - 1
     return TraceProgram(
         program_id=program.program_id,
         turns=tuple(_turn(program, index, started_s) for index in range(len(program.calls))),
@@ -220,6 +203,7 @@ def _program(program: RecordedProgram, source: str, first_s: float) -> TraceProg
         parent=parent.program_id if offset_s is not None and parent is not None else None,
         parent_turn=parent_turn if parent_turn is not None and parent_turn >= 0 else None,
         start_offset_s=offset_s,
+        shared_prefix_tokens=None if shared is None else min(shared, program.calls[0].usage.prompt),
     )
 
 

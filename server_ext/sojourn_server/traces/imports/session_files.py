@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from ..trace_file import read_bytes
 from ..trace_schema import TraceError
-from .import_records import read_bytes, seconds
+from .import_records import seconds
 from .recorded_calls import (
     ImportResult,
     RecordedCall,
@@ -127,10 +128,7 @@ class _SessionReader:
             self.left_out[f"entries left out, the first is {bad[0]}"] = len(bad)
         sessions = self._sessions.values()
         self.left_out["tool calls without a result left out"] = sum(len(one.open_tools) for one in sessions)
-        try:
-            return to_trace([session.program for session in sessions], self.source, self.left_out)
-        except TraceError as error:
-            raise TraceError(f"{', '.join(map(str, paths))}: {error}") from None
+        return to_trace([session.program for session in sessions], self.source, self.left_out, paths)
 
     def _entries(self, path: Path) -> Iterator[tuple[Path, str, Any]]:
         for number, line in enumerate(read_bytes(path).splitlines(), start=1):

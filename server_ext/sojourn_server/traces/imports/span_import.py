@@ -15,10 +15,8 @@ prompts; only known attributes are copied.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +39,6 @@ class _Span(NamedTuple):
     trace_id: str
     span_id: str
     parent_id: str
-    name: str
     start_s: float
     end_s: float
     attributes: Mapping[str, Any]
@@ -63,13 +60,10 @@ class _Span(NamedTuple):
 _in_order = attrgetter("start_s", "trace_id", "span_id")
 
 
-# ---- files
-
-
 def read_spans(paths: Sequence[str | Path], source: str = "otel") -> ImportResult:
     """Return the programs of all files with spans as one trace. Raises ``TraceError``, which names file and
     line, for an unreadable file, or if the files hold no programs."""
-    spans: list[_Span] = []
+    spans: dict[tuple[str, str], _Span] = {}
     left_out: Counter[str] = Counter()
     for path in paths:
         found: list[_Span] = []
@@ -80,64 +74,71 @@ def read_spans(paths: Sequence[str | Path], source: str = "otel") -> ImportResul
                 raise TraceError(f"{path}, line {line}: no span: it has no {error}") from None
             except (AttributeError, TypeError, ValueError, OverflowError) as error:
                 raise TraceError(f"{path}, line {line}: no span: {error}") from None
-        ended = [span for span in found if span.end_s]
-        for span in ended:
-            if span.end_s < span.start_s:
-                raise TraceError(f"{path}: span {span.span_id} ends before it starts")
+        ended = {span.key: span for span in found if span.end_s}
+        if reversed_spans := [span.span_id for span in ended.values() if span.end_s < span.start_s]:
+            raise TraceError(f"{path}: span {reversed_spans[0]} ends before it starts")
         if not ended:
             some = f"none of its {len(found)} spans has an end" if found else "it has no spans"
             raise TraceError(f"{path}: {some}; expected ended spans in JSON")
-        first_s = min(span.start_s for span in ended)
+        first_s = min(span.start_s for span in ended.values())
         if 1.0 < first_s < _EARLIEST_S:  # earlier ones count as relative to the beginning of the recording
             raise TraceError(f"{path}: the first span starts at {first_s * 1e9:.0f} ns; expected nanoseconds")
-        left_out["spans without an end left out"] += len(found) - len(ended)
-        spans += ended
-    try:
-        return _import(spans, source, left_out)
-    except TraceError as error:
-        raise TraceError(f"{', '.join(map(str, paths))}: {error}") from None
+        left_out["spans without an end left out"] += sum(not span.end_s for span in found)
+        spans |= ended
+    runs = _merged_conversations(_SpanAssigner(sorted(spans.values(), key=_in_order)).runs(left_out))
+    for run in runs:
+        # By the conventions, input tokens include cached and created ones. Some instrumentations report the
+        # provider's own count, which excludes both. One call with more of them proves it for all calls.
+        usages = [call.usage for call in run.calls]
+        if any((usage.cached or 0) + usage.created > usage.prompt for usage in usages):
+            left_out[_EXCLUDING] += 1
+            for call in run.calls:
+                call.usage = call.usage.with_cache()
+    result = to_trace(runs, source, left_out, paths)
+    lengths = [len(program.turns) for program in result.programs if program.parent is None]
+    if lengths.count(1) > len(lengths) // 2:
+        result.notes.append(
+            f"{lengths.count(1)} of {len(lengths)} programs have one turn only: calls belong together by an "
+            "agent's span or by gen_ai.conversation.id"
+        )
+    return result
+
+
+_EXCLUDING = "programs whose input tokens exclude the cache: cached and created tokens added to them"
+_OTLP = ("traceId", "spanId", "parentSpanId", "startTimeUnixNano", "endTimeUnixNano")
+_SDK = ("trace_id", "span_id", "parent_id", "start_time", "end_time")
+_LANGSMITH = ("trace_id", "id", "parent_run_id", "start_time", "end_time")
+_LANGFUSE = ("traceId", "id", "parentObservationId", "startTime", "endTime")
 
 
 def _spans(record: Any) -> Iterator[_Span]:
     """Yield the spans of one record of any format."""
-    holder = next(
-        (name for name in ("observations", "runs", "data") if isinstance(record.get(name), list)), ""
-    )
-    if holder:  # a trace of Langfuse, or a page of an answer
-        for one in record[holder]:
-            yield from _spans({"sessionId": record.get("sessionId"), "traceId": record.get("id"), **one})
+    holders = (record.get(name) for name in ("observations", "runs", "data"))
+    if held := next((held for held in holders if isinstance(held, list)), None):
+        whole = {"sessionId": record.get("sessionId"), "traceId": record.get("id")}  # a trace of Langfuse
+        for one in held:
+            yield from _spans({**whole, **one})
     elif "resourceSpans" in record:
-        for resource in record["resourceSpans"]:
-            for scope in resource.get("scopeSpans", ()):
-                for span in scope.get("spans", ()):
-                    yield from _spans(span)
+        scopes = (scope for one in record["resourceSpans"] for scope in one.get("scopeSpans", ()))
+        for span in (span for scope in scopes for span in scope.get("spans", ())):
+            yield from _spans(span)
     elif "context" in record:  # ReadableSpan.to_json
-        ids = record["context"]["trace_id"], record["context"]["span_id"], record.get("parent_id")
-        yield _span(ids, record, record["start_time"], record.get("end_time"), record.get("attributes"))
+        yield _span({**record, **record["context"]}, _SDK, record.get("attributes") or {})
     elif "startTimeUnixNano" in record:
         attributes = {one["key"]: _otlp_value(one.get("value") or {}) for one in record.get("attributes", ())}
-        start_s, end_s = int(record["startTimeUnixNano"]) / 1e9, int(record.get("endTimeUnixNano") or 0) / 1e9
-        ids = record["traceId"], record["spanId"], record.get("parentSpanId")
-        yield _span(ids, record, start_s, end_s, attributes)
+        yield _span({**record, **{k: int(record.get(k) or 0) / 1e9 for k in _OTLP[3:]}}, _OTLP, attributes)
     elif "run_type" in record:
-        ids = record["trace_id"], record["id"], record.get("parent_run_id")
-        yield _span(ids, record, record["start_time"], record.get("end_time"), _langsmith_attributes(record))
+        yield _span(record, _LANGSMITH, _langsmith_attributes(record))
     else:
-        ids = record["traceId"], record["id"], record.get("parentObservationId")
-        yield _span(ids, record, record["startTime"], record.get("endTime"), _langfuse_attributes(record))
+        yield _span(record, _LANGFUSE, _langfuse_attributes(record))
 
 
-def _span(ids: tuple[str, str, str | None], record: Any, start: Any, end: Any, attributes: Any) -> _Span:
-    trace_id, span_id, parent = (str(one or "").lower().removeprefix("0x") for one in ids)
-    name, parent_id, attributes = (
-        str(record.get("name") or ""),
-        parent if parent.strip("0") else "",
-        attributes or {},
-    )
-    end_s = seconds(end) if end else 0.0
-    return _Span(
-        trace_id, span_id, parent_id, name, seconds(start), end_s, attributes, meaning_of(name, attributes)
-    )
+def _span(record: Any, names: tuple[str, ...], attributes: Mapping[str, Any]) -> _Span:
+    ids = record[names[0]], record[names[1]], record.get(names[2])
+    trace_id, span_id, parent_id = (str(one or "").lower().removeprefix("0x") for one in ids)
+    name, start_s, end = str(record.get("name") or ""), seconds(record[names[3]]), record.get(names[4])
+    parent_id, end_s = parent_id if parent_id.strip("0") else "", seconds(end) if end else 0.0
+    return _Span(trace_id, span_id, parent_id, start_s, end_s, attributes, meaning_of(name, attributes))
 
 
 def _otlp_value(value: dict[str, Any]) -> Any:
@@ -152,195 +153,134 @@ def _otlp_value(value: dict[str, Any]) -> Any:
 
 def _langfuse_attributes(record: Any) -> dict[str, Any]:
     """Attributes of an observation. The counts of ``usageDetails`` exclude one another."""
-    kind = {"GENERATION": "llm"}.get(record["type"], record["type"].lower())
-    counts = {k: v for k, v in (record.get("usageDetails") or record.get("usage") or {}).items() if v}
-    inputs = {k: v for k, v in counts.items() if "input" in k and isinstance(v, int)}
-    output = sum(v for k, v in counts.items() if "output" in k and isinstance(v, int))
+    counts = record.get("usageDetails") or record.get("usage") or {}
+    counts = {name: count for name, count in counts.items() if isinstance(count, int)}
+    inputs = {name: count for name, count in counts.items() if "input" in name}
+    output = sum(count for name, count in counts.items() if "output" in name)
     return {
-        "openinference.span.kind": kind,
+        "openinference.span.kind": "llm" if record.get("type") == "GENERATION" else record.get("type"),
         "session.id": record.get("sessionId"),
         "llm.model_name": record.get("model"),
         "prompt_tokens": counts["total"] - output if counts.get("total") else sum(inputs.values()),
         "completion_tokens": output if counts else None,
-        "cached_tokens": sum(v for k, v in inputs.items() if "cache" in k and "creat" not in k),
+        "cached_tokens": sum(
+            count for name, count in inputs.items() if "cache" in name and "creat" not in name
+        ),
     }
 
 
 def _langsmith_attributes(record: Any) -> dict[str, Any]:
     metadata = (record.get("extra") or {}).get("metadata") or {}
-    details = record.get("prompt_token_details") or {}
     return {
         "openinference.span.kind": record["run_type"],
         "session.id": text(metadata, "thread_id", "session_id", "conversation_id"),
         "llm.model_name": metadata.get("ls_model_name"),
-        "prompt_tokens": record.get("prompt_tokens"),
-        "completion_tokens": record.get("completion_tokens"),
-        "cached_tokens": details.get("cache_read"),
+        "cached_tokens": (record.get("prompt_token_details") or {}).get("cache_read"),
+        **{name: record.get(name) for name in ("prompt_tokens", "completion_tokens")},
     }
-
-
-# ---- spans → programs
-
-
-@dataclass(slots=True, eq=False)
-class _AgentRun:
-    """The spans of one program, collected so far."""
-
-    program_id: str
-    conversation: str | None
-    parent: _AgentRun | None
-    agent: str | None = None
-    calls: list[_Span] = field(default_factory=list)
-    tools: list[_Span] = field(default_factory=list)
-
-
-def _import(spans: Sequence[_Span], source: str, left_out: Counter[str]) -> ImportResult:
-    spans = sorted({span.key: span for span in spans}.values(), key=_in_order)
-    runs = _merged_conversations(_SpanAssigner(spans, left_out).runs())
-    programs = {run: RecordedProgram(run.program_id, group=run.agent, agent_type=run.agent) for run in runs}
-    for run, program in programs.items():
-        parent = run.parent
-        while parent is not None and parent not in programs:  # its spans were moved into another run
-            parent = parent.parent
-        program.parent = None if parent is None else programs[parent]
-        program.model = next(filter(None, (text(call.attributes, *_MODEL) for call in run.calls)), None)
-        program.tools = [
-            RecordedTool((tool.meaning and tool.meaning.name) or "unknown", tool.start_s, tool.end_s)
-            for tool in run.tools
-        ]
-        usages = [usage for call in run.calls if (usage := usage_of(call.attributes))]
-        # By the conventions, input tokens include cached and created ones. Some instrumentations report the
-        # provider's own count, which excludes both. One call with more of them proves it for all calls.
-        if any((usage.cached or 0) + usage.created > usage.prompt for usage in usages):
-            usages = [usage.with_cache() for usage in usages]
-            left_out[
-                "programs whose input tokens exclude the cache: cached and created tokens added to them"
-            ] += 1
-        for call, usage in zip(run.calls, usages, strict=True):
-            reasons = call.attributes.get("gen_ai.response.finish_reasons") or ()
-            reasons = [reasons] if isinstance(reasons, str) else reasons if isinstance(reasons, list) else []
-            asked = any(str(reason).startswith(("tool", "function")) for reason in reasons)
-            kind = "tool" if asked else "human" if reasons else None
-            program.calls.append(RecordedCall(call.start_s, call.end_s, usage, gap_kind=kind))
-    result = to_trace(programs.values(), source, left_out)
-    roots = [program for program in result.programs if program.parent is None]
-    single = sum(len(program.turns) == 1 for program in roots)
-    if single > len(roots) // 2:
-        result.notes.append(
-            f"{single} of {len(roots)} programs have one turn only: calls belong together by an agent's span "
-            "or by gen_ai.conversation.id"
-        )
-    return result
 
 
 class _SpanAssigner:
     """Assigns each span to an agent run. ``spans`` are in order of their starts, so a run's spans are too."""
 
-    def __init__(self, spans: Sequence[_Span], left_out: Counter[str]) -> None:
+    def __init__(self, spans: Sequence[_Span]) -> None:
         self._spans = spans
-        self._left_out = left_out
         self._by_id = {span.key: span for span in spans}
-        self._scopes: dict[tuple[str, str], _AgentRun | None] = {}
-        self._runs: dict[str, _AgentRun] = {}
+        self._inner: dict[tuple[str, str], tuple[RecordedProgram | None, _Span | None]] = {}
+        """Span → its ``_inside``."""
+        self._runs: dict[str, RecordedProgram] = {}
 
-    def runs(self) -> list[_AgentRun]:
+    def runs(self, left_out: Counter[str]) -> list[RecordedProgram]:
         """Return all runs, in the order in which they started; parents come before their sub-agents."""
-        counted = [span for span in self._spans if span.kind == MODEL and usage_of(span.attributes)]
+        counted = {span.key: usage_of(span.attributes) for span in self._spans if span.kind == MODEL}
         holders: set[tuple[str, str]] = set()
-        for span in counted:
-            for above in self._above(span):
-                if above.key in holders:
-                    break
-                holders.add(above.key)
         for span in self._spans:
-            kind = span.kind
-            if kind == MODEL and not usage_of(span.attributes):
-                self._left_out["model calls without token counts left out"] += 1
-            elif kind == MODEL and span.key in holders:
-                self._left_out["model spans left out, since they hold the calls that they sum up"] += 1
-            elif kind == MODEL:
-                self._owner(span).calls.append(span)
-            elif kind == TOOL:
-                self._owner(span).tools.append(span)
+            above = self._parent(span) if counted.get(span.key) else None
+            while above is not None and above.key not in holders:
+                holders.add(above.key)
+                above = self._parent(above)
+        for span in self._spans:
+            if span.kind not in (MODEL, TOOL):
+                self._inside(span)
+            elif span.kind == TOOL:
+                name = (span.meaning and span.meaning.name) or "unknown"
+                self._owner(span).tools.append(RecordedTool(name, span.start_s, span.end_s))
+            elif not (usage := counted[span.key]):
+                left_out["model calls without token counts left out"] += 1
+            elif span.key in holders:
+                left_out["model spans left out, since they hold the calls that they sum up"] += 1
             else:
-                self._scope(span)
+                run, reasons = (
+                    self._owner(span),
+                    str(span.attributes.get("gen_ai.response.finish_reasons") or ""),
+                )
+                kind = "tool" if "tool" in reasons or "function" in reasons else "human" if reasons else None
+                run.model = run.model or text(span.attributes, *_MODEL)
+                run.calls.append(RecordedCall(span.start_s, span.end_s, usage, gap_kind=kind))
         return list(self._runs.values())
 
-    def _above(self, span: _Span) -> Iterator[_Span]:
-        """Yield the spans around ``span``, the innermost first. Ends at a circle, which a file may have."""
-        seen = {span.key}
-        at = self._by_id.get((span.trace_id, span.parent_id))
-        while at is not None and at.key not in seen:
-            yield at
-            seen.add(at.key)
-            at = self._by_id.get((at.trace_id, at.parent_id))
+    def _parent(self, span: _Span) -> _Span | None:
+        return None if span.parent_id == span.span_id else self._by_id.get((span.trace_id, span.parent_id))
 
-    def _owner(self, span: _Span) -> _AgentRun:
+    def _owner(self, span: _Span) -> RecordedProgram:
         """Return the run to which a model or tool call belongs: that of the enclosing spans, else that of the
         call's conversation, else that of its trace. Model calls inside a tool call belong to a run of their
         own, since a tool that calls a model has its own context."""
-        parent = next(self._above(span), None)
-        around = None if parent is None else self._scope(parent)
+        around, tool = self._inside(self._parent(span))
         if around is None:
             return self._run(span.conversation, span.trace_id, None)
         around.conversation = around.conversation or span.conversation
-        tool = self._enclosing_tool(span)
         if tool is not None and span.kind == MODEL:
-            return self._run(None, f"{tool.trace_id}/{tool.span_id}", around)
+            return self._run(None, "/".join(tool.key), around)
         return around
 
-    def _scope(self, span: _Span) -> _AgentRun | None:
-        """Return the run to which spans inside ``span`` belong; ``None`` if they have no run yet."""
+    def _inside(self, span: _Span | None) -> tuple[RecordedProgram | None, _Span | None]:
+        """Return the run of spans inside ``span``, ``None`` without one, and that agent's enclosing tool."""
         chain: list[_Span] = []  # not by recursion: traces can be deeper than Python's stack
-        scope: _AgentRun | None = None
-        for one in itertools.chain((span,), self._above(span)):
-            if one.key in self._scopes:
-                scope = self._scopes[one.key]
-                break
-            chain.append(one)
+        while span is not None and span.key not in self._inner:
+            self._inner[span.key] = None, None  # ends a circle, which a file may have
+            chain.append(span)
+            span = self._parent(span)
+        run, tool = (None, None) if span is None else self._inner[span.key]
         for one in reversed(chain):
-            scope = self._scopes[one.key] = self._entered(one, scope)
-        return scope
+            run = self._entered(one, run, tool)
+            tool = one if one.kind == TOOL else None if one.kind in (AGENT, WORKFLOW) else tool
+            self._inner[one.key] = run, tool
+        return run, tool
 
-    def _entered(self, span: _Span, around: _AgentRun | None) -> _AgentRun | None:
-        """Return ``_scope(span)``. ``around`` is the scope of the span's parent."""
+    def _entered(
+        self, span: _Span, around: RecordedProgram | None, tool: _Span | None
+    ) -> RecordedProgram | None:
+        """Return the run inside ``span``, which is in the run ``around`` and in its tool call ``tool``."""
         meaning, conversation = span.meaning, span.conversation
         if meaning is None or meaning.kind not in (AGENT, WORKFLOW, CHAIN):
             return around
-        own = f"{span.trace_id}/{span.span_id}"
-        if around is None:
-            run = self._run(conversation, own, None)
-        elif meaning.kind == CHAIN:
-            return around
-        elif conversation is not None and around.conversation not in (None, conversation):
-            run = self._run(conversation, own, around)
-        elif self._enclosing_tool(span) is not None:
-            run = self._run(conversation if conversation != around.conversation else None, own, around)
-        else:
-            return around
-        run.agent = run.agent or (meaning.name if meaning.is_node else None)
-        run.conversation = run.conversation or conversation
+        if around is not None:
+            other = conversation not in (None, around.conversation)
+            if meaning.kind == CHAIN or (tool is None and not (other and around.conversation)):
+                return around
+            conversation = conversation if other else None
+        run = self._run(conversation, "/".join(span.key), around)
+        run.group = run.agent_type = run.agent_type or (meaning.name if meaning.is_node else None)
+        run.conversation = run.conversation or span.conversation
         return run
 
-    def _enclosing_tool(self, span: _Span) -> _Span | None:
-        """Return the tool call that encloses ``span`` within the same agent; ``None`` if there is none."""
-        found = next((above for above in self._above(span) if above.kind in (TOOL, AGENT, WORKFLOW)), None)
-        return found if found is not None and found.kind == TOOL else None
-
-    def _run(self, conversation: str | None, fallback_key: str, parent: _AgentRun | None) -> _AgentRun:
+    def _run(
+        self, conversation: str | None, fallback_key: str, parent: RecordedProgram | None
+    ) -> RecordedProgram:
         # The key is the program's id, so a conversation whose id equals its trace's id is no second program.
         key = conversation if conversation is not None else fallback_key
-        run = self._runs.setdefault(key, _AgentRun(key, conversation, parent))
+        run = self._runs.setdefault(key, RecordedProgram(key, parent))
         run.conversation = run.conversation or conversation
         return run
 
 
-def _merged_conversations(runs: Sequence[_AgentRun]) -> list[_AgentRun]:
+def _merged_conversations(runs: Sequence[RecordedProgram]) -> list[RecordedProgram]:
     """Move the spans of runs with one conversation id into the first of them, unless it is also their
     parent's. A conversation has several runs if its model calls carry the id, but the agent spans around them
     do not."""
-    first_of: dict[str, _AgentRun] = {}
-    kept: list[_AgentRun] = []
+    first_of: dict[str, RecordedProgram] = {}
+    kept: list[RecordedProgram] = []
     for run in runs:
         first = run
         if run.conversation and (run.parent is None or run.parent.conversation != run.conversation):
@@ -348,8 +288,9 @@ def _merged_conversations(runs: Sequence[_AgentRun]) -> list[_AgentRun]:
         if first is run:
             kept.append(run)
             continue
-        first.agent = first.agent or run.agent
-        first.calls = sorted(first.calls + run.calls, key=_in_order)
-        first.tools = sorted(first.tools + run.tools, key=_in_order)
-        run.parent = first  # for the sub-agents of ``run``
+        first.group = first.agent_type = first.agent_type or run.agent_type
+        first.model = first.model or run.model
+        first.calls += run.calls
+        first.tools += run.tools
+        run.calls, run.tools, run.parent = [], [], first  # for the sub-agents of ``run``
     return kept
