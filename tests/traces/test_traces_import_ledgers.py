@@ -150,7 +150,10 @@ def test_omissions_are_noted(tmp_path: Path) -> None:
         ([{"hello": 1}], "missing required field `program_id`"),
         ([answer({"turn": 1})], "missing required field `outcome`"),
         ([answer({**RUN[0], "tokens": {"prompt": "many"}})], r"Expected `int`, got `str`"),
-        ([answer({**RUN[0], "output_tokens": -4})], r"program 'p': Expected `int` >= 0 - at `\$.turns\[0\].output_tokens`"),
+        (
+            [answer({**RUN[0], "output_tokens": -4})],
+            r"program 'p': Expected `int` >= 0 - at `\$.turns\[0\].output_tokens`",
+        ),
         ([7], "Expected `object`, got `int`"),
     ],
 )

@@ -89,7 +89,9 @@ def coder_run() -> Spans:
     spans.tool("grep", 3.1, 3.5, run)
     spans.tool("test", 3.2, 7.1, run)
     spans.chat(8, 9, 1300, 40, run, gen_ai__response__finish_reasons=["stop"])
-    spans.chat(20, 21, 1330, 10, run, gen_ai__response__finish_reasons=["tool_calls"])
+    spans.chat(
+        20, 21, 1330, 10, run, gen_ai__response__finish_reasons=["STOP"]
+    )  # Gemini, though it calls a tool
     spans.tool("edit", 21.5, 22, run)
     spans.chat(25, 26, 400, 10, run, gen_ai__usage__cache_read__input_tokens=320)
     return spans

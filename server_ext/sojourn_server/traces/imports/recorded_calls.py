@@ -71,8 +71,10 @@ class RecordedCall:
     usage: TokenUsage
     kept_tokens: int | None = None
     """Tokens of the previous prompt and output that the prompt begins with, if it is known to change them."""
-    gap_kind: str | None = None
-    """Why the program idles after the call, if known: ``tool`` or ``human``."""
+    asks_tools: bool | None = None
+    """Whether the answer calls a tool, if recorded."""
+    person: bool = False
+    """Whether the next input is a person's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,35 +95,29 @@ class RecordedProgram:
     tools: list[RecordedTool] = field(default_factory=list)
 
 
-_PROMPT = (
-    "gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt",
-    "prompt_tokens", "input_tokens", "input",
-)  # fmt: skip
-_OUTPUT = (
-    "gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion",
-    "completion_tokens", "output_tokens", "output",
-)  # fmt: skip
+_PROMPT = "input_tokens", "prompt_tokens", "prompt", "input"
+_OUTPUT = "output_tokens", "completion_tokens", "completion", "output"
 _CACHED = (
-    "gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cache_read_input_tokens",
-    "gen_ai.usage.input_tokens.cached", "gen_ai.usage.details.cache_read_tokens",
-    "gen_ai.usage.details.cache_read_input_tokens", "llm.token_count.prompt_details.cache_read",
-    "cached_tokens", "cached_input_tokens", "cache_read_input_tokens", "cacheRead",
+    "cache_read.input_tokens", "cache_read_input_tokens", "input_tokens.cached", "cached_input_tokens",
+    "details.cache_read_tokens", "details.cache_read_input_tokens", "prompt_details.cache_read",
+    "cached_tokens", "cacheRead",
 )  # fmt: skip
 _CREATED = (
-    "gen_ai.usage.cache_creation.input_tokens", "gen_ai.usage.cache_creation_input_tokens",
-    "gen_ai.usage.cache_write_input_tokens", "gen_ai.usage.input_tokens.cache_write",
-    "gen_ai.usage.details.cache_write_tokens", "gen_ai.usage.details.cache_creation_input_tokens",
-    "llm.token_count.prompt_details.cache_write", "cache_creation_input_tokens", "cacheWrite",
+    "cache_creation.input_tokens", "cache_creation_input_tokens", "cache_write_input_tokens",
+    "input_tokens.cache_write", "details.cache_write_tokens", "details.cache_creation_input_tokens",
+    "prompt_details.cache_write", "cacheWrite",
 )  # fmt: skip
 
 
 def usage_of(counts: Mapping[str, Any]) -> TokenUsage | None:
     """Return the token counts in a span's attributes or a ``usage`` object. ``None`` if the prompt's or the
     output's count is missing, or if the prompt has no tokens."""
-    prompt, output = token_count(counts, *_PROMPT), token_count(counts, *_OUTPUT)
+    prefixes = ("gen_ai.usage.", "llm.token_count.")
+    plain = {name.removeprefix(prefixes[0]).removeprefix(prefixes[1]): n for name, n in counts.items()}
+    prompt, output = token_count(plain, *_PROMPT), token_count(plain, *_OUTPUT)
     if prompt is None or output is None:
         return None
-    usage = TokenUsage(prompt, output, token_count(counts, *_CACHED), token_count(counts, *_CREATED) or 0)
+    usage = TokenUsage(prompt, output, token_count(plain, *_CACHED), token_count(plain, *_CREATED) or 0)
     return usage if usage.with_cache().prompt else None
 
 
@@ -222,6 +218,8 @@ def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
         for tool in inside
     )
     waited_s = max((tool.end_s for tool in inside if tool.end_s <= latest_s), default=call.end_s)
+    by_answer = "human" if call.asks_tools is False else None
+    gap_kind = "human" if call.person else "tool" if runs or call.asks_tools else by_answer
     append, dropped, kept = usage.prompt, 0, None
     if index:
         before = calls[index - 1].usage
@@ -245,7 +243,7 @@ def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
         tool_seconds=round(max(0.0, waited_s - call.end_s), 6) if runs else None,
         tools=runs or None,
         gap_s=None if following is None else round(max(0.0, following.start_s - call.end_s), 6),
-        gap_kind=None if following is None else call.gap_kind or ("tool" if runs else None),
+        gap_kind=None if following is None else gap_kind,
         interactive=any(tool.asked for tool in inside),
         t=round(call.start_s - started_s, 6),
         llm_s=round(call.end_s - call.start_s, 6),

@@ -58,7 +58,7 @@ class _Session:
     def add_input(self, at_s: float, person: bool = False) -> None:
         self._input_s = max(self._input_s, at_s)
         if person and self.program.calls:
-            self.program.calls[-1].gap_kind = "human"
+            self.program.calls[-1].person = True
 
     def add_output(self, at_s: float, start_s: float | None = None) -> None:
         """Note output of a call, which started at ``start_s`` if recorded. Its counts may follow later."""

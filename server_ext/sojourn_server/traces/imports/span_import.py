@@ -30,6 +30,7 @@ from .recorded_calls import ImportResult, RecordedCall, RecordedProgram, Recorde
 _EARLIEST_S = 1e8
 """March 1973 in seconds since 1970. An earlier time is a present time in a coarser unit than nanoseconds."""
 _CONVERSATION = ("gen_ai.conversation.id", "session.id", "traceloop.association.properties.session_id")
+_REASONS = "gen_ai.response.finish_reasons"
 _MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
 
 
@@ -57,6 +58,7 @@ class _Span(NamedTuple):
         return text(self.attributes, *_CONVERSATION)
 
 
+_MaybeRun = RecordedProgram | None
 _in_order = attrgetter("start_s", "trace_id", "span_id")
 
 
@@ -186,7 +188,7 @@ class _SpanAssigner:
     def __init__(self, spans: Sequence[_Span]) -> None:
         self._spans = spans
         self._by_id = {span.key: span for span in spans}
-        self._inner: dict[tuple[str, str], tuple[RecordedProgram | None, _Span | None]] = {}
+        self._inner: dict[tuple[str, str], tuple[_MaybeRun, _Span | None]] = {}
         """Span → its ``_inside``."""
         self._runs: dict[str, RecordedProgram] = {}
 
@@ -210,13 +212,10 @@ class _SpanAssigner:
             elif span.key in holders:
                 left_out["model spans left out, since they hold the calls that they sum up"] += 1
             else:
-                run, reasons = (
-                    self._owner(span),
-                    str(span.attributes.get("gen_ai.response.finish_reasons") or ""),
-                )
-                kind = "tool" if "tool" in reasons or "function" in reasons else "human" if reasons else None
+                run, reasons = self._owner(span), str(span.attributes.get(_REASONS) or "")
+                asks = ("tool" in reasons or "function" in reasons) if reasons else None
                 run.model = run.model or text(span.attributes, *_MODEL)
-                run.calls.append(RecordedCall(span.start_s, span.end_s, usage, gap_kind=kind))
+                run.calls.append(RecordedCall(span.start_s, span.end_s, usage, asks_tools=asks))
         return list(self._runs.values())
 
     def _parent(self, span: _Span) -> _Span | None:
@@ -234,7 +233,7 @@ class _SpanAssigner:
             return self._run(None, "/".join(tool.key), around)
         return around
 
-    def _inside(self, span: _Span | None) -> tuple[RecordedProgram | None, _Span | None]:
+    def _inside(self, span: _Span | None) -> tuple[_MaybeRun, _Span | None]:
         """Return the run of spans inside ``span``, ``None`` without one, and that agent's enclosing tool."""
         chain: list[_Span] = []  # not by recursion: traces can be deeper than Python's stack
         while span is not None and span.key not in self._inner:
@@ -248,9 +247,7 @@ class _SpanAssigner:
             self._inner[one.key] = run, tool
         return run, tool
 
-    def _entered(
-        self, span: _Span, around: RecordedProgram | None, tool: _Span | None
-    ) -> RecordedProgram | None:
+    def _entered(self, span: _Span, around: _MaybeRun, tool: _Span | None) -> _MaybeRun:
         """Return the run inside ``span``, which is in the run ``around`` and in its tool call ``tool``."""
         meaning, conversation = span.meaning, span.conversation
         if meaning is None or meaning.kind not in (AGENT, WORKFLOW, CHAIN):
@@ -265,9 +262,7 @@ class _SpanAssigner:
         run.conversation = run.conversation or span.conversation
         return run
 
-    def _run(
-        self, conversation: str | None, fallback_key: str, parent: RecordedProgram | None
-    ) -> RecordedProgram:
+    def _run(self, conversation: str | None, fallback_key: str, parent: _MaybeRun) -> RecordedProgram:
         # The key is the program's id, so a conversation whose id equals its trace's id is no second program.
         key = conversation if conversation is not None else fallback_key
         run = self._runs.setdefault(key, RecordedProgram(key, parent))
