@@ -81,11 +81,10 @@ def gateway(
     ),
     waiting_order: str | None = typer.Option(
         None,
-        help="Which request is served first when no replica had KV capacity for it. arrival: first come, "
-        "first served. idleness: returning programs before new ones, the least idle first, then the smallest "
-        "context (MORI). largest-first: the largest predicted peak (best-fit decreasing); packs replicas "
-        "more tightly, and small programs wait longer. In any order the oldest is served from time to time. "
-        "Default: the preset's, idleness for mori and arrival for others",
+        help="Which request is served first when no replica had KV capacity for it: arrival; idleness: "
+        "returning programs first, the least idle, then the smallest context (MORI); or largest-first: the "
+        "largest predicted peak, so small programs wait longer. In any order the oldest is served from time "
+        "to time. Default: the preset's, idleness for mori and arrival for others",
     ),
     host: str = typer.Option("127.0.0.1", help="Address to listen on"),
     port: int = typer.Option(8100, min=0, max=65535, help="Port to listen on; 0: any free port"),
@@ -116,8 +115,8 @@ def gateway(
     ),
     peers: list[str] = typer.Option(
         [],
-        help="Addresses of all gateways that serve the same engines, this one included, separated by commas "
-        "or repeated. Each program belongs to one of them, which the others pass its requests on to",
+        help="Addresses of all gateways of the same engines, this one included, separated by commas or "
+        "repeated. Each program belongs to one, and the others pass its requests on to it",
     ),
     own_url: str | None = typer.Option(
         None,
@@ -160,9 +159,10 @@ def gateway(
     ):
         if given not in known_values:
             raise CliError(f"{name} is {given!r}", f"expected {', '.join(known_values)}")
-    for name, key in (("--api-key", api_key), ("--engine-key", engine_key), ("--admin-key", admin_key)):
-        if key is not None and not key.strip():
-            raise CliError(f"{name} is empty", "leave it out, or give a key")
+    texts = {"--api-key": api_key, "--engine-key": engine_key, "--admin-key": admin_key}
+    for name, text in {**texts, "--session-header": session_header}.items():
+        if text is not None and not text.strip():
+            raise CliError(f"{name} is empty", "leave it out, or give a value")
     preset = None if in_pairs else _preset(policy, policy_file, allow_policy_modules)
     if preset is not None and waiting_order is not None:
         from sojourn_server.policies.cluster_preset import with_waiting_order
@@ -185,11 +185,9 @@ def gateway(
     from sojourn_server.routing.routing_limits import RoutingLimits
 
     limits = RoutingLimits(most_waiting=max_waiting, wait_s=wait_s, silent_program_s=silent_program_s)
+    max_bytes = max_body_mib << 20
     options = GatewayOptions(
-        engine_key=engine_key,
-        admin_key=admin_key,
-        max_body_bytes=max_body_mib << 20,
-        session_header=session_header,
+        engine_key=engine_key, admin_key=admin_key, max_body_bytes=max_bytes, session_header=session_header
     )
     roles = {url: PairRole(role) if in_pairs else None for role, found in urls.items() for url in found}
     rules = preset or PrefillDecodeRules(read_side, short_queue_s, most_prefill_s, high_tokens_ratio)

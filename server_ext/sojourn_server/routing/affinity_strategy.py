@@ -126,9 +126,8 @@ class AffinityStrategy(RoutingStrategy):
         self._admitted = 0
         """Number of requests that got a replica so far, including new requests that did not wait."""
         self._is_closed_to_new = False
-        """True if the capacity that some waiting request needs is unknown. Then new requests wait too,
-        with two exceptions: requests that go to their program's home, and requests that may pass waiting
-        requests."""
+        """True if the capacity that some waiting request needs is unknown. Then new requests wait too, except
+        those that go to their program's home or may pass waiting ones."""
         self._has_unrouted = False
         """True if some waiting requests have not been routed yet; the next event routes them."""
 

@@ -185,9 +185,8 @@ class PairStrategy(RoutingStrategy):
             if is_prefill:
                 self.pairs.add_prefill(number, node)
             else:
-                self.pairs.add_decode(
-                    number, node, node, seen.capacity_tokens
-                )  # a node's engines are a group (§6.1)
+                # A node's engines are a group (§6.1).
+                self.pairs.add_decode(number, node, node, seen.capacity_tokens)
                 self.pairs.set_decode_request_limit(number, seen.max_running or math.inf)
         elif is_up:
             (self.pairs.resume_prefill if is_prefill else self.pairs.resume_decode)(number)

@@ -259,11 +259,8 @@ class RoutingCore:
         else:
             request = self._add_request(event, now)
             try:
-                placement = (
-                    Placement(event.only_replica_id, STORED_REASON)
-                    if event.only_replica_id is not None and self.fleet.get(event.only_replica_id) is not None
-                    else self.strategy.choose(request, now)
-                )
+                only, choose = self.fleet.get(event.only_replica_id), self.strategy.choose
+                placement = Placement(only.replica_id, STORED_REASON) if only else choose(request, now)
                 if placement is None:
                     self.strategy.enqueue(request)
                 else:
@@ -514,9 +511,7 @@ class RoutingCore:
         request.failures_computing += event.computing
         replica = self.fleet.get(event.replica_id)
         if replica is not None:
-            if (
-                not request.prefill_id
-            ):  # of a pair it is unknown which of both failed; either may be tried again
+            if not request.prefill_id:  # of a pair it is unknown which of both failed
                 request.failed_at.add((replica.replica_id, replica.instance))
             if replica.health is ReplicaHealth.UP:
                 self._suspect(replica, now)
@@ -666,10 +661,8 @@ class RoutingCore:
                 "name of a node and block_s > 0"
             )
         known = self.fleet.get(event.replica_id)
-        if known is not None and (known.instance, getattr(known.seen, "role", None)) != (
-            event.instance,
-            role,
-        ):
+        before = (known.instance, getattr(known.seen, "role", None)) if known is not None else None
+        if known is not None and before != (event.instance, role):
             self._lose(known, now)
             known = None
         was = known.health if known is not None else None
