@@ -1,4 +1,4 @@
-"""Parses a shell command line far enough to find the program it runs (Continuum App. B).
+"""Parses a shell tool's call far enough to find the program it runs (Continuum App. B).
 
 It understands quoting, operators, groups, here-documents and the usual prefixes. Other syntax gives a less
 precise answer, never an error. The work is linear in the first ``MAX_COMMAND_CHARS`` characters; the rest is
@@ -25,7 +25,6 @@ SHELL_TOOLS = frozenset(
 ``bash:pytest``, since durations depend on the command."""
 
 _COMMAND_ARGUMENTS = ("command", "cmd", "script", "keystrokes", "code", "input")
-_BACKGROUND_ARGUMENTS = ("run_in_background", "is_background")
 
 TRIVIAL_HEADS = frozenset(
     {":", ".", "cd", "echo", "export", "exit", "false", "popd", "printf", "pushd", "pwd", "set"}
@@ -75,36 +74,24 @@ class Command(NamedTuple):
 
 
 def is_shell_tool(name: str) -> bool:
-    """Return whether a tool runs a command line. An extension's name may stand before the tool's, as in
+    """Return whether a tool runs a command line. An extension's name may stand in front, as in
     ``developer__shell`` (Goose)."""
     return name.lower().rpartition("__")[2] in SHELL_TOOLS
 
 
 def command_of(arguments: Mapping[str, Any]) -> str | None:
-    """Return the command line in the arguments of a shell tool: a text, or a list such as
-    ``["bash", "-lc", "pytest -q"]``, of which only the script or the program is returned.
-
-    Returns ``None`` without a command, and for one that the agent runs in the background (Claude Code, Qwen
-    Code): that call returns at once, so its duration is not the command's.
-    """
-    if any(arguments.get(field) in (True, "true") for field in _BACKGROUND_ARGUMENTS):
+    """Return the command line of a shell tool's call; ``None`` without one. Of a list such as
+    ``["bash", "-lc", "pytest -q"]`` this is the script, or else the program. ``None`` also for a command in
+    the background (Claude Code, Qwen Code): its call returns at once."""
+    if any(arguments.get(field) in (True, "true") for field in ("run_in_background", "is_background")):
         return None
-    for field in _COMMAND_ARGUMENTS:
-        value = arguments.get(field)
+    for value in map(arguments.get, _COMMAND_ARGUMENTS):
         if isinstance(value, str):
             return value
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-            return value[2] if len(value) > 2 and value[1][:1] == "-" and value[1][-1:] == "c" else value[0]
+            is_script = len(value) > 2 and value[1][:1] == "-" and value[1][-1:] == "c"
+            return str(value[2 if is_script else 0])
     return None
-
-
-def split_command(line: str) -> tuple[str, ...]:
-    """Return the head of each command of ``line``, in order. Splits on ``&& || ; |``, newlines and groups.
-
-    Quotes are respected; assignments (``A=1 cmd``), prefixes (``timeout 60 cmd``) and the bodies of
-    here-documents are skipped.
-    """
-    return tuple(command.head for command in commands_of(line))
 
 
 def main_head(line: str) -> str | None:
@@ -134,7 +121,8 @@ def command_class(line: str) -> str | None:
 
 
 def commands_of(line: str) -> list[Command]:
-    """Return the simple commands of ``line``. The script of ``bash -c '…'`` is parsed too, one level deep."""
+    """Return the simple commands of ``line``, without assignments (``A=1 cmd``), prefixes (``timeout 9 cmd``)
+    and bodies of here-documents. The script of ``bash -c '…'`` is parsed too, one level deep."""
     commands: list[Command] = []
     for command in _simple_commands(line[:MAX_COMMAND_CHARS]):
         inner = _inline_script(command)

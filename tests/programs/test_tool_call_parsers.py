@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn import shell_command
-from sojourn.shell_command import main_head, split_command
+from sojourn.shell_command import commands_of, main_head
 from sojourn_server.programs import tool_call_parsers
 from sojourn_server.programs.tool_call_parsers import (
     ParsedToolCall,
@@ -214,7 +214,7 @@ def test_a_tool_call_carries_no_arguments() -> None:
     ],
 )
 def test_command_lines(line: str, heads: tuple[str, ...], main: str | None) -> None:
-    assert split_command(line) == heads
+    assert tuple(command.head for command in commands_of(line)) == heads
     assert main_head(line) == main
 
 
@@ -301,6 +301,6 @@ FRAGMENTS = st.sampled_from([*OPENERS, *"`,})[]'\"#|; \n\\$<&"])
 def test_nothing_ever_raises_and_all_is_bounded(text: str) -> None:
     for call in parse_tool_calls(text):
         assert 0 < len(call.key) <= tool_call_parsers.MAX_NAME_CHARS + 1 + shell_command.MAX_HEAD_CHARS
-    heads = split_command(text)
+    heads = tuple(command.head for command in commands_of(text))
     assert all(heads)
     assert main_head(text) is None if not heads else main_head(text) in heads

@@ -75,11 +75,10 @@ def exec_agent_command(
     else:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
     is_served = _note_unless_served(url, note)
-    words = list(command)
-    if Path(command[0]).stem in (CLIENTS | NOT_FOLLOWED):
+    if Path(command[0]).stem in (*CLIENTS, *NOT_FOLLOWED):
         environment = dict(os.environ)
         if is_served:
-            words, environment = configured_client(command, environment, url, note, program_id)
+            command, environment = configured_client(command, environment, url, note, program_id)
     else:
         environment = child_environment(os.environ, url, children=children, program_id=program_id)
         if not is_served:
@@ -87,7 +86,7 @@ def exec_agent_command(
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execvpe(program, words, environment)
+        os.execvpe(program, list(command), environment)
     except OSError as error:
         raise CliError(
             f"{command[0]} cannot be run: {error.strerror}",
@@ -200,39 +199,36 @@ def child_environment(
 
 
 def configured_client(
-    command: Sequence[str], environment: Mapping[str, str], url: str, note: Note, program_id: str | None
-) -> tuple[list[str], dict[str, str]]:
+    command: Sequence[str], environment: dict[str, str], url: str, note: Note, program_id: str | None
+) -> tuple[Sequence[str], dict[str, str]]:
     """Return the command and the environment of a coding agent, with what directs it to the server at
-    ``url``. Options and variables of the user's own stay. Tells with ``note`` what was done."""
+    ``url``. Tells with ``note`` what was done."""
     from sojourn.config import without_credentials
 
-    name, given = Path(command[0]).stem, dict(environment)
+    name, root = Path(command[0]).stem, url.rstrip("/").removesuffix("/v1")
     if name in NOT_FOLLOWED:
         note(f"{name} cannot be followed, since {NOT_FOLLOWED[name]}; it runs unchanged")
-        return list(command), given
-    root, key = url.rstrip("/").removesuffix("/v1"), given.get("SOJOURN_API_KEY", "")
-    program_id = program_id or given.get("SOJOURN_PROGRAM_ID", "")
+        return command, environment
+    key = environment.get("SOJOURN_API_KEY", "")
+    program_id = program_id or environment.get("SOJOURN_PROGRAM_ID", "")
     models = served_models(root, key)
     settings = CLIENTS[name](Target(root, key, program_id, models, models[0]["id"] if models else ""))
-    variable = settings.base_url
-    theirs = given.pop(variable, "") if variable else ""
-    if theirs and theirs.rstrip("/").removesuffix("/v1") != root:
-        note(
-            f"{name} runs unchanged, since {variable} names {without_credentials(theirs)}; unset the "
-            "variable, or name that server with --url"
-        )
-        return list(command), dict(environment)
+    theirs = environment.get(settings.base_url, root)
+    if theirs.rstrip("/").removesuffix("/v1") != root:
+        note(f"{name} runs unchanged, since {settings.base_url} is set; unset it, or name its server: --url")
+        return command, environment
     said, words = settings.said, settings.arguments
     for option in {word.partition("=")[0] for word in command}.intersection(TAKEN_ONCE):
         said, words = f"{said}, but for {option}, which stays yours", ()
     if program_id and "SOJOURN_PROGRAM_ID" not in settings.environment:
         said += "; --program is not used"
     note(f"{said}; server {without_credentials(root)}")
-    ours = {variable: value for variable, value in settings.environment.items() if value}
-    return [command[0], *words, *command[1:]], {**ours, **given, "SOJOURN_URL": root}
+    ours = {name: value for name, value in settings.environment.items() if value}
+    own = {name: value for name, value in environment.items() if name != settings.base_url}
+    return [command[0], *words, *command[1:]], {**ours, **own, "SOJOURN_URL": root}
 
 
-def served_models(root: str, api_key: str | None) -> list[dict[str, Any]]:
+def served_models(root: str, api_key: str) -> list[dict[str, Any]]:
     """Return the models that the server lists; empty if it does not answer with a list."""
     try:
         _, body = _get(root, "/v1/models", api_key)
@@ -295,7 +291,7 @@ def get_capabilities(root: str) -> tuple[int, bytes]:
     return _get(root, CAPABILITIES_PATH)
 
 
-def _get(root: str, path: str, api_key: str | None = None) -> tuple[int, bytes]:
+def _get(root: str, path: str, api_key: str = "") -> tuple[int, bytes]:
     from sojourn.http_transport import tls_context
 
     parts = urlsplit(root)

@@ -23,31 +23,25 @@ _HOOK_EVENTS = ("PreToolUse", "PostToolUse", "PostToolUseFailure", "SubagentStop
 
 
 class Target(NamedTuple):
-    """The server that a client is to use."""
+    """The server that a client is to use: its root, the value of ``SOJOURN_API_KEY``, the id for a client
+    that sends none, what ``/v1/models`` lists, and the name of the first of them. Empty: not known."""
 
     url: str
-    """Root of the server."""
     api_key: str
-    """Value of ``SOJOURN_API_KEY``; empty without one."""
     program_id: str
-    """Id for a client that sends none."""
     models: Sequence[Mapping[str, Any]]
-    """What the server's ``/v1/models`` lists."""
     model: str
-    """Name of the first model; empty if none is known."""
 
 
 class ClientSettings(NamedTuple):
-    """What ``sojourn run`` adds to a client's command."""
+    """What ``sojourn run`` adds to a client's command, and what it tells the user. Arguments stand before the
+    user's; variables of the user's own stay. ``base_url`` is the variable that directs the client to a
+    server: if the user has set it for another one, nothing is added."""
 
     said: str
-    """What the user is told."""
-    environment: Mapping[str, str] = {}
-    """Variables to set. A value of the user's own stays."""
+    environment: Mapping[str, str]
     arguments: Sequence[str] = ()
-    """Words to put before the user's arguments."""
     base_url: str = ""
-    """The variable that directs the client to the server, if the user may have set it for another one."""
 
 
 def hook_command(client: str, url: str) -> list[str]:
@@ -82,7 +76,7 @@ def _codex(target: Target) -> ClientSettings:
     options = [f"model_providers.sojourn={{{provider},supports_websockets=false}}"]
     options += ['model_provider="sojourn"', *([f"model={json.dumps(target.model)}"] if target.model else [])]
     said = "Codex's threads are programs (for its tools: sojourn hook codex --install)"
-    return ClientSettings(said, arguments=[word for option in options for word in ("-c", option)])
+    return ClientSettings(said, {}, [word for option in options for word in ("-c", option)])
 
 
 def _opencode(target: Target) -> ClientSettings:
@@ -96,7 +90,8 @@ def _opencode(target: Target) -> ClientSettings:
         config |= dict.fromkeys(("model", "small_model"), f"sojourn/{target.model}")
     hook = json.dumps(hook_command("opencode", target.url))
     environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "SOJOURN_HOOK": hook}
-    return ClientSettings("OpenCode's sessions are programs, and its tools are reported", environment)
+    said = "OpenCode's sessions are programs, and its tools are reported"
+    return ClientSettings(said, environment, (), "OPENCODE_CONFIG_CONTENT")
 
 
 def _qwen(target: Target) -> ClientSettings:
@@ -109,30 +104,23 @@ def _qwen(target: Target) -> ClientSettings:
 
 
 def _pi(target: Target) -> ClientSettings:
-    models = []
-    for model in target.models:
-        context_tokens = model.get("max_model_len") or DEFAULT_CONTEXT_TOKENS
-        models.append(
-            {"id": model["id"], "name": model["id"], "reasoning": False, "input": ["text"]}
-            | {"cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)}
-            | {"contextWindow": context_tokens, "maxTokens": context_tokens // 4}
-        )
+    tokens = [model.get("max_model_len") or DEFAULT_CONTEXT_TOKENS for model in target.models]
+    models = [
+        {"id": model["id"], "name": model["id"], "reasoning": False, "input": ["text"]}
+        | {"cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)}
+        | {"contextWindow": context_tokens, "maxTokens": context_tokens // 4}
+        for model, context_tokens in zip(target.models, tokens, strict=True)
+    ]
     provider = {"baseUrl": f"{target.url}/v1", "apiKey": target.api_key or "none", "models": models}
-    environment = {
-        "SOJOURN_PI": json.dumps({**provider, "api": "openai-completions"}),
-        "SOJOURN_HOOK": json.dumps(hook_command("pi", target.url)),
-    }
+    hook = json.dumps(hook_command("pi", target.url))
+    environment = {"SOJOURN_PI": json.dumps({**provider, "api": "openai-completions"}), "SOJOURN_HOOK": hook}
     words = ("--extension", str(_PLUGIN), *(("--model", f"sojourn/{target.model}") if target.model else ()))
     return ClientSettings("Pi's sessions are programs, and its tools are reported", environment, words)
 
 
-CLIENTS: dict[str, Callable[[Target], ClientSettings]] = {
-    "claude": _claude,
-    "codex": _codex,
-    "opencode": _opencode,
-    "pi": _pi,
-    "qwen": _qwen,
-}
+CLIENTS: dict[str, Callable[[Target], ClientSettings]] = dict(
+    claude=_claude, codex=_codex, opencode=_opencode, pi=_pi, qwen=_qwen
+)
 """Name of a client's command → its settings."""
 TAKEN_ONCE = ("--settings", "--auth-type")
 """Options that are not added if the user gives them."""

@@ -274,9 +274,8 @@ class Replay:
         as in the trace, or for the whole gap if the trace has no duration."""
         idle_s, run = turn.idle_s, turn.tool_run
         if run is not None and turn.gap_kind != "human":
-            is_shell = is_shell_tool(run.name)
             tool_s = idle_s if run.s is None else min(run.s, idle_s)
-            async with self._announcer.tool(run.name, run.cmd if is_shell else None):
+            async with self._announcer.tool(run.name, run.cmd if is_shell_tool(run.name) else None):
                 await asyncio.sleep(tool_s / self._options.speed)
             idle_s -= tool_s
         await asyncio.sleep(idle_s / self._options.speed)
