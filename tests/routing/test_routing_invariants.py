@@ -47,7 +47,7 @@ class AnyLife(RuleBasedStateMachine):
 
     @initialize(
         routing=st.sampled_from(ROUTINGS),
-        stealing=st.sampled_from((NoStealing(), WorkStealing(idle_s=0.0), WorkStealing(either=True))),
+        stealing=st.sampled_from((NoStealing(), WorkStealing(), WorkStealing(idle_s=0.0))),
         sharing=st.sampled_from((AgentFairShare(), FcfsSharing(), AgentFairShare())),
         preemption=st.sampled_from(
             (

@@ -61,10 +61,9 @@ class EngineDescription:
     """What an engine reports about itself."""
 
     registered: ReplicaRegistered
-    """Event that registers a replica of the engine, without ``replica_id``. Sizes are per data-parallel rank.
-    ``instance`` is the start time of the engine's process, or the number of engines lost at the address
-    before; of an engine of a pair with the epoch of its KV transfer manager, which loses its KV in a
-    restart."""
+    """Event that registers a replica of the engine, without ``replica_id``; sizes are per data-parallel rank.
+    ``instance`` is the start time of the process, or the number of engines lost at the address before; of an
+    engine of a pair also the epoch of its KV transfer manager, which a restart leaves without KV."""
     ranks: int = 1
     """Number of data-parallel ranks."""
     shares_disk: bool = False
@@ -149,8 +148,8 @@ def _table(value: object) -> Mapping[str, Any]:
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Return why engines of a kind cannot form a pair with the served engines, which have the values
-    ``ours``; empty if they can. An empty ``kv`` or ``shape`` matches any value."""
+    """Return why engines of a kind cannot work with the served ones, ``ours``; empty if they can. An empty
+    ``kv`` or ``shape`` matches any value."""
     for field, (what, how) in _MUST_BE_EQUAL.items():
         theirs, own = getattr(kind, field), getattr(ours, field)
         if theirs != own and (field == "model" or (theirs and own)):
@@ -174,9 +173,8 @@ _MUST_BE_EQUAL = {
 def dominant_kind(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """Choose the kind of engines to serve; ``None``: there are no engines. ``ours``, the kind that is served
-    now, stays while it has both roles. Else it is the kind with the most engines, those with both roles
-    first."""
+    """Choose the kind to serve; ``None``: there are no engines. ``ours``, the served kind, stays while it has
+    both roles. Else it is the kind with the most engines, those with both roles first."""
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
         roles.setdefault(kind, []).append(role)
@@ -189,9 +187,8 @@ def dominant_kind(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """Return the event that reports the queue of a node's storage NIC, the sum of those of its engines.
-    ``engines``: the links of each. Return ``None``, for the core's own estimate, if no engine reports a
-    queue, or if a reported queue has an unknown length."""
+    """Return the event of the queue of a node's storage NIC, the sum of its engines' queues by their links.
+    ``None``, for the core's own estimate, if no engine reports one, or one of unknown length."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None

@@ -97,11 +97,9 @@ class MonitoredEngine:
 
 
 class EngineMonitor:
-    """Registers the engines at given addresses with a routing backend.
-
-    ``engines``: URL → configured role (``None``: the engine serves whole requests). ``names``: maps
-    engines' names of programs to tenants and program ids. ``engine_key``: key sent to engines; ``None``:
-    no key. ``poll_s``: seconds between two polls. ``clock``: time in seconds."""
+    """Registers engines with a routing backend. ``engines``: URL → configured role (``None``: it serves whole
+    requests). ``names``: maps engines' names of programs to tenants and ids. ``engine_key``: key sent to
+    engines. ``poll_s``: seconds between two polls. ``clock``: time in seconds."""
 
     def __init__(
         self,
@@ -130,8 +128,8 @@ class EngineMonitor:
         self.watch(engines)
 
     def watch(self, engines: Mapping[str, PairRole | None], absent: Iterable[str] = ()) -> None:
-        """Monitor these engines from now on, by URL, and those that still answer. ``absent``: names of
-        engines that should run and do not, for ``missing``."""
+        """Monitor these engines from now on, by URL, and those that still answer. ``absent``: names for
+        ``missing``."""
         self._absent = tuple(absent)
         for watched in [*self._watched.values()]:
             if watched.url not in engines and watched.description is None:
@@ -164,8 +162,8 @@ class EngineMonitor:
         self._log_pairs()
 
     def probe(self, action: ProbeReplica) -> None:
-        """Poll a replica's engine now, unless a poll is in progress. If the engine is dead, all its replicas
-        are reported to the core as gone. A replica whose engine is not monitored is reported at once."""
+        """Poll a replica's engine now, unless a poll is in progress. If it is dead or not monitored, its
+        replicas are reported to the core as gone."""
         watched = self._engine_of(action.replica_id)
         if watched is None:
             self._tell(ReplicaGone(action.replica_id, action.instance))
@@ -257,8 +255,8 @@ class EngineMonitor:
         return reply if reply is not None and reply.status < 500 else None
 
     async def _describe(self, watched: MonitoredEngine) -> None:
-        """Update an engine's description. An incomplete description of a known engine is not used: with
-        values missing, it would look like another engine."""
+        """Update an engine's description, but not to an incomplete one, which would look like another
+        engine."""
         replies = await asyncio.gather(*(self._get(watched.url + path) for path in _DESCRIPTION_PATHS))
         asks_key = any(one is not None and one.status == 401 for one in replies)
         if asks_key and not watched.is_warned:
@@ -309,8 +307,7 @@ class EngineMonitor:
     # -- results ------------------------------------------------------------------------
 
     def _register(self, watched: MonitoredEngine) -> None:
-        """Register a living engine's replicas with the core, or report that they are alive, with their load.
-        Refuse an engine that is not accepted."""
+        """Register a living engine's replicas with the core, with their load, or refuse the engine."""
         described, in_pair = watched.description, watched.role is not None
         if described is None:
             return
@@ -369,8 +366,7 @@ class EngineMonitor:
             )
 
     def _why_refused(self, watched: MonitoredEngine, described: EngineDescription) -> str:
-        """Return why a prefill or decode engine is not accepted; empty if it is. May change the served
-        kind."""
+        """Return why an engine of a role is not accepted; empty if it is. May change the served kind."""
         assert watched.role is not None
         if described.unfit or described.kind is None:
             return described.unfit or "it reports no KV paths; expected an engine started with --role"
@@ -389,13 +385,13 @@ class EngineMonitor:
         """Report an engine as gone, and log the loss. No effect if no engine was there."""
         if watched.description is None:
             return
-        others = [one for one in self._watched.values() if one is not watched and one.places]
-        if watched.role is not None and not any(one.role is watched.role for one in others):
-            lost = f"no {watched.role.value} engine is left, requests are refused until one comes"
-        elif not others:
-            lost = "no engine is left, requests wait for one"
+        others = [one.role for one in self._watched.values() if one is not watched and one.places]
+        role = f"{watched.role.value} " if watched.role is not None else ""
+        if watched.role in others:
+            lost = f"other {role}engines go on"
         else:
-            lost = f"other {watched.role.value} engines go on" if watched.role else "other engines go on"
+            until = "requests are refused until one comes" if role else "requests wait for one"
+            lost = f"no {role}engine is left, {until}"
         logger.warning("%s is gone (%s); %s", watched.url, why, lost)
         self._forget(watched)
         watched.description, watched.refused, watched.links = None, "", {}

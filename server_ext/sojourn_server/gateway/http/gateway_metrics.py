@@ -74,8 +74,7 @@ class GatewayMetrics(Collector):
     """Metrics of one gateway. ``docs/gateway.md`` lists their names and labels; ids are never labels."""
 
     def __init__(self, reasons: Iterable[str] = ()) -> None:
-        """``reasons``: all known values of ``SendRequest.reason``. Their counters start at 0, so that
-        ``rate()`` sees the first increment."""
+        """``reasons``: all values of ``SendRequest.reason``, whose counters start at 0 for ``rate()``."""
         self.registry = CollectorRegistry()
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
 
@@ -117,8 +116,7 @@ class GatewayMetrics(Collector):
         self.registry.register(self)
 
     def sent(self, reason: str, waited_s: float) -> None:
-        """Count a request whose replica has begun to answer, with its ``SendRequest.reason`` and the seconds
-        that it waited at the gateway before."""
+        """Count a request whose replica has begun to answer. ``waited_s``: at the gateway before."""
         self._requests.labels(reason).inc()
         self._waits.observe(waited_s)
 
@@ -129,8 +127,7 @@ class GatewayMetrics(Collector):
     def moved(
         self, key: Key, moved_from: str, decision: routing_events.SendRequest, kv: str, waited_s: float
     ) -> None:
-        """Record that a program, (tenant, id), moves to a new home. Call this just before the program's first
-        request goes there. ``kv``, ``waited_s``: fields of ``ProgramMove``."""
+        """Record a move of a program, (tenant, id), just before its first request goes to the new home."""
         self._moved.labels(decision.reason).inc()
         self._moves.append(
             ProgramMove(
@@ -140,8 +137,7 @@ class GatewayMetrics(Collector):
         )  # fmt: skip
 
     def ended(self, status: str) -> None:
-        """Count a program whose client reported its end. Any ``status`` other than ``ok``, ``cancelled`` and
-        ``final`` counts as an error."""
+        """Count a reported end of a program. A ``status`` that is not known counts as an error."""
         self._ended.labels(status if status in _OUTCOMES else ProgramOutcome.ERROR.value).inc()
 
     def moves(self, tenant: str | None = None) -> list[ProgramMove]:
@@ -156,8 +152,7 @@ class GatewayMetrics(Collector):
         up_by_role: Mapping[str, int] | None = None,
     ) -> bytes:
         """Return all metrics in Prometheus' text format. ``uses``: used capacity ÷ share, by tenant.
-        ``missing``: number of engines that do not answer and are not among ``replicas``. ``up_by_role``:
-        number of engines that are up, by role; ``None``: the engines have no roles."""
+        ``missing``: number of engines that do not answer. ``up_by_role``: number of engines that are up."""
         engines = [state for state in replicas if isinstance(state, PairEngineStatus)]
         counts = Counts(state.health for state in replicas)
         loads = defaultdict(list)

@@ -44,10 +44,8 @@ class EngineReplies:
 
 @dataclass(frozen=True, slots=True)
 class EngineQueries:
-    """Queries engines on behalf of clients. Merged results name the engines that did not answer.
-
-    ``authorization`` is the client's ``Authorization`` header. Engines receive ``engine_key``, the gateway's
-    own key, instead, if it is set."""
+    """Queries engines on behalf of clients. ``authorization`` is the client's header. Engines receive
+    ``engine_key``, the gateway's own key, instead, if it is set."""
 
     replicas: ReplicaAddresses
     session: Callable[[], aiohttp.ClientSession]
@@ -64,8 +62,8 @@ class EngineQueries:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> EngineReply | None:
-        """Query one replica's engine. Return its answer unchanged; ``None``: the replica is unknown or does
-        not answer. ``body``: it is sent with POST; ``None``: the query is a GET."""
+        """Query one replica's engine, with a POST if there is a ``body``. Return its answer unchanged;
+        ``None``: there is none."""
         address = self.replicas.get(replica_id)
         if address is None:
             return None
@@ -83,8 +81,7 @@ class EngineQueries:
         self, path: str, authorization: str | None, others_s: float | None = None
     ) -> dict[str, EngineReply | None]:
         """Send a GET to all engines, and return their answers by URL; ``None``: no answer. ``others_s``:
-        seconds to wait for the other engines after the first success; ``None``: until all have answered or
-        timed out."""
+        seconds to wait for the others after the first success; ``None``: for all."""
         asked = {
             engine.url: asyncio.ensure_future(self.one(engine.replica_id, path, authorization))
             for engine in self.replicas.engines()
@@ -110,8 +107,8 @@ class EngineQueries:
         return _sorted(await self.every(path, authorization, others_s))
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """Query all engines. Return the first answer with status 200; ``None``: there is none. Raises
-        ``ApiError`` 401 if there is none and an engine refuses the key."""
+        """Return the first answer of any engine with status 200, if any. Raises ``ApiError`` 401 for a
+        refused key."""
         replies = await self.every(path, authorization, others_s=0.0)
         found = next((one for one in replies.values() if one is not None and one.status == 200), None)
         if found is None:
@@ -119,8 +116,8 @@ class EngineQueries:
         return found
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Return the capabilities of all engines, merged as if they were those of one server. Empty if no
-        engine with sojourn answers. Raises ``ApiError`` 401 instead if an engine refused the key."""
+        """Return the capabilities of all engines, merged as if they were those of one server; empty if no
+        engine with sojourn answers. Raises ``ApiError`` 401 for a refused key."""
         replies = await self.every("/sojourn/v1/capabilities", authorization, STRAGGLER_WAIT_S)
         found = _sorted(replies)
         # A proxy in front of an engine may answer 200 to anything.
@@ -138,8 +135,8 @@ class EngineQueries:
         return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
 
     async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        """Return all workflow graphs that the engines know, and the URLs of engines that run without sojourn
-        (``stock``) or did not answer (``silent``)."""
+        """Return all workflow graphs, and the URLs of engines without sojourn (``stock``) or answer
+        (``silent``)."""
         found = await self.ask("/sojourn/v1/graphs", authorization)
         documents = list(found.documents.values()) or [{"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}]
         graphs = response_merging.merge_graphs(documents)
@@ -148,9 +145,8 @@ class EngineQueries:
     # -- live frames, as a ``LiveSource`` ----------------------------------------------
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """Return the engines, named by replica ids, and the programs of all tenants. ``changed_within_s``:
-        only programs that changed within this many seconds, or that have a request or a lease; ``None``: all.
-        """
+        """Return the engines, by replica ids, and the programs of all tenants that changed within this many
+        seconds, or that have a request or a lease; ``None``: all programs."""
         delta = "" if changed_within_s is None else f"&changed_within_s={changed_within_s:.3f}"
         replies = await self.ask("/sojourn/v1/stream?once=1" + delta, None, LIVE_STRAGGLER_WAIT_S)
         engines: list[EngineRow] = []
@@ -175,8 +171,8 @@ class EngineQueries:
         return SourceFrame(engines + self._unused_engines(), merge_rows(rows), total, frozenset(silent))
 
     def _unused_engines(self) -> list[EngineRow]:
-        """Return a row with the reason for each configured engine that gets no requests; on Ray one for all
-        missing engines of a deployment. They have no programs, so they do not count as silent."""
+        """Return a row with the reason for each engine that gets no requests; on Ray one for each
+        deployment."""
         reasons = {
             one: "does not answer" if number == 1 else f"{number} do not answer"
             for one, number in Counter(self.monitor.missing()).items()

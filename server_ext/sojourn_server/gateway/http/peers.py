@@ -86,14 +86,13 @@ class Peers:
     """The other gateways, as one of them sees them."""
 
     def __init__(self, own_url: str = "", urls: Iterable[str] = ()) -> None:
-        """``own_url``: the address by which the others know this gateway. ``urls``: addresses of all
-        gateways, or of the others."""
+        """``own_url``: the address by which the others know this gateway. ``urls``: all addresses, or the
+        others."""
         self._own_url = own_url
         self.others = {url: _Peer(url) for url in urls if url != own_url}
         """The other gateways by URL."""
         self.in_pairs = False
-        """Whether engines work in pairs. The limit of requests at a decode engine needs one gateway for
-        all."""
+        """Whether engines work in pairs. One gateway has to count the requests at each decode engine."""
 
     async def set_urls(self, urls: Iterable[str]) -> None:
         """Replace the list of gateways. Those that are not listed stay while they answer."""
@@ -111,8 +110,7 @@ class Peers:
         return [url for url, peer in self.others.items() if peer.is_alive]
 
     def owner(self, tenant: str, program_id: str | None) -> str | None:
-        """Return the URL of the gateway that decides a program's requests, or those without a program;
-        ``None``: this one does."""
+        """Return the URL of the gateway that decides a program's requests; ``None``: this one does."""
         if self.in_pairs:
             tenant = program_id = ""
         alive = self.alive
@@ -180,8 +178,7 @@ class Peers:
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
     async def _pass_on(self, owner: str, api: ClientApi, scope: Any, body: bytes, send: AsgiSend) -> bool:
-        """A stream that breaks off ends with an error event; another answer stays incomplete, so that the
-        server closes the connection."""
+        """A stream that breaks off ends with an error event; another answer stays incomplete."""
         peer = self.others.get(owner)
         if peer is None:
             return False
@@ -268,8 +265,7 @@ class Peers:
         return [outcomes[place] for place in range(len(batch.events))]
 
     async def repeat(self, path: str, headers: RawHeaders) -> list[str]:
-        """Repeat a client's order at all other gateways, unless another one has passed it on. Return the URLs
-        of those that did not take it or do not answer."""
+        """Repeat a client's order at all other gateways. Return the URLs of those that did not take it."""
         if is_passed(headers):
             return []
         alive = self.alive

@@ -173,8 +173,7 @@ class AttachedEvents:
     """The events in the hint of one request."""
 
     def __init__(self, program_id: str | None, context: AgenticContext, authorization: str | None) -> None:
-        """``program_id``: the request's program; ``None``: it counts as having none, even if its hint names
-        one. ``authorization``: the client's ``Authorization`` header."""
+        """``program_id``: of the request; ``None``: it counts as having none, even if its hint names one."""
         own = context.sojourn
         self.program_id = program_id
         self.authorization = authorization
@@ -191,8 +190,8 @@ class AttachedEvents:
 
 
 class ProgramEvents:
-    """The events of all programs of a gateway. For use in one event loop. In all methods, ``key`` is (tenant,
-    program id), and ``authorization`` is the client's ``Authorization`` header."""
+    """The events of all programs of a gateway, in one event loop. ``key`` is (tenant, program id)
+    everywhere."""
 
     def __init__(
         self,
@@ -207,10 +206,9 @@ class ProgramEvents:
         silent_program_s: float = SILENT_PROGRAM_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``description_of`` returns the last description of a replica's engine; ``None``: unknown.
-        ``names``: the engines' names for programs; ``None``: the clients' ids. ``engine_key``: key sent to
-        engines instead of the client's. ``silent_program_s``: seconds without an event after which a program
-        is forgotten."""
+        """``names``: the engines' names for programs; ``None``: the clients' ids. ``engine_key``: key sent to
+        engines instead of the client's. ``silent_program_s``: seconds without an event until a program is
+        forgotten."""
         self.names = names or ProgramIdMapper(())
         self._routing_backend = routing_backend
         self._replicas = replicas
@@ -344,8 +342,7 @@ class ProgramEvents:
                 self._send_release(key, former, authorization)
 
     async def replay_before_request(self, key: Key, replica_id: str) -> None:
-        """Send a replica the events of a program that it lacks. Wait up to ``REPLAY_WAIT_S`` for the
-        answer."""
+        """Send a replica the events that it lacks. Wait up to ``REPLAY_WAIT_S`` for the answer."""
         record, address = self.programs.get(key), self._replicas.get(replica_id)
         if record is None or address is None or self._clock() < record.again_s:
             return
@@ -391,9 +388,9 @@ class ProgramEvents:
         return False
 
     def leave(self, key: Key, former: str, delays: int = 1) -> None:
-        """Schedule the release of a program's KV at its former replica: when the program's next request is
-        ready to be sent, or after ``RELEASE_DELAY_S``. Until then the KV can be written to the shared disk.
-        ``delays``: number of delays with this one."""
+        """Schedule the release of a program's KV at its former replica, at the latest after
+        ``RELEASE_DELAY_S``. Until then it can be written to the shared disk. ``delays``: number of delays
+        with this one."""
         if delays == 1:  # else it keeps its place among the releases
             self._cancel_release(key, former)
         timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._on_timer, key, former, delays)
@@ -472,8 +469,7 @@ class ProgramEvents:
         return entry
 
     def end(self, key: Key, status: str) -> bool:
-        """Forget a program that has ended, and report its end to the routing core. Return whether the program
-        was known."""
+        """Forget a program, and report its end to the routing core. Return whether it was known."""
         core = self._routing_backend.core
         is_known = self.programs.pop(key, None) is not None
         is_known = is_known or (core.home(*key) or core.answered_by(*key)) is not None
@@ -504,8 +500,7 @@ class ProgramEvents:
     # -- to engines ----------------------------------------------------------------------
 
     async def _deliver(self, tenant: str, address: ReplicaAddress, keys: Collection[Key]) -> None:
-        """Post to an engine all that it lacks of these programs of a tenant. State that it rejects is
-        dropped."""
+        """Post to an engine all that it lacks of these programs of a tenant. Drop what it rejects."""
         turn = self._turns.setdefault((address.url, tenant), _Turn())
         failures = turn.failures
         async with turn.lock:
@@ -641,8 +636,7 @@ _ANSWERS = {400: _REJECTED, 401: _KEY_REFUSED, 403: _KEY_REFUSED, 404: _STOCK, 4
 
 
 def worth_waiting_s(compute_s: float | None) -> float:
-    """Return the most seconds that a request waits for its program's KV to be on the shared disk.
-    ``compute_s``: seconds in which the new replica would compute it; ``None``: unknown."""
+    """Return the most seconds that a request waits for its KV, if ``compute_s`` would compute it again."""
     return min(MOST_KV_WAIT_S, max(LEAST_KV_WAIT_S, compute_s or 0.0))
 
 

@@ -24,8 +24,7 @@ class ReplicaAddress:
 
 
 def parse_engine_url(text: str) -> str:
-    """Check an engine's URL from the command line, and return it without a trailing slash. Raises
-    ``InvalidReplicaAddress``."""
+    """Return an engine's URL without a trailing slash. Raises ``InvalidReplicaAddress``."""
     text = with_scheme(text.strip().rstrip("/"))
     parts = urlsplit(text)
     try:

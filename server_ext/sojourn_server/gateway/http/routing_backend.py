@@ -29,8 +29,7 @@ RequestDecision = SendRequest | RejectRequest | AbortStream | RecallRequest
 
 
 class RequestDecisions:
-    """The routing decisions about one request that are still to be carried out, in order. For use in one
-    event loop."""
+    """The decisions about one request that are still to be carried out, in order. For one event loop."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -57,8 +56,7 @@ class RequestDecisions:
         self._wake(self._grace_s)
 
     def mark_answered(self) -> None:
-        """Record that the first byte of the answer has arrived. Pending and later decisions other than
-        ``AbortStream`` are ignored."""
+        """Record that the first byte of the answer has arrived. Now only ``AbortStream`` counts."""
         self._answered = True
         late, self._decisions = self._decisions, deque()
         for decision in late:
@@ -100,8 +98,8 @@ class RequestDecisions:
             self._limit = None
 
     async def unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Await ``doing``, and return its result or raise its exception. If a decision arrives first, or the
-        client disconnects, cancel it and return ``None``."""
+        """Return the result of ``doing``. If a decision comes first, or the client leaves, cancel it:
+        ``None``."""
         if self.has_decision:
             doing.close()
             return None
@@ -152,8 +150,8 @@ class RoutingBackend:
         self._open.pop(over.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Pass an event to the core, and deliver the core's actions. An error of the core is logged, not
-        raised, because it must not end a client's connection."""
+        """Pass an event to the core, and deliver its actions. An error is logged; it must end no
+        connection."""
         # The receiver of an action may report another event. It is handled after all actions of this one.
         self._pending_events.append(event)
         if self._is_reporting:

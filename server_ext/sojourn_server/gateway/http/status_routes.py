@@ -48,8 +48,7 @@ METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
 
 @dataclass(frozen=True, slots=True)
 class StatusRoutes:
-    """The routes of this module. A tenant sees only its own programs; ``ClientAccess.only_admin`` guards what
-    shows all tenants' programs."""
+    """The routes of this module. A tenant sees only its own programs."""
 
     routing_backend: RoutingBackend
     replicas: ReplicaAddresses
@@ -294,8 +293,8 @@ class StatusRoutes:
         return json_response(next((state for state in states if state.replica == replica_id), None))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
-        """Return the address of the replica ``name``; ``None``: of the first replica. Raises ``ApiError`` if
-        there is no such replica."""
+        """Return the address of a replica; ``None``: of the first one. Raises ``ApiError`` if there is
+        none."""
         address = self.replicas.get(name) if name is not None else next(iter(self.replicas.values()), None)
         if address is None:
             raise ApiError(404, "no such replica here", f"replicas are: {self._known() or 'none yet'}")

@@ -21,8 +21,7 @@ class TenantKeysError(InputError):
 
 
 class TenantKeys:
-    """Maps API keys to tenants. Without keys, all clients belong to one tenant, and engines check their
-    keys."""
+    """Maps API keys to tenants. Without keys all clients are one tenant, and engines check their keys."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
         """``keys`` maps each key to its tenant."""
@@ -36,17 +35,16 @@ class TenantKeys:
         return bool(self._digests)
 
     def check_admin(self, admin_key: str | None) -> None:
-        """Raise ``TenantKeysError`` if the admin key is also a tenant's key. The error's text contains no
-        key."""
+        """Raise ``TenantKeysError``, whose text contains no key, if the admin key is also a tenant's."""
         whose = self.tenant_of(None, admin_key) if self.checks and admin_key is not None else None
         if whose is not None:
             owner = "the clients'" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
             raise TenantKeysError(f"the admin key is also {owner} key; expected a key that no client has")
 
     def tenant_of(self, authorization: str | None, api_key: str | None = None) -> str | None:
-        """Return the tenant of a client's key; ``None``: the key is unknown. Without configured keys, return
-        ``DEFAULT_TENANT``. ``authorization``: header ``Authorization`` (``Bearer KEY``). ``api_key``: header
-        ``X-Api-Key``, which counts only without a bearer key."""
+        """Return the tenant of a client's key; ``None``: the key is unknown. ``authorization``: header
+        ``Authorization`` (``Bearer KEY``). ``api_key``: header ``X-Api-Key``, which counts without a bearer
+        key."""
         if not self._digests:
             return DEFAULT_TENANT
         scheme, _, token = (authorization or "").partition(" ")

@@ -65,32 +65,27 @@ class WorkStealing:
     """Lets an idle replica, the thief, steal from a replica with a higher load, the victim (SAGA §5.2).
 
     The victim's load must be more than ``load_ratio`` times the thief's load, and the thief must have been
-    idle for ``idle_s`` seconds. The paper's safeguard (a) requires both conditions; an earlier passage
-    requires only one. ``either=True`` drops the condition on idle time. The victim is drawn at random. The
+    idle for ``idle_s`` seconds, as the paper's safeguard (a) requires. The victim is drawn at random. The
     thief becomes the home of the stolen program. Raises ``ValueError`` for times below 0 or a ratio below 1.
     """
 
     idle_s: float = 0.1
     load_ratio: float = 2.0
-    either: bool = False
     seed: int = 0
     is_used: bool = True
-    reasons: ClassVar[tuple[str, ...]] = ("idle", "load_ratio")
+    reasons: ClassVar[tuple[str, ...]] = ("idle",)
 
     def __post_init__(self) -> None:
         if not (self.idle_s >= 0 and self.load_ratio >= 1):
             raise ValueError(f"idle_s {self.idle_s}, load_ratio {self.load_ratio}; expected ≥ 0, ≥ 1")
 
     def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None:
-        thieves = [r for r in replicas if r.takes_new and not r.queued]
-        if not self.either:
-            thieves = [r for r in thieves if r.idle_s >= self.idle_s]
+        thieves = [r for r in replicas if r.takes_new and not r.queued and r.idle_s >= self.idle_s]
         if not thieves:
             return None
         thief = min(thieves, key=lambda r: (r.load, -r.idle_s))
-        idle = thief.idle_s >= self.idle_s
         full = [r for r in replicas if r.may_leave and r.load > self.load_ratio * thief.load]
         if not full:
             return None
         victim = full[stable_hash(self.seed, f"{now}/{thief.replica_id}", len(full))]
-        return StealDecision(thief.replica_id, victim.replica_id, "idle" if idle else "load_ratio")
+        return StealDecision(thief.replica_id, victim.replica_id, "idle")
