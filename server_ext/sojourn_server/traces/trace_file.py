@@ -1,12 +1,14 @@
-"""Trace files with one program per line, plain or gzipped: reader and writer."""
+"""Files of traces, one program per line, and of other JSON records, plain or gzipped."""
 
 from __future__ import annotations
 
 import codecs
 import gzip
+import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,6 +27,38 @@ def read_bytes(path: Path) -> bytes:
         raise TraceError(f"{path}: the gzip data is cut off or damaged: {error}") from None
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
+
+
+_BLANK = " \t\r\n,"
+"""Characters allowed between records; some writers separate them by commas."""
+
+
+def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Yield (line number, record) for each record of a file. Each element of an array is a record.
+
+    The line is the one on which the record or its array begins. Raises ``TraceError``, which names it.
+    """
+    try:
+        text = read_bytes(Path(path)).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not text: {error.reason} at byte {error.start}") from None
+    decoder = json.JSONDecoder()
+    at, line, counted = 0, 1, 0
+    while True:
+        while at < len(text) and text[at] in _BLANK:
+            at += 1
+        if at >= len(text):
+            return
+        line += text.count("\n", counted, at)
+        counted = at
+        try:
+            record, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{path}, line {line}: not JSON: {error}") from None
+        if isinstance(record, list):
+            yield from ((line, element) for element in record)
+        else:
+            yield line, record
 
 
 def read_trace(path: str | Path) -> Iterator[TraceProgram]:

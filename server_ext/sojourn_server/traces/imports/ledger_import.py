@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from ..trace_file import read_records
 from ..trace_schema import TraceError
-from .import_records import read_records
 from .recorded_calls import ImportResult, RecordedCall, RecordedProgram, RecordedTool, TokenUsage, to_trace
 
 _USABLE_OUTCOMES = ("stopped", "length")

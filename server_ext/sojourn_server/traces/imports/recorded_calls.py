@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,6 +120,15 @@ def usage_of(counts: Mapping[str, Any]) -> TokenUsage | None:
         return None
     usage = TokenUsage(prompt, output, token_count(plain, *_CACHED), token_count(plain, *_CREATED) or 0)
     return usage if usage.with_cache().prompt else None
+
+
+def seconds(value: Any) -> float:
+    """Return a time in seconds since 1970: ISO 8601, UTC if it names no zone, or a number of seconds or
+    milliseconds. Raises ``ValueError`` or ``TypeError``."""
+    if isinstance(value, str):
+        moment = datetime.fromisoformat(value)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    return float(value) / 1000 if float(value) > 1e11 else float(value)
 
 
 def token_count(counts: Mapping[str, Any], *names: str) -> int | None:

@@ -21,7 +21,6 @@ import msgspec
 
 from ..trace_file import read_bytes
 from ..trace_schema import TraceError
-from .import_records import seconds
 from .recorded_calls import (
     ImportResult,
     RecordedCall,
@@ -29,6 +28,7 @@ from .recorded_calls import (
     RecordedTool,
     TokenUsage,
     command_of,
+    seconds,
     to_trace,
     token_count,
     usage_of,
@@ -156,10 +156,8 @@ class _SessionReader:
         counts = counts or {}
         usage = usage_of(counts | (counts.get("prompt_tokens_details") or {}))
         self.left_out["model calls without token counts left out"] += usage is None
-        apart = "prompt_tokens" not in counts and not counts.keys().isdisjoint(
-            ("cache_read_input_tokens", "cacheRead")
-        )
-        return usage.with_cache() if usage is not None and apart else usage
+        said = counts.keys() & {"prompt_tokens", "cache_read_input_tokens", "cacheRead"}
+        return usage.with_cache() if usage and said and "prompt_tokens" not in said else usage
 
 
 class _ClaudeCodeReader(_SessionReader):

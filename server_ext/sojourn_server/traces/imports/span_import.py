@@ -23,9 +23,17 @@ from typing import Any, NamedTuple
 
 from sojourn_integrations.otel import AGENT, CHAIN, MODEL, TOOL, WORKFLOW, SpanMeaning, meaning_of, text
 
+from ..trace_file import read_records
 from ..trace_schema import TraceError
-from .import_records import read_records, seconds
-from .recorded_calls import ImportResult, RecordedCall, RecordedProgram, RecordedTool, to_trace, usage_of
+from .recorded_calls import (
+    ImportResult,
+    RecordedCall,
+    RecordedProgram,
+    RecordedTool,
+    seconds,
+    to_trace,
+    usage_of,
+)  # fmt: skip
 
 _EARLIEST_S = 1e8
 """March 1973 in seconds since 1970. An earlier time is a present time in a coarser unit than nanoseconds."""
@@ -183,7 +191,7 @@ def _langsmith_attributes(record: Any) -> dict[str, Any]:
 
 
 class _SpanAssigner:
-    """Assigns each span to an agent run. ``spans`` are in order of their starts, so a run's spans are too."""
+    """Assigns each span to an agent run. ``spans`` are in order of their starts."""
 
     def __init__(self, spans: Sequence[_Span]) -> None:
         self._spans = spans
