@@ -143,11 +143,11 @@ def test_omissions_are_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("documents", "reason"),
     [
-        ([{"decisions": [], "next": 0}], "line 1: this is a decision log"),
-        ([{"programs": [{"program_id": "p", "turns": 3}]}], "program 'p' has no ledger, as in the list"),
+        ([{"decisions": [], "next": 0}], "line 1: no ledger, as in a decision log"),
+        ([{"programs": [{"program_id": "p", "turns": 3}]}], "no ledger, as in a decision log"),
         ([answer(*RUN), answer(*RUN)], "line 2: program 'p' occurs twice"),
         ([answer()], "no model call with token counts: 1 programs without any finished turn left out"),
-        ([{"hello": 1}], "missing required field `program_id`"),
+        ([{"ledger": []}], "missing required field `program_id`"),
         ([answer({"turn": 1})], "missing required field `outcome`"),
         ([answer({**RUN[0], "tokens": {"prompt": "many"}})], r"Expected `int`, got `str`"),
         (

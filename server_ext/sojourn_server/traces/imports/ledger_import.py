@@ -3,8 +3,6 @@
 For every finished turn, a ledger has times, token counts, the cached and changed parts of the prompt, and one
 tool call before the turn. It lacks tools that ran in parallel with that call, so the trace lacks them too.
 The call's duration is the time in the gap with a tool; ledgers without that time count the whole gap.
-
-A decision log cannot be imported, because it lacks the lengths of prompts and outputs.
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportResult:
 
 
 def _usable_turns(program: _LedgerProgram, left_out: Counter[str]) -> list[_LedgerTurn]:
-    """Return the program's turns with an answer and token counts, in order of arrival. Count what is left out
-    in ``left_out``."""
+    """Return the turns with an answer and token counts, in order of arrival."""
     answered = [record for record in program.ledger if record.outcome in _USABLE_OUTCOMES]
     good = [record for record in answered if record.tokens is not None and record.tokens.prompt > 0]
     left_out["programs without any finished turn left out"] += not good
@@ -87,20 +84,16 @@ def _usable_turns(program: _LedgerProgram, left_out: Counter[str]) -> list[_Ledg
 
 
 def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
-    fields = record if isinstance(record, dict) else {}
-    expected = "; expected what GET /sojourn/v1/programs/{id} of an engine answers"
+    fields = record if isinstance(record, dict) else {"ledger": None}
     if isinstance(fields.get("programs"), list):
         for inner in fields["programs"]:
             yield from _programs(inner, where)
         return
-    if "decisions" in fields and "ledger" not in fields:
-        what = "this is a decision log, which has no lengths of prompts and outputs"
-        raise TraceError(f"{where}: {what}{expected}")
-    if "program_id" in fields and "ledger" not in fields:
-        what = (
-            f"program {fields['program_id']!r} has no ledger, as in the list of programs and from a gateway"
+    if "ledger" not in fields:  # the decision log alone lacks the lengths of prompts and outputs
+        raise TraceError(
+            f"{where}: no ledger, as in a decision log, in the list of programs, or from a gateway; expected "
+            "what GET /sojourn/v1/programs/{id} of an engine answers"
         )
-        raise TraceError(f"{where}: {what}{expected}")
     try:
         yield msgspec.convert(record, _LedgerProgram)
     except (msgspec.ValidationError, UnicodeError) as error:
@@ -110,21 +103,21 @@ def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
 def _recorded(program: _LedgerProgram, turns: list[_LedgerTurn]) -> RecordedProgram:
     kind = program.agent_type
     made = RecordedProgram(program.program_id, group=kind, agent_type=kind, tenant=program.tenant)
-    for before, record in zip([None, *turns], turns, strict=False):
+    for record in turns:
         tokens = record.tokens
         assert tokens is not None
         usage = TokenUsage(tokens.prompt, record.output_tokens, tokens.device + tokens.host)
         ended_s = record.arrived_s + max(0.0, record.seconds.get("wall", 0.0))
         call = RecordedCall(record.arrived_s, ended_s, usage)
-        if before is not None:
+        if made.calls:
             previous, changed = made.calls[-1], tokens.lost.get("changed", 0)
             if changed or tokens.prompt < previous.usage.prompt + previous.usage.output:
                 call.kept_tokens = max(0, tokens.prompt - tokens.new - changed)
             if record.tool_before:  # ``bash:pytest`` is the command ``pytest`` of the tool ``bash``
-                gap_s = max(0.0, record.arrived_s - previous.end_s)
-                tool_s = gap_s if record.tool_s is None else min(max(0.0, record.tool_s), gap_s)
+                start_s, end_s = previous.end_s, max(previous.end_s, record.arrived_s)
+                if record.tool_s is not None:
+                    end_s = min(start_s + max(0.0, record.tool_s), end_s)
                 name, _, command = record.tool_before.partition(":")
-                start_s = previous.end_s
-                made.tools.append(RecordedTool(name, start_s, start_s + tool_s, command or None))
+                made.tools.append(RecordedTool(name, start_s, end_s, command or None))
         made.calls.append(call)
     return made

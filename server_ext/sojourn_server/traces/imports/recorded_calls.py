@@ -138,18 +138,13 @@ def token_count(counts: Mapping[str, Any], *names: str) -> int | None:
 
 
 def command_of(arguments: Any) -> str | None:
-    """Return the executable in the arguments of a shell tool, decoded or in JSON; ``None`` if there is no
-    command."""
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(arguments, dict):
+    """Return the executable in a tool's arguments, decoded or in JSON; ``None`` if there is no command."""
+    try:
+        known = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+        line = known.get("command") or known.get("cmd")
+    except (ValueError, RecursionError, AttributeError):
         return None
-    line = next((arguments[key] for key in ("command", "cmd") if arguments.get(key)), None)
-    if isinstance(line, list):  # ["bash", "-lc", "make test"]
-        line = line[-1] if line else None
+    line = line[-1] if isinstance(line, list) and line else line  # ["bash", "-lc", "make test"]
     return main_head(line) or None if isinstance(line, str) else None
 
 
@@ -221,30 +216,26 @@ def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
     last = None if following is None else bisect_left(tools, following.start_s, key=_start_of)
     inside = tools[bisect_left(tools, call.start_s, key=_start_of) : last]
     latest_s = float("inf") if following is None else following.start_s + _BACKGROUND_S
+    spent_s = [round(tool.end_s - tool.start_s, 6) for tool in inside]
     runs = tuple(
-        TraceToolRun(
-            name=tool.name, cmd=tool.command, s=round(tool.end_s - tool.start_s, 6), bg=tool.end_s > latest_s
-        )
-        for tool in inside
+        TraceToolRun(name=tool.name, cmd=tool.command, s=spent, bg=tool.end_s > latest_s)
+        for tool, spent in zip(inside, spent_s, strict=True)
     )
     waited_s = max((tool.end_s for tool in inside if tool.end_s <= latest_s), default=call.end_s)
-    by_answer = "human" if call.asks_tools is False else None
-    gap_kind = "human" if call.person else "tool" if runs or call.asks_tools else by_answer
-    append, dropped, kept = usage.prompt, 0, None
-    if index:
-        before = calls[index - 1].usage
-        append = max(0, usage.prompt - before.prompt - before.output)
-        kept = call.kept_tokens
-        if kept is None and usage.prompt < MIN_CONTINUED * before.prompt:
-            kept = usage.cached or 0
-        if kept is None:
-            dropped = min(max(0, before.prompt + before.output - usage.prompt), before.output)
-        else:
-            kept = min(kept, usage.prompt, before.prompt + before.output)
+    gap_kind = "tool" if runs or call.asks_tools else "human" if call.asks_tools is False else None
+    gap_kind = None if following is None else "human" if call.person else gap_kind
+    before = calls[index - 1].usage if index else TokenUsage(0, 0)
+    context, kept, dropped = before.prompt + before.output, call.kept_tokens if index else None, 0
+    if kept is None and usage.prompt < MIN_CONTINUED * before.prompt:
+        kept = usage.cached or 0
+    if kept is None:
+        dropped = min(max(0, context - usage.prompt), before.output)
+    else:
+        kept = min(kept, usage.prompt, context)
     return TraceTurn(
         prompt_tokens=usage.prompt,
         output_tokens=usage.output,
-        append_tokens=append,
+        append_tokens=max(0, usage.prompt - context),
         reset=kept is not None,
         out_dropped=dropped,
         prefix_tokens=kept,
@@ -253,7 +244,7 @@ def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
         tool_seconds=round(max(0.0, waited_s - call.end_s), 6) if runs else None,
         tools=runs or None,
         gap_s=None if following is None else round(max(0.0, following.start_s - call.end_s), 6),
-        gap_kind=None if following is None else gap_kind,
+        gap_kind=gap_kind,
         interactive=any(tool.asked for tool in inside),
         t=round(call.start_s - started_s, 6),
         llm_s=round(call.end_s - call.start_s, 6),
