@@ -75,7 +75,7 @@ fast: setup
 
 nightly: setup
 	$(PYTEST) -m nightly $(TESTS)
-	$(TOX) run -e frameworks-oldest,vllm-0.31
+	$(TOX) run -e frameworks-oldest,crewai,crewai-oldest,vllm-0.31
 	bash scripts/check_packages.sh
 	$(BIN)/python scripts/site.py
 

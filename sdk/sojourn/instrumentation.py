@@ -28,6 +28,7 @@ FRAMEWORKS: dict[str, Framework] = {
     "openai": Framework("openai", "sojourn.openai"),
     "anthropic": Framework("anthropic", "sojourn.anthropic"),
     "litellm": Framework("litellm", "sojourn_integrations.litellm"),
+    "crewai": Framework("crewai", "sojourn_integrations.crewai"),
     "mini_swe_agent": Framework("minisweagent", "sojourn_integrations.mini_swe_agent"),
     "autogen": Framework(
         "autogen_agentchat", "sojourn_integrations.autogen", related_packages=("autogen_core", "autogen_ext")

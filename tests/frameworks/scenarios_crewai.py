@@ -1,0 +1,190 @@
+"""Scenarios of CrewAI: crews, agents and flows. In release 1.0 the model writes tool calls as text."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from scenario_types import ProgramFact, Scenario, ToolFact
+from sojourn.testing import Reply, ToolUse
+
+# CrewAI reads these as it is imported. Without them it calls home and keeps results below the home directory.
+os.environ.update(CREWAI_DISABLE_TELEMETRY="true", CREWAI_TRACING_ENABLED="false", CREWAI_TESTING="true")
+os.environ["CREWAI_STORAGE_DIR"] = tempfile.mkdtemp(prefix="sojourn-crewai-")
+atexit.register(shutil.rmtree, os.environ["CREWAI_STORAGE_DIR"], ignore_errors=True)
+
+ABSENT = {"cancel": "a crew runs its tools in threads, which Python cannot cancel"}
+
+
+def native() -> bool:
+    """Whether tool calls are no text. Raises ``ModuleNotFoundError`` without CrewAI."""
+    return not version("crewai").startswith("1.0.")
+
+
+def use(name: str) -> Reply:
+    """The model's call of a tool."""
+    arguments = {"text": "hi"}
+    text = f"Thought: a tool\nAction: {name}\nAction Input: {json.dumps(arguments)}"
+    return ToolUse(name, arguments) if native() else text
+
+
+def final(text: str) -> Reply:
+    return text if native() else f"Thought: I now know the final answer\nFinal Answer: {text}"
+
+
+def llm(base_url: str, model: str, **more: Any) -> Any:
+    from crewai import LLM
+
+    return LLM(model=f"openai/{model}", base_url=base_url, api_key="none", max_tokens=64, **more)
+
+
+def crew(model: Any, *roles: str, inner: Any = None, in_thread: bool = False, name: str = "team") -> Any:
+    """A crew with a task for each role. ``inner`` is a crew that the tool ``ask`` runs."""
+    from crewai import Agent, Crew, Task
+    from crewai.tools import tool
+
+    @tool
+    def upper(text: str) -> str:
+        """In capitals."""
+        return text.upper()
+
+    @tool
+    def count(text: str) -> str:
+        """Its length."""
+        return str(len(text))
+
+    @tool
+    def broken(text: str) -> str:
+        """Does not work."""
+        raise TimeoutError(text)
+
+    @tool
+    def ask(text: str) -> str:
+        """Asks another crew."""
+        return str(inner.kickoff().raw)
+
+    agents = [
+        Agent(role=role, goal="g", backstory="b", llm=model, tools=[upper, count, broken, ask])
+        for role in roles or ("writer",)
+    ]
+    tasks = [
+        Task(
+            description="say hi",
+            expected_output="a word",
+            agent=agent,
+            async_execution=in_thread and agent is not agents[-1],
+        )
+        for agent in agents
+    ]
+    return Crew(name=name, agents=agents, tasks=tasks)
+
+
+def kickoff(base_url: str, model: str, *roles: str, in_thread: bool = False, **more: Any) -> Any:
+    return crew(llm(base_url, model, **more), *roles, in_thread=in_thread).kickoff().raw
+
+
+def in_async(base_url: str, model: str) -> Any:
+    made = crew(llm(base_url, model))
+    return asyncio.run(getattr(made, "akickoff", made.kickoff_async)()).raw
+
+
+def nested(base_url: str, model: str) -> Any:
+    at = llm(base_url, model)
+    return crew(at, name="outer", inner=crew(at, "helper", name="inner")).kickoff().raw
+
+
+def lone_agent(base_url: str, model: str) -> Any:
+    from crewai import Agent
+
+    agent = Agent(role="loner", goal="g", backstory="b", llm=llm(base_url, model))
+    return agent.kickoff("say hi").raw
+
+
+def flow(base_url: str, model: str) -> Any:
+    from crewai.flow.flow import Flow, listen, start
+
+    at = llm(base_url, model)
+
+    class Report(Flow):  # type: ignore[type-arg]
+        @start()
+        def plan(self) -> Any:
+            return at.call("plan it")
+
+        @listen(plan)
+        def write(self, plan: Any) -> Any:
+            return crew(at).kickoff().raw
+
+    return Report().kickoff()
+
+
+def scenario(
+    row: str, script: Callable[[], list[Reply]], play: Any, *programs: ProgramFact, name: str = ""
+) -> Scenario:
+    return Scenario("crewai", row, ("crewai",), script, play, programs, name=name)
+
+
+UPPER = (ToolFact("upper"),)
+TEAM = ProgramFact("team", nodes=("writer", "writer"), tools=UPPER)
+
+
+def one_tool() -> list[Reply]:
+    return [use("upper"), final("done")]
+
+
+def two_tools() -> list[Reply]:
+    """Both in one answer, in threads, where the model may ask so."""
+    uses = [ToolUse("upper", {"text": "hi"}), ToolUse("count", {"text": "hi"})]
+    return [uses, final("done")] if native() else [use("upper"), use("count"), final("done")]
+
+
+SCENARIOS = [
+    scenario("sync", one_tool, kickoff, TEAM),
+    scenario("async", one_tool, in_async, TEAM),
+    scenario("stream", one_tool, partial(kickoff, stream=True), TEAM),
+    scenario(
+        "error",
+        lambda: [use("broken"), final("done")],
+        kickoff,
+        # With calls as text CrewAI tries a tool three times.
+        ProgramFact(
+            "team", nodes=("writer",) * 2, tools=(ToolFact("broken", "timeout"),) * (1 if native() else 3)
+        ),
+    ),
+    scenario(
+        "parallel",
+        lambda: [final("one"), final("two")],
+        lambda base_url, model: kickoff(base_url, model, "first", "second", in_thread=True),
+        ProgramFact("team", nodes=("first", "second")),
+        name="tasks",
+    ),
+    scenario(
+        "sub_agent",
+        lambda: [use("ask"), final("inner says"), final("done")],
+        nested,
+        ProgramFact("outer", nodes=("writer", "writer"), tools=(ToolFact("ask"),)),
+        ProgramFact("inner", parent="outer", nodes=("helper",)),
+    ),
+    scenario("sync", lambda: [final("hi")], lone_agent, ProgramFact("loner", nodes=("loner",)), name="agent"),
+    scenario(
+        "sync",
+        lambda: ["the plan", *one_tool()],
+        flow,
+        ProgramFact("flow", nodes=(None,)),
+        ProgramFact("crew", parent="flow", nodes=("writer", "writer"), tools=UPPER),
+        name="flow",
+    ),
+    scenario(
+        "parallel",
+        two_tools,
+        kickoff,
+        ProgramFact("team", nodes=("writer",) * (2 if native() else 3), tools=(ToolFact("count"), *UPPER)),
+    ),
+]
