@@ -100,7 +100,7 @@ def test_a_providers_server_is_not_taken_for_a_sojourn_server(
         asked.append(root)
         return status, answer
 
-    monkeypatch.setattr(agent_process, "get_capabilities", get)
+    monkeypatch.setattr(agent_process, "get_page", get)
     environment = {"OPENAI_BASE_URL": "https://provider.example/v1", "OPENAI_API_KEY": "secret"}
     assert openai_base_url_root(environment, notes.append) is None
     assert asked == ["https://provider.example"]
@@ -295,9 +295,9 @@ def test_the_users_sitecustomize_still_runs(tmp_path: Path) -> None:
 def test_the_probe_carries_no_key_and_uses_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", UNUSED)
     with FakeServer(api_key="secret") as server:
-        assert agent_process.get_capabilities(server.url)[0] == 401
+        assert agent_process.get_page(server.url)[0] == 401
     with FakeServer() as server:
-        assert agent_process.get_capabilities(server.url)[0] == 200
+        assert agent_process.get_page(server.url)[0] == 200
         assert server.probes == 1
 
 

@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from sojourn.config import with_scheme, without_credentials
 from sojourn.errors import install_command
+from sojourn.ids import id_problem
+from sojourn.wire_codec import CAPABILITIES_PATH
 
 from .cli_error import CliError
 from .coding_agents import CLIENTS, NOT_FOLLOWED, TAKEN_ONCE, Target
@@ -62,9 +65,6 @@ def exec_agent_command(
     there, else ``DEFAULT_URL``. ``children``: also instrument the command's Python child processes.
     ``program_id``: id of the program to which all requests outside ``program()`` belong.
     """
-    from sojourn.config import with_scheme
-    from sojourn.ids import id_problem
-
     _check_is_no_option(command[0])
     problem = None if program_id is None else id_problem(program_id)
     if problem is not None:
@@ -203,8 +203,6 @@ def configured_client(
 ) -> tuple[Sequence[str], dict[str, str]]:
     """Return the command and the environment of a coding agent, with what directs it to the server at
     ``url``. Tells with ``note`` what was done."""
-    from sojourn.config import without_credentials
-
     name, root = Path(command[0]).stem, url.rstrip("/").removesuffix("/v1")
     if name in NOT_FOLLOWED:
         note(f"{name} cannot be followed, since {NOT_FOLLOWED[name]}; it runs unchanged")
@@ -231,7 +229,7 @@ def configured_client(
 def served_models(root: str, api_key: str) -> list[dict[str, Any]]:
     """Return the models that the server lists; empty if it does not answer with a list."""
     try:
-        _, body = _get(root, "/v1/models", api_key)
+        _, body = get_page(root, "/v1/models", api_key)
         return [model for model in json.loads(body)["data"] if isinstance(model["id"], str)]
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError):
         return []
@@ -250,7 +248,7 @@ def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | No
         return None
     root = named.rstrip("/").removesuffix("/v1")
     try:
-        status, body = get_capabilities(root)
+        status, body = get_page(root)
         document = json.loads(body) if status == 200 else None
     except (OSError, http.client.HTTPException) as error:
         problem = type(error).__name__
@@ -280,18 +278,12 @@ def autostart_directory() -> str:
     raise CliError("the integrations are not installed", remedy)
 
 
-def get_capabilities(root: str) -> tuple[int, bytes]:
-    """Return HTTP status and body of a server's capabilities page. The request uses no proxy and no API key.
+def get_page(root: str, path: str = CAPABILITIES_PATH, api_key: str = "") -> tuple[int, bytes]:
+    """Return HTTP status and body of a server's page. The request uses no proxy.
 
     Raises ``OSError`` or ``http.client.HTTPException``; ``ValueError`` or ``http.client.InvalidURL`` for a
     text that is no URL.
     """
-    from sojourn.wire_codec import CAPABILITIES_PATH
-
-    return _get(root, CAPABILITIES_PATH)
-
-
-def _get(root: str, path: str, api_key: str = "") -> tuple[int, bytes]:
     from sojourn.http_transport import tls_context
 
     parts = urlsplit(root)
@@ -316,7 +308,7 @@ def _note_unless_served(url: str, note: Note) -> bool:
     """Return whether a sojourn server answers at ``url``; show a note if none does. Raises ``CliError``
     for an invalid URL."""
     try:
-        status, _ = get_capabilities(url.rstrip("/").removesuffix("/v1"))
+        status, _ = get_page(url.rstrip("/").removesuffix("/v1"))
     except (ValueError, http.client.InvalidURL) as error:
         raise CliError(
             f"{url!r} is no URL: {error}", f"give the server's root, e.g. --url {DEFAULT_URL}"
