@@ -2,8 +2,7 @@
 
 A process of the trace is a group of programs, such as a run; a thread is a program. Slices of one thread must
 nest, so parallel turns of a program get further threads (lanes). Times are microseconds since the first
-event. The trace has at most ``max_events`` events. If there are more, the oldest are left out, and a note in
-the trace says how many.
+event. The oldest events above ``max_events`` are left out; a note in the trace says how many.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class Slice(NamedTuple):
 
 
 class PerfettoTrace:
-    """Collects events of one or more runs. ``document`` returns them as a trace. Arguments in seconds are on
-    the clock of the run."""
+    """Collects events of one or more runs. Arguments in seconds are on the clock of the run."""
 
     def __init__(self) -> None:
         self._metadata: list[dict[str, Any]] = []
@@ -69,11 +67,9 @@ class PerfettoTrace:
             whole = ("turn" if parts else "tool", found.name, first_s, last_s, dict(found.arguments))
             at = self._thread(pid, program_id, lane)
             events: list[dict[str, Any]] = []
-            for kind, name, a, b, arguments in (whole, *parts):
-                if kind != "phase" or b > a:
-                    more = {} if arguments is None else {"args": arguments}
-                    event = {"ph": "X", **at, "cat": kind, "name": name, "ts": a, "dur": b - a, **more}
-                    events.append(event)
+            for kind, name, a, b, arguments in (whole, *(part for part in parts if part[3] > part[2])):
+                event = {"ph": "X", **at, "cat": kind, "name": name, "ts": a, "dur": b - a}
+                events.append(event | ({} if arguments is None else {"args": arguments}))
             self._groups.append(events)
 
     def add_instant(
@@ -89,8 +85,8 @@ class PerfettoTrace:
         self, pid: int, program_id: str, start_s: float, end_s: float, arguments: Mapping[str, Any]
     ) -> None:
         """Add a lease as an asynchronous slice, since leases overlap turns."""
-        at = {**self._thread(pid, program_id, 0), "cat": "lease", "name": f"lease {program_id}"}
-        at["id"] = len(self._groups) + 1
+        at = {"cat": "lease", "name": f"lease {program_id}", "id": len(self._groups) + 1}
+        at |= self._thread(pid, program_id, 0)
         begin = {"ph": "b", **at, "ts": start_s, "args": dict(arguments)}
         self._groups.append([begin, {"ph": "e", **at, "ts": max(start_s, end_s)}])
 
@@ -110,8 +106,7 @@ class PerfettoTrace:
     def document(
         self, *, max_events: int = MAX_EVENTS, notes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the trace as JSON data. ``notes``, such as the source of the run, go into its
-        ``otherData``."""
+        """Return the trace as JSON data, with ``notes`` in its ``otherData``."""
         groups = sorted(self._groups, key=lambda group: -group[0]["ts"])
         fitting = (total <= max_events for total in itertools.accumulate(map(len, groups)))
         kept = groups[: next((n for n, fits in enumerate(fitting) if not fits), len(groups))]
@@ -124,13 +119,9 @@ class PerfettoTrace:
                 event["dur"] = round(event["dur"] * 1e6, 1)
         metadata = list(self._metadata)
         if cut:
-            metadata += [
-                _metadata(_NOTES, 0, "process_name", name="notes on this trace"),
-                {
-                    "ph": "X", "pid": _NOTES, "tid": 0, "cat": "note", "ts": 0.0, "dur": 1000.0,
-                    "name": f"cut: {cut} older events are left out", "args": {"cut_events": cut},
-                },
-            ]  # fmt: skip
+            note = {"ph": "X", "pid": _NOTES, "tid": 0, "cat": "note", "ts": 0.0, "dur": 1000.0}
+            note |= {"name": f"cut: {cut} older events are left out", "args": {"cut_events": cut}}
+            metadata += [_metadata(_NOTES, 0, "process_name", name="notes on this trace"), note]
         about = {**(notes or {}), "cut_events": cut, "zero_s": zero_s}
         return {"traceEvents": [*metadata, *events], "displayTimeUnit": "ms", "otherData": about}
 
@@ -159,11 +150,9 @@ def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:
 def add_ledger_program(
     trace: PerfettoTrace, pid: int, program: Mapping[str, Any], *, since_s: float = float("-inf")
 ) -> list[Slice]:
-    """Add the turns, gaps and leases of ``program``, an answer of ``GET /sojourn/v1/programs/{id}``. Return
-    the slices of turns and gaps, for ``add_counters``.
-
-    Turns that ended before ``since_s`` are left out. The slice of a gap has the argument ``inferred``,
-    because the engine sees only the time between two requests; the tool itself may have been shorter."""
+    """Add the turns, gaps and leases of ``program``, an answer of ``GET /sojourn/v1/programs/{id}``, without
+    turns that ended before ``since_s``. Return the slices of turns and gaps, for ``add_counters``. Gaps are
+    ``inferred``: the engine sees the time between two requests; the tool may have been shorter."""
     program_id = str(program["program_id"])
     slices: list[Slice] = []
     turns = program.get("ledger") or ()

@@ -117,12 +117,11 @@ class PromptPlan:
             self.plans = _plan_blocks(program, self.runs)
         else:
             self.plans = plan_turns(program, token_scale)
-        last_use = list(range(len(self.plans)))
+        self.last_use = list(range(len(self.plans)))
+        """For each turn, the index of the last turn that continues it, or its own index if no turn does."""
         for index, plan in enumerate(self.plans):
             if plan.base is not None:
-                last_use[plan.base] = index
-        self.last_use = last_use
-        """For each turn, the index of the last turn that continues it, or its own index if no turn does."""
+                self.last_use[plan.base] = index
 
 
 class PromptBuilder:
@@ -137,9 +136,8 @@ class PromptBuilder:
         outline: PromptPlan | None = None,
         ids: TokenIdGenerator | None = None,
     ) -> None:
-        """Each ``copy`` of a program has its own tokens; copy 0 is the recorded program. ``system_blocks``
-        are recorded blocks that all copies share. Builders of one program may share ``outline`` (default:
-        unscaled lengths). Any builders may share ``ids`` (default: of ``DEFAULT_VOCABULARY``)."""
+        """Each ``copy`` of a program has its own tokens, except ``system_blocks``, which are recorded; copy 0
+        is the recorded program. Builders of one program may share ``outline``, any builders ``ids``."""
         self._outline = outline or PromptPlan(program)
         self._ids = ids or TokenIdGenerator(DEFAULT_VOCABULARY)
         self.plans = self._outline.plans
@@ -159,9 +157,7 @@ class PromptBuilder:
         ids: list[int] = []
         if plan.base is not None:
             prompt, output = self._contexts[plan.base]
-            ids = prompt[: plan.reused_tokens]
-            if plan.reused_tokens > len(prompt):
-                ids += output[: plan.reused_tokens - len(prompt)]
+            ids = prompt[: plan.reused_tokens] + output[: max(0, plan.reused_tokens - len(prompt))]
             if plan.dropped_tokens:
                 ids += output[plan.dropped_tokens :]
         ids += self._fresh(index, len(ids))
@@ -223,8 +219,9 @@ class PromptBuilder:
         return self._draw(f"{self._name}/{index}/end", size)
 
     def _block(self, block: int, size: int) -> list[int]:
-        seed = self._public_seed if block in self._system else self._private_seed
-        return self._ids.draw(seed ^ block, size)
+        return self._ids.draw(
+            block ^ (self._public_seed if block in self._system else self._private_seed), size
+        )
 
     def _runs(self, index: int) -> BlockRuns:
         assert self._outline.runs is not None
@@ -254,11 +251,10 @@ def _plan_blocks(program: TraceProgram, runs: list[BlockRuns]) -> list[TurnPlan]
         if same == count_blocks(runs[index - 1]) and prompt >= before.prompt_tokens:
             dropped = min(turn.out_dropped, before.output_tokens)
             context = before.prompt_tokens + before.output_tokens
-            if prompt >= context - dropped:
-                kept = before.prompt_tokens if dropped else context
-                plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
-            else:  # The prompt has only part of the previous output. The source does not record why.
-                plans.append(TurnPlan(prompt, output, prompt, 0, index - 1))
+            kept = before.prompt_tokens if dropped else context
+            if prompt < context - dropped:  # it has only part of the previous output, the source says not why
+                kept, dropped = prompt, 0
+            plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
             continue
         base = index - 1
         for older in range(index - 2, max(0, index - _HISTORY_TURNS) - 1, -1):
@@ -288,11 +284,8 @@ def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None
     kept = min(kept, before.prompt_tokens + before.output_tokens)
     longest = turn.prefix_tokens_any
     if longest is not None and longest > kept + _PREFIX_SLACK_TOKENS:
-        older = [
-            j
-            for j in range(max(0, index - _HISTORY_TURNS), index - 1)
-            if program.turns[j].prompt_tokens + program.turns[j].output_tokens >= longest
-        ]
+        lengths = [turn.prompt_tokens + turn.output_tokens for turn in program.turns[:index]]
+        older = [j for j in range(max(0, index - _HISTORY_TURNS), index - 1) if lengths[j] >= longest]
         if older:
             return min(older, key=lambda j: (abs(program.turns[j].prompt_tokens - longest), -j)), longest
     return index - 1, kept

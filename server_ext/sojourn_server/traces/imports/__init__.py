@@ -8,11 +8,11 @@ from pathlib import Path
 
 from .ledger_import import read_ledgers
 from .recorded_calls import ImportResult
-from .session_files import SESSION_READERS, read_sessions
+from .session_files import SESSION_READERS
 from .span_import import read_spans
 
 IMPORT_FORMATS: Mapping[str, Callable[[Sequence[str | Path]], ImportResult]] = {
-    **{source: partial(read_sessions, source) for source in SESSION_READERS},
+    **{reader.source: reader.read for reader in SESSION_READERS},
     **{source: partial(read_spans, source=source) for source in ("otel", "langfuse", "langsmith")},
     "sojourn": read_ledgers,
 }

@@ -12,6 +12,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -30,7 +31,6 @@ from .recorded_calls import (
     command_of,
     seconds,
     to_trace,
-    token_count,
     usage_of,
 )
 
@@ -39,7 +39,6 @@ _INSTANT_TOOLS = frozenset({"edit", "multiedit", "notebookedit", "write", "read"
 """Lower-case names of tools that take milliseconds; a longer wait is a person's."""
 _ASKING_TOOLS = frozenset({"askuserquestion", "exitplanmode", "request_user_input", "question"})
 """Lower-case names of tools that ask a person."""
-_CHARS_PER_TOKEN = 4
 
 
 class _Session:
@@ -102,8 +101,8 @@ class _Session:
         return start_s
 
 
-class _SessionReader:
-    """Reads the files of one client, once. Subclasses read an entry, which is a line of JSON."""
+class SessionReader:
+    """Reads the files of one client. Subclasses add an entry, which is a line of JSON."""
 
     source: ClassVar[str]
     pattern = "*.jsonl"
@@ -113,30 +112,31 @@ class _SessionReader:
         self._sessions: dict[str, _Session] = {}
         self._of_file: dict[str, _Session] = {}
 
-    def read(self, paths: Sequence[str | Path]) -> ImportResult:
-        bad: list[str] = []
+    @classmethod
+    def read(cls, paths: Sequence[str | Path]) -> ImportResult:
+        """Return the programs of all sessions in files and folders. Entries that cannot be read are left out;
+        a note counts them and names the first. Raises ``TraceError`` if no entry is a model call."""
+        self, bad = cls(), []
         for path in map(Path, paths):
-            files = sorted(path.rglob(self.pattern)) if path.is_dir() else [path]
+            files = sorted(path.rglob(cls.pattern)) if path.is_dir() else [path]
             for file, place, entry in chain.from_iterable(map(self._entries, files)):
                 try:
                     self._add(entry, str(file))
-                except KeyError as error:
-                    bad.append(f"{file}, {place}: has no {error}")
                 except (TypeError, ValueError, AttributeError, LookupError) as error:
-                    bad.append(f"{file}, {place}: {type(error).__name__}, no entry of a session")
+                    missing = f"has no {error}" if isinstance(error, KeyError) else "no entry of a session"
+                    bad.append(f"{file}, {place}: {missing}")
         if bad:
             self.left_out[f"entries left out, the first is {bad[0]}"] = len(bad)
         sessions = self._sessions.values()
         self.left_out["tool calls without a result left out"] = sum(len(one.open_tools) for one in sessions)
-        return to_trace([session.program for session in sessions], self.source, self.left_out, paths)
+        return to_trace([session.program for session in sessions], cls.source, self.left_out, paths)
 
     def _entries(self, path: Path) -> Iterator[tuple[Path, str, Any]]:
         for number, line in enumerate(read_bytes(path).splitlines(), start=1):
             if line.strip():
-                try:
+                entry = None
+                with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     entry = msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    entry = None
                 yield path, f"line {number}", entry
 
     def _add(self, entry: Any, path: str) -> None:
@@ -160,7 +160,7 @@ class _SessionReader:
         return usage.with_cache() if usage and said and "prompt_tokens" not in said else usage
 
 
-class _ClaudeCodeReader(_SessionReader):
+class ClaudeCodeReader(SessionReader):
     """Sessions of Claude Code: ``~/.claude/projects``.
 
     One message has several lines; the last has its counts. ``parentUuid`` makes a tree: a line that continues
@@ -185,12 +185,12 @@ class _ClaudeCodeReader(_SessionReader):
             if agent or entry.get("isSidechain"):
                 role = entry.get("attributionAgent") if agent else "sidechain"
                 session = self._session(f"{entry['sessionId']}/{agent or uuid}", session, role)
-        if (above is None and session.program.calls) or entry.get("subtype") == "compact_boundary":
-            session.context_changed = True
+        compacted = entry.get("subtype") == "compact_boundary"
+        session.context_changed |= compacted or (above is None and bool(session.program.calls))
         self._before[uuid] = session, call
         at_s, message = seconds(entry["timestamp"]), entry.get("message") or {}
         blocks = message["content"] if isinstance(message.get("content"), list) else []
-        if entry.get("subtype") == "compact_boundary":
+        if compacted:
             self.left_out["compactions: the call that wrote the summary is not in the file"] += 1
         elif entry["type"] == "user":
             self._add_input(entry, session, at_s, [one for one in blocks if one["type"] == "tool_result"])
@@ -200,7 +200,7 @@ class _ClaudeCodeReader(_SessionReader):
             texts = (one.get("text") or one.get("thinking") or one.get("input") or "" for one in blocks)
             self._chars[message["id"]] += sum(len(str(said)) for said in texts)
             if message.get("stop_reason") is None:  # counted when the answer began, if no other line follows
-                estimate = self._chars[message["id"]] // _CHARS_PER_TOKEN
+                estimate = self._chars[message["id"]] // 4  # characters a token
                 usage = usage._replace(output=max(usage.output, estimate))
             session.add_output(at_s)
             self._before[uuid] = session, session.add_call(message["id"], usage, call)
@@ -211,11 +211,10 @@ class _ClaudeCodeReader(_SessionReader):
 
     def _add_input(self, entry: Any, session: _Session, at_s: float, results: list[Any]) -> None:
         told = entry.get("toolUseResult")
-        facts = told if isinstance(told, dict) else {}
-        own_ms = token_count(facts, "durationMs")
+        facts, rejected = told if isinstance(told, dict) else {}, str(told).startswith("User rejected")
+        own_ms = facts.get("durationMs")
         for block in results:
-            rejected = isinstance(told, str) and told.startswith("User rejected")
-            own_s = None if own_ms is None else own_ms / 1000
+            own_s = own_ms / 1000 if isinstance(own_ms, (int, float)) else None
             start_s = session.end_tool(block["tool_use_id"], at_s, own_s, rejected)
             if agent := facts.get("agentId"):
                 sub = self._session(f"{entry['sessionId']}/{agent}", session, facts.get("agentType")).program
@@ -226,7 +225,7 @@ class _ClaudeCodeReader(_SessionReader):
             session.add_input(at_s, person=origin == "human" and not of_client)
 
 
-class _CodexReader(_SessionReader):
+class CodexReader(SessionReader):
     """Sessions of Codex: ``~/.codex/sessions``. A file is a thread; a fork begins with copied lines. A call
     ends with a ``token_usage_record``, in older files with an event ``token_count``, maybe repeated."""
 
@@ -257,13 +256,15 @@ class _CodexReader(_SessionReader):
             session.program.model = payload.get("model")
         elif kind == "token_usage_record":
             self._total[path] = None
-            if payload.get("thread_id", session.program.program_id) == session.program.program_id:
-                self._add_call(session, payload["response_id"], payload["usage"])
+            own = payload.get("thread_id", session.program.program_id) == session.program.program_id
+            if own and (usage := self._usage(payload["usage"])):
+                session.add_call(payload["response_id"], usage)
         elif what == "token_count" and payload.get("info"):
             total = payload["info"]["total_token_usage"]
             if self._total.get(path, ()) not in (None, total):
                 self._total[path] = total
-                self._add_call(session, f"{at_s} {total}", payload["info"]["last_token_usage"])
+                if usage := self._usage(payload["info"]["last_token_usage"]):
+                    session.add_call(f"{at_s} {total}", usage)
         elif what == "item_completed" and "started_at_ms" in payload:
             own_ms = payload["completed_at_ms"] - payload["started_at_ms"]
             self._own_s[payload["item"]["id"]] = own_ms / 1000
@@ -277,12 +278,8 @@ class _CodexReader(_SessionReader):
                 arguments = payload.get("arguments") or payload.get("action")
                 session.start_tool(payload["call_id"], payload.get("name") or what, arguments, at_s)
 
-    def _add_call(self, session: _Session, call_id: str, counts: Any) -> None:
-        if usage := self._usage(counts):
-            session.add_call(call_id, usage)
 
-
-class _PiReader(_SessionReader):
+class PiReader(SessionReader):
     """Sessions of Pi: ``~/.pi/agent/sessions``. A file is a session; ``parentId`` makes a tree."""
 
     source = "pi"
@@ -313,7 +310,7 @@ class _PiReader(_SessionReader):
         self._before[path, entry.get("id")] = call
 
 
-class _OpenCodeReader(_SessionReader):
+class OpenCodeReader(SessionReader):
     """Sessions of OpenCode: ``opencode.db`` in ``~/.local/share/opencode``. Tools have their own times."""
 
     source = "opencode"
@@ -367,7 +364,7 @@ class _OpenCodeReader(_SessionReader):
                 self._session(sub, session).program.asked_s = tool_s
 
 
-class _OpenAiReader(_SessionReader):
+class OpenAiReader(SessionReader):
     """Logs of requests to an OpenAI API: a line has ``messages``, ``usage``, ``start_time`` and ``end_time``.
 
     A request continues the one with the longest list of messages that its own list begins with, unless the
@@ -406,13 +403,4 @@ class _OpenAiReader(_SessionReader):
         self._ends[digests[-1]] = session, call, len(messages)
 
 
-SESSION_READERS = {
-    reader.source: reader
-    for reader in (_ClaudeCodeReader, _CodexReader, _OpenCodeReader, _PiReader, _OpenAiReader)
-}
-
-
-def read_sessions(source: str, paths: Sequence[str | Path]) -> ImportResult:
-    """Return the programs of all sessions in files and folders of ``source``. Entries that cannot be read are
-    left out; a note counts them and names the first. Raises ``TraceError`` if no entry is a model call."""
-    return SESSION_READERS[source]().read(paths)
+SESSION_READERS = (ClaudeCodeReader, CodexReader, OpenCodeReader, PiReader, OpenAiReader)
