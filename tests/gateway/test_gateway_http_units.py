@@ -18,7 +18,7 @@ from sojourn_server.gateway.http.engine_client import (
     engine_request_headers,
     headers_not_sent,
 )
-from sojourn_server.gateway.http.engine_descriptions import DEFAULT_CAPACITY_TOKENS, describe_engine
+from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.generation_request import ClientDisconnected
 from sojourn_server.gateway.http.program_events import worth_waiting_s
 from sojourn_server.gateway.http.replica_addresses import (

@@ -12,12 +12,12 @@ import pytest
 from fake_engine import FakeEngine
 from fake_pair_engine import PairEngine, core_of, engines_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, until
-from sojourn_server.gateway.http.engine_descriptions import (
+from sojourn_server.gateway.http.engine_monitor import (
     EngineCompatibility,
+    EngineMonitor,
     incompatibility,
     nic_queue_event,
 )
-from sojourn_server.gateway.http.engine_monitor import EngineMonitor
 from sojourn_server.routing.routing_events import NicQueueReported, PairRole
 from sojourn_server.routing.routing_records import LinkStats
 

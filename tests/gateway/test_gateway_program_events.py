@@ -36,7 +36,7 @@ from sojourn.wire_events import (
 )
 from sojourn_server.core.client_event_decoder import MAX_ATTACHED_EVENTS
 from sojourn_server.gateway.http import program_events
-from sojourn_server.gateway.http.engine_descriptions import EngineDescription
+from sojourn_server.gateway.http.engine_monitor import EngineDescription
 from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.gateway.http.program_events import AttachedEvents, ProgramEvents
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddress

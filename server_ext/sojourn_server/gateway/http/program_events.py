@@ -68,7 +68,7 @@ from ...core.client_event_decoder import MAX_ATTACHED_EVENTS, undecodable_outcom
 from ...routing.routing_events import ProgramEnded, SendRequest
 from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
-from .engine_descriptions import EngineDescription
+from .engine_monitor import EngineDescription
 from .gateway_metrics import GatewayMetrics
 from .program_id_mapper import Key, ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses

@@ -42,9 +42,6 @@ from .routing_backend import RoutingBackend
 
 logger = logging.getLogger(__name__)
 
-METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"
-"""Prometheus' text format."""
-
 
 @dataclass(frozen=True, slots=True)
 class StatusRoutes:
@@ -111,7 +108,7 @@ class StatusRoutes:
     async def _exposition(self, request: Request) -> Response:
         states, uses = self.routing_backend.replicas(), self.routing_backend.core.strategy.shares_used()
         page = self.metrics.exposition(states, uses, len(self.monitor.missing()), self._roles(states) or {})
-        return Response(page, media_type=METRICS_MEDIA_TYPE)
+        return Response(page, media_type="text/plain; version=0.0.4")
 
     async def _programs(self, request: Request) -> Response:
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
