@@ -65,8 +65,9 @@ client = anthropic.Anthropic(default_headers={"X-Session-ID": "$session"})
 text = {"type": "object", "properties": {"command": {"type": "string"}}}
 tools = [{"name": "bash", "description": "Run a command.", "input_schema": text}]
 messages = [{"role": "user", "content": sys.argv[1]}]
+common = {"model": "$model", "max_tokens": 512, "tools": tools, "system": "You are a careful agent. " * 200}
 while True:
-    with client.messages.stream(model="$model", max_tokens=512, tools=tools, messages=messages) as stream:
+    with client.messages.stream(**common, messages=messages) as stream:
         answer = stream.get_final_message()
     calls = [part for part in answer.content if part.type == "tool_use"]
     if not calls:

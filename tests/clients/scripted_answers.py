@@ -40,7 +40,7 @@ SCRIPTS: dict[str, tuple[Step, ...]] = {
     "helper": (("shell", "echo helper {seed}"),),
     # Commands that stand for builds and tests: two to five seconds, 40 lines.
     "build": tuple(
-        ("shell", f"sleep {2 + turn % 4}; seq {{seed}}{turn}00 {{seed}}{turn}39") for turn in range(6)
+        ("shell", f"sleep {2 + turn % 4}; seq {{seed}}{turn}00 {{seed}}{turn}39") for turn in range(5)
     ),
 }
 TOOLS: dict[str, tuple[str, ...]] = {

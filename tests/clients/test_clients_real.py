@@ -125,5 +125,5 @@ def test_a_session_is_a_program(
     assert found_again(through[0])
 
     row = f"| {' | '.join(cells)} |"
-    documented = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {client.name} |")]
-    assert [line.split("|")[3:] for line in documented] == [row.split("|")[3:]], f"write into {PAGE}:\n{row}"
+    same = [line for line in PAGE.read_text().splitlines() if line.split("|")[3:] == row.split("|")[3:]]
+    assert any(line.startswith(f"| {client.name} |") for line in same), f"write into {PAGE}:\n{row}"
