@@ -84,7 +84,7 @@ def _usable_turns(program: _LedgerProgram, left_out: Counter[str]) -> list[_Ledg
 
 
 def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
-    fields = record if isinstance(record, dict) else {"ledger": None}
+    fields: dict[str, Any] = record if isinstance(record, dict) else {"ledger": None}
     if isinstance(fields.get("programs"), list):
         for inner in fields["programs"]:
             yield from _programs(inner, where)

@@ -8,7 +8,6 @@ asked a person if its result took ``_APPROVAL_S`` longer.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -135,7 +134,7 @@ class SessionReader:
         for number, line in enumerate(read_bytes(path).splitlines(), start=1):
             if line.strip():
                 entry = None
-                with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                with suppress(ValueError, RecursionError):
                     entry = msgspec.json.decode(line)
                 yield path, f"line {number}", entry
 
@@ -335,7 +334,7 @@ class OpenCodeReader(SessionReader):
 
     def _add(self, entry: Any, path: str) -> None:
         message_id, session_id, parent_id, data, texts = entry
-        message = json.loads(data)
+        message = msgspec.json.decode(data)
         parent = None if parent_id is None else self._session(parent_id)
         session = self._session(session_id, parent, None if parent is None else message.get("agent"))
         start_s = seconds(message["time"]["created"])
@@ -347,7 +346,7 @@ class OpenCodeReader(SessionReader):
         counts = {**tokens, "output": output, "cacheRead": cache["read"], "cacheWrite": cache["write"]}
         if not (usage := self._usage(counts)):
             return
-        tools = [part for part in map(json.loads, texts) if part["type"] == "tool"]
+        tools = [part for part in map(msgspec.json.decode, texts) if part["type"] == "tool"]
         tools = [part for part in tools if "end" in (part["state"].get("time") or {})]
         starts = [seconds(part["state"]["time"]["start"]) for part in tools]
         session.add_output(

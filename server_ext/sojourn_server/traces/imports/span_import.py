@@ -43,31 +43,21 @@ _MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
 
 
 class _Span(NamedTuple):
-    """One span. Times are seconds since the epoch; an end of 0 is missing."""
+    """One span. Ids are those of the trace and of the span. Times are seconds since the epoch; an end of 0 is
+    missing."""
 
-    trace_id: str
-    span_id: str
-    parent_id: str
+    key: tuple[str, str]
+    parent: tuple[str, str]
     start_s: float
     end_s: float
     attributes: Mapping[str, Any]
     meaning: SpanMeaning | None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.trace_id, self.span_id
-
-    @property
-    def kind(self) -> str | None:
-        return None if self.meaning is None else self.meaning.kind
-
-    @property
-    def conversation(self) -> str | None:
-        return text(self.attributes, *_CONVERSATION)
+    kind: str | None
+    conversation: str | None
 
 
 _MaybeRun = RecordedProgram | None
-_in_order = attrgetter("start_s", "trace_id", "span_id")
+_in_order = attrgetter("start_s", "key")
 
 
 def read_spans(paths: Sequence[str | Path], source: str = "otel") -> ImportResult:
@@ -85,7 +75,7 @@ def read_spans(paths: Sequence[str | Path], source: str = "otel") -> ImportResul
             except (AttributeError, TypeError, ValueError, OverflowError) as error:
                 raise TraceError(f"{path}, line {line}: no span: {error}") from None
         ended = {span.key: span for span in found if span.end_s}
-        if reversed_spans := [span.span_id for span in ended.values() if span.end_s < span.start_s]:
+        if reversed_spans := [span.key[1] for span in ended.values() if span.end_s < span.start_s]:
             raise TraceError(f"{path}: span {reversed_spans[0]} ends before it starts")
         if not ended:
             some = f"none of its {len(found)} spans has an end" if found else "it has no spans"
@@ -127,7 +117,7 @@ def _spans(record: Any) -> Iterator[_Span]:
     if held := next((held for held in holders if isinstance(held, list)), None):
         whole = {"sessionId": record.get("sessionId"), "traceId": record.get("id")}  # a trace of Langfuse
         for one in held:
-            yield from _spans({**whole, **one})
+            yield from _spans(one | {name: one.get(name) or value for name, value in whole.items()})
     elif "resourceSpans" in record:
         scopes = (scope for one in record["resourceSpans"] for scope in one.get("scopeSpans", ()))
         for span in (span for scope in scopes for span in scope.get("spans", ())):
@@ -147,8 +137,12 @@ def _span(record: Any, names: tuple[str, ...], attributes: Mapping[str, Any]) ->
     ids = record[names[0]], record[names[1]], record.get(names[2])
     trace_id, span_id, parent_id = (str(one or "").lower().removeprefix("0x") for one in ids)
     name, start_s, end = str(record.get("name") or ""), seconds(record[names[3]]), record.get(names[4])
-    parent_id, end_s = parent_id if parent_id.strip("0") else "", seconds(end) if end else 0.0
-    return _Span(trace_id, span_id, parent_id, start_s, end_s, attributes, meaning_of(name, attributes))
+    meaning = meaning_of(name, attributes)
+    return _Span(
+        (trace_id, span_id), (trace_id, parent_id if parent_id.strip("0") else ""), start_s,
+        seconds(end) if end else 0.0, attributes, meaning, meaning and meaning.kind,
+        text(attributes, *_CONVERSATION),
+    )  # fmt: skip
 
 
 def _otlp_value(value: dict[str, Any]) -> Any:
@@ -227,7 +221,7 @@ class _SpanAssigner:
         return list(self._runs.values())
 
     def _parent(self, span: _Span) -> _Span | None:
-        return None if span.parent_id == span.span_id else self._by_id.get((span.trace_id, span.parent_id))
+        return None if span.parent == span.key else self._by_id.get(span.parent)
 
     def _owner(self, span: _Span) -> RecordedProgram:
         """Return the run to which a model or tool call belongs: that of the enclosing spans, else that of the
@@ -235,7 +229,7 @@ class _SpanAssigner:
         own, since a tool that calls a model has its own context."""
         around, tool = self._inside(self._parent(span))
         if around is None:
-            return self._run(span.conversation, span.trace_id, None)
+            return self._run(span.conversation, span.key[0], None)
         around.conversation = around.conversation or span.conversation
         if tool is not None and span.kind == MODEL:
             return self._run(None, "/".join(tool.key), around)
