@@ -75,7 +75,7 @@ def exec_agent_command(
     else:
         url = openai_base_url_root(os.environ, note) or DEFAULT_URL
     is_served = _note_unless_served(url, note)
-    if Path(command[0]).stem in (*CLIENTS, *NOT_FOLLOWED):
+    if Path(command[0]).name in (*CLIENTS, *NOT_FOLLOWED):
         environment = dict(os.environ)
         if is_served:
             command, environment = configured_client(command, environment, url, note, program_id)
@@ -203,7 +203,7 @@ def configured_client(
 ) -> tuple[Sequence[str], dict[str, str]]:
     """Return the command and the environment of a coding agent, with what directs it to the server at
     ``url``. Tells with ``note`` what was done."""
-    name, root = Path(command[0]).stem, url.rstrip("/").removesuffix("/v1")
+    name, root = Path(command[0]).name, url.rstrip("/").removesuffix("/v1")
     if name in NOT_FOLLOWED:
         note(f"{name} cannot be followed, since {NOT_FOLLOWED[name]}; it runs unchanged")
         return command, environment
