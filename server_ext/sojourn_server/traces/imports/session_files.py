@@ -122,8 +122,8 @@ class SessionReader:
                 try:
                     self._add(entry, str(file))
                 except (TypeError, ValueError, AttributeError, LookupError) as error:
-                    missing = f"has no {error}" if isinstance(error, KeyError) else "no entry of a session"
-                    bad.append(f"{file}, {place}: {missing}")
+                    known = isinstance(error, KeyError) and str(file) not in error.args
+                    bad.append(f"{file}, {place}: {f'has no {error}' if known else 'no entry of a session'}")
         if bad:
             self.left_out[f"entries left out, the first is {bad[0]}"] = len(bad)
         sessions = self._sessions.values()
@@ -185,7 +185,8 @@ class ClaudeCodeReader(SessionReader):
                 role = entry.get("attributionAgent") if agent else "sidechain"
                 session = self._session(f"{entry['sessionId']}/{agent or uuid}", session, role)
         compacted = entry.get("subtype") == "compact_boundary"
-        session.context_changed |= compacted or (above is None and bool(session.program.calls))
+        rewound = above is None and entry["type"] == "user" and bool(session.program.calls)
+        session.context_changed |= compacted or rewound
         self._before[uuid] = session, call
         at_s, message = seconds(entry["timestamp"]), entry.get("message") or {}
         blocks = message["content"] if isinstance(message.get("content"), list) else []
@@ -268,7 +269,7 @@ class CodexReader(SessionReader):
             own_ms = payload["completed_at_ms"] - payload["started_at_ms"]
             self._own_s[payload["item"]["id"]] = own_ms / 1000
         elif kind == "response_item" and what == "message" and payload["role"] != "assistant":
-            session.add_input(at_s, person=payload["role"] == "user")
+            session.add_input(at_s, person=payload["role"] == "user" and not session.program.parent)
         elif kind == "response_item" and what.endswith("_output"):
             session.end_tool(payload["call_id"], at_s, self._own_s.pop(payload["call_id"], None))
         elif kind == "response_item":
@@ -319,9 +320,11 @@ class OpenCodeReader(SessionReader):
         parts: dict[str, list[str]] = {}
         try:
             with sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True) as database:
-                for message, data in database.execute(
-                    "SELECT message_id, data FROM part ORDER BY time_created"
-                ):
+                tools = (
+                    "SELECT message_id, json_remove(data, '$.state.output') FROM part WHERE json_valid(data) "
+                    "AND json_extract(data, '$.type') = 'tool' ORDER BY time_created"
+                )
+                for message, data in database.execute(tools):
                     parts.setdefault(message, []).append(data)
                 rows = database.execute(
                     "SELECT m.id, s.id, s.parent_id, m.data FROM message m JOIN session s "
@@ -346,8 +349,7 @@ class OpenCodeReader(SessionReader):
         counts = {**tokens, "output": output, "cacheRead": cache["read"], "cacheWrite": cache["write"]}
         if not (usage := self._usage(counts)):
             return
-        tools = [part for part in map(msgspec.json.decode, texts) if part["type"] == "tool"]
-        tools = [part for part in tools if "end" in (part["state"].get("time") or {})]
+        tools = [one for one in map(msgspec.json.decode, texts) if "end" in one["state"].get("time", ())]
         starts = [seconds(part["state"]["time"]["start"]) for part in tools]
         session.add_output(
             max(start_s, min([seconds(message["time"].get("completed", start_s)), *starts])), start_s
