@@ -541,7 +541,7 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
         elif step == "move" and name in fleet.homes:
             old = fleet.homes.pop(name)
             fleet.deaf.pop(old, None)
-            fleet.events.release(("", name), ReplicaAddress(old, old))
+            fleet.events.release(("", name), old)
             await until(lambda name=name, old=old: name not in fleet.views[old])  # type: ignore[misc]
         elif step == "restart":
             engine = draw.choice("ab")

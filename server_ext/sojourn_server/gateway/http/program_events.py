@@ -339,7 +339,7 @@ class ProgramEvents:
                 await asyncio.gather(sending, self._move_kv(key, moved_from, decision, authorization))
         finally:
             for former in list(self.leaving.get(key, ())):
-                self._send_release(key, former, authorization)
+                self.release(key, former, authorization)
 
     async def replay_before_request(self, key: Key, replica_id: str) -> None:
         """Send a replica the events that it lacks. Wait up to ``REPLAY_WAIT_S`` for the answer."""
@@ -402,14 +402,21 @@ class ProgramEvents:
         if is_homeless or self._routing_backend.is_waiting(*key):
             self.leave(key, former, delays + 1)
         else:
-            self._send_release(key, former, None)
+            self.release(key, former)
 
-    def _send_release(self, key: Key, former: str, authorization: str | None) -> None:
-        """Release a program's KV, unless its home is this replica again or another rank of its engine."""
+    def release(self, key: Key, former: str, authorization: str | None = None) -> None:
+        """Have a program's former replica drop its KV, by a ``ProgramEnd``, unless the program's home is this
+        replica again or another rank of its engine. ``authorization``: header of the program's last request;
+        ``None``: that of its last recorded event."""
         self._cancel_release(key, former)
         old, home = self._replicas.get(former), self._replicas.get(self._routing_backend.core.home(*key))
-        if old is not None and (home is None or home.url != old.url):
-            self.release(key, old, authorization)
+        if old is None or (home is not None and home.url == old.url):
+            return
+        record = self.programs.get(key)
+        if record is not None:
+            record.place = None if record.place == self._instance(old) else record.place
+            authorization = record.authorization if authorization is None else authorization
+        self._send_end(old, key, "cancelled", authorization)
 
     def _cancel_release(self, key: Key, former: str) -> None:
         timers = self.leaving.get(key, {})
@@ -417,16 +424,6 @@ class ProgramEvents:
             timers.pop(former).cancel()
             if not timers:
                 del self.leaving[key]
-
-    def release(self, key: Key, address: ReplicaAddress, authorization: str | None = None) -> None:
-        """Send a program's former replica a ``ProgramEnd``, so that it drops the program's KV.
-        ``authorization``: header of the program's last request; ``None``: that of its last recorded event."""
-        record = self.programs.get(key)
-        if record is not None and record.place == self._instance(address):
-            record.place = None
-        if record is not None and authorization is None:
-            authorization = record.authorization
-        self._send_end(address, key, "cancelled", authorization)
 
     # -- what is kept ------------------------------------------------------------------
 

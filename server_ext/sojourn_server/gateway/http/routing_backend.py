@@ -41,7 +41,6 @@ class RequestDecisions:
         self._decisions: deque[RequestDecision] = deque()
         self._answered = False
         """Whether the first byte of the answer has arrived."""
-        self._changed = asyncio.Event()
         self._limit: asyncio.Timeout | None = None
         """What a decision ends; ``None``: nothing."""
         self._grace_s = 0.0
@@ -74,9 +73,7 @@ class RequestDecisions:
 
     async def wait(self) -> None:
         """Wait until ``has_decision`` is True."""
-        while not self.has_decision:
-            self._changed.clear()
-            await self._changed.wait()
+        await self.unless_decided(asyncio.Event().wait())
 
     def take(self) -> RequestDecision | None:
         """Remove and return the next decision; ``None``: there is none yet. Raises ``ClientDisconnected``."""
@@ -109,7 +106,6 @@ class RequestDecisions:
         return None
 
     def _wake(self, grace_s: float) -> None:
-        self._changed.set()
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + grace_s)
 
