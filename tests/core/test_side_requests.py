@@ -124,10 +124,11 @@ def test_a_branch_takes_over_once_the_main_context_has_lost_its_lease() -> None:
     assert context(engine) == chain([*continued, 7, 7])
 
 
-def test_at_rest_a_rewind_is_the_next_turn_at_once() -> None:
+@pytest.mark.parametrize(("text", "kept"), [(BASH, 32), (ANSWER, 20)])
+def test_a_rewind_is_the_next_turn_at_once(text: str, kept: int) -> None:
     engine = VirtualEngine()
-    engine.turn("p", NEXT, ANSWER)
-    rewound = [*NEXT[:24], *prompt(4, 8)]
+    engine.turn("p", NEXT, text)
+    rewound = [*NEXT[:kept], *prompt(8, 8)]
     engine.turn("p", rewound)
     assert context(engine) == chain([*rewound, 7, 7])
     assert engine.program("p").turns == 2

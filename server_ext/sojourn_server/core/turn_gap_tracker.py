@@ -44,7 +44,8 @@ class TurnGapTracker:
         has a lease or reported the tool (at most ``max_held_s``). A request is a turn in four cases:
 
         1. There is no main context: the program is new or over, or the hashes were dropped.
-        2. It continues the main context: it begins with the last prompt. The output may be rewritten.
+        2. It continues the main context: it begins with the last prompt, since clients rewrite outputs, or
+           with more than half of it, if no turn runs (a rewind, an edited history).
         3. It is longer than the main context or, if that does not wait, at least half as long. If a turn
            runs, its requests become side requests.
         4. It continues the *branch*, the newest side request since the last turn, and the main context does
@@ -68,9 +69,12 @@ class TurnGapTracker:
             return True
         if before is None:
             return True
+        prompt_blocks, shared = (
+            min(len(before), prompt_tokens // block_size),
+            common_prefix_length(before, hashes),
+        )
         # The last block of a prompt may hold tokens that only begin an answer.
-        prompt_blocks = min(len(before), prompt_tokens // block_size) - 1
-        if common_prefix_length(before, hashes) >= prompt_blocks:
+        if shared >= prompt_blocks - 1 or (not live and 2 * shared > prompt_blocks):
             return True
         waits = bool(live) or self._waits_for_tool(program, now)
         if tokens > main_tokens or (not waits and 2 * tokens >= main_tokens):
