@@ -11,7 +11,7 @@ from rich.console import Console
 from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
 from sojourn_server.simulator.report import result_columns
 from sojourn_server.simulator.report.result_columns import COLUMNS, ResultColumn, TableCell, columns_to_show
-from sojourn_server.simulator.report.results_table import notes, render, title, workloads
+from sojourn_server.simulator.report.results_table import notes, render, summary, title, workloads
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow, SummaryStatistics
 
@@ -212,3 +212,16 @@ def test_the_title_tells_how_much_is_below_the_device_where_a_policy_has_it() ->
     for other in (0, 2000):  # as in a sweep
         swept = [*rows, row("lru-offload", host_blocks=other)]
         assert "host memory" not in title(swept)
+
+
+def test_the_end_says_in_words_what_sojourn_brings() -> None:
+    tokens = {"prompt_tokens": 1000, "regenerated_tokens": 500}
+    stock = row("stock", completion_estimate_s=seconds(300.0), **tokens)
+    ours = row("sojourn", completion_estimate_s=seconds(150.0), host_blocks=10, block_size=16)
+    said = summary([stock, msgspec.structs.replace(ours, prompt_tokens=1000, regenerated_tokens=20)])
+    assert "programs end 2.00× as soon, after 150 s in place of 300 s; 2 % of the prompt tokens" in said
+    assert said.endswith("sojourn has 160 tokens of host memory. vLLM's own offloading to as much: not run; "
+                         "add lru-offload to --policy.")  # fmt: skip
+    bound = msgspec.structs.replace(stock, completion_estimate_s=seconds(300.0, "mean"))
+    assert f"sojourn: {ours.output_tok_per_s / bound.output_tok_per_s:.2f}× as many" in summary([bound, ours])
+    assert summary([stock]) == ""

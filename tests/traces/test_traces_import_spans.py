@@ -404,10 +404,7 @@ def test_what_pythons_exporter_writes_is_read(tmp_path: Path) -> None:
         ('{"a": 1', r"line 1: not JSON: Expecting"),
         ('\n\n"text"', "line 3: no span: 'str' object"),
         ("[" * 100_000, "line 1: not JSON: maximum recursion depth"),
-        (
-            '{"traceId":"a","spanId":"b","startTimeUnixNano":"soon"}',
-            "line 1: no span: invalid literal",
-        ),
+        ('{"traceId":"a","spanId":"b","startTimeUnixNano":"soon"}', "line 1: no span: invalid literal"),
         (
             '{"traceId":"a","spanId":"b","startTimeUnixNano":"2000000000","endTimeUnixNano":"1000000000"}',
             "span b ends before it starts",

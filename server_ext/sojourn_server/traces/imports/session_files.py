@@ -255,10 +255,10 @@ class CodexReader(SessionReader):
         elif kind == "turn_context":
             session.program.model = payload.get("model")
         elif kind == "token_usage_record":
-            self._total[path] = None
             own = payload.get("thread_id", session.program.program_id) == session.program.program_id
             if own and (usage := self._usage(payload["usage"])):
                 session.add_call(payload["response_id"], usage)
+                self._total[path] = None
         elif what == "token_count" and payload.get("info"):
             total = payload["info"]["total_token_usage"]
             if self._total.get(path, ()) not in (None, total):
