@@ -25,7 +25,7 @@ from sojourn.monkey_patches import Patches
 from sojourn.program import Program, current_context
 from sojourn.valid_ids_and_names import agent_type_of
 
-from .safe_scope import Scope, enter, guarded, leave
+from .safe_scope import Scope, enter, entered, guarded, leave
 
 _patches = Patches()
 
@@ -88,27 +88,15 @@ def wrap(target: Any) -> None:
 
 
 def _run(owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _entered(_program, owner):
+    with entered(lambda: _program(owner)):
         return original(*args, **kwargs)
 
 
 async def _arun(
     owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    with _entered(_program, owner):
+    with entered(lambda: _program(owner)):
         return await original(*args, **kwargs)
-
-
-@contextmanager
-def _entered(make: Callable[[Any], AbstractContextManager[Any]], owner: Any) -> Iterator[None]:
-    """Enter ``make(owner)``, and leave it with the exception of the block. Raises none of its own."""
-    scope = enter(lambda: make(owner))
-    try:
-        yield
-    except BaseException as error:
-        leave(scope, error)
-        raise
-    leave(scope)
 
 
 def _program(owner: Any) -> AbstractContextManager[Any]:
@@ -145,14 +133,14 @@ def _in_program(owner: Any) -> Iterator[None]:
 def _agent(agent: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(original, "__name__", "") == "kickoff" and _get_running_loop() is not None:
         return original(*args, **kwargs)  # a coroutine of ``kickoff_async``
-    with _entered(_node, agent):
+    with entered(lambda: _node(agent)):
         return original(*args, **kwargs)
 
 
 async def _aagent(
     agent: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    with _entered(_node, agent):
+    with entered(lambda: _node(agent)):
         return await original(*args, **kwargs)
 
 

@@ -28,7 +28,7 @@ from sojourn.outgoing_request import RetryScope
 from sojourn.shell_command import command_class
 
 from .instance_method_wrapper import overlay_method, remove_all_overlays, remove_overlay
-from .safe_scope import count_error, enter, leave
+from .safe_scope import count_error, enter, entered, leave
 
 __all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument", "wrap"]  # noqa: F822
 
@@ -148,20 +148,15 @@ def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
     kind = type(agent).__name__
     # mini-extra's batch runs name their agents after the instance.
     name = getattr(agent, "instance_id", None) or kind
-    scope = enter(lambda: sojourn.program(str(name), agent_type=kind))
-    token = _running.set(running | {id(agent)})
-    key = object()
-    _agents_in_run[key] = agent
-    try:
-        result = run(*args, **kwargs)
-    except BaseException as error:
-        leave(scope, error)
-        raise
-    finally:
-        del _agents_in_run[key]
-        _running.reset(token)
-    leave(scope)
-    return result
+    with entered(lambda: sojourn.program(str(name), agent_type=kind)):
+        token = _running.set(running | {id(agent)})
+        key = object()
+        _agents_in_run[key] = agent
+        try:
+            return run(*args, **kwargs)
+        finally:
+            del _agents_in_run[key]
+            _running.reset(token)
 
 
 # ---- one command

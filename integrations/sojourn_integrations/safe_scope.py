@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from sojourn.runtime import session
@@ -64,6 +65,18 @@ def leave(
         scope.manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
     except Exception:
         count_error("internal_error")
+
+
+@contextmanager
+def entered(make: Callable[[], Any]) -> Iterator[None]:
+    """Run the block inside the context manager that ``make`` returns. Raises the block's exceptions only."""
+    scope = enter(make)
+    try:
+        yield
+    except BaseException as error:
+        leave(scope, error)
+        raise
+    leave(scope)
 
 
 def count_error(name: str) -> None:

@@ -9,24 +9,34 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import partial
-from importlib.metadata import version
+from contextlib import suppress
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from scenario_types import ProgramFact, Scenario, ToolFact
 from sojourn.testing import Reply, ToolUse
 
-# CrewAI reads these as it is imported. Without them it calls home and keeps results below the home directory.
-os.environ.update(CREWAI_DISABLE_TELEMETRY="true", CREWAI_TRACING_ENABLED="false", CREWAI_TESTING="true")
-os.environ["CREWAI_STORAGE_DIR"] = tempfile.mkdtemp(prefix="sojourn-crewai-")
-atexit.register(shutil.rmtree, os.environ["CREWAI_STORAGE_DIR"], ignore_errors=True)
-
 ABSENT = {"cancel": "a crew runs its tools in threads, which Python cannot cancel"}
 
 
 def native() -> bool:
-    """Whether tool calls are no text. Raises ``ModuleNotFoundError`` without CrewAI."""
-    return not version("crewai").startswith("1.0.")
+    """Whether tool calls are no text."""
+    with suppress(PackageNotFoundError):
+        return not version("crewai").startswith("1.0.")
+    return True
+
+
+@cache
+def library() -> Any:
+    """Import CrewAI so that it neither calls home nor keeps results below the home directory."""
+    storage = tempfile.mkdtemp(prefix="sojourn-crewai-")
+    atexit.register(shutil.rmtree, storage, ignore_errors=True)
+    os.environ.update(CREWAI_DISABLE_TELEMETRY="true", CREWAI_TRACING_ENABLED="false")
+    os.environ.update(CREWAI_TESTING="true", CREWAI_STORAGE_DIR=storage)
+    import crewai
+
+    return crewai
 
 
 def use(name: str) -> Reply:
@@ -41,9 +51,7 @@ def final(text: str) -> Reply:
 
 
 def llm(base_url: str, model: str, **more: Any) -> Any:
-    from crewai import LLM
-
-    return LLM(model=f"openai/{model}", base_url=base_url, api_key="none", max_tokens=64, **more)
+    return library().LLM(model=f"openai/{model}", base_url=base_url, api_key="none", max_tokens=64, **more)
 
 
 def crew(model: Any, *roles: str, inner: Any = None, in_thread: bool = False, name: str = "team") -> Any:
@@ -102,16 +110,13 @@ def nested(base_url: str, model: str) -> Any:
 
 
 def lone_agent(base_url: str, model: str) -> Any:
-    from crewai import Agent
-
-    agent = Agent(role="loner", goal="g", backstory="b", llm=llm(base_url, model))
+    agent = library().Agent(role="loner", goal="g", backstory="b", llm=llm(base_url, model))
     return agent.kickoff("say hi").raw
 
 
 def flow(base_url: str, model: str) -> Any:
-    from crewai.flow.flow import Flow, listen, start
-
     at = llm(base_url, model)
+    from crewai.flow.flow import Flow, listen, start
 
     class Report(Flow):  # type: ignore[type-arg]
         @start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 from threading import Thread
 from typing import Any
 
@@ -22,8 +21,6 @@ from sojourn.wire_events import ToolStart
 from sojourn_integrations import langchain
 from sojourn_integrations.langchain import callback_handler
 from sojourn_integrations.langchain.run_tree import RunTree
-
-OLD = version("langchain-core").startswith("1.0.")
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +225,6 @@ def test_call_ids_are_the_models_in_parallel_with_equal_arguments(server: FakeSe
     assert sorted(starts) == ids
 
 
-@pytest.mark.skipif(OLD, reason="ToolRetryMiddleware came later")
 def test_a_retried_tool_is_one_call_to_our_middleware_around_it(server: FakeServer) -> None:
     from langchain.agents.middleware import ToolRetryMiddleware
 

@@ -10,7 +10,7 @@ There are three ways to use this package; none of them changes an agent:
 
 If several ways are combined, each call is still reported once. ``run_tree`` decides which run is a program.
 The patched ``openai`` client reports the requests. It gets their program and node from a resolver
-(``sojourn.program.add_resolver``). No exception of ours reaches an agent. Checked with langchain-core 1.0.0
+(``sojourn.program.add_resolver``). No exception of ours reaches an agent. Checked with langchain-core 1.1.3
 and 1.7.2. Start reading at ``callback_handler``.
 """
 

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,7 @@ from sojourn.program import Program, ResolvedContext, add_resolver, remove_resol
 
 from sojourn_integrations.safe_scope import count_error
 
-from .run_tree import RunNode, RunTree, result_status
+from .run_tree import RunTree, result_status
 
 tree = RunTree()
 _users: set[str] = set()
@@ -188,7 +188,6 @@ def handler_class() -> Any:
                     name=name or _name(serialized),
                     kind=run_type,
                     metadata=metadata or {},
-                    inputs=None if _call_ids_passed else inputs,
                 )
             except Exception:
                 count_error("internal_error")
@@ -215,21 +214,17 @@ def handler_class() -> Any:
         def on_tool_start(
             self, serialized: Any, input_str: str, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
         ) -> None:
-            global _call_ids_passed
             try:
                 name = _name(serialized) or kwargs.get("name") or "tool"
                 parent = _tree_parent_id(_key(parent_run_id))
-                call_id = kwargs.get("tool_call_id")
-                if "tool_call_id" in kwargs:
-                    _call_ids_passed = True
-                else:
-                    call_id = _call_id_from_inputs(tree.get(parent), name, kwargs.get("inputs"))
                 task = None
                 # LangChain's code for asynchronous runs calls this from a coroutine. A running event loop
                 # proves nothing, since a notebook has one around synchronous runs too.
                 if tree.get(parent) is None and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
                     task = asyncio.current_task()
-                tree.tool_started(_key(run_id), parent, name=name, call_id=call_id, task=task)
+                tree.tool_started(
+                    _key(run_id), parent, name=name, call_id=kwargs.get("tool_call_id"), task=task
+                )
             except Exception:
                 count_error("internal_error")
 
@@ -249,10 +244,6 @@ def handler_class() -> Any:
     return Handler
 
 
-_call_ids_passed = False
-"""True once LangChain has passed the model's call id to ``on_tool_start``. langchain-core 1.0.0 does not."""
-
-
 def _name(serialized: Any) -> str | None:
     if not isinstance(serialized, Mapping):
         return None
@@ -260,37 +251,3 @@ def _name(serialized: Any) -> str | None:
     if not name and isinstance(serialized.get("id"), list) and serialized["id"]:
         name = serialized["id"][-1]
     return str(name) if name else None
-
-
-def _call_id_from_inputs(run: RunNode | None, name: str, arguments: Any) -> str | None:
-    """Return the id that the model gave to this call of the tool ``name``; ``None`` if it is not found. Reads
-    the id from the input of the node around the call, for langchain-core versions that do not pass the id to
-    ``on_tool_start``."""
-    while run is not None and run.inputs is None:
-        run = run.parent
-    if run is None:
-        return None
-    free = [each for each in _tool_calls(run.inputs) if each.get("name") == name]
-    free = [each for each in free if each.get("id") and each["id"] not in run.seen_calls]
-    exact = [each for each in free if each.get("args") == arguments]
-    for each in exact or free:
-        run.seen_calls.add(each["id"])
-        return str(each["id"])
-    return None
-
-
-def _tool_calls(inputs: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(inputs, Mapping) and isinstance(inputs.get("tool_call"), Mapping):
-        yield inputs["tool_call"]
-        return
-    messages = inputs.get("messages") if isinstance(inputs, Mapping) else getattr(inputs, "messages", inputs)
-    if not isinstance(messages, (list, tuple)):
-        return
-    if messages and all(isinstance(each, Mapping) and each.get("type") == "tool_call" for each in messages):
-        yield from messages
-        return
-    for message in reversed(messages):
-        calls = getattr(message, "tool_calls", None)
-        if calls:
-            yield from calls
-            return

@@ -84,9 +84,8 @@ class RunNode:
     """A node of the ``RunTree``: a LangChain run that has not ended."""
 
     __slots__ = (
-        "adopted", "call", "children", "graph", "id", "inputs", "interrupts", "name", "node", "ns",
-        "outer_program", "owns", "parent", "parent_id", "prefix", "program", "resumable", "saver",
-        "seen_calls", "tool", "watched",
+        "adopted", "call", "children", "graph", "id", "interrupts", "name", "node", "ns", "outer_program",
+        "owns", "parent", "parent_id", "prefix", "program", "resumable", "saver", "tool", "watched",
     )  # fmt: skip
 
     def __init__(self, id: Hashable, parent_id: Hashable | None, parent: RunNode | None) -> None:
@@ -120,8 +119,6 @@ class RunNode:
         self.interrupts: tuple[Any, ...] | None = None
         """Interrupts at which the graph stopped. Empty after a stop at a breakpoint; ``None`` without a
         stop."""
-        self.inputs: Any = None
-        self.seen_calls: set[str] = set()
         self.watched: tuple[Task[Any], Callable[[Task[Any]], None]] | None = None
         """The task of a tool call outside of any chain, and the callback at the task's end."""
 
@@ -170,10 +167,8 @@ class RunTree:
         name: str | None,
         kind: str | None,
         metadata: Mapping[str, Any],
-        inputs: Any = None,
     ) -> None:
-        """Record the start of a chain. ``kind`` and ``metadata`` are LangChain's run type and metadata.
-        ``inputs`` are stored only for a node, until the node ends."""
+        """Record the start of a chain. ``kind`` and ``metadata`` are LangChain's run type and metadata."""
         if id in self._runs:
             return  # two handlers report the same run
         here = _context_here()
@@ -194,7 +189,6 @@ class RunTree:
             self._open(run, None, None, name, None, metadata)
         if is_node:
             run.ns = str(ns)
-            run.inputs = inputs
             self._node_entered(run)
 
     def chain_ended(self, id: Hashable, error: BaseException | None) -> None:
@@ -412,7 +406,7 @@ class RunTree:
 
         ``call_id`` is the model's id of the call; if it is ``None``, the run's id is used. ``task`` is the
         task of an asynchronous call outside of any chain. The call ends with the task at the latest, since
-        langchain-core 1.0.0 reports no end of a cancelled tool.
+        langchain-core 1.1.3 reports no end of a cancelled tool.
         """
         if id in self._runs:
             return
