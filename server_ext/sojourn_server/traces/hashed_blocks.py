@@ -1,8 +1,6 @@
-"""Prompts recorded as ids of content blocks, one id per full block of ``TraceProgram.block_size`` tokens.
-
-The ids of a turn's prompt are the first ``hash_lcp`` ids of the previous turn's prompt, then the ids of the
-turn's ``hash_runs``. A run (first, count) stands for the ids ``first`` to ``first + count - 1``. Equal ids
-mean equal text within ``hash_scope``.
+"""Prompts recorded as ids of content blocks, one id per full block of ``TraceProgram.block_size`` tokens: the
+first ``hash_lcp`` ids of the previous turn's prompt, then those of the turn's ``hash_runs``. A run (first,
+count) stands for ``first`` to ``first + count - 1``. Equal ids mean equal text within ``hash_scope``.
 """
 
 from __future__ import annotations
@@ -49,11 +47,9 @@ def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
     from ``block_runs``."""
     same = 0
     for (start_a, count_a), (start_b, count_b) in zip(a, b, strict=False):
-        if start_a != start_b:
-            break
-        same += min(count_a, count_b)
+        same += min(count_a, count_b) if start_a == start_b else 0
         # Runs are merged as far as possible, so the blocks after a shorter run differ.
-        if count_a != count_b:
+        if (start_a, count_a) != (start_b, count_b):
             break
     return same
 
@@ -71,9 +67,8 @@ def system_blocks(programs: Sequence[TraceProgram]) -> frozenset[int]:
 def _first_blocks(runs: BlockRuns, count: int) -> BlockRuns:
     kept: list[tuple[int, int]] = []
     for start, length in runs:
-        if count <= 0:
-            break
-        kept.append((start, min(length, count)))
+        if count > 0:
+            kept.append((start, min(length, count)))
         count -= length
     return tuple(kept)
 
@@ -81,10 +76,8 @@ def _first_blocks(runs: BlockRuns, count: int) -> BlockRuns:
 def _merged_runs(runs: BlockRuns) -> BlockRuns:
     joined: list[tuple[int, int]] = []
     for start, count in runs:
-        if count == 0:
-            continue
-        if joined and sum(joined[-1]) == start:
+        if count and joined and sum(joined[-1]) == start:
             joined[-1] = joined[-1][0], joined[-1][1] + count
-        else:
+        elif count:
             joined.append((start, count))
     return tuple(joined)

@@ -48,15 +48,11 @@ class TokenIdGenerator:
         rest = splitmix64(seed & _MASK)
         start = rest % self._base
         ids: list[int] = []
-        for _ in range(self._header):
+        for _ in range(min(count, self._header)):
             rest, digit = divmod(rest, self._base)
             ids.append(self._ids[digit])
-        if count <= self._header:
-            return ids[:count]
-        left = count - self._header
-        while left > 0:
-            taken = self._ring[start : start + min(left, _CHUNK)]
+        while len(ids) < count:
+            taken = self._ring[start : start + min(count - len(ids), _CHUNK)]
             ids += taken
-            left -= len(taken)
             start = (start + len(taken)) % self._base
         return ids

@@ -189,11 +189,12 @@ def check_parents(programs: Sequence[TraceProgram]) -> None:
             if at.program_id in path:
                 raise TraceError(f"program {at.program_id!r} is among its own parents")
             path.add(at.program_id)
-            parent = by_id.get(at.parent) if at.parent is not None else None
-            if parent is not None and at.parent_turn is not None and at.parent_turn >= len(parent.turns):
+            parent = by_id.get(at.parent or "")
+            turns = 0 if parent is None else len(parent.turns)
+            if turns and (at.parent_turn or 0) >= turns:
                 raise TraceError(
-                    f"program {at.program_id!r}: parent_turn is {at.parent_turn}; expected 0 to "
-                    f"{len(parent.turns) - 1}, the {len(parent.turns)} turns of {at.parent!r}"
+                    f"program {at.program_id!r}: parent_turn is {at.parent_turn}; expected 0 to {turns - 1}, "
+                    f"the {turns} turns of {at.parent!r}"
                 )
             at = parent
         done |= path

@@ -1,8 +1,7 @@
 """Import of sojourn's turn ledgers, the answers of ``GET /sojourn/v1/programs/{id}``.
 
-For every finished turn, a ledger has times, token counts, the cached and changed parts of the prompt, and one
-tool call before the turn. It lacks tools that ran in parallel with that call, so the trace lacks them too.
-The call's duration is the time in the gap with a tool; ledgers without that time count the whole gap.
+A ledger names one of the tools that ran in parallel before a turn. Its duration is the time in the gap with a
+tool; ledgers without that time count the whole gap.
 """
 
 from __future__ import annotations

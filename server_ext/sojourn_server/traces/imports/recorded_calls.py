@@ -1,8 +1,7 @@
 """Recorded model calls and tools of agents, as every import finds them, and their conversion to a trace.
 
-Lengths and times are recorded. The rest is inferred. A prompt that grew by less than the length of the last
-output omits part of that output. A prompt that shrank by more than 2 % is a reset. Its common prefix with the
-previous prompt is taken to be the tokens that the provider had cached.
+A prompt that grew by less than the length of the last output omits part of that output. A prompt that shrank
+by more than 2 % is a reset, which keeps the tokens that the provider had cached.
 """
 
 from __future__ import annotations

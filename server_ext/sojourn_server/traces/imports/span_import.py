@@ -1,4 +1,4 @@
-"""Import of spans of agent runs: OpenTelemetry's GenAI spans, and exports of Langfuse and LangSmith.
+"""Import of spans: OpenTelemetry's GenAI spans, observations of Langfuse, runs of LangSmith.
 
     program     the outermost agent or workflow span of a trace; spans of one ``gen_ai.conversation.id`` are
                 one program, even in several traces
@@ -8,9 +8,8 @@
     gap         time from a turn's end to the next turn's start. Its kind is ``human`` if the answer called
                 no tool and no tool ran
 
-Files hold JSON: OTLP of the collector, one or many ``{"resourceSpans": …}`` or bare spans; the output of
-``ReadableSpan.to_json`` of the Python SDK; observations of Langfuse; runs of LangSmith. Spans may contain
-prompts; only known attributes are copied.
+OpenTelemetry's files hold OTLP JSON of the collector, or the output of ``ReadableSpan.to_json`` of the Python
+SDK. Spans may contain prompts; only known attributes are copied.
 """
 
 from __future__ import annotations
