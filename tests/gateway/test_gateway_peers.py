@@ -257,12 +257,15 @@ async def test_of_three_engines_and_two_gateways_one_each_is_killed_and_no_later
         for url in urls:
             await until(lambda url=url: ready(url, 3))
         dead, alive = urls
+        streaming: set[str] = set()
 
         async def turn(program: str, **more: Any) -> tuple[int, str, str | None]:
             body = {"model": "tiny", "messages": [], **more}
             async with http.post(
                 f"{alive}/v1/chat/completions", json=body, headers={"X-Session-ID": program}
             ) as answer:
+                if "stream" in more:
+                    streaming.add(program)
                 return answer.status, await answer.text(), answer.headers.get("X-Sojourn-Replica")
 
         owners = {f"p{number}": owner_of(urls, "default", f"p{number}") for number in range(200)}
@@ -291,7 +294,7 @@ async def test_of_three_engines_and_two_gateways_one_each_is_killed_and_no_later
             name: asyncio.ensure_future(turn(name, stream=True, events=40, gap_s=0.1)) for name in names[:10]
         }
         passed = {name for name in names if owners[name] == dead}
-        await asyncio.sleep(0.5)
+        await until(lambda: streaming == streams.keys())
         for killed in (running[0], running[3]):
             os.kill(killed.pid, signal.SIGKILL)
         later = [asyncio.ensure_future(turn(name)) for _ in range(5) for name in names]
