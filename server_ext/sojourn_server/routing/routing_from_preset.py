@@ -11,11 +11,7 @@ from ..policies.prefill_decode.engine_pair_scheduler import (
     PairScheduler,
     PrefillSelectionLimits,
 )
-from ..policies.prefill_decode.read_side_policies import (
-    PrefillSideRead,
-    ReadSidePolicy,
-    ShorterQueueRead,
-)
+from ..policies.prefill_decode.read_side_policies import PrefillSideRead, ReadSidePolicy, ShorterQueueRead
 from .affinity_strategy import PREEMPTED_REASON, RELOCATED_REASON, AffinityStrategy, steal_reason
 from .pair_strategy import PairStrategy
 from .program_estimates import ProgramEstimator

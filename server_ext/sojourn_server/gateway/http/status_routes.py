@@ -27,13 +27,7 @@ from .client_apis import unavailable_error
 from .engine_client import REPLICA, EngineReply
 from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
-from .gateway_route_types import (
-    MAX_LISTED_PROGRAMS,
-    GatewayStats,
-    MoveList,
-    ReplicaList,
-    RoutedProgramList,
-)
+from .gateway_route_types import MAX_LISTED_PROGRAMS, GatewayStats, MoveList, ReplicaList, RoutedProgramList
 from .multi_engine_queries import EngineQueries
 from .peers import Peers
 from .program_id_mapper import ProgramIdMapper

@@ -146,10 +146,7 @@ class EngineProcess:
         ranks; number of running and waiting requests). ``None``: no answer."""
         async with aiohttp.ClientSession(trust_env=False) as session:
             answer = await ask_engine(
-                session,
-                f"{self.url}/metrics",
-                authorization=self._authorization,
-                timeout_s=ANSWER_TIMEOUT_S,
+                session, f"{self.url}/metrics", authorization=self._authorization, timeout_s=ANSWER_TIMEOUT_S
             )
         if answer is None:
             return None
