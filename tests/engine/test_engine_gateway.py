@@ -48,7 +48,11 @@ FLAGS = (
     "--max-model-len", "8192", "--max-num-seqs", str(MAX_RUNNING), "--num-gpu-blocks-override", "4096",
     "--enable-prompt-tokens-details", "--dtype", "float32", "--enforce-eager",
 )  # fmt: skip
-ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENGINE_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +183,41 @@ def test_programs_of_a_drained_engine_take_their_kv_along(
         # The context after its second turn: that turn's prompt, and what was answered but for the last token.
         moved = len(prompt_of(int(name[1:]), 1))
         assert run.cached[name][2] >= 0.95 * moved // 16 * 16, "its KV came from the disk"
+
+
+def test_a_stored_conversation_goes_on_at_its_engine_after_the_gateway_has_restarted(
+    servers: list[EngineServer], tmp_path: Path
+) -> None:
+    urls = [server.url for server in servers]
+    body = {"model": "tiny", "input": "hello", "max_output_tokens": 4}
+    agent = {"x-claude-code-session-id": "root", "x-claude-code-agent-id": "a1"}
+    asked = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+    homes, previous = set(), {}
+    for number in range(3):
+        with (
+            GatewayProcess(urls, tmp_path / "gateway.log", "--policy", "round-robin") as gateway,
+            httpx.Client(base_url=gateway.url, timeout=60, trust_env=False) as http,
+        ):
+            for _ in range(2):
+                answer = http.post("/v1/responses", json=body | previous)
+                assert answer.status_code == 200, answer.text
+                homes.add(answer.headers["x-sojourn-replica"])
+                previous = {"previous_response_id": answer.json()["id"]}
+            stored = http.get(f"/v1/responses/{previous['previous_response_id']}")
+            assert (stored.status_code, stored.json()["status"]) == (200, "incomplete")
+            assert http.get("/v1/responses/resp_none").status_code == 404
+            long = {"background": True, "max_output_tokens": 4000}  # so that it runs when it is cancelled
+            late = http.post("/v1/responses", json=body | long).json()["id"]
+            assert http.post(f"/v1/responses/{late}/cancel").json()["id"] == late
+            if number == 0:
+                assert http.post("/v1/messages", json=asked, headers=agent).status_code == 200
+                counted = http.post("/v1/messages/count_tokens", json=asked, headers=agent)
+                assert counted.json()["input_tokens"] > 0
+                [program] = http.get("/sojourn/v1/programs").json()["programs"][:1]
+                assert (program["program_id"], program["turns"]) == ("root/a1", 1)
+                seen = http.get("/sojourn/v1/programs/root%2Fa1").json()
+                assert seen["engine"]["parent_program_id"] == "root"
+    assert len(homes) == 1
 
 
 def test_an_engine_killed_in_the_middle_fails_nobody(servers: list[EngineServer], tmp_path: Path) -> None:
