@@ -77,7 +77,7 @@ GATEWAY_STOPPING = "gateway_stopping"
 REPLICA_LOST = "replica_lost"
 GATEWAY_ERROR_CODES = (
     INVALID_HTTP, INVALID_KEY, "bad_request", "body_too_large", "encoded_body", GATEWAY_FULL, "slow_body",
-    GATEWAY_FAILED, GATEWAY_STOPPING, REPLICA_LOST,
+    GATEWAY_FAILED, GATEWAY_STOPPING, REPLICA_LOST, "not_found",
 )  # fmt: skip
 """Error codes of requests that the gateway itself rejects or aborts. The routing core has further ones."""
 
