@@ -280,6 +280,8 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         body, headers = self.context_parts(take=fits and to_event_server)
         if theirs is None or (server.dialect.yields_to and self.yields_to(theirs)):
             body = {}
+        elif self.path == "/v1/messages" and not server.dialect.carries_events:
+            body = {}  # of Anthropic's API it is unknown which fields these servers refuse
         elif body and not theirs.keys().isdisjoint(body):
             body = body_additions(body, theirs)
         self.is_outside = self.program.implicit and bool(body or headers)

@@ -11,6 +11,7 @@ import sojourn
 from langchain.agents import create_agent
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.errors import ParentCommand
 from langgraph.graph import END, START, StateGraph
 from langgraph.pregel import Pregel
 from langgraph.types import Command, interrupt
@@ -322,6 +323,32 @@ def test_breakpoints(server: FakeServer, when: str, compiled: bool) -> None:
     (program,) = recorded(server).values()
     assert program.nodes == ("plan", "work", "plan")
     assert [fact.tool for fact in program.tools] == ["human"]
+
+
+def test_an_interrupt_and_a_command_to_the_parent_are_no_errors_of_a_tool(server: FakeServer) -> None:
+    init(server)
+
+    @sojourn.tool
+    def ask(state: State) -> dict[str, Any]:
+        return {"said": [interrupt("may I?")]}
+
+    @sojourn.tool
+    def hand_over(state: State) -> None:
+        raise ParentCommand(Command(graph=Command.PARENT, goto="other"))
+
+    def graph(node: Any, *more: str) -> Any:
+        built = StateGraph(State).add_node("first", node).add_edge(START, "first")
+        for name in more:
+            built.add_node(name, lambda state: {"said": ["there"]})
+        return built.compile(checkpointer=None if more else InMemorySaver())
+
+    asking = graph(ask)
+    asking.invoke(HI, thread())
+    asking.invoke(Command(resume="yes"), thread())
+    inner = StateGraph(State).add_node("hand_over", hand_over).add_edge(START, "hand_over").compile()
+    assert graph(inner, "other").invoke(HI)["said"][-1] == "there"
+    facts = [fact[:2] for each in recorded(server).values() for fact in each.tools if fact.tool != "human"]
+    assert sorted(facts) == [("ask", "cancelled"), ("ask", "ok"), ("hand_over", "ok")]
 
 
 def test_an_interrupt_in_a_tool_stops_the_call_until_it_runs_again(server: FakeServer) -> None:

@@ -69,3 +69,12 @@ def test_one_client_is_wrapped_without_its_class(server):
             ours.with_options(timeout=9).messages.create(**ASK)
     assert type(ours).__name__ == "Anthropic"
     assert [r.headers.get("x-session-id") for r in server.requests] == [None, p.id]
+
+
+def test_other_servers_get_headers_only(server):
+    sojourn.init(server.url, dialect="thunderagent")
+    with anthropic.Anthropic(api_key="k", base_url=server.url) as client, sojourn.program() as p:
+        client.messages.create(**ASK)
+    (request,) = server.requests
+    assert request.headers["x-session-id"] == p.id
+    assert request.body == ASK
