@@ -48,6 +48,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         ([*ENGINES, "--peers", "http://h:3", "--own-url", "http://h:4"], "is http://h:4 by --own-url"),
         ([*ENGINES, "--peers", "http://h:3", "--port", "0"], "--port 0 are given without --own-url"),
         ([*ENGINES, "--api-key", " "], "--api-key is empty"),
+        ([*ENGINES, "--session-header", ""], "--session-header is empty"),
         ([*ENGINES, "--log-level", "loud"], "--log-level is 'loud'"),
         (["--prefill", "http://h:1"], "--prefill is given without --decode"),
         (["--decode", "http://h:1"], "--decode is given without --prefill"),
