@@ -70,7 +70,7 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
     """The decoder's own tests have the other faults of a line."""
     path = write(tmp_path / "bad.jsonl", PROGRAMS[0], {"program_id": "q", "turns": [turn(5, gap_s=-1)]})
     error = refused(str(path), "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "plots"))
-    assert error.message.startswith(f"{path}, line 2: turn 0: gap_s is -1.0; expected ≥ 0")
+    assert error.message.startswith(f"{path}, line 2: Expected `float` >= 0.0 - at `$.turns[0].gap_s`")
     assert "docs/traces.md" in error.next_step
     assert error.exit_code == 2
     assert [found.name for found in tmp_path.iterdir()] == ["bad.jsonl"]
