@@ -41,18 +41,14 @@ class PerfettoTrace:
     """Collects events of one or more runs. Arguments in seconds are on the clock of the run."""
 
     def __init__(self) -> None:
-        self._metadata: list[dict[str, Any]] = []
         self._groups: list[list[dict[str, Any]]] = []
         """Events that are kept or cut together; the first is the earliest."""
-        self._processes: dict[str, int] = {}
-        self._threads: dict[tuple[int, str, int], int] = {}
+        self._ids: dict[tuple[int, str, int], int] = {}
+        """(pid, 0 for a process; name; lane) → id of the process or thread."""
 
     def process(self, name: str) -> int:
-        """Return the pid of the process ``name``. A new name creates a process; pids count from 1."""
-        if name not in self._processes:
-            pid = self._processes[name] = len(self._processes) + 1
-            self._name(pid, 0, "process", name, pid)
-        return self._processes[name]
+        """Return the pid of the process ``name``. A new name creates a process."""
+        return self._ids.setdefault((0, name, 0), len(self._ids) + 1)
 
     def add_program(self, pid: int, program_id: str, slices: Iterable[Slice]) -> None:
         """Add the turns and tools of one program."""
@@ -117,28 +113,22 @@ class PerfettoTrace:
             event["ts"] = round((event["ts"] - zero_s) * 1e6, 1)
             if "dur" in event:
                 event["dur"] = round(event["dur"] * 1e6, 1)
-        metadata = list(self._metadata)
+        metadata = []
+        for (pid, name, lane), number in self._ids.items():
+            at = {"ph": "M", "pid": pid or number, "tid": number if pid else 0}
+            kind, label = "thread" if pid else "process", f"{name} ({lane + 1})" if lane else name
+            metadata.append({**at, "name": f"{kind}_name", "args": {"name": label}})
+            metadata.append({**at, "name": f"{kind}_sort_index", "args": {"sort_index": number}})
         if cut:
             note = {"ph": "X", "pid": _NOTES, "tid": 0, "cat": "note", "ts": 0.0, "dur": 1000.0}
-            note |= {"name": f"cut: {cut} older events are left out", "args": {"cut_events": cut}}
-            metadata += [_metadata(_NOTES, 0, "process_name", name="notes on this trace"), note]
+            metadata.append(
+                {**note, "name": f"cut: {cut} older events are left out", "args": {"cut_events": cut}}
+            )
         about = {**(notes or {}), "cut_events": cut, "zero_s": zero_s}
         return {"traceEvents": [*metadata, *events], "displayTimeUnit": "ms", "otherData": about}
 
     def _thread(self, pid: int, program_id: str, lane: int) -> dict[str, Any]:
-        tid = self._threads.get((pid, program_id, lane))
-        if tid is None:
-            tid = self._threads[pid, program_id, lane] = len(self._threads) + 1
-            self._name(pid, tid, "thread", program_id + (f" ({lane + 1})" if lane else ""), tid)
-        return {"pid": pid, "tid": tid}
-
-    def _name(self, pid: int, tid: int, kind: str, name: str, order: int) -> None:
-        self._metadata.append(_metadata(pid, tid, f"{kind}_name", name=name))
-        self._metadata.append(_metadata(pid, tid, f"{kind}_sort_index", sort_index=order))
-
-
-def _metadata(pid: int, tid: int, key: str, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": key, "args": arguments}
+        return {"pid": pid, "tid": self._ids.setdefault((pid, program_id, lane), len(self._ids) + 1)}
 
 
 def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:

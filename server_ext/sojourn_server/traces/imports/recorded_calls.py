@@ -185,12 +185,11 @@ def _program(program: RecordedProgram, source: str, first_s: float, shared: int 
     while parent is not None and not parent.calls and parent.program_id not in seen:
         seen.add(parent.program_id)
         parent = parent.parent  # skip agents without model calls of their own
-    parent_turn = offset_s = None
-    if parent is not None and parent.program_id not in seen:
+    parent = None if parent is None or parent.program_id in seen else parent
+    begun, offset_s, asked_s = 0, None, program.asked_s
+    if parent is not None:
         offset_s = round(max(0.0, started_s - parent.calls[0].start_s), 6)
-        asked_s = program.asked_s
-        begun = (c.end_s <= started_s if asked_s is None else c.start_s <= asked_s for c in parent.calls)
-        parent_turn = sum(begun) - 1
+        begun = sum(c.end_s <= started_s if asked_s is None else c.start_s <= asked_s for c in parent.calls)
     return TraceProgram(
         program_id=program.program_id,
         turns=tuple(_turn(program, index, started_s) for index in range(len(program.calls))),
@@ -200,8 +199,8 @@ def _program(program: RecordedProgram, source: str, first_s: float, shared: int 
         tenant=program.tenant,
         model=program.model,
         arrival_s=round(started_s - first_s, 6),
-        parent=parent.program_id if offset_s is not None and parent is not None else None,
-        parent_turn=parent_turn if parent_turn is not None and parent_turn >= 0 else None,
+        parent=None if parent is None else parent.program_id,
+        parent_turn=begun - 1 if begun else None,
         start_offset_s=offset_s,
         shared_prefix_tokens=None if shared is None else min(shared, program.calls[0].usage.prompt),
     )
@@ -215,10 +214,11 @@ def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
     last = None if following is None else bisect_left(tools, following.start_s, key=_start_of)
     inside = tools[bisect_left(tools, call.start_s, key=_start_of) : last]
     latest_s = float("inf") if following is None else following.start_s + _BACKGROUND_S
-    spent_s = [round(tool.end_s - tool.start_s, 6) for tool in inside]
     runs = tuple(
-        TraceToolRun(name=tool.name, cmd=tool.command, s=spent, bg=tool.end_s > latest_s)
-        for tool, spent in zip(inside, spent_s, strict=True)
+        TraceToolRun(
+            name=one.name, cmd=one.command, s=round(one.end_s - one.start_s, 6), bg=one.end_s > latest_s
+        )
+        for one in inside
     )
     waited_s = max((tool.end_s for tool in inside if tool.end_s <= latest_s), default=call.end_s)
     gap_kind = "tool" if runs or call.asks_tools else "human" if call.asks_tools is False else None
