@@ -4,7 +4,8 @@
 # make test    setup, then every test: those that start an engine too, and the agent frameworks'
 # make frameworks  setup, then the tests of the agent frameworks, with the newest and oldest releases we support
 # make fast    setup, then the tests that start no engine (6 minutes)
-# make nightly  setup, then what make test leaves out: tests marked nightly, the oldest releases, packages, the site
+# make nightly  setup, then what make test leaves out: tests marked nightly (those of coding agents need npm), the oldest
+#              releases, packages, the site
 # make packages  setup, then the wheel in a clean environment of each Python of this machine
 # make site    setup, then the documents as a site in out/site
 # make check   setup, then ruff, mypy and the checks of imports, file sizes and names (scripts/house.py)

@@ -32,7 +32,7 @@ from coding_clients import CLIENTS, FINISHED  # noqa: E402
 
 CLIENT = next(each for each in CLIENTS if each.name == "Pi")
 MODEL, SESSIONS, ARMS = "smol", 8, ("stock", "sojourn")
-POOL_TOKENS = 10_240
+POOL_TOKENS = 11_008
 """Three final contexts of a session. The page reports how long they were."""
 MEMORY_RULES = 100
 """Rules in each project's AGENTS.md, which the client sends in its system prompt."""
