@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import sojourn
@@ -29,24 +29,13 @@ from .safe_scope import Scope, enter, entered, guarded, leave
 
 _patches = Patches()
 
-
 _runs: WeakKeyDictionary[Program, dict[str, object]] = WeakKeyDictionary()
 """The programs in which a crew or flow runs, and the ids of the model's tool calls that were reported."""
 _crews: dict[int, Program] = {}
 """``id()`` of a running crew → its program. CrewAI 1.0 starts asynchronous tasks in threads with a bare
 context."""
-
-
-class _Call(NamedTuple):
-    """A tool call that has begun."""
-
-    source: Any
-    """The object that emitted the event. If it begins the same tool again, it retries."""
-    tool: str
-    scope: Scope | None
-
-
-_calls: ContextVar[tuple[_Call, ...]] = ContextVar("sojourn_crewai_calls", default=())
+_calls: ContextVar[tuple[tuple[Any, str, Scope | None], ...]] = ContextVar("sojourn_crewai_calls", default=())
+"""The tool calls that have begun in this context: the object that emitted the event, the tool, the scope."""
 
 
 def patch() -> bool:
@@ -66,7 +55,7 @@ def patch() -> bool:
         (Flow, "resume_async", _arun),
         (Agent, "execute_task", _agent),
         (Agent, "aexecute_task", _aagent),
-        (Agent, "kickoff", _agent),
+        (Agent, "kickoff", _kickoff),
         (Agent, "kickoff_async", _aagent),
         (CrewAIEventsBus, "emit", _emit),
     ):
@@ -131,10 +120,14 @@ def _in_program(owner: Any) -> Iterator[None]:
 
 
 def _agent(agent: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if getattr(original, "__name__", "") == "kickoff" and _get_running_loop() is not None:
-        return original(*args, **kwargs)  # a coroutine of ``kickoff_async``
     with entered(lambda: _node(agent)):
         return original(*args, **kwargs)
+
+
+def _kickoff(agent: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _get_running_loop() is not None:
+        return original(*args, **kwargs)  # a coroutine of ``kickoff_async``
+    return _agent(agent, original, args, kwargs)
 
 
 async def _aagent(
@@ -181,16 +174,16 @@ def _emit(bus: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs:
 @guarded
 def _tool_started(source: Any, event: Any) -> None:
     calls, tool = _calls.get(), str(event.tool_name)
-    if calls and calls[-1].source is source and calls[-1].tool == tool:
-        return
+    if calls and calls[-1][0] is source and calls[-1][1] == tool:
+        return  # a retry
     scope = enter(lambda: sojourn.tool_call(tool, _call_id(source, tool, event.tool_args)))
-    _calls.set((*calls, _Call(source, tool, scope)))
+    _calls.set((*calls, (source, tool, scope)))
 
 
 @guarded
 def _tool_ended(event: Any, status: str) -> None:
     calls = _calls.get()
-    place = next((i for i in reversed(range(len(calls))) if calls[i].tool == str(event.tool_name)), None)
+    place = next((i for i in reversed(range(len(calls))) if calls[i][1] == str(event.tool_name)), None)
     if place is not None:
         _end_calls(place + 1, "cancelled")
         _end_calls(place, status)
@@ -201,8 +194,8 @@ def _end_calls(begun: int, status: str) -> None:
     calls = _calls.get()
     if len(calls) > begun:
         _calls.set(calls[:begun])
-        for call in reversed(calls[begun:]):
-            leave(call.scope, status=status)
+        for _, _, scope in reversed(calls[begun:]):
+            leave(scope, status=status)
 
 
 def _call_id(source: Any, tool: str, arguments: Any) -> str | None:
@@ -217,7 +210,8 @@ def _call_id(source: Any, tool: str, arguments: Any) -> str | None:
     for call in answer["tool_calls"]:
         function, mine = call["function"], object()
         given = function["arguments"]
-        given = json.loads(given or "{}") if isinstance(given, str) else given
+        with suppress(ValueError):
+            given = json.loads(given or "{}") if isinstance(given, str) else given
         # Another thread may begin an equal call of the answer, so the first to enter the id has it.
         if (function["name"], given) == (tool, arguments) and seen.setdefault(call["id"], mine) is mine:
             return str(call["id"])
