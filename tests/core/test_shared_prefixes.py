@@ -186,7 +186,8 @@ class Contexts(RuleBasedStateMachine):
     @rule(data=st.data(), aborted=st.booleans())
     def leave(self, data: st.DataObject, aborted: bool) -> None:
         request = data.draw(st.sampled_from(sorted(self.prompts)))
-        program, _ = self.prompts.pop(request)
+        program = self.program_of(request)
+        del self.prompts[request]
         aborted = aborted or request not in self.running
         self.running.discard(request)
         asked = self.engine._prompts[request]
@@ -195,7 +196,12 @@ class Contexts(RuleBasedStateMachine):
             self.last_turns[program] = [*asked, 7, 7]
 
     def busy(self) -> set[str | None]:
-        return {program for program, _ in self.prompts.values()}
+        return {self.program_of(request) for request in self.prompts}
+
+    def program_of(self, request: str) -> str | None:
+        """The request's program; ``None`` for a side request."""
+        known = self.engine.program_scheduler.request(request)
+        return None if known is None else known.program_id
 
     def tier(self, program: str) -> Tier | None:
         return self.engine.program_scheduler.tiers.placed(ProgramId(program))
@@ -221,7 +227,7 @@ class Contexts(RuleBasedStateMachine):
     def every_block_counts(self) -> None:
         if not hasattr(self, "engine"):
             return
-        running = [self.prompts[request] for request in self.running]
+        running = [(self.program_of(request), self.prompts[request][1]) for request in self.running]
         held = {block for _, asked in running for block in chain_of(asked)}
         at_work = {program for program, _ in running}
         idle = (tokens for program, tokens in self.last_turns.items() if program not in at_work)

@@ -223,9 +223,13 @@ class ProgramScheduler:
         program = named = self._lifecycle.open(program_id, now) if program_id is not None else None
         if program is None:
             self._requests.count_untracked(event.request_id)
-        elif event.block_hashes is not None and not self._turns.is_turn(program, event, now):
-            self.decisions.add(now, "side_request", program.id, "other_context", tokens=event.prompt_tokens)
-            program = None
+        elif event.block_hashes is not None:
+            replaced = self._turns.join_turn(program, event, now)
+            if replaced is None:
+                self._log_side_request(program, event.prompt_tokens, now)
+                program = None
+            elif replaced:
+                self._become_side_requests(replaced, program, now)
         request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
         request_state.priority, request_state.block_hashes = event.priority, event.block_hashes
         if named is not None:
@@ -269,6 +273,21 @@ class ProgramScheduler:
             leased=leased,
             now=now,
         )
+
+    def _become_side_requests(self, requests: list[RequestState], program: ProgramState, now: float) -> None:
+        """Take requests out of a program's turn. The engine's queue asks no more whether a request is parked,
+        so parked ones stay."""
+        for request_state in requests:
+            if self._parked_requests.is_parked(request_state):
+                continue
+            self._log_side_request(program, request_state.prompt_tokens, now)
+            program.live_requests.discard(request_state.request_id)
+            self._turns.awaiting_first_token.pop(request_state.request_id, None)
+            self.tiers.take_out(request_state, now)
+            request_state.program = request_state.record = None
+
+    def _log_side_request(self, program: ProgramState, tokens: int, now: float) -> None:
+        self.decisions.add(now, "side_request", program.id, "other_context", tokens=tokens)
 
     def _end_missing_request(self, request_id: str, now: float) -> None:
         """End a request that the engine no longer has, for example because its id arrives again."""
@@ -376,13 +395,11 @@ class ProgramScheduler:
             program.attained_s = max(program.attained_s, request_state.attained_s + request_state.ran_s)
             program.waited_s += request_state.waited_s
         program.last_contact_s = now
-        if event.request_id not in program.live_requests:  # a longer prompt has made it a side request
-            return None
         record, client_request_id = request_state.record, None
         if record is not None:
             self._turns.close(record, event, now)
             client_request_id = record.client_request_id
-        program.live_requests.remove(event.request_id)
+        program.live_requests.discard(event.request_id)
         self.predictor.eviction_key_changed(program)
         if is_current and not failed:
             program.turns += client_request_id is None or client_request_id != program.client_request_id

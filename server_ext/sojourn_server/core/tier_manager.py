@@ -203,6 +203,18 @@ class TierManager:
             else:
                 self._waits.remember(place.program.id, waited_since_s, now)
 
+    def take_out(self, request_state: RequestState, now: float) -> None:
+        """Count a program's request, which is not parked, as a request without a program."""
+        place = self._place_of(request_state)
+        if place is not None:
+            runs, chain = (
+                request_state.request_id in place.running,
+                place.chains.get(request_state.request_id, ()),
+            )
+            self.finished(request_state, now)
+            if runs:
+                self._contexts.add_other(request_state.request_id, request_state.prompt_tokens, chain)
+
     def turn_finished(
         self, program: ProgramState, cached_blocks: int, now: float, chain: Sequence[Any] = ()
     ) -> None:

@@ -18,6 +18,7 @@ from ..programs.program_status import OVER_STATUSES
 from .events_and_actions import FirstToken, RequestAdmitted, RequestArrived, TurnFinished
 from .lease_manager import LeaseManager
 from .request_hints import clipped
+from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
@@ -34,10 +35,13 @@ class TurnGapTracker:
         self.awaiting_first_token: dict[str, TurnRecord] = {}
         """Records of admitted requests without an output token, by request id."""
 
-    def is_turn(self, program: ProgramState, event: RequestArrived, now: float) -> bool:
-        """Return whether a request is a turn of its program, or belongs to a turn. Otherwise it is a *side
+    def join_turn(
+        self, program: ProgramState, event: RequestArrived, now: float
+    ) -> list[RequestState] | None:
+        """Return ``None`` if a request is no turn of its program and belongs to none, but is a *side
         request*, such as one for a title, a count of tokens or a sub-agent without an id. A side request has
-        its program's place in the queue. Else it is served like a request without a program.
+        its program's place in the queue. Else it is served like a request without a program. For a turn,
+        return the requests that become side requests because of it.
 
         The program's *main context* is the longest prompt of its running turn, or else the context that its
         last turn left. The main context *waits* while the turn runs, or while the program is in a tool and
@@ -54,41 +58,35 @@ class TurnGapTracker:
         A turn's context replaces the main context when the turn ends, and drops the branch.
         """
         hashes, tokens, block_size = event.block_hashes, event.prompt_tokens, self._state.pool.block_size
-        states = self._state.requests.states
-        live = [states[request_id] for request_id in program.live_requests]
-        live = [request for request in live if request.rank == program.rank]  # not of an earlier program
+        found = (self._state.requests.states[request_id] for request_id in program.live_requests)
+        # Not those of an earlier program of this id. Sorted, since the order of a set differs by process.
+        live = sorted((one for one in found if one.rank == program.rank), key=lambda one: one.arrival)
         before = self._state.contexts.get(program.id)
         if hashes is None or any(request.block_hashes is None for request in live):
-            return True
+            return []
         prompt_tokens, main_tokens = program.prompt_tokens, program.context_tokens
         if live:
             longest = max(live, key=lambda request: request.prompt_tokens)
             before, prompt_tokens = longest.block_hashes, longest.prompt_tokens
             main_tokens = prompt_tokens
         elif not program.turns or program.status in OVER_STATUSES:
-            return True
+            before = None
         if before is None:
-            return True
-        prompt_blocks, shared = (
-            min(len(before), prompt_tokens // block_size),
-            common_prefix_length(before, hashes),
-        )
+            return []
+        prompt_blocks = min(len(before), prompt_tokens // block_size)
+        shared = common_prefix_length(before, hashes)
         # The last block of a prompt may hold tokens that only begin an answer.
         if shared >= prompt_blocks - 1 or (not live and 2 * shared > prompt_blocks):
-            return True
+            return []
         waits = bool(live) or self._waits_for_tool(program, now)
         if tokens > main_tokens or (not waits and 2 * tokens >= main_tokens):
-            for request in live:
-                program.live_requests.discard(request.request_id)
-                self.awaiting_first_token.pop(request.request_id, None)
-                request.record = None
-            return True
+            return live
         branch = self._state.contexts.branch(program.id)
         if not waits and 0 < len(branch) < len(hashes) and branch[-1] == hashes[len(branch) - 1]:
-            return True
+            return []
         if not live:
             self._state.contexts.put_branch(program.id, list(hashes))
-        return False
+        return None
 
     def _waits_for_tool(self, program: ProgramState, now: float) -> bool:
         """Whether a program without a running turn waits for a tool, and its context is worth protecting."""
