@@ -336,6 +336,12 @@ class RequestRefused(NamedTuple):
     request_id: str
 
 
+class QueuePlaceChanged(NamedTuple):
+    """The engine must look up this request's place in the waiting queue again."""
+
+    request_id: str
+
+
 class LeaseGranted(NamedTuple):
     """The engine must hold the reported blocks until the lease is released."""
 
@@ -378,7 +384,7 @@ class EventAnswered(NamedTuple):
 Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | LoadAheadChosen | EventAnswered
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
-Action = EngineAction | RequestRefused | Answer
+Action = EngineAction | RequestRefused | QueuePlaceChanged | Answer
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
 
 

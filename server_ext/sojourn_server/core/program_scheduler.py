@@ -55,6 +55,7 @@ from .events_and_actions import (
     LoadGivenUp,
     OutputLengthPredicted,
     PrefetchStarted,
+    QueuePlaceChanged,
     RecoveryChosen,
     RequestAdmitted,
     RequestArrived,
@@ -275,16 +276,14 @@ class ProgramScheduler:
         )
 
     def _become_side_requests(self, requests: list[RequestState], program: ProgramState, now: float) -> None:
-        """Take requests out of a program's turn. The engine's queue asks no more whether a request is parked,
-        so parked ones stay."""
+        """Take requests out of a program's turn."""
         for request_state in requests:
-            if self._parked_requests.is_parked(request_state):
-                continue
             self._log_side_request(program, request_state.prompt_tokens, now)
             program.live_requests.discard(request_state.request_id)
             self._turns.awaiting_first_token.pop(request_state.request_id, None)
             self.tiers.take_out(request_state, now)
             request_state.program = request_state.record = None
+            self._outbox.append(QueuePlaceChanged(request_state.request_id))
 
     def _log_side_request(self, program: ProgramState, tokens: int, now: float) -> None:
         self.decisions.add(now, "side_request", program.id, "other_context", tokens=tokens)

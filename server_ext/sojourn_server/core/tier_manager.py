@@ -204,7 +204,7 @@ class TierManager:
                 self._waits.remember(place.program.id, waited_since_s, now)
 
     def take_out(self, request_state: RequestState, now: float) -> None:
-        """Count a program's request, which is not parked, as a request without a program."""
+        """Count a program's request as a request without a program from now on."""
         place = self._place_of(request_state)
         if place is not None:
             runs, chain = (

@@ -25,6 +25,7 @@ from ..core.events_and_actions import (
     LeaseGranted,
     LoadAheadChosen,
     PrefetchStarted,
+    QueuePlaceChanged,
     RecoveryChosen,
     RequestAdmitted,
     RequestArrived,
@@ -221,6 +222,8 @@ class SchedulerAdapter:
                 self._pending.append(action)
             elif type(action) is RequestRefused:
                 self._refused.append(action.request_id)
+            elif type(action) is QueuePlaceChanged and action.request_id in self._scheduler.requests:
+                self.waiting.queue.rekey(self._scheduler.requests[action.request_id])
         return actions
 
     def arrived(self, request: Request) -> None:
