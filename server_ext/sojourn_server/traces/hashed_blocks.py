@@ -5,7 +5,8 @@ count) stands for ``first`` to ``first + count - 1``. Equal ids mean equal text 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from .trace_schema import TraceProgram
 
@@ -20,21 +21,26 @@ def has_block_ids(program: TraceProgram) -> bool:
 
 def block_runs(program: TraceProgram) -> list[BlockRuns]:
     """Return the block ids of each turn's prompt, as runs. Runs that continue one another are merged."""
-    runs: list[BlockRuns] = []
+    prompts: list[BlockRuns] = [()]
     for turn in program.turns:
-        kept = _first_blocks(runs[-1], turn.hash_lcp or 0) if runs else ()
-        runs.append(_merged_runs(kept + (turn.hash_runs or ())))
-    return runs
+        left, runs = turn.hash_lcp or 0, list[tuple[int, int]]()
+        for start, count in prompts[-1]:
+            runs.append((start, max(0, min(count, left))))
+            left -= count
+        merged: list[tuple[int, int]] = []
+        for start, count in (*runs, *(turn.hash_runs or ())):
+            if count and merged and sum(merged[-1]) == start:
+                merged[-1] = merged[-1][0], merged[-1][1] + count
+            elif count:
+                merged.append((start, count))
+        prompts.append(tuple(merged))
+    return prompts[1:]
 
 
-def run_ids(runs: BlockRuns, first: int, last: int) -> Iterable[int]:
-    """Yield the ids of the blocks at positions ``first`` to ``last - 1``."""
-    at = 0
-    for start, count in runs:
-        if at >= last:
-            return
-        yield from range(start + max(0, first - at), start + min(count, last - at))
-        at += count
+def run_ids(runs: BlockRuns, first: int, last: int) -> Iterator[int]:
+    """Return the ids of the blocks at positions ``first`` to ``last - 1``."""
+    ids = itertools.chain.from_iterable(range(start, start + count) for start, count in runs)
+    return itertools.islice(ids, first, max(0, last))
 
 
 def count_blocks(runs: BlockRuns) -> int:
@@ -62,22 +68,3 @@ def system_blocks(programs: Sequence[TraceProgram]) -> frozenset[int]:
             runs: BlockRuns = program.turns[0].hash_runs or ()
             found.update(run_ids(runs, 0, program.shared_prefix_tokens // program.block_size))
     return frozenset(found)
-
-
-def _first_blocks(runs: BlockRuns, count: int) -> BlockRuns:
-    kept: list[tuple[int, int]] = []
-    for start, length in runs:
-        if count > 0:
-            kept.append((start, min(length, count)))
-        count -= length
-    return tuple(kept)
-
-
-def _merged_runs(runs: BlockRuns) -> BlockRuns:
-    joined: list[tuple[int, int]] = []
-    for start, count in runs:
-        if count and joined and sum(joined[-1]) == start:
-            joined[-1] = joined[-1][0], joined[-1][1] + count
-        elif count:
-            joined.append((start, count))
-    return tuple(joined)

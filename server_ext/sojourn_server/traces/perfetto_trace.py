@@ -2,12 +2,11 @@
 
 A process of the trace is a group of programs, such as a run; a thread is a program. Slices of one thread must
 nest, so parallel turns of a program get further threads (lanes). Times are microseconds since the first
-event. The oldest events above ``max_events`` are left out; a note in the trace says how many.
+event.
 """
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 from collections import Counter
@@ -15,15 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .atomic_files import write_atomically
+from .trace_file import write_packed
 
-MAX_EVENTS = 200_000
-"""Default of ``max_events``, about 40 MB of JSON. Perfetto becomes slow with many more events."""
 WAITING_PARTS = frozenset({"queued", "held back", "preempted"})
 """Parts of a turn during which its request does not run."""
 _SLACK_S = 1e-4
-_NOTES = 0
-"""Pid of the notes about the trace itself."""
 
 
 class Slice(NamedTuple):
@@ -38,7 +33,7 @@ class Slice(NamedTuple):
 
 
 class PerfettoTrace:
-    """Collects events of one or more runs. Arguments in seconds are on the clock of the run."""
+    """Collects events of one or more runs. Times are seconds on the clock of the run."""
 
     def __init__(self) -> None:
         self._groups: list[list[dict[str, Any]]] = []
@@ -64,7 +59,7 @@ class PerfettoTrace:
             at = self._thread(pid, program_id, lane)
             events: list[dict[str, Any]] = []
             for kind, name, a, b, arguments in (whole, *(part for part in parts if part[3] > part[2])):
-                event = {"ph": "X", **at, "cat": kind, "name": name, "ts": a, "dur": b - a}
+                event = {"ph": "X", **at, "cat": kind, "name": name, "ts": a, "dur": _microseconds(b - a)}
                 events.append(event | ({} if arguments is None else {"args": arguments}))
             self._groups.append(events)
 
@@ -100,30 +95,24 @@ class PerfettoTrace:
             self._groups.append([event])
 
     def document(
-        self, *, max_events: int = MAX_EVENTS, notes: Mapping[str, Any] | None = None
+        self, *, max_events: int = 200_000, notes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the trace as JSON data, with ``notes`` in its ``otherData``."""
+        """Return the trace as JSON data, with ``notes`` in its ``otherData``. The oldest events above
+        ``max_events`` are left out; ``otherData`` says how many. Perfetto becomes slow with many more."""
         groups = sorted(self._groups, key=lambda group: -group[0]["ts"])
-        fitting = (total <= max_events for total in itertools.accumulate(map(len, groups)))
-        kept = groups[: next((n for n, fits in enumerate(fitting) if not fits), len(groups))]
+        sizes = itertools.accumulate(map(len, groups))
+        kept = groups[: sum(total <= max_events for total in sizes)]
         cut = sum(map(len, groups[len(kept) :]))
-        zero_s = min((group[0]["ts"] for group in kept), default=0.0)
-        events = [event.copy() for group in reversed(kept) for event in group]
-        for event in events:
-            event["ts"] = round((event["ts"] - zero_s) * 1e6, 1)
-            if "dur" in event:
-                event["dur"] = round(event["dur"] * 1e6, 1)
+        zero_s = kept[-1][0]["ts"] if kept else 0.0
+        events = [
+            event | {"ts": _microseconds(event["ts"] - zero_s)} for group in reversed(kept) for event in group
+        ]
         metadata = []
         for (pid, name, lane), number in self._ids.items():
             at = {"ph": "M", "pid": pid or number, "tid": number if pid else 0}
             kind, label = "thread" if pid else "process", f"{name} ({lane + 1})" if lane else name
             metadata.append({**at, "name": f"{kind}_name", "args": {"name": label}})
             metadata.append({**at, "name": f"{kind}_sort_index", "args": {"sort_index": number}})
-        if cut:
-            note = {"ph": "X", "pid": _NOTES, "tid": 0, "cat": "note", "ts": 0.0, "dur": 1000.0}
-            metadata.append(
-                {**note, "name": f"cut: {cut} older events are left out", "args": {"cut_events": cut}}
-            )
         about = {**(notes or {}), "cut_events": cut, "zero_s": zero_s}
         return {"traceEvents": [*metadata, *events], "displayTimeUnit": "ms", "otherData": about}
 
@@ -133,8 +122,11 @@ class PerfettoTrace:
 
 def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:
     """Write the trace, gzipped if the name ends in ``.gz``; Perfetto opens both."""
-    data = json.dumps(document, separators=(",", ":")).encode()
-    write_atomically({path: gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data})
+    write_packed(path, json.dumps(document, separators=(",", ":")).encode())
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
 
 
 def add_ledger_program(

@@ -51,21 +51,24 @@ class TurnPlan(NamedTuple):
         return self.prompt_tokens - self.reused_tokens
 
 
-def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan]:
+def plan_turns(
+    program: TraceProgram, token_scale: float = 1.0, blocks: Sequence[BlockRuns] = ()
+) -> list[TurnPlan]:
     """Return the plan of every turn, with the recorded lengths times ``token_scale``. Prompts and outputs
-    have at least one token.
+    have at least one token. ``blocks`` are those of each prompt, if recorded; the scale is then 1.
 
-    A prompt that is shorter than ``MIN_CONTINUED`` × the previous one, without a recorded reason, is a reset.
-    Another that is shorter than the previous prompt and output omits the beginning of that output.
+    Without blocks, a prompt that is shorter than ``MIN_CONTINUED`` × the previous one, without a recorded
+    reason, is a reset. Another that is shorter than the previous prompt and output omits the beginning of
+    that output.
     """
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
-        prompt = _scaled(turn.prompt_tokens, token_scale)
-        output = _scaled(turn.output_tokens, token_scale)
+        prompt = max(1, round(turn.prompt_tokens * token_scale))
+        output = max(1, round(turn.output_tokens * token_scale))
         if index == 0:
             plans.append(TurnPlan(prompt, output))
             continue
-        changed = _changed_prompt(program, index)
+        changed = _changed_blocks(program, index, blocks) if blocks else _changed_prompt(program, index)
         if changed is not None:
             base, kept = changed
             context = plans[base].prompt_tokens + plans[base].output_tokens
@@ -74,7 +77,10 @@ def plan_turns(program: TraceProgram, token_scale: float = 1.0) -> list[TurnPlan
             continue
         recorded, before = program.turns[index - 1], plans[-1]
         lacking = recorded.prompt_tokens + recorded.output_tokens - turn.prompt_tokens
-        lacking = round(max(lacking, turn.out_dropped) * token_scale)
+        if blocks:  # without a reason, the prompt has only the beginning of the previous output
+            lacking = 0 if lacking > turn.out_dropped else min(turn.out_dropped, before.output_tokens)
+        else:
+            lacking = round(max(lacking, turn.out_dropped) * token_scale)
         dropped = min(lacking, before.output_tokens)
         # Missing tokens beyond that output are missing at the end of the previous prompt.
         kept = max(0, before.prompt_tokens - (lacking - dropped))
@@ -111,12 +117,9 @@ class PromptPlan:
             raise ValueError(f"token_scale is {token_scale}; expected > 0")
         self.program = program
         self.token_scale = token_scale
-        self.runs: list[BlockRuns] | None = None
-        if token_scale == 1.0 and has_block_ids(program):
-            self.runs = block_runs(program)
-            self.plans = _plan_blocks(program, self.runs)
-        else:
-            self.plans = plan_turns(program, token_scale)
+        self.runs = block_runs(program) if token_scale == 1.0 and has_block_ids(program) else []
+        """Blocks of each prompt; empty if they are not recorded."""
+        self.plans = plan_turns(program, token_scale, self.runs)
         self.last_use = list(range(len(self.plans)))
         """For each turn, the index of the last turn that continues it, or its own index if no turn does."""
         for index, plan in enumerate(self.plans):
@@ -141,7 +144,7 @@ class PromptBuilder:
         self._outline = outline or PromptPlan(program)
         self._ids = ids or TokenIdGenerator(DEFAULT_VOCABULARY)
         self.plans = self._outline.plans
-        self._program = program
+        self._program, self._runs = program, self._outline.runs
         self._name = program.program_id if copy == 0 else f"{program.program_id}#{copy}"
         scope = "" if program.hash_scope == "global" else program.program_id
         self._public_seed = seed_from_text(f"blocks/{scope}")
@@ -171,7 +174,7 @@ class PromptBuilder:
         """Return the token ids that the server shall generate as the output of turn ``index``."""
         plan = self.plans[index]
         following = self.plans[index + 1] if index + 1 < len(self.plans) else None
-        if self._outline.runs is None or following is None or not _continues(plan, following, index):
+        if not self._runs or following is None or not _continues(plan, following, index):
             return self._draw(f"{self._name}/{index}/output", plan.output_tokens)
         # A trace may drop more tokens than the output has, and the next prompt may end within this output.
         dropped = following.dropped_tokens
@@ -193,16 +196,22 @@ class PromptBuilder:
     def _fresh(self, index: int, start: int) -> list[int]:
         """Return the new ids of turn ``index``'s prompt, from position ``start`` to its end."""
         plan = self.plans[index]
-        if self._outline.runs is not None:
+        if self._runs:
             return self._from_blocks(index, start, plan.prompt_tokens)
-        shared = self._shared_ids(plan.prompt_tokens) if plan.base is None else []
+        shared: list[int] = []
+        if plan.base is None:
+            program = self._program
+            recorded = round((program.shared_prefix_tokens or 0) * self._outline.token_scale)
+            alone = program.group is None or program.group == program.program_id
+            name = program.source if alone else program.group
+            shared = self._draw(f"shared/{name}", min(recorded, plan.prompt_tokens))
         return shared + self._draw(f"{self._name}/{index}", plan.prompt_tokens - start - len(shared))
 
     def _from_blocks(self, index: int, start: int, end: int) -> list[int]:
         """Return ids ``start`` to ``end - 1`` of turn ``index``'s prompt, made from its recorded blocks."""
         if start >= end:
             return []
-        runs, size = self._runs(index), self._program.block_size or 1
+        runs, size = self._runs[index], self._program.block_size or 1
         first, full = start // size, count_blocks(runs)
         ids = [one for block in run_ids(runs, first, -(-end // size)) for one in self._block(block, size)]
         if end > full * size:
@@ -214,55 +223,17 @@ class PromptBuilder:
         the later turn that completes it, if any."""
         while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
             index += 1
-            if count_blocks(self._runs(index)) > place:
-                return self._block(next(iter(run_ids(self._runs(index), place, place + 1))), size)
+            block = next(run_ids(self._runs[index], place, place + 1), None)
+            if block is not None:
+                return self._block(block, size)
         return self._draw(f"{self._name}/{index}/end", size)
 
     def _block(self, block: int, size: int) -> list[int]:
-        return self._ids.draw(
-            block ^ (self._public_seed if block in self._system else self._private_seed), size
-        )
-
-    def _runs(self, index: int) -> BlockRuns:
-        assert self._outline.runs is not None
-        return self._outline.runs[index]
-
-    def _shared_ids(self, at_most: int) -> list[int]:
-        program = self._program
-        shared = min(round((program.shared_prefix_tokens or 0) * self._outline.token_scale), at_most)
-        alone = program.group is None or program.group == program.program_id
-        return self._draw(f"shared/{program.source if alone else program.group}", shared)
+        seed = self._public_seed if block in self._system else self._private_seed
+        return self._ids.draw(block ^ seed, size)
 
     def _draw(self, seed: str, count: int) -> list[int]:
         return self._ids.draw(seed_from_text(seed), count) if count > 0 else []
-
-
-def _plan_blocks(program: TraceProgram, runs: list[BlockRuns]) -> list[TurnPlan]:
-    """Return the plan of every turn, with reused tokens determined from recorded blocks."""
-    size = program.block_size or 1
-    plans: list[TurnPlan] = []
-    for index, turn in enumerate(program.turns):
-        prompt, output = turn.prompt_tokens, max(1, turn.output_tokens)
-        if index == 0:
-            plans.append(TurnPlan(prompt, output))
-            continue
-        before = plans[-1]
-        same = common_blocks(runs[index - 1], runs[index])
-        if same == count_blocks(runs[index - 1]) and prompt >= before.prompt_tokens:
-            dropped = min(turn.out_dropped, before.output_tokens)
-            context = before.prompt_tokens + before.output_tokens
-            kept = before.prompt_tokens if dropped else context
-            if prompt < context - dropped:  # it has only part of the previous output, the source says not why
-                kept, dropped = prompt, 0
-            plans.append(TurnPlan(prompt, output, kept, dropped, index - 1))
-            continue
-        base = index - 1
-        for older in range(index - 2, max(0, index - _HISTORY_TURNS) - 1, -1):
-            found = common_blocks(runs[older], runs[index])
-            if found > same:
-                base, same = older, found
-        plans.append(TurnPlan(prompt, output, same * size, 0, base))
-    return plans
 
 
 def _continues(plan: TurnPlan, following: TurnPlan, index: int) -> bool:
@@ -291,5 +262,12 @@ def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None
     return index - 1, kept
 
 
-def _scaled(tokens: int, scale: float) -> int:
-    return max(1, round(tokens * scale))
+def _changed_blocks(program: TraceProgram, index: int, blocks: Sequence[BlockRuns]) -> tuple[int, int] | None:
+    """As ``_changed_prompt``, but determined from recorded blocks."""
+    turn, before, own = program.turns[index], program.turns[index - 1], blocks[index]
+    whole = common_blocks(blocks[index - 1], own) == count_blocks(blocks[index - 1])
+    if whole and turn.prompt_tokens >= before.prompt_tokens:
+        return None
+    older = range(max(0, index - _HISTORY_TURNS), index)
+    same, base = max((common_blocks(blocks[j], own), j) for j in older)
+    return base, same * (program.block_size or 1)

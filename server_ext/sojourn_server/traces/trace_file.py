@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,8 +30,8 @@ def read_bytes(path: Path) -> bytes:
         raise TraceError(f"{path}: {error.strerror or error}") from None
 
 
-_BLANK = " \t\r\n,"
-"""Characters allowed between records; some writers separate them by commas."""
+_BLANK = re.compile(r"[\s,]*")
+"""Between records; some writers separate them by commas."""
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
@@ -42,23 +43,15 @@ def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
         text = read_bytes(Path(path)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not text: {error.reason} at byte {error.start}") from None
-    decoder = json.JSONDecoder()
-    at, line, counted = 0, 1, 0
-    while True:
-        while at < len(text) and text[at] in _BLANK:
-            at += 1
-        if at >= len(text):
-            return
-        line += text.count("\n", counted, at)
-        counted = at
+    decoder, line, counted, at = json.JSONDecoder(), 1, 0, 0
+    while (blank := _BLANK.match(text, at)) and blank.end() < len(text):
+        line += text.count("\n", counted, blank.end())
+        counted = blank.end()
         try:
-            record, at = decoder.raw_decode(text, at)
+            record, at = decoder.raw_decode(text, counted)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {line}: not JSON: {error}") from None
-        if isinstance(record, list):
-            yield from ((line, element) for element in record)
-        else:
-            yield line, record
+        yield from ((line, one) for one in (record if isinstance(record, list) else [record]))
 
 
 def read_trace(path: str | Path) -> Iterator[TraceProgram]:
@@ -71,9 +64,17 @@ def read_trace(path: str | Path) -> Iterator[TraceProgram]:
     data = read_bytes(Path(path)).removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         if line.strip():
-            program = _program(line, f"{path}, line {number}")
-            first = seen.setdefault(program.program_id, number)
-            if first != number:
+            try:
+                program = _decoder.decode(line)
+                check_blocks(program)
+            except (TraceError, msgspec.ValidationError) as error:
+                raise TraceError(f"{path}, line {number}: {error}") from error
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                # A complete line with incomplete JSON is probably part of a document of several lines.
+                cut = line.endswith(b"\n") and "truncated" in str(error)
+                several = "; expected one whole program per line" if cut else ""
+                raise TraceError(f"{path}, line {number}: not JSON: {error}{several}") from error
+            if (first := seen.setdefault(program.program_id, number)) != number:
                 name = repr(program.program_id)
                 raise TraceError(f"{path}, line {number}: program {name} is already on line {first}")
             yield program
@@ -81,33 +82,19 @@ def read_trace(path: str | Path) -> Iterator[TraceProgram]:
         raise TraceError(f"{path}: holds no programs; expected one JSON object per line")
 
 
-def _program(line: bytes, where: str) -> TraceProgram:
-    try:
-        program = _decoder.decode(line)
-        check_blocks(program)
-    except (TraceError, msgspec.ValidationError) as error:
-        raise TraceError(f"{where}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # A complete line with incomplete JSON is probably part of a document that spans several lines.
-        whole = "; expected one whole program per line"
-        several = whole if line.endswith(b"\n") and "truncated" in str(error) else ""
-        raise TraceError(f"{where}: not JSON: {error}{several}") from error
-    return program
-
-
 def write_trace(path: str | Path, programs: Iterable[TraceProgram]) -> int:
     """Write one program per line, gzipped if the name ends in ``.gz``. Return the number of programs.
 
     The write is atomic, and creates missing folders. Equal programs give equal bytes. Raises ``TraceError``
     if the file cannot be written."""
-    path = Path(path)
-    encoder = msgspec.json.Encoder()
-    lines = [encoder.encode(program) for program in programs]
-    data = b"".join(line + b"\n" for line in lines)
-    if path.name.endswith(".gz"):
-        data = gzip.compress(data, mtime=0)
+    made = list(programs)
     try:
-        write_atomically({path: data})
+        write_packed(Path(path), msgspec.json.Encoder().encode_lines(made))
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from None
-    return len(lines)
+    return len(made)
+
+
+def write_packed(path: Path, data: bytes) -> None:
+    """Write a file atomically, gzipped if the name ends in ``.gz``. Equal data gives equal bytes."""
+    write_atomically({path: gzip.compress(data, mtime=0) if path.name.endswith(".gz") else data})

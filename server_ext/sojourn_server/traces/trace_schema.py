@@ -181,23 +181,19 @@ def check_parents(programs: Sequence[TraceProgram]) -> None:
     """Raise ``TraceError`` for a program that is its own ancestor, and for a ``parent_turn`` that the parent
     does not have. A parent may be missing in the trace."""
     by_id = {program.program_id: program for program in programs}
-    done: set[str] = set()
     for program in programs:
-        path: set[str] = set()
-        at: TraceProgram | None = program
-        while at is not None and at.program_id not in done:
-            if at.program_id in path:
-                raise TraceError(f"program {at.program_id!r} is among its own parents")
-            path.add(at.program_id)
-            parent = by_id.get(at.parent or "")
-            turns = 0 if parent is None else len(parent.turns)
-            if turns and (at.parent_turn or 0) >= turns:
-                raise TraceError(
-                    f"program {at.program_id!r}: parent_turn is {at.parent_turn}; expected 0 to {turns - 1}, "
-                    f"the {turns} turns of {at.parent!r}"
-                )
-            at = parent
-        done |= path
+        parent, seen = by_id.get(program.parent or ""), {program.program_id}
+        turns = 0 if parent is None else len(parent.turns)
+        if turns and (program.parent_turn or 0) >= turns:
+            raise TraceError(
+                f"program {program.program_id!r}: parent_turn is {program.parent_turn}; expected 0 to "
+                f"{turns - 1}, the {turns} turns of {program.parent!r}"
+            )
+        while parent is not None:
+            if parent.program_id in seen:
+                raise TraceError(f"program {parent.program_id!r} is among its own parents")
+            seen.add(parent.program_id)
+            parent = by_id.get(parent.parent or "")
 
 
 def check_blocks(program: TraceProgram) -> None:
