@@ -1,4 +1,4 @@
-"""The Perfetto file: slices of a thread nest, ids are integers, the newest events stay, the cut is counted."""
+"""The Perfetto file: slices of a thread nest, ids are integers, the newest events stay, the rest is counted."""
 
 from __future__ import annotations
 

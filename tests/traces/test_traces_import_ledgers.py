@@ -91,7 +91,7 @@ def test_a_call_lasts_as_long_as_tools_ran_in_the_gap(
     assert program.turns[0].tool_run == TraceToolRun(name="bash", cmd="cat", s=duration_s)
 
 
-def test_families_lines_arrays_and_lists_are_read(tmp_path: Path) -> None:
+def test_families_lines_and_arrays_are_read(tmp_path: Path) -> None:
     child = answer(
         record(1, 103.0, split(50, 0, 50), program="c"),
         program="c",
@@ -102,7 +102,6 @@ def test_families_lines_arrays_and_lists_are_read(tmp_path: Path) -> None:
     shapes = [
         [answer(*RUN), child, stranger],
         [[answer(*RUN), child, stranger]],
-        [{"programs": [answer(*RUN), child, stranger]}],
     ]
     found = [read_ledgers([write(tmp_path / "x.jsonl", *documents)]).programs for documents in shapes]
     separate = [write(tmp_path / f"{i}.json", document) for i, document in enumerate(shapes[0])]

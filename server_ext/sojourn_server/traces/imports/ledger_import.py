@@ -7,7 +7,7 @@ tool; ledgers without that time count the whole gap.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,13 @@ def read_ledgers(paths: Sequence[str | Path]) -> ImportResult:
     left_out: Counter[str] = Counter()
     for path in paths:
         for line, record in read_records(path):
-            for program in _programs(record, f"{path}, line {line}"):
-                turns = _usable_turns(program, left_out)
-                if program.program_id in found and turns:
-                    raise TraceError(f"{path}, line {line}: program {program.program_id!r} occurs twice")
-                if turns:
-                    recorded = found[program.program_id] = _recorded(program, turns)
-                    parents.append((recorded, program.parent_program_id))
+            program = _program(record, f"{path}, line {line}")
+            turns = _usable_turns(program, left_out)
+            if program.program_id in found and turns:
+                raise TraceError(f"{path}, line {line}: program {program.program_id!r} occurs twice")
+            if turns:
+                recorded = found[program.program_id] = _recorded(program, turns)
+                parents.append((recorded, program.parent_program_id))
     for recorded, parent_id in parents:
         recorded.parent = found.get(parent_id or "")
     return to_trace(found.values(), "sojourn", left_out, paths)
@@ -82,19 +82,14 @@ def _usable_turns(program: _LedgerProgram, left_out: Counter[str]) -> list[_Ledg
     return sorted(good, key=lambda record: record.arrived_s)
 
 
-def _programs(record: Any, where: str) -> Iterator[_LedgerProgram]:
-    fields: dict[str, Any] = record if isinstance(record, dict) else {"ledger": None}
-    if isinstance(fields.get("programs"), list):
-        for inner in fields["programs"]:
-            yield from _programs(inner, where)
-        return
-    if "ledger" not in fields:  # the decision log alone lacks the lengths of prompts and outputs
-        raise TraceError(
+def _program(record: Any, where: str) -> _LedgerProgram:
+    if isinstance(record, dict) and "ledger" not in record:
+        raise TraceError(  # the decision log alone lacks the lengths of prompts and outputs
             f"{where}: no ledger, as in a decision log, in the list of programs, or from a gateway; expected "
             "what GET /sojourn/v1/programs/{id} of an engine answers"
         )
     try:
-        yield msgspec.convert(record, _LedgerProgram)
+        return msgspec.convert(record, _LedgerProgram)
     except (msgspec.ValidationError, UnicodeError) as error:
         raise TraceError(f"{where}: {error}") from None
 

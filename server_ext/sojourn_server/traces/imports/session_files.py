@@ -12,6 +12,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -40,46 +41,45 @@ _ASKING_TOOLS = frozenset({"askuserquestion", "exitplanmode", "request_user_inpu
 """Lower-case names of tools that ask a person."""
 
 
-class _Session:
-    """Builds a program from the entries of one conversation, in their order. Times are seconds."""
+@dataclass(slots=True, eq=False)
+class _Session(RecordedProgram):
+    """A conversation, built from its entries in their order. Times are seconds."""
 
-    def __init__(self, program_id: str) -> None:
-        self.program = RecordedProgram(program_id)
-        self.context_changed = False
-        """Whether the next prompt does not continue the previous one, as after a compaction."""
-        self.open_tools: dict[str, tuple[str, str | None, float]] = {}
-        self._calls: dict[str, RecordedCall] = {}
-        self._input_s = 0.0
-        self._began_s: float | None = None
-        self._output_s = 0.0
+    context_changed: bool = False
+    """Whether the next prompt does not continue the previous one, as after a compaction."""
+    open_tools: dict[str, tuple[str, str | None, float]] = field(default_factory=dict)
+    call_by_id: dict[str, RecordedCall] = field(default_factory=dict)
+    input_s: float = 0.0
+    began_s: float | None = None
+    output_s: float = 0.0
 
     def add_input(self, at_s: float, person: bool = False) -> None:
-        self._input_s = max(self._input_s, at_s)
-        if person and self.program.calls:
-            self.program.calls[-1].person = True
+        self.input_s = max(self.input_s, at_s)
+        if person and self.calls:
+            self.calls[-1].person = True
 
     def add_output(self, at_s: float, start_s: float | None = None) -> None:
         """Note output of a call, which started at ``start_s`` if recorded. Its counts may follow later."""
-        if self._began_s is None:
-            ended_s = self.program.calls[-1].end_s if self.program.calls else 0.0
-            known_s = max(self._input_s, ended_s) if start_s is None else start_s
-            self._began_s = min(at_s, known_s or at_s)
-        self._output_s = at_s
+        if self.began_s is None:
+            ended_s = self.calls[-1].end_s if self.calls else 0.0
+            known_s = max(self.input_s, ended_s) if start_s is None else start_s
+            self.began_s = min(at_s, known_s or at_s)
+        self.output_s = at_s
 
     def add_call(self, call_id: str, usage: TokenUsage, base: RecordedCall | None = None) -> RecordedCall:
         """Add the call of the output, or replace the counts of a known one. ``base`` is the call that it
         continues, if the file says so."""
-        calls, call = self.program.calls, self._calls.get(call_id)
+        calls, call = self.calls, self.call_by_id.get(call_id)
         if call is None:
-            began_s = self._output_s if self._began_s is None else self._began_s
-            call = self._calls[call_id] = RecordedCall(began_s, self._output_s, usage)
+            began_s = self.output_s if self.began_s is None else self.began_s
+            call = self.call_by_id[call_id] = RecordedCall(began_s, self.output_s, usage)
             if self.context_changed:
                 call.kept_tokens = usage.cached or 0
             elif base is not None and calls and base is not calls[-1]:
                 call.kept_tokens = base.usage.prompt + base.usage.output
             calls.append(call)
             self.context_changed = False
-        call.end_s, call.usage, self._began_s = max(call.end_s, self._output_s), usage, None
+        call.end_s, call.usage, self.began_s = max(call.end_s, self.output_s), usage, None
         return call
 
     def start_tool(self, tool_id: str, name: str, arguments: Any, at_s: float) -> None:
@@ -92,10 +92,10 @@ class _Session:
         if name is not None:
             own_s = 0.0 if name.lower() in _INSTANT_TOOLS else own_s
             ended_s = max(start_s, at_s)
-            if own_s is not None and at_s - max(start_s, self._input_s) - own_s > _APPROVAL_S:
+            if own_s is not None and at_s - max(start_s, self.input_s) - own_s > _APPROVAL_S:
                 asked, ended_s = True, start_s + own_s
             asked = asked or name.lower() in _ASKING_TOOLS
-            self.program.tools.append(RecordedTool(name, start_s, ended_s, command, asked))
+            self.tools.append(RecordedTool(name, start_s, ended_s, command, asked))
             self.add_input(at_s)
         return start_s
 
@@ -109,7 +109,8 @@ class SessionReader:
     def __init__(self) -> None:
         self.left_out: Counter[str] = Counter()
         self._sessions: dict[str, _Session] = {}
-        self._of_file: dict[str, _Session] = {}
+        self._known: dict[Any, tuple[_Session, RecordedCall | None]] = {}
+        """What later entries continue: a file, an entry or messages → (session, its call there)."""
 
     @classmethod
     def read(cls, paths: Sequence[str | Path]) -> ImportResult:
@@ -128,7 +129,7 @@ class SessionReader:
             self.left_out[f"entries left out, the first is {bad[0]}"] = len(bad)
         sessions = self._sessions.values()
         self.left_out["tool calls without a result left out"] = sum(len(one.open_tools) for one in sessions)
-        return to_trace([session.program for session in sessions], cls.source, self.left_out, paths)
+        return to_trace(sessions, cls.source, self.left_out, paths)
 
     def _entries(self, path: Path) -> Iterator[tuple[Path, str, Any]]:
         for number, line in enumerate(read_bytes(path).splitlines(), start=1):
@@ -143,10 +144,9 @@ class SessionReader:
 
     def _session(self, session_id: str, parent: _Session | None = None, role: str | None = None) -> _Session:
         session = self._sessions.setdefault(str(session_id), _Session(str(session_id)))
-        program = session.program
-        program.parent = program.parent or (parent.program if parent else None)
-        program.agent_type = program.agent_type or role
-        program.group = f"{self.source}/{program.agent_type}" if program.agent_type else self.source
+        session.parent = session.parent or parent
+        session.agent_type = session.agent_type or role
+        session.group = f"{self.source}/{session.agent_type}" if session.agent_type else self.source
         return session
 
     def _usage(self, counts: dict[str, Any] | None) -> TokenUsage | None:
@@ -170,24 +170,23 @@ class ClaudeCodeReader(SessionReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: dict[str, tuple[_Session, RecordedCall | None]] = {}
         self._chars: Counter[str] = Counter()
 
     def _add(self, entry: Any, path: str) -> None:
         uuid = entry.get("uuid")
-        if uuid is None or uuid in self._before:
+        if uuid is None or uuid in self._known:
             return
         above, agent = entry.get("parentUuid"), entry.get("agentId")
-        session, call = self._before.get(above, (None, None))
+        session, call = self._known.get(above, (None, None))
         if agent or session is None:
             session = self._session(entry["sessionId"])
             if agent or entry.get("isSidechain"):
                 role = entry.get("attributionAgent") if agent else "sidechain"
                 session = self._session(f"{entry['sessionId']}/{agent or uuid}", session, role)
         compacted = entry.get("subtype") == "compact_boundary"
-        rewound = above is None and entry["type"] == "user" and bool(session.program.calls)
+        rewound = above is None and entry["type"] == "user" and bool(session.calls)
         session.context_changed |= compacted or rewound
-        self._before[uuid] = session, call
+        self._known[uuid] = session, call
         at_s, message = seconds(entry["timestamp"]), entry.get("message") or {}
         blocks = message["content"] if isinstance(message.get("content"), list) else []
         if compacted:
@@ -203,8 +202,8 @@ class ClaudeCodeReader(SessionReader):
                 estimate = self._chars[message["id"]] // 4  # characters a token
                 usage = usage._replace(output=max(usage.output, estimate))
             session.add_output(at_s)
-            self._before[uuid] = session, session.add_call(message["id"], usage, call)
-            session.program.model = message.get("model")
+            self._known[uuid] = session, session.add_call(message["id"], usage, call)
+            session.model = message.get("model")
             for block in blocks:
                 if block["type"] == "tool_use":
                     session.start_tool(block["id"], block["name"], block.get("input"), at_s)
@@ -217,8 +216,8 @@ class ClaudeCodeReader(SessionReader):
             own_s = own_ms / 1000 if isinstance(own_ms, (int, float)) else None
             start_s = session.end_tool(block["tool_use_id"], at_s, own_s, rejected)
             if agent := facts.get("agentId"):
-                sub = self._session(f"{entry['sessionId']}/{agent}", session, facts.get("agentType")).program
-                sub.parent, sub.asked_s = session.program, start_s
+                sub = self._session(f"{entry['sessionId']}/{agent}", session, facts.get("agentType"))
+                sub.parent, sub.asked_s = session, start_s
         if not results:
             of_client = any(entry.get(name) for name in ("isMeta", "isCompactSummary", "isSidechain"))
             origin = (entry.get("origin") or {}).get("kind", "human")
@@ -241,21 +240,21 @@ class CodexReader(SessionReader):
     def _add(self, entry: Any, path: str) -> None:
         kind, payload, at_s = entry["type"], entry["payload"], seconds(entry["timestamp"])
         if kind == "session_meta":
-            if path not in self._of_file:
+            if path not in self._known:
                 source = payload.get("source")
                 subagent = source.get("subagent") if isinstance(source, dict) else None
                 spawn = subagent.get("thread_spawn") or {} if isinstance(subagent, dict) else {}
                 role = spawn.get("agent_role") or ("subagent" if subagent else None)
                 parent = self._session(spawn["parent_thread_id"]) if spawn else None
-                self._of_file[path] = self._session(payload["id"], parent, role)
+                self._known[path] = self._session(payload["id"], parent, role), None
             return
-        session, what = self._of_file[path], payload.get("type")
+        (session, _), what = self._known[path], payload.get("type")
         if kind == "compacted":
             session.context_changed = True
         elif kind == "turn_context":
-            session.program.model = payload.get("model")
+            session.model = payload.get("model")
         elif kind == "token_usage_record":
-            own = payload.get("thread_id", session.program.program_id) == session.program.program_id
+            own = payload.get("thread_id", session.program_id) == session.program_id
             if own and (usage := self._usage(payload["usage"])):
                 session.add_call(payload["response_id"], usage)
                 self._total[path] = None
@@ -269,7 +268,7 @@ class CodexReader(SessionReader):
             own_ms = payload["completed_at_ms"] - payload["started_at_ms"]
             self._own_s[payload["item"]["id"]] = own_ms / 1000
         elif kind == "response_item" and what == "message" and payload["role"] != "assistant":
-            session.add_input(at_s, person=payload["role"] == "user" and not session.program.parent)
+            session.add_input(at_s, person=payload["role"] == "user" and not session.parent)
         elif kind == "response_item" and what.endswith("_output"):
             session.end_tool(payload["call_id"], at_s, self._own_s.pop(payload["call_id"], None))
         elif kind == "response_item":
@@ -284,16 +283,13 @@ class PiReader(SessionReader):
 
     source = "pi"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._before: dict[tuple[str, str | None], RecordedCall | None] = {}
-
     def _add(self, entry: Any, path: str) -> None:
         if entry["type"] == "session":
-            self._of_file[path] = self._session(entry["id"])
+            self._known[path] = self._session(entry["id"]), None
             return
-        session, at_s, message = self._of_file[path], seconds(entry["timestamp"]), entry.get("message") or {}
-        call, role = self._before.get((path, entry.get("parentId"))), message.get("role")
+        session, call = self._known.get((path, entry.get("parentId"))) or self._known[path]
+        at_s, message = seconds(entry["timestamp"]), entry.get("message") or {}
+        role = message.get("role")
         if entry["type"] == "compaction":
             session.context_changed = True
         elif role == "user":
@@ -303,11 +299,11 @@ class PiReader(SessionReader):
         elif role == "assistant" and (usage := self._usage(message.get("usage"))):
             session.add_output(at_s, seconds(message["timestamp"]))
             call = session.add_call(entry["id"], usage, call)
-            session.program.model = message.get("model")
+            session.model = message.get("model")
             for block in message["content"]:
                 if block["type"] == "toolCall":
                     session.start_tool(block["id"], block["name"], block["arguments"], at_s)
-        self._before[path, entry.get("id")] = call
+        self._known[path, entry.get("id")] = session, call
 
 
 class OpenCodeReader(SessionReader):
@@ -317,26 +313,22 @@ class OpenCodeReader(SessionReader):
     pattern = "opencode*.db"
 
     def _entries(self, path: Path) -> Iterator[tuple[Path, str, Any]]:
-        parts: dict[str, list[str]] = {}
+        query = (
+            "SELECT m.id, s.id, s.parent_id, m.data, json_group_array(json_remove(p.data, '$.state.output')) "
+            "FROM message m JOIN session s ON s.id = m.session_id LEFT JOIN part p ON p.message_id = m.id "
+            "AND json_valid(p.data) AND json_extract(p.data, '$.type') = 'tool' "
+            "GROUP BY m.id ORDER BY m.time_created, m.id"
+        )
         try:
             with sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True) as database:
-                tools = (
-                    "SELECT message_id, json_remove(data, '$.state.output') FROM part WHERE json_valid(data) "
-                    "AND json_extract(data, '$.type') = 'tool' ORDER BY time_created"
-                )
-                for message, data in database.execute(tools):
-                    parts.setdefault(message, []).append(data)
-                rows = database.execute(
-                    "SELECT m.id, s.id, s.parent_id, m.data FROM message m JOIN session s "
-                    "ON s.id = m.session_id ORDER BY m.time_created, m.id"
-                ).fetchall()
+                rows = database.execute(query).fetchall()
         except sqlite3.Error as error:
             raise TraceError(f"{path}: {error}; expected OpenCode's database") from None
         for row in rows:
-            yield path, f"message {row[0]}", (*row, parts.get(row[0], []))
+            yield path, f"message {row[0]}", row
 
     def _add(self, entry: Any, path: str) -> None:
-        message_id, session_id, parent_id, data, texts = entry
+        message_id, session_id, parent_id, data, parts = entry
         message = msgspec.json.decode(data)
         parent = None if parent_id is None else self._session(parent_id)
         session = self._session(session_id, parent, None if parent is None else message.get("agent"))
@@ -349,20 +341,21 @@ class OpenCodeReader(SessionReader):
         counts = {**tokens, "output": output, "cacheRead": cache["read"], "cacheWrite": cache["write"]}
         if not (usage := self._usage(counts)):
             return
-        tools = [one for one in map(msgspec.json.decode, texts) if "end" in one["state"].get("time", ())]
+        parts = filter(None, msgspec.json.decode(parts))
+        tools = [part for part in parts if "end" in part["state"].get("time", ())]
         starts = [seconds(part["state"]["time"]["start"]) for part in tools]
         session.add_output(
             max(start_s, min([seconds(message["time"].get("completed", start_s)), *starts])), start_s
         )
         session.add_call(message_id, usage)
-        session.program.model = message.get("modelID")
+        session.model = message.get("modelID")
         session.context_changed = bool(message.get("summary"))  # the next prompt begins with the summary
         for part, tool_s in zip(tools, starts, strict=True):
             state = part["state"]
             session.start_tool(part["callID"], part["tool"], state.get("input"), tool_s)
             session.end_tool(part["callID"], seconds(state["time"]["end"]))
             if sub := (state.get("metadata") or {}).get("sessionId"):
-                self._session(sub, session).program.asked_s = tool_s
+                self._session(sub, session).asked_s = tool_s
 
 
 class OpenAiReader(SessionReader):
@@ -373,10 +366,6 @@ class OpenAiReader(SessionReader):
 
     source = "openai"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._ends: dict[bytes, tuple[_Session, RecordedCall, int]] = {}
-
     def _add(self, entry: Any, path: str) -> None:
         messages, named = entry["messages"], entry.get("session_id")
         start_s = seconds(entry["start_time"] if "start_time" in entry else entry["timestamp"])
@@ -386,22 +375,22 @@ class OpenAiReader(SessionReader):
         for message in messages:
             digest.update(msgspec.json.encode(message))
             digests.append(digest.digest())
-        known = (self._ends[one] for one in reversed(digests) if one in self._ends)
-        session, base, length = next(known, (None, None, len(messages)))
-        if session is None or (named is not None and session.program.program_id != str(named)):
+        length = next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._known), 0)
+        session, base = self._known[digests[length - 1]] if length else (None, None)
+        if session is None or (named is not None and session.program_id != str(named)):
             session = self._session(named or f"{Path(path).name}/{len(self._sessions)}")
             base, length = None, len(messages)
         for message in messages[length:]:
             for tool in message.get("tool_calls") or ():
                 function = tool["function"]
-                if base is session.program.calls[-1]:
+                if base is session.calls[-1]:
                     session.start_tool(tool["id"], function["name"], function.get("arguments"), base.end_s)
                     session.end_tool(tool["id"], start_s)
         session.add_input(start_s, any(message.get("role") == "user" for message in messages[length:]))
         session.add_output(max(start_s, seconds(entry.get("end_time", start_s))), start_s)
         call = session.add_call(f"{path} {start_s} {len(messages)}", usage, base)
-        session.program.model = entry.get("model")
-        self._ends[digests[-1]] = session, call, len(messages)
+        session.model = entry.get("model")
+        self._known[digests[-1]] = session, call
 
 
 SESSION_READERS = (ClaudeCodeReader, CodexReader, OpenCodeReader, PiReader, OpenAiReader)
