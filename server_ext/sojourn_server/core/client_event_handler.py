@@ -142,19 +142,15 @@ class ClientEventHandler:
         self._tier_manager.tool_known(program, now)
         if not program.tools:
             self._leases.extend(program.id, now + self._state.limits.return_grace_s)
-        return Outcome.APPLIED, "" if program.ranked else self._count_call_before_request(program, now)
-
-    def _count_call_before_request(self, program: ProgramState, now: float) -> str:
-        """Count a tool call of a program without requests. Returns a warning after many calls, else ''."""
-        program.calls_before_request += 1
-        if program.calls_before_request != CALLS_BEFORE_WARNING:
-            return ""
+        program.calls_before_request += not program.ranked
+        if program.ranked or program.calls_before_request != CALLS_BEFORE_WARNING:
+            return Outcome.APPLIED, ""
         warning = (
             "tool calls are reported, but no request with this program id has arrived: "
             "send the client's requests to this server, with the id"
         )
         self._state.decisions.add(now, "unseen_requests", program.id, warning, calls=CALLS_BEFORE_WARNING)
-        return warning
+        return Outcome.APPLIED, warning
 
     def _heartbeat(self, program: ProgramState, event: Heartbeat, now: float) -> tuple[Outcome, str]:
         self._promised(program, now)

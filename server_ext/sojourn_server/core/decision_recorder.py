@@ -55,6 +55,10 @@ class DecisionRecorder:
             numbers = {"tokens": tokens, "times": request_state.preemptions, **more}
             self._decisions.add(now, "preempt", request_state.program_id, mode, **numbers)
 
+    def side_request(self, program_id: ProgramId, tokens: int, now: float) -> None:
+        """Log that a request with a prompt of ``tokens`` tokens is no turn of its program."""
+        self._decisions.add(now, "side_request", program_id, "other_context", tokens=tokens)
+
     def step_completed(self) -> None:
         """Count an engine step."""
         self._steps += 1

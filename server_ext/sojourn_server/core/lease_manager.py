@@ -137,7 +137,12 @@ class LeaseManager:
         of the tool that runs in the gap, if known. ``event`` has the numbers of held and used blocks.
         ``kind``: name of the decision in the log."""
         state = self._state
-        reload_s = state.reload.seconds(program.context_tokens)
+        tokens = program.context_tokens
+        reload_s = chunked_reload_s = state.reload.seconds(tokens)
+        # A context that is too long for one engine step is computed in several steps.
+        pieces = -(-tokens // state.pool.step_tokens)
+        if pieces > 1:
+            chunked_reload_s = pieces * state.reload.seconds(-(-tokens // pieces))
         view = FinishedTurnView(
             program_id=program.id,
             tool=tool,
@@ -148,8 +153,8 @@ class LeaseManager:
             memoryfulness=state.histories.turns.memoryfulness(),
             history=state.histories.tools,
             hinted_ttl_s=program.hinted_ttl_s,
-            chunked_reload_s=self._chunked_reload_s(program.context_tokens, reload_s),
-            host_reload_s=state.copy_back_s(program.context_tokens),
+            chunked_reload_s=chunked_reload_s,
+            host_reload_s=state.copy_back_s(tokens),
             running_tokens=state.requests.running_tokens,
             continuation_probability=program.continuation_probability,
             used_share=event.used_blocks / state.pool.blocks if event.used_blocks is not None else None,
@@ -228,12 +233,6 @@ class LeaseManager:
             if before > share_blocks:
                 self.end(lease.program_id, DecisionReason.PRESSURE, now)
                 blocks -= before - held[lease.tenant]
-
-    def _chunked_reload_s(self, tokens: int, reload_s: float) -> float:
-        """Return the seconds to compute a context of ``tokens`` tokens. A context that is too long for one
-        engine step is computed in several steps. ``reload_s``: the seconds in a single step."""
-        pieces = -(-tokens // self._state.pool.step_tokens)
-        return reload_s if pieces <= 1 else pieces * self._state.reload.seconds(-(-tokens // pieces))
 
     def log_keep(
         self, program: ProgramState, keep: RetentionDecision, blocks: int, now: float, kind: str = "keep"

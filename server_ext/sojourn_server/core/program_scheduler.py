@@ -211,11 +211,6 @@ class ProgramScheduler:
         leased = program is not None and program.id in self._leases
         return self._requests.waiting(request_state, self._now_s, leased=leased)
 
-    def _promoted_s(self, request_state: RequestState) -> float:
-        """Time at which the request moves to the front of the queue because of its long wait. ``inf``: the
-        request does not move."""
-        return self.preset.order.promoted_s(self._waiting_view(request_state))
-
     def _arrived(self, event: RequestArrived, now: float) -> None:
         """Add a request, and open its program. The arrival ends the gap after the program's last turn."""
         self._now_s = now
@@ -227,10 +222,10 @@ class ProgramScheduler:
         elif event.block_hashes is not None:
             replaced = self._turns.join_turn(program, event, now)
             if replaced is None:
-                self._log_side_request(program, event.prompt_tokens, now)
+                self._decision_recorder.side_request(program.id, event.prompt_tokens, now)
                 program = None
-            elif replaced:
-                self._become_side_requests(replaced, program, now)
+            for other in replaced or ():
+                self._become_side_request(other, now)
         request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
         request_state.priority, request_state.block_hashes = event.priority, event.block_hashes
         if named is not None:
@@ -275,18 +270,16 @@ class ProgramScheduler:
             now=now,
         )
 
-    def _become_side_requests(self, requests: list[RequestState], program: ProgramState, now: float) -> None:
-        """Take requests out of a program's turn."""
-        for request_state in requests:
-            self._log_side_request(program, request_state.prompt_tokens, now)
-            program.live_requests.discard(request_state.request_id)
-            self._turns.awaiting_first_token.pop(request_state.request_id, None)
-            self.tiers.take_out(request_state, now)
-            request_state.program = request_state.record = None
-            self._outbox.append(QueuePlaceChanged(request_state.request_id))
-
-    def _log_side_request(self, program: ProgramState, tokens: int, now: float) -> None:
-        self.decisions.add(now, "side_request", program.id, "other_context", tokens=tokens)
+    def _become_side_request(self, request_state: RequestState, now: float) -> None:
+        """Take a request out of its program's turn."""
+        program = request_state.program
+        assert program is not None
+        self._decision_recorder.side_request(program.id, request_state.prompt_tokens, now)
+        program.live_requests.discard(request_state.request_id)
+        self._turns.awaiting_first_token.pop(request_state.request_id, None)
+        self.tiers.take_out(request_state, now)
+        request_state.program = request_state.record = None
+        self._outbox.append(QueuePlaceChanged(request_state.request_id))
 
     def _end_missing_request(self, request_id: str, now: float) -> None:
         """End a request that the engine no longer has, for example because its id arrives again."""
@@ -316,7 +309,8 @@ class ProgramScheduler:
         request_state = self._requests.states.get(event.request_id)
         if request_state is None:
             return
-        first = self._requests.run(request_state, now, self._promoted_s(request_state))
+        promoted_s = self.preset.order.promoted_s(self._waiting_view(request_state))
+        first = self._requests.run(request_state, now, promoted_s)
         request_state.output_tokens_at_admission = max(0, event.tokens - request_state.prompt_tokens)
         self.tiers.admitted(request_state, now, event.block_hashes)
         self.forecaster.admitted(request_state, event.tokens, event.most_tokens, now)

@@ -88,7 +88,8 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
     """Read a request's program from its hint, or from its session header if there is no valid hint. An
     implicit program (``SojournContext.implicit``) counts as none. Never raises. If the hint or a field of it
     is malformed, the result names the reason."""
-    session = _checked_session_id(session_id)
+    is_valid = isinstance(session_id, str) and id_problem(session_id) is None
+    session = ProgramId(session_id) if is_valid and session_id is not None else None
     text = xargs.get(CONTEXT_KEY) if xargs else None
     if text is None:
         return RequestIdentity(session, None) if session else NO_IDENTITY
@@ -105,9 +106,3 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
         # they would keep the rank of the first request for ever, so a busy process would always go first.
         return RequestIdentity(None, context, outcome, reason)
     return RequestIdentity(ProgramId(context.program_id), context, outcome, reason)
-
-
-def _checked_session_id(session_id: str | None) -> ProgramId | None:
-    if not isinstance(session_id, str) or id_problem(session_id) is not None:
-        return None
-    return ProgramId(session_id)

@@ -110,10 +110,6 @@ class RequestState:
             self.waited_s += now - self.since_s
         self.running, self.since_s = False, now
 
-    def ran_until(self, now: float) -> float:
-        """Seconds that the request has run up to ``now``."""
-        return self.ran_s + (now - self.since_s if self.running else 0.0)
-
 
 class RequestTable:
     """The requests of one engine, by id. Times are seconds on the engine's monotonic clock."""
@@ -238,4 +234,5 @@ class RequestTable:
         request_state = self.states.get(view.request_id)
         if request_state is None:
             return view
-        return view._replace(attained_s=request_state.attained_s, ran_s=request_state.ran_until(now))
+        ran_s = request_state.ran_s + (now - request_state.since_s if request_state.running else 0.0)
+        return view._replace(attained_s=request_state.attained_s, ran_s=ran_s)

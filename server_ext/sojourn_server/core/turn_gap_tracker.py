@@ -78,7 +78,10 @@ class TurnGapTracker:
         # The last block of a prompt may hold tokens that only begin an answer.
         if shared >= prompt_blocks - 1 or (not live and 2 * shared > prompt_blocks):
             return []
-        waits = bool(live) or self._waits_for_tool(program, now)
+        waits = bool(live)
+        if not live and program.gap_started_s is not None and program.tool_now() is not None:
+            reported = bool(program.tools) and now - program.gap_started_s < self._state.limits.max_held_s
+            waits = reported or program.id in self._state.leases
         if tokens > main_tokens or (not waits and 2 * tokens >= main_tokens):
             return live
         branch = self._state.contexts.branch(program.id)
@@ -87,13 +90,6 @@ class TurnGapTracker:
         if not live:
             self._state.contexts.put_branch(program.id, list(hashes))
         return None
-
-    def _waits_for_tool(self, program: ProgramState, now: float) -> bool:
-        """Whether a program without a running turn waits for a tool, and its context is worth protecting."""
-        if program.tool_now() is None or program.gap_started_s is None:
-            return False
-        reported = bool(program.tools) and now - program.gap_started_s < self._state.limits.max_held_s
-        return reported or program.id in self._state.leases
 
     def open(
         self,
