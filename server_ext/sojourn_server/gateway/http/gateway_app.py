@@ -192,16 +192,12 @@ class Gateway:
         )
         self._status = StatusRoutes(
             routing_backend,
-            replicas,
             self.queries,
-            names,
             self.live,
             metrics,
             self._access,
-            self.monitor,
             peers,
             policy=options.policy,
-            in_pairs=options.in_pairs,
             read_side=options.read_side,
         )
         routing_backend.on_action = self._run_action

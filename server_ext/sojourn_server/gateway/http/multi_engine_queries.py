@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,28 +24,41 @@ from .replica_addresses import ReplicaAddresses
 QUERY_TIMEOUT_S = 15.0
 """Maximum seconds that a query waits for an engine's answer."""
 STRAGGLER_WAIT_S = 0.5
-"""Seconds to wait for the other engines after the first success, where one answer is enough. The clients of
-these routes give up after one or two seconds."""
+"""Seconds to wait for other engines after the first success, for clients that give up after a second."""
 LIVE_STRAGGLER_WAIT_S = 2.0
 """The same for live frames. An engine that has not answered by then counts as silent in this frame."""
 
 
-@dataclass(slots=True)
-class EngineReplies:
-    """Answers of several engines to one query."""
+class EngineReplies(dict[str, EngineReply | None]):
+    """The answers of several engines to one query, by the engine's URL; ``None``: no answer."""
 
-    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """JSON objects of successful answers, by the engine's URL."""
-    stock: list[str] = field(default_factory=list)
-    """URLs of engines that lack the route (404), because they run without sojourn."""
-    silent: list[str] = field(default_factory=list)
-    """URLs of engines that gave no usable answer."""
+    @property
+    def documents(self) -> dict[str, dict[str, Any]]:
+        """JSON objects of successful answers."""
+        return {
+            url: found for url, one in self.items() if one is not None and (found := one.document) is not None
+        }
+
+    @property
+    def stock(self) -> list[str]:
+        """URLs of engines that lack the route (404), because they run without sojourn."""
+        return [url for url, one in self.items() if one is not None and one.status == 404]
+
+    @property
+    def silent(self) -> list[str]:
+        """URLs of engines that gave no usable answer."""
+        return sorted(self.keys() - self.documents.keys() - set(self.stock))
+
+    def check_key(self) -> None:
+        """Raise ``ApiError`` 401 if an engine refuses the client's key."""
+        if any(one is not None and one.status in (401, 403) for one in self.values()):
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineQueries:
-    """Queries engines on behalf of clients. ``authorization`` is the client's header. Engines receive
-    ``engine_key``, the gateway's own key, instead, if it is set."""
+    """Queries engines for clients. ``authorization``: the client's header; ``engine_key`` replaces it."""
 
     replicas: ReplicaAddresses
     session: Callable[[], aiohttp.ClientSession]
@@ -62,8 +75,7 @@ class EngineQueries:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> EngineReply | None:
-        """Query one replica's engine, with a POST if there is a ``body``. Return its answer unchanged;
-        ``None``: there is none."""
+        """Return one engine's answer, unchanged; ``None``: there is none. ``body``: that of a POST."""
         address = self.replicas.get(replica_id)
         if address is None:
             return None
@@ -79,55 +91,47 @@ class EngineQueries:
 
     async def every(
         self, path: str, authorization: str | None, others_s: float | None = None
-    ) -> dict[str, EngineReply | None]:
-        """Send a GET to all engines, and return their answers by URL; ``None``: no answer. ``others_s``:
-        seconds to wait for the others after the first success; ``None``: for all."""
+    ) -> EngineReplies:
+        """Send a GET to all engines. ``others_s``: seconds to wait for the others after the first success;
+        ``None``: for all."""
         asked = {
             engine.url: asyncio.ensure_future(self.one(engine.replica_id, path, authorization))
             for engine in self.replicas.engines()
         }
-        left = {*asked.values()}
         try:
-            while left:
-                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                answers = [task.result() for task in done]
-                if others_s is not None and any(
-                    one is not None and one.document is not None for one in answers
-                ):
+            for answer in asyncio.as_completed(asked.values()):
+                reply = await answer
+                if others_s is not None and reply is not None and reply.document is not None:
                     await asyncio.wait(asked.values(), timeout=others_s)
                     break
         finally:
             for task in asked.values():
                 task.cancel()
             await asyncio.gather(*asked.values(), return_exceptions=True)
-        return {url: None if task.cancelled() else task.result() for url, task in asked.items()}
-
-    async def ask(self, path: str, authorization: str | None, others_s: float | None = None) -> EngineReplies:
-        """Send a GET to all engines as ``every`` does, and sort their answers."""
-        return _sorted(await self.every(path, authorization, others_s))
+        return EngineReplies(
+            (url, None if task.cancelled() else task.result()) for url, task in asked.items()
+        )
 
     async def first(self, path: str, authorization: str | None) -> EngineReply | None:
-        """Return the first answer of any engine with status 200, if any. Raises ``ApiError`` 401 for a
-        refused key."""
+        """Return the first answer with status 200, if any. Raises ``ApiError`` 401 for a refused key."""
         replies = await self.every(path, authorization, others_s=0.0)
         found = next((one for one in replies.values() if one is not None and one.status == 200), None)
         if found is None:
-            _check_key(replies)
+            replies.check_key()
         return found
 
     async def capabilities(self, authorization: str | None) -> dict[str, Any]:
-        """Return the capabilities of all engines, merged as if they were those of one server; empty if no
-        engine with sojourn answers. Raises ``ApiError`` 401 for a refused key."""
-        replies = await self.every("/sojourn/v1/capabilities", authorization, STRAGGLER_WAIT_S)
-        found = _sorted(replies)
+        """Return the engines' capabilities, merged as if they were those of one server; empty if no engine
+        with sojourn answers. Raises ``ApiError`` 401 for a refused key."""
+        found = await self.every("/sojourn/v1/capabilities", authorization, STRAGGLER_WAIT_S)
         # A proxy in front of an engine may answer 200 to anything.
         ours = {url: one for url, one in found.documents.items() if one.get("name") == "sojourn"}
         if not ours:
-            _check_key(replies)
+            found.check_key()
             return {}
         merged = response_merging.merge_capabilities(list(ours.values()))
         if merged.pop("paths", None) is not None:
-            # ``paths`` describes one engine; for a fleet, ``pairs`` counts the engines of each role.
+            # ``paths`` describes one engine. Of several, ``pairs`` counts those of each role.
             reports = [report for one in ours.values() if isinstance(report := one.get("paths"), dict)]
             merged["pairs"] = dict(sorted(Counter(str(one.get("role")) for one in reports if one).items()))
         engines = sum(count if isinstance(count := one.get("engines"), int) else 1 for one in ours.values())
@@ -135,9 +139,8 @@ class EngineQueries:
         return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
 
     async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        """Return all workflow graphs, and the URLs of engines without sojourn (``stock``) or answer
-        (``silent``)."""
-        found = await self.ask("/sojourn/v1/graphs", authorization)
+        """Return all workflow graphs, and which engines run without sojourn or do not answer."""
+        found = await self.every("/sojourn/v1/graphs", authorization)
         documents = list(found.documents.values()) or [{"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}]
         graphs = response_merging.merge_graphs(documents)
         return {**graphs, "stock": found.stock, "silent": found.silent}
@@ -148,19 +151,19 @@ class EngineQueries:
         """Return the engines, by replica ids, and the programs of all tenants that changed within this many
         seconds, or that have a request or a lease; ``None``: all programs."""
         delta = "" if changed_within_s is None else f"&changed_within_s={changed_within_s:.3f}"
-        replies = await self.ask("/sojourn/v1/stream?once=1" + delta, None, LIVE_STRAGGLER_WAIT_S)
+        replies = await self.every("/sojourn/v1/stream?once=1" + delta, None, LIVE_STRAGGLER_WAIT_S)
+        documents, stock, total = replies.documents, replies.stock, 0
         engines: list[EngineRow] = []
         rows: list[ProgramRow] = []
-        total = 0
         silent: set[str] = set()
         for url in sorted({address.url for address in self.replicas.engines()}):
             ids = {str(a.rank or 0): a.replica_id for a in self.replicas.values() if a.url == url}
             try:
-                frame = msgspec.convert(replies.documents.get(url), LiveFrame)
+                frame = msgspec.convert(documents.get(url), LiveFrame)
             except msgspec.ValidationError:  # also if there is none
-                why = "runs without sojourn" if url in replies.stock else "does not answer"
+                why = "runs without sojourn" if url in stock else "does not answer"
                 engines += [EngineRow(engine=name, now_s=0.0, error=why) for name in ids.values()]
-                if url not in replies.stock:
+                if url not in stock:
                     silent.update(ids.values())
                 continue
             first = next(iter(ids.values()))
@@ -171,8 +174,7 @@ class EngineQueries:
         return SourceFrame(engines + self._unused_engines(), merge_rows(rows), total, frozenset(silent))
 
     def _unused_engines(self) -> list[EngineRow]:
-        """Return a row with the reason for each engine that gets no requests; on Ray one for each
-        deployment."""
+        """Return a row for each engine that gets no requests, on Ray for each deployment."""
         reasons = {
             one: "does not answer" if number == 1 else f"{number} do not answer"
             for one, number in Counter(self.monitor.missing()).items()
@@ -197,20 +199,3 @@ class EngineQueries:
         return msgspec.structs.replace(
             row, engine=engine, tenant=key[0], program_id=key[1], parent_program_id=parent
         )
-
-
-def _sorted(answers: Mapping[str, EngineReply | None]) -> EngineReplies:
-    replies = EngineReplies()
-    for url, answer in answers.items():
-        if answer is not None and (document := answer.document) is not None:
-            replies.documents[url] = document
-        else:
-            (replies.stock if answer is not None and answer.status == 404 else replies.silent).append(url)
-    return replies
-
-
-def _check_key(answers: Mapping[str, EngineReply | None]) -> None:
-    """Raise ``ApiError`` 401 if an engine refuses the client's key."""
-    if any(one is not None and one.status in (401, 403) for one in answers.values()):
-        challenge = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, "the engines refuse this key", "send a key that they accept", challenge)

@@ -25,13 +25,11 @@ from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, Rep
 from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
 from .engine_client import REPLICA, EngineReply
-from .engine_monitor import EngineMonitor
 from .gateway_metrics import GatewayMetrics
 from .gateway_route_types import MAX_LISTED_PROGRAMS, GatewayStats, MoveList, ReplicaList, RoutedProgramList
 from .multi_engine_queries import EngineQueries
 from .peers import Peers
-from .program_id_mapper import ProgramIdMapper
-from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .replica_addresses import ReplicaAddress
 from .routing_backend import RoutingBackend
 
 logger = logging.getLogger(__name__)
@@ -42,18 +40,14 @@ class StatusRoutes:
     """The routes of this module. A tenant sees only its own programs."""
 
     routing_backend: RoutingBackend
-    replicas: ReplicaAddresses
     queries: EngineQueries
-    names: ProgramIdMapper
     live: LiveHub
     metrics: GatewayMetrics
     access: ClientAccess
-    monitor: EngineMonitor
     peers: Peers
     """The other gateways, which drain with this one."""
     policy: str
-    """This field and the next ones are those of ``GatewayOptions``."""
-    in_pairs: bool
+    """This field and the next one are those of ``GatewayOptions``."""
     read_side: str | None
 
     def routes(self) -> list[Route]:
@@ -80,7 +74,7 @@ class StatusRoutes:
         ]
 
     async def _health(self, request: Request) -> Response:
-        """Answer 200 if a replica is not suspect and, with roles, one of each is ``up``; otherwise 503."""
+        """Answer 503 unless a replica is not suspect and, with roles, one of each is ``up``."""
         states = self.routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
@@ -92,7 +86,7 @@ class StatusRoutes:
     def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
         """Return the number of engines that are ``up``, by role; ``None``: the engines have no roles."""
         engines = [state for state in states if isinstance(state, PairEngineStatus)]
-        if not engines and not self.in_pairs:
+        if not engines and not self.peers.in_pairs:
             return None
         return {
             role.value: sum(state.role == role.value and state.health == "up" for state in engines)
@@ -101,15 +95,15 @@ class StatusRoutes:
 
     async def _exposition(self, request: Request) -> Response:
         states, uses = self.routing_backend.replicas(), self.routing_backend.core.strategy.shares_used()
-        page = self.metrics.exposition(states, uses, len(self.monitor.missing()), self._roles(states) or {})
+        page = self.metrics.exposition(
+            states, uses, len(self.queries.monitor.missing()), self._roles(states) or {}
+        )
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def _programs(self, request: Request) -> Response:
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         if (status := request.query_params.get("status")) is not None:
-            what = (
-                f"status is {status[:40]!r}: this list has all live programs, and engines know their status"
-            )
+            what = f"status is {status[:40]!r}; this list has all live programs"
             raise ApiError(400, what, f"leave it out; GET {PREFIX}/programs/ID has it under engine")
         found = self._visible_programs(request)
         shown = found[:limit]
@@ -122,13 +116,13 @@ class StatusRoutes:
         return [program for program in programs if tenant in (None, program.tenant)]
 
     def _place(self, request: Request) -> tuple[ProgramRouteStatus, bool]:
-        """Return (status of the program that the path names, whether it is live). Of one that is not, only id
-        and tenant are known. Raises ``ApiError`` for the admin key if there are several tenants."""
+        """Return (status of the path's program, whether it is live). Of one that is not, only id and tenant
+        are known. Raises ``ApiError`` for the admin key if there are several tenants."""
         program_id = request.path_params["program_id"]
         for place in self._visible_programs(request):
             if place.program_id == program_id:
                 return place, True
-        tenant = self.names.only_tenant if request.state.tenant is None else request.state.tenant
+        tenant = self.queries.names.only_tenant if request.state.tenant is None else request.state.tenant
         if tenant is None:
             raise _unknown_program()
         return ProgramRouteStatus(program_id, tenant, None, 0, 0, 0, 0, 0, 0), False
@@ -136,13 +130,13 @@ class StatusRoutes:
     async def _ask(
         self, request: Request, place: ProgramRouteStatus, more: str = ""
     ) -> dict[str, EngineReply | None]:
-        """Ask the engine that served a program last, or all if that is unknown or gone. Return their answers
-        by name. ``more``: rest of the route's path."""
-        name = self.names.engine_name(place.tenant, place.program_id)
+        """Ask the engine that served a program last; if that is unknown or gone, all. Return answers by name.
+        ``more``: rest of the route's path."""
+        name = self.queries.names.engine_name(place.tenant, place.program_id)
         path = f"{PREFIX}/programs/{quote(name, safe='')}{more}"
         authorization = engine_authorization(request)
         last = place.replica or self.routing_backend.core.answered_by(place.tenant, place.program_id)
-        if last is not None and last in self.replicas:
+        if last is not None and last in self.queries.replicas:
             return {last: await self.queries.one(last, path, authorization)}
         replies = await self.queries.every(path, authorization)
         return {urlsplit(url).netloc: reply for url, reply in replies.items()}
@@ -157,7 +151,7 @@ class StatusRoutes:
             turns, tokens = found.get("turns", 0), found.get("context_tokens", 0)
             place = ProgramRouteStatus(place.program_id, place.tenant, None, turns, tokens, tokens, 0, 0, 0)
         if found is not None:
-            found = self.names.answer(place.tenant, found, shows_all=request.state.tenant is None)
+            found = self.queries.names.answer(place.tenant, found, shows_all=request.state.tenant is None)
         return json_response({**msgspec.to_builtins(place), "engine": found})
 
     async def _remembered(self, request: Request, place: ProgramRouteStatus) -> dict[str, Any] | None:
@@ -170,21 +164,17 @@ class StatusRoutes:
         turn = f"?turn={_number(request, 'turn', 1, 1, 2**31)}" if "turn" in request.query_params else ""
         place, is_live = self._place(request)
         replies = await self._ask(request, place, f"/explain{turn}")
-        explained: list[tuple[Explanation, str]] = []
-        wrong = ""
-        for replica, reply in replies.items():
-            if reply is not None and reply.document is not None:
-                try:
-                    explained.append((msgspec.convert(reply.document, Explanation), replica))
-                except msgspec.ValidationError as error:
-                    wrong = str(error)
-        if explained:
+        documents = {name: one.document for name, one in replies.items() if one is not None and one.document}
+        if documents:
+            try:
+                explained = [(msgspec.convert(one, Explanation), name) for name, one in documents.items()]
+            except msgspec.ValidationError as error:
+                what = f"the program's engine sent no explanation: {error}"
+                raise ApiError(502, what, "run one release everywhere") from None
             found, replica = max(explained, key=lambda one: one[0].turn)
             shows_all = request.state.tenant is None
-            return json_response(self.names.explanation(place.tenant, found, replica, shows_all=shows_all))
-        if wrong:
-            what = f"the program's engine sent no explanation: {wrong}"
-            raise ApiError(502, what, "run one release everywhere")
+            shown = self.queries.names.explanation(place.tenant, found, replica, shows_all=shows_all)
+            return json_response(shown)
         if not is_live:
             known = await self._remembered(request, place) if turn else None
             if known is not None and known.get("status") in OVER_STATUSES:
@@ -209,10 +199,10 @@ class StatusRoutes:
 
     async def _stats(self, request: Request) -> Response:
         self.access.only_admin(request)
-        found = await self.queries.ask(f"{PREFIX}/stats", engine_authorization(request))
-        engines, stock, silent = found.documents, found.stock, found.silent
-        replicas = self.routing_backend.replicas()
-        return json_response(GatewayStats(replicas=replicas, engines=engines, stock=stock, silent=silent))
+        found = await self.queries.every(f"{PREFIX}/stats", engine_authorization(request))
+        replicas, engines = self.routing_backend.replicas(), found.documents
+        stats = GatewayStats(replicas=replicas, engines=engines, stock=found.stock, silent=found.silent)
+        return json_response(stats)
 
     async def _stream(self, request: Request) -> Response:
         """Stream live frames of all engines as server-sent events; with ``once=1`` return one as JSON."""
@@ -224,19 +214,17 @@ class StatusRoutes:
         return await self.live.once(audience, within_s)
 
     async def _decisions(self, request: Request) -> Response:
-        """Return the decision log of one replica's engine."""
+        """Return the decisions of one replica's engine."""
         self.access.only_admin(request)
         name = request.query_params.get("replica")
-        if name is None and len(self.replicas.engines()) > 1:
+        if name is None and len(self.queries.replicas.engines()) > 1:
             what = "each replica has its own decisions, and the query names none"
             raise ApiError(400, what, f"add replica=NAME to the query; replicas are: {self._known()}")
         replica_id = self._replica(name).replica_id
         query = urlencode([(key, value) for key, value in request.query_params.items() if key != "replica"])
+        path, accept = f"{PREFIX}/decisions?{query}", request.headers.get("accept", "*/*")
         found = await self.queries.one(
-            replica_id,
-            f"{PREFIX}/decisions?{query}",
-            engine_authorization(request),
-            headers={"Accept": request.headers.get("accept", "*/*")},
+            replica_id, path, engine_authorization(request), headers={"Accept": accept}
         )
         if found is None:
             raise unavailable_error("this replica does not answer")
@@ -250,17 +238,16 @@ class StatusRoutes:
         listed = ReplicaList(
             policy=self.policy,
             replicas=states,
-            missing=self.monitor.missing(),
+            missing=self.queries.monitor.missing(),
             pairs=UNSET if (roles := self._roles(states)) is None else roles,
             read_side=self.read_side or UNSET,
-            refused=self.monitor.refused() or UNSET,
+            refused=self.queries.monitor.refused() or UNSET,
         )
         return json_response(listed)
 
     async def _drain(self, request: Request) -> Response:
         """Start the drain of a replica, or cancel it if the path ends with ``stay``. Answer with the
-        replica's status; null if it is absent. Raises ``ApiError`` without the admin key, if a drain is to
-        start at an absent replica, or if another gateway has not taken the order."""
+        replica's status; null if it is absent."""
         if self.access.admin_key is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
@@ -270,11 +257,7 @@ class StatusRoutes:
             self._replica(replica_id)
         self.routing_backend.tell((ReplicaDrainStarted if is_start else ReplicaDrainCancelled)(replica_id))
         missed = await self.peers.repeat(request.scope["path"], request.scope["headers"])
-        if self.replicas.get(replica_id) is not None:
-            logger.info("%s: %s", replica_id, "it is drained" if is_start else "its drain is cancelled")
-        else:
-            # The core may have remembered the drain of a replica that is gone.
-            logger.warning("%.200r is not here; it will not be drained if it returns", replica_id)
+        logger.info("%.200r: %s", replica_id, "it is drained" if is_start else "its drain is cancelled")
         states = self.routing_backend.replicas()
         if is_start and not any(state.health == "up" for state in states):
             logger.warning("every replica is drained or gone: requests wait until one is available")
@@ -284,20 +267,22 @@ class StatusRoutes:
         return json_response(next((state for state in states if state.replica == replica_id), None))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
-        """Return the address of a replica; ``None``: of the first one. Raises ``ApiError`` if there is
-        none."""
-        address = self.replicas.get(name) if name is not None else next(iter(self.replicas.values()), None)
+        """Return the address of a replica; ``None``: of the first one."""
+        address = (
+            self.queries.replicas.get(name)
+            if name is not None
+            else next(iter(self.queries.replicas.values()), None)
+        )
         if address is None:
             raise ApiError(404, "no such replica here", f"replicas are: {self._known() or 'none yet'}")
         return address
 
     def _known(self) -> str:
-        return ", ".join(one.replica_id for one in self.replicas.values())
+        return ", ".join(one.replica_id for one in self.queries.replicas.values())
 
 
 def _number(request: Request, name: str, default: float, least: int, most: int) -> Any:
-    """Return the query parameter ``name`` as a number of the type of ``default``, which stands for a missing
-    one. Raises ``ApiError`` unless it is from ``least`` to ``most``."""
+    """Return a query parameter as a number of the type of ``default``, its value if it is missing."""
     text, kind = request.query_params.get(name), type(default)
     try:
         value = default if text is None else kind(text)
