@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from enum import Enum
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Send
 
 from ...api.api_errors import RETRY_AFTER_S, ApiError
 from ...api.openapi import PREFIX
 
 GATEWAY = "X-Sojourn-Gateway"
-"""Header that marks the gateway's own answers. A proxy in front of the gateway does not send it, so clients
-can distinguish the two."""
+"""Header that marks the gateway's own answers, which a proxy in front of it does not send."""
 
 
 class ClientApi(Enum):
@@ -31,24 +30,20 @@ class ClientApi(Enum):
 
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
     409: "conflict_error",
     413: "request_too_large",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""``type`` of an error answer, by HTTP status."""
+"""``type`` of an error answer, by HTTP status; of others ``invalid_request_error`` or ``api_error``."""
 
 
 def error_body(api: ClientApi | None, status: int, code: str, message: str) -> bytes:
     """Return the JSON body of an error answer in the format of ``api``; ``None``: OpenAI's format."""
-    kind = _TYPES.get(status, "api_error")
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     if api is ClientApi.MESSAGES:
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
@@ -60,12 +55,12 @@ def error_event(api: ClientApi, code: str, message: str) -> bytes:
     failed: dict[str, Any]
     if api is ClientApi.RESPONSES:
         failed = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
-        return b"event: error\ndata: " + msgspec.json.encode(failed) + b"\n\n"
-    if api is ClientApi.MESSAGES:
+    elif api is ClientApi.MESSAGES:
         failed = {"type": "error", "error": {"type": "api_error", "message": message}}
-        return b"event: error\ndata: " + msgspec.json.encode(failed) + b"\n\n"
-    failed = {"error": {"message": message, "type": code, "param": None, "code": 502}}
-    return b"data: " + msgspec.json.encode(failed) + b"\n\ndata: [DONE]\n\n"
+    else:
+        failed = {"error": {"message": message, "type": code, "param": None, "code": 502}}
+        return b"data: " + msgspec.json.encode(failed) + b"\n\ndata: [DONE]\n\n"
+    return b"event: error\ndata: " + msgspec.json.encode(failed) + b"\n\n"
 
 
 INVALID_KEY = "invalid_api_key"
@@ -81,7 +76,7 @@ GATEWAY_ERROR_CODES = (
 )  # fmt: skip
 """Error codes of requests that the gateway itself rejects or aborts. The routing core has further ones."""
 
-AsgiSend = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiSend = Send
 
 
 class RequestRejected(Exception):
@@ -96,21 +91,16 @@ class RequestRejected(Exception):
         self.retry_after_s = retry_after_s
 
 
-async def send_rejection(send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
+async def send_rejection(send: Send, api: ClientApi, refused: RequestRejected) -> None:
     """Answer a request with the error ``refused``. Does nothing if the client has disconnected."""
-    body = error_body(api, refused.status, refused.code, refused.message)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (GATEWAY.lower().encode(), b"1"),
-    ]
+    headers = {"WWW-Authenticate": "Bearer"} if refused.status == 401 else {}
     if refused.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, round(refused.retry_after_s))))
-    if refused.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers["Retry-After"] = str(max(1, round(refused.retry_after_s)))
+    answer = _error_response(api.value, refused.status, refused.code, refused.message, headers)
+    start = {"type": "http.response.start", "status": refused.status, "headers": answer.raw_headers}
     with contextlib.suppress(OSError):
-        await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send(start)
+        await send({"type": "http.response.body", "body": answer.body})
 
 
 def unavailable_error(message: str) -> ApiError:
@@ -122,33 +112,21 @@ def api_error(path: str, failure: ApiError) -> Response:
     """Return the answer for an error: on one of vLLM's routes in the format of its API, else our own."""
     if f"{PREFIX}/" in path:
         return failure.response()
-    code = INVALID_KEY if failure.status == 401 else "gateway_refused"
-    return _error_response(
-        path, failure.status, code, f"{failure.message}; {failure.next_step}", failure.headers
-    )
+    code = {401: INVALID_KEY, 500: GATEWAY_FAILED}.get(failure.status, "gateway_refused")
+    message = f"{failure.message}; {failure.next_step}"
+    return _error_response(path, failure.status, code, message, failure.headers)
 
 
-async def unknown_route_response(request: Request, error: Exception) -> Response:
-    """Build the answer to a request for an unknown route or method."""
-    status, headers = 500, {}
-    if isinstance(error, HTTPException):
-        status, headers = error.status_code, dict(error.headers or {})
+async def failure_response(request: Request, error: Exception) -> Response:
+    """Build the answer to a request for an unknown route or method, or with an internal error."""
     path = request.scope["path"]
-    what = f"{request.method} {path} is not served by the gateway"
-    return _error_response(path, status, "not_served", what, headers)
+    if isinstance(error, HTTPException):
+        what = f"{request.method} {path} is not served by the gateway"
+        return _error_response(path, error.status_code, "not_served", what, error.headers or {})
+    return api_error(path, ApiError(500, "the gateway failed", "see its log", {GATEWAY: "1"}))
 
 
-async def internal_error_response(request: Request, error: Exception) -> Response:
-    """Build the answer to a request that failed with an internal error."""
-    path, message = request.scope["path"], "the gateway failed; see its log"
-    if f"{PREFIX}/" in path:
-        return ApiError(500, message, "report it as a bug", {GATEWAY: "1"}).response()
-    return _error_response(path, 500, GATEWAY_FAILED, message)
-
-
-def _error_response(
-    path: str, status: int, code: str, message: str, headers: Mapping[str, str] = MappingProxyType({})
-) -> Response:
+def _error_response(path: str, status: int, code: str, message: str, headers: Mapping[str, str]) -> Response:
     api = ClientApi.MESSAGES if ClientApi.MESSAGES.value in path else None
     body = error_body(api, status, code, message)
     return Response(body, status, {GATEWAY: "1", **headers}, media_type="application/json")

@@ -40,9 +40,8 @@ from .client_access import ClientAccess, engine_authorization, tenant_name
 from .client_apis import (
     ClientApi,
     RequestRejected,
-    internal_error_response,
+    failure_response,
     unavailable_error,
-    unknown_route_response,
 )
 from .engine_client import (
     REPLICA,
@@ -53,6 +52,7 @@ from .engine_client import (
     ReplicaRequestError,
     bearer,
     end_to_end_headers,
+    headers_not_sent,
 )
 from .engine_monitor import POLL_S, EngineMonitor
 from .gateway_metrics import GatewayMetrics
@@ -178,17 +178,18 @@ class Gateway:
         self.queries = EngineQueries(replicas, self.client.session, options.engine_key, names, self.monitor)
         self.live = LiveHub(self.queries, gateway=True)
         self.generation = GenerationProxy(
-            routing_backend,
-            replicas,
-            self.client,
-            self.events,
-            metrics,
-            tenants,
-            BodyReader(options.max_body_bytes, options.max_held_bytes),
-            peers,
-            self.queries,
+            routing_backend=routing_backend,
+            replicas=replicas,
+            client=self.client,
+            events=self.events,
+            metrics=metrics,
+            tenants=tenants,
+            bodies=BodyReader(options.max_body_bytes, options.max_held_bytes),
+            peers=peers,
+            queries=self.queries,
             reads_prefixes=options.reads_prefixes,
             session_header=options.session_header,
+            dropped=headers_not_sent(key=options.engine_key, session_header=options.session_header),
         )
         self._status = StatusRoutes(
             routing_backend,
@@ -225,7 +226,7 @@ class Gateway:
             self.generation,
             routes=self._routes(),
             lifespan=lifespan,
-            exception_handlers={HTTPException: unknown_route_response, Exception: internal_error_response},
+            exception_handlers={HTTPException: failure_response, Exception: failure_response},
         )
 
     def _routes(self) -> list[Route]:

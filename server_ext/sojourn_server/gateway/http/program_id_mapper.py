@@ -69,10 +69,9 @@ class ProgramIdMapper:
         return msgspec.structs.replace(event, **fields)
 
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> bytes:
-        """Return the body with the engines' names for programs. If its hint cannot be read, it is removed,
-        because an engine might read ids in it that were not replaced. Raises ``InvalidGenerationRequest``."""
-        if self.only_tenant is not None or not question.has_identity:
-            return body
+        """Return a body that names a program with the engines' names, of one of several tenants. A hint that
+        cannot be read is removed, because an engine might read ids in it. Raises
+        ``InvalidGenerationRequest``."""
 
         def change(hint: Members) -> None:
             for name in PROGRAM_ID_FIELDS:

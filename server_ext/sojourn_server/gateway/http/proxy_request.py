@@ -10,10 +10,11 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote
+
+from starlette.types import Receive, Scope, Send
 
 from ...api.client_identity import (
     AGENT_TYPE_HEADER,
@@ -32,7 +33,6 @@ from .client_apis import (
     GATEWAY_STOPPING,
     INVALID_KEY,
     REPLICA_LOST,
-    AsgiSend,
     ClientApi,
     RequestRejected,
     error_event,
@@ -50,11 +50,9 @@ from .engine_client import (
     ResponseMeter,
     end_to_end_headers,
     engine_request_headers,
-    headers_not_sent,
 )
 from .gateway_metrics import GatewayMetrics
 from .generation_request import (
-    AsgiReceive,
     BodyReader,
     ClientDisconnected,
     GenerationRequest,
@@ -73,14 +71,14 @@ from .tenant_keys import TenantKeys
 
 logger = logging.getLogger(__name__)
 
-AsgiScope = MutableMapping[str, Any]
-
 SILENT_ENGINE_S = 5.0
 """Seconds without bytes after which the gateway gives up the answer of a replica that counts as dead."""
 WATCH_DELAY_S = 0.02
 """Seconds after a request's start from which a disconnect of the client is noticed."""
 FULL_RETRY_S = 2.0
 """``Retry-After``, in seconds, if the gateway cannot open a connection."""
+STOPPING = "the gateway stops; send the request again"
+NO_ADDRESS = "its address is not known"
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
 MAX_RESPONSE_IDS = 20_000
@@ -96,46 +94,31 @@ class StoredResponse(NamedTuple):
     """The program that the answer belongs to; ``None``: it gets one when a request continues it."""
 
 
+@dataclass(eq=False, kw_only=True)
 class GenerationProxy:
     """ASGI application that serves the generation routes of a gateway. For use in one event loop."""
 
-    def __init__(
-        self,
-        routing_backend: RoutingBackend,
-        replicas: ReplicaAddresses,
-        client: EngineClient,
-        events: ProgramEvents,
-        metrics: GatewayMetrics,
-        tenants: TenantKeys,
-        bodies: BodyReader,
-        peers: Peers,
-        queries: EngineQueries,
-        *,
-        reads_prefixes: bool,
-        session_header: str | None,
-    ) -> None:
-        """``reads_prefixes``, ``session_header``: those of ``GatewayOptions``."""
-        self.routing_backend = routing_backend
-        self.replicas = replicas
-        self.client = client
-        self.events = events
-        self.metrics = metrics
-        self.bodies = bodies
-        self.engine_key = queries.engine_key
-        self.dropped = headers_not_sent(key=queries.engine_key, session_header=session_header)
-        """Names of clients' headers that engines do not get."""
-        self.sizes = PromptSizeEstimator()
-        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        """Answers of the responses API by id, the oldest first."""
-        self.open_requests = 0
-        """Number of requests whose answers are not complete."""
-        self.peers = peers
-        self._tenants = tenants
-        self._queries = queries
-        self._reads_prefixes = reads_prefixes
-        self._session_header = session_header
+    routing_backend: RoutingBackend
+    replicas: ReplicaAddresses
+    client: EngineClient
+    events: ProgramEvents
+    metrics: GatewayMetrics
+    tenants: TenantKeys
+    bodies: BodyReader
+    peers: Peers
+    queries: EngineQueries
+    reads_prefixes: bool
+    session_header: str | None
+    """This and ``reads_prefixes`` are those of ``GatewayOptions``."""
+    dropped: frozenset[bytes]
+    """Names of clients' headers that engines do not get."""
+    sizes: PromptSizeEstimator = field(default_factory=PromptSizeEstimator)
+    responses: dict[str, StoredResponse] = field(default_factory=dict)
+    """Answers of the responses API by id, the oldest first."""
+    open_requests: int = 0
+    """Number of requests whose answers are not complete."""
 
-    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one generation request; its path ends with that of its API."""
         path: str = scope["path"]
         api, size = ClientApi(path[path.rindex("/v1/") :]), 0
@@ -145,14 +128,14 @@ class GenerationProxy:
         request: ProxyRequest | None = None
         self.open_requests += 1
         try:
-            tenant = self._tenants.tenant_of(headers.get("authorization"), headers.get("x-api-key"))
+            tenant = self.tenants.tenant_of(headers.get("authorization"), headers.get("x-api-key"))
             if tenant is None:
                 message = "missing or unknown API key; expected one of the gateway's"
                 raise RequestRejected(401, INVALID_KEY, message)
             body = await self.bodies.read(headers, receive)
             size = len(body)
             question = parse_generation_request(
-                api, body, headers, self._session_header, reads_prefixes=self._reads_prefixes
+                api, body, headers, self.session_header, reads_prefixes=self.reads_prefixes
             )
             if self.peers.others and PASSED not in headers:
                 program_id = question.program.program_id if question.program is not None else None
@@ -192,7 +175,7 @@ class GenerationProxy:
         found = self.responses.get(response_id)
         if found is None:
             path = f"/v1/responses/{quote(response_id, safe='')}"
-            replies = await self._queries.every(path, authorization, others_s=0.0)
+            replies = await self.queries.every(path, authorization, others_s=0.0)
             urls = {url for url, reply in replies.items() if reply is not None and reply.status == 200}
             at = next((one.replica_id for one in self.replicas.engines() if one.url in urls), None)
             return StoredResponse(tenant or "", at, None) if at is not None else None
@@ -200,7 +183,7 @@ class GenerationProxy:
             raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found.")
         return found
 
-    async def _refuse(self, send: AsgiSend, api: ClientApi, refused: RequestRejected) -> None:
+    async def _refuse(self, send: Send, api: ClientApi, refused: RequestRejected) -> None:
         self.metrics.refused(refused.code)
         await send_rejection(send, api, refused)
 
@@ -213,9 +196,9 @@ class ProxyRequest:
         self,
         proxy: GenerationProxy,
         api: ClientApi,
-        scope: AsgiScope,
+        scope: Scope,
         headers: ClientHeaders,
-        send: AsgiSend,
+        send: Send,
         tenant: str,
         body: bytes,
         question: GenerationRequest,
@@ -229,6 +212,7 @@ class ProxyRequest:
         self._tenant = tenant
         self._question = question
         names = proxy.events.names
+        are_several = names.only_tenant is None
         program = question.program
         if program is None and stored is not None:
             named = stored.program_id or wire_id(f"conversation-{question.previous_response_id}")
@@ -237,17 +221,15 @@ class ProxyRequest:
         self._identity: dict[str, str] = {}
         """Headers that name the program to an engine."""
         if program is not None:
-            is_same = names.only_tenant is not None
-            own_name = program.program_id if is_same else names.engine_name(tenant, program.program_id)
-            self._identity[SESSION_HEADER] = own_name
+            own_id = program.program_id
+            self._identity[SESSION_HEADER] = names.engine_name(tenant, own_id) if are_several else own_id
             if question.context is None:  # a hint names the parent itself
                 for header, one in ((PARENT_HEADER, program.parent_id), (ROOT_HEADER, program.root_id)):
                     if one is not None:
                         self._identity[header] = names.engine_name(tenant, one)
                 if program.agent_type is not None:
                     self._identity[AGENT_TYPE_HEADER] = program.agent_type
-        has_names = question.has_identity and names.only_tenant is None
-        self._body = names.request(tenant, body, question) if has_names else body
+        self._body = names.request(tenant, body, question) if are_several and question.has_identity else body
         query = scope.get("query_string", b"").decode("latin-1")
         self._path = f"{api.value}{'?' if query else ''}{query}"
         self._asked_s = time.monotonic()
@@ -262,11 +244,8 @@ class ProxyRequest:
         """Whether a successful answer has begun. It may have ended early."""
         self._is_answered = False
         """Whether a successful answer was passed on completely."""
-        self._is_streaming = False
-        """Whether the client is receiving a stream."""
         self._sent_to: str | None = None
         """The replica to which the request was last sent; ``None``: none, or a prefill engine rejected it."""
-        self._prefill_attempts = 0
         self._prefilled_tokens: int | None = None
         """Prompt tokens that the prefill engine counted; ``None``: unknown. A stream reports them only if the
         client asked for it."""
@@ -288,7 +267,7 @@ class ProxyRequest:
             )
         )
 
-    async def run(self, receive: AsgiReceive) -> None:
+    async def run(self, receive: Receive) -> None:
         """Handle the request until its answer ends, complete or not. Raises ``RequestRejected``,
         ``InvalidGenerationRequest``, ``ClientDisconnected``, or ``OSError`` if the client has left."""
         routing_backend, loop = self._proxy.routing_backend, asyncio.get_running_loop()
@@ -301,7 +280,8 @@ class ProxyRequest:
             await self._until_answered()
         except asyncio.CancelledError:
             # The server stops, and the time that it grants running requests has passed. The task ends here.
-            await self._end_with_gateway()
+            if self.meter is None:
+                raise RequestRejected(503, GATEWAY_STOPPING, STOPPING, STOPPING_RETRY_S) from None
         finally:
             later.cancel()
             for task in watching:
@@ -323,22 +303,11 @@ class ProxyRequest:
         if self._program_id is not None and self._question.is_last and self._is_answered:
             self._proxy.events.end((self._tenant, self._program_id), ProgramOutcome.FINAL.value)
 
-    async def _until_client_leaves(self, receive: AsgiReceive) -> None:
+    async def _until_client_leaves(self, receive: Receive) -> None:
         with contextlib.suppress(Exception):  # no other event will follow an error
             while (await receive())["type"] != "http.disconnect":
                 pass
         self.decisions.mark_client_disconnected()
-
-    async def _end_with_gateway(self) -> None:
-        """Tell the client that the gateway stops: by a rejection, or by an error event in an open stream."""
-        message = "the gateway stops; send the request again"
-        if self.meter is None:
-            raise RequestRejected(503, GATEWAY_STOPPING, message, STOPPING_RETRY_S)
-        if self._is_streaming:
-            self._proxy.metrics.cut_streams.inc()
-            event = error_event(self._api, GATEWAY_STOPPING, message)
-            with contextlib.suppress(OSError):
-                await self._to_client({"type": "http.response.body", "body": event})
 
     async def _until_answered(self) -> None:
         """Carry out the core's decisions until the client has an answer."""
@@ -367,13 +336,13 @@ class ProxyRequest:
         self._sent_to = replica_id
         address = proxy.replicas.get(replica_id)
         if address is None:
-            self._report_replica_failure(replica_id, "its address is not known", computing=False)
+            self._report_failure(replica_id, ReplicaRequestError(NO_ADDRESS, computing=False))
             return False
         waited_s = time.monotonic() - self._asked_s
         headers = engine_request_headers(
             self._scope["headers"],
             dropped=proxy.dropped,
-            key=proxy.engine_key,
+            key=proxy.queries.engine_key,
             rank=address.rank,
             identity=self._identity,
         )
@@ -396,9 +365,7 @@ class ProxyRequest:
                 else proxy.client.send(address.url + self._path, headers, self._body)
             )
         except ReplicaRequestError as error:
-            self._report_replica_failure(
-                error.replica_id or replica_id, str(error), computing=error.computing
-            )
+            self._report_failure(replica_id, error)
             return False
         except GatewayConnectError as error:
             # The core learns only that the request has ended, so it suspects no engine.
@@ -415,12 +382,10 @@ class ProxyRequest:
 
     async def _ask_pair(
         self, decision: SendRequest, address: ReplicaAddress, headers: EngineHeaders
-    ) -> EngineAnswer:
-        """Send the request to its pair of engines. Return the answer once its first part has arrived.
-        ``address``: of the decode engine.
-
-        Raises ``ReplicaRequestError``, ``GatewayConnectError``, ``RequestRejected`` or
-        ``InvalidGenerationRequest``.
+    ) -> EngineAnswer | None:
+        """Send the request to its pair of engines. Return the answer once its first part has arrived;
+        ``None``: the prefill engine failed. ``address``: of the decode engine. Raises what ``_prefill`` and
+        ``EngineClient.send`` raise for the decode engine, ``RequestRejected``, ``InvalidGenerationRequest``.
         """
         if self._question.previous_response_id is not None:
             message = (
@@ -437,8 +402,8 @@ class ProxyRequest:
             try:
                 prefilled = await self._prefill(decision)
             except ReplicaRequestError as error:
-                error.replica_id = decision.prefill_id
-                raise
+                self._report_failure(decision.prefill_id, error)
+                return None
             if isinstance(prefilled, EngineAnswer):
                 # The prefill engine rejected the request, so the client gets its answer.
                 self._sent_to = None
@@ -457,13 +422,12 @@ class ProxyRequest:
         proxy, request_id = self._proxy, self.decisions.request_id
         address = proxy.replicas.get(pair.prefill_id)
         if address is None:
-            raise ReplicaRequestError("its address is not known", computing=False)
+            raise ReplicaRequestError(NO_ADDRESS, computing=False)
         headers = engine_request_headers(
-            self._scope["headers"], dropped=proxy.dropped, key=proxy.engine_key, rank=address.rank
+            self._scope["headers"], dropped=proxy.dropped, key=proxy.queries.engine_key, rank=address.rank
         )
-        self._prefill_attempts += 1
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
-        transfer = f"{request_id}-{self._prefill_attempts}"
+        transfer = secrets.token_hex(12)
         body = prefill_body(self._api, self._body, transfer, pair.peer, pair.decode_reads, pair.epoch)
         answer = await proxy.client.send(address.url + self._path, headers, body)
         if answer.status != 200 and not answer.is_engine_failure:
@@ -485,12 +449,12 @@ class ProxyRequest:
         proxy.routing_backend.tell(routing_events.PrefillFinished(request_id, pair.prefill_id))
         return prefilled
 
-    def _report_replica_failure(self, replica_id: str, why: str, *, computing: bool) -> None:
-        """Log that a replica did not answer, and report this to the core. ``computing``: whether the replica
-        had accepted the request."""
-        logger.warning("replica %s did not answer a request: %s", replica_id, why)
+    def _report_failure(self, replica_id: str, error: ReplicaRequestError) -> None:
+        """Log that a replica did not answer, and report this to the core."""
+        logger.warning("replica %s did not answer a request: %s", replica_id, error)
+        request_id = self.decisions.request_id
         self._proxy.routing_backend.tell(
-            routing_events.RequestFailed(self.decisions.request_id, replica_id, computing=computing)
+            routing_events.RequestFailed(request_id, replica_id, computing=error.computing)
         )
 
     async def _pass_back(self, answer: EngineAnswer, decision: SendRequest, waited_s: float) -> None:
@@ -517,9 +481,7 @@ class ProxyRequest:
         if not is_complete:
             proxy.routing_backend.tell(routing_events.FirstByteSent(self.decisions.request_id, replica_id))
             await self._to_client(start)
-            self._is_streaming = answer.is_stream
             is_complete = await self._pass_parts(answer, first, meter, replica_id)
-            self._is_streaming = False
         self._is_answered = self._is_given_answer and is_complete
 
     async def _pass_parts(
@@ -528,12 +490,14 @@ class ProxyRequest:
         """Pass a stream or a long answer on to the client. Return whether the answer ended regularly.
         ``whole``: what may be passed on of the first part.
 
-        If a stream breaks off, the client gets an error event. If another answer breaks off, it stays
-        incomplete, so the server closes the connection. Raises ``ClientDisconnected``, or ``OSError`` if the
-        client has left.
+        If a stream breaks off, or the gateway stops, the client gets an error event. If another answer breaks
+        off, it stays incomplete, so the server closes the connection. Raises ``ClientDisconnected``, or
+        ``OSError`` if the client has left.
         """
         decisions, now = self.decisions, asyncio.get_running_loop().time
-        chunk, is_writing, ended_well = answer.first, False, False
+        chunk, is_writing = answer.first, False
+        failure: tuple[str, str] | None
+        failure = REPLICA_LOST, "the replica that was answering is gone; send the request again"
         try:
             # A replica that counts as dead may finish an answer that it still writes.
             async with decisions.interruptible(SILENT_ENGINE_S) as limit:
@@ -550,21 +514,25 @@ class ProxyRequest:
                     limit.reschedule(now() + SILENT_ENGINE_S if decisions.has_decision else None)
                     chunk = await answer.next_part()
                     whole = meter.push(chunk)
-                ended_well = True
+                failure = None
         except TimeoutError:
             if is_writing or decisions.client_gone:
                 raise ClientDisconnected from None
         except ReplicaRequestError as error:
             logger.debug("replica %s broke off: %s", replica_id, error)
-        if ended_well:
+        except asyncio.CancelledError:
+            failure = GATEWAY_STOPPING, STOPPING
+        if failure is None:
             await self._to_client({"type": "http.response.body", "body": meter.rest()})
             return True
-        logger.warning("replica %s broke off an answer after its first byte", replica_id)
         self._proxy.metrics.cut_streams.inc()
-        self._proxy.routing_backend.tell(routing_events.RequestFailed(self.decisions.request_id, replica_id))
+        if failure[0] == REPLICA_LOST:
+            logger.warning("replica %s broke off an answer after its first byte", replica_id)
+            self._proxy.routing_backend.tell(
+                routing_events.RequestFailed(self.decisions.request_id, replica_id)
+            )
         if answer.is_stream:
-            message = "the replica that was answering is gone; send the request again"
-            event = error_event(self._api, REPLICA_LOST, message)
+            event = error_event(self._api, *failure)
             await self._to_client({"type": "http.response.body", "body": event})
         return False
 
@@ -575,4 +543,4 @@ class ProxyRequest:
             responses = self._proxy.responses
             responses[name] = StoredResponse(self._tenant, self._sent_to, self._program_id)
             if len(responses) > MAX_RESPONSE_IDS:
-                responses.popitem(last=False)
+                del responses[next(iter(responses))]

@@ -248,7 +248,7 @@ class StatusRoutes:
     async def _drain(self, request: Request) -> Response:
         """Start the drain of a replica, or cancel it if the path ends with ``stay``. Answer with the
         replica's status; null if it is absent."""
-        if self.access.admin_key is None:
+        if self.access.admin is None:
             raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
         if request.state.tenant is not None:
             raise ApiError(403, "only operators drain replicas", "send the gateway's admin key")
