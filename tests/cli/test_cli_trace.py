@@ -62,7 +62,13 @@ def test_a_file_becomes_a_trace(tmp_path: Path, source: str, document: object, n
     ("content", "source", "output", "message", "step"),
     [
         ("{}", "otle", "o.jsonl", "--from otle is unknown", "did you mean otel?"),
-        ("{}", "aider", "o.jsonl", "--from aider is unknown", "use one of claude-code, codex, opencode, pi, "),
+        (
+            "{}",
+            "aider",
+            "o.jsonl",
+            "--from aider is unknown",
+            "use one of claude-code, codex, opencode, pi, ",
+        ),
         ("{}", "otel", "o.csv", "o.csv: expected a name ending in .jsonl or .jsonl.gz", "change the name"),
         ("{}", "otel", "o.jsonl", "line 1: no span", "docs/traces.md"),
         ("{}", "sojourn", "o.jsonl", "line 1: no ledger", "docs/traces.md"),

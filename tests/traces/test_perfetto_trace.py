@@ -1,4 +1,4 @@
-"""The Perfetto file: slices of a thread nest, ids are integers, the newest events stay, the rest is counted."""
+"""The Perfetto file: slices of a thread nest, ids are integers, the newest events stay."""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.traces.hashed_blocks import (
+from sojourn_server.traces.prompt_builder import (
+    PromptBuilder,
+    PromptPlan,
     block_runs,
     common_blocks,
     count_blocks,
-    has_block_ids,
     run_ids,
     system_blocks,
 )
-from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan
 from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator, seed_from_text, splitmix64
 from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTurn
@@ -193,9 +193,9 @@ def test_common_blocks_are_counted_as_ids_would_be(a: Any, b: Any) -> None:
 
 
 def test_programs_without_all_ids_have_none() -> None:
-    assert has_block_ids(A)
-    assert not has_block_ids(program(TraceTurn(prompt_tokens=16, output_tokens=1)))
-    assert not has_block_ids(program(FIRST, block_size=None))
+    assert A.has_block_ids
+    assert not program(TraceTurn(prompt_tokens=16, output_tokens=1)).has_block_ids
+    assert not program(FIRST, block_size=None).has_block_ids
 
 
 @pytest.mark.parametrize(

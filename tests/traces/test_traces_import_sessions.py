@@ -309,7 +309,7 @@ def test_the_database_of_opencode(tmp_path: Path) -> None:
     main, sub = imported("opencode", tmp_path)
     assert rows(main, "prompt_tokens output_tokens llm_s gap_s") == [(1000, 20, 2, 17), (1200, 20, 9, None)]
     assert [(run.name, run.cmd, run.s) for run in main.turns[0].tools or ()] == [
-        ("bash", "ls", 1), ("task", "ls", 15.5),
+        ("bash", "ls", 1), ("task", None, 15.5),
     ]  # fmt: skip
     assert (sub.program_id, sub.parent, sub.parent_turn, sub.agent_type) == ("k", "s", 0, "general")
     with pytest.raises(TraceError, match="expected OpenCode's database"):

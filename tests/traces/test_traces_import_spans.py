@@ -117,8 +117,8 @@ def test_a_run_becomes_a_program(tmp_path: Path) -> None:
         TraceToolRun(name="grep", s=pytest.approx(0.4)),
         TraceToolRun(name="test", s=pytest.approx(3.9)),
     )
-    assert (first.tool, first.tool_seconds) == ("grep+test", pytest.approx(4.1))
-    assert (second.tool, second.tools, second.tool_seconds) == (None, None, None)
+    assert first.tool == "grep+test"
+    assert (second.tool, second.tools) == (None, None)
     assert third.tool == "edit"
     assert (fourth.reset, fourth.prefix_tokens, fourth.cached_tokens) == (True, 320, 320)
     assert program.shared_prefix_tokens == 256
@@ -244,7 +244,6 @@ def test_background_tools_are_recorded_and_add_no_gap(tmp_path: Path) -> None:
         "1 model calls began before the program's previous call had ended; the trace has no gap before them",
     )
     assert program.turns[0].tools == (TraceToolRun(name="watch", s=pytest.approx(37.5), bg=True),)
-    assert program.turns[0].tool_seconds == 0.0
     assert [t.gap_s for t in program.turns] == pytest.approx([1, 0, None])
 
 
@@ -397,8 +396,8 @@ def test_what_pythons_exporter_writes_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "it has no spans"),
-        ("[]", "it has no spans"),
+        ("", "no model call with token counts"),
+        ("[]", "no model call with token counts"),
         ("{}", "line 1: no span: it has no 'traceId'"),
         ('{"resourceSpans": 3}', "line 1: no span: 'int' object is not iterable"),
         ('{"a": 1', r"line 1: not JSON: Expecting"),
@@ -406,8 +405,8 @@ def test_what_pythons_exporter_writes_is_read(tmp_path: Path) -> None:
         ("[" * 100_000, "line 1: not JSON: maximum recursion depth"),
         ('{"traceId":"a","spanId":"b","startTimeUnixNano":"soon"}', "line 1: no span: invalid literal"),
         (
-            '{"traceId":"a","spanId":"b","startTimeUnixNano":"2000000000","endTimeUnixNano":"1000000000"}',
-            "span b ends before it starts",
+            '{"type":"GENERATION","traceId":"a","id":"b","startTime":1900000002,"endTime":1900000001,"usage":{"input":5,"output":1}}',
+            "program 'a': Expected `float` >= 0.0",
         ),
         ('{"context":{"trace_id":"0x1"},"name":"x"}', "it has no 'span_id'"),
         (
@@ -458,9 +457,6 @@ def test_spans_without_an_end_are_counted(tmp_path: Path) -> None:
     http = spans.add("GET /", 1, 2)
     spans.all = [span for span in spans.all if span["spanId"] == http or "endTimeUnixNano" not in span]
     with pytest.raises(TraceError, match="no model call with token counts: 1 spans without an end left out"):
-        read_spans([write(tmp_path, spans)])
-    spans.all = [span for span in spans.all if "endTimeUnixNano" not in span]
-    with pytest.raises(TraceError, match=r"spans\.json: none of its 1 spans has an end"):
         read_spans([write(tmp_path, spans)])
 
 

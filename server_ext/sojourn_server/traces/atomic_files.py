@@ -7,12 +7,10 @@ from pathlib import Path
 
 
 def write_atomically(files: Mapping[Path, bytes]) -> None:
-    """Write all of ``files`` (path → content); if one cannot be written, write none. Missing folders are
-    created.
+    """Write all of ``files`` (path → content) and missing folders; if one cannot be written, write none.
 
-    If a path is a symbolic link, the link stays, and its target is replaced. Devices, pipes and open files
-    such as /dev/stdout are written directly. Raises ``OSError``; new folders may then remain.
-    """
+    The target of a symbolic link is replaced. Devices, pipes and open files such as /dev/stdout are written
+    directly. Raises ``OSError``; new folders may then remain."""
     partials: dict[Path, Path] = {}
     others: dict[Path, bytes] = {}
     try:

@@ -1,9 +1,7 @@
 """Writes a run as a Chrome JSON trace, which Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open.
 
-A process of the trace is a group of programs, such as a run; a thread is a program. Slices of one thread must
-nest, so parallel turns of a program get further threads (lanes). Times are microseconds since the first
-event.
-"""
+A process is a group of programs, such as a run; a thread is a program. Slices of one thread must nest, so
+parallel turns get further threads (lanes). Times are microseconds since the first event."""
 
 from __future__ import annotations
 
@@ -59,7 +57,8 @@ class PerfettoTrace:
             at = self._thread(pid, program_id, lane)
             events: list[dict[str, Any]] = []
             for kind, name, a, b, arguments in (whole, *(part for part in parts if part[3] > part[2])):
-                event = {"ph": "X", **at, "cat": kind, "name": name, "ts": a, "dur": _microseconds(b - a)}
+                duration_us = round((b - a) * 1e6, 1)
+                event = {"ph": "X", **at, "cat": kind, "name": name, "ts": a, "dur": duration_us}
                 events.append(event | ({} if arguments is None else {"args": arguments}))
             self._groups.append(events)
 
@@ -104,9 +103,8 @@ class PerfettoTrace:
         kept = groups[: sum(total <= max_events for total in sizes)]
         cut = sum(map(len, groups[len(kept) :]))
         zero_s = kept[-1][0]["ts"] if kept else 0.0
-        events = [
-            event | {"ts": _microseconds(event["ts"] - zero_s)} for group in reversed(kept) for event in group
-        ]
+        shown = itertools.chain.from_iterable(reversed(kept))
+        events = [event | {"ts": round((event["ts"] - zero_s) * 1e6, 1)} for event in shown]
         metadata = []
         for (pid, name, lane), number in self._ids.items():
             at = {"ph": "M", "pid": pid or number, "tid": number if pid else 0}
@@ -125,10 +123,6 @@ def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:
     write_packed(path, json.dumps(document, separators=(",", ":")).encode())
 
 
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
-
-
 def add_ledger_program(
     trace: PerfettoTrace, pid: int, program: Mapping[str, Any], *, since_s: float = float("-inf")
 ) -> list[Slice]:
@@ -137,8 +131,7 @@ def add_ledger_program(
     ``inferred``: the engine sees the time between two requests; the tool may have been shorter."""
     program_id = str(program["program_id"])
     slices: list[Slice] = []
-    turns = program.get("ledger") or ()
-    turns = [turn for turn in turns if turn["arrived_s"] + turn["seconds"]["wall"] >= since_s]
+    turns = [one for one in program["ledger"] if one["arrived_s"] + one["seconds"]["wall"] >= since_s]
     for turn, following in itertools.zip_longest(turns, turns[1:]):
         start_s, seconds = turn["arrived_s"], turn["seconds"]
         end_s = start_s + seconds["wall"]

@@ -15,10 +15,10 @@ Token ids depend only on program, turn and ``copy``, the number of a program's r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .hashed_blocks import BlockRuns, block_runs, common_blocks, count_blocks, has_block_ids, run_ids
 from .token_ids import TokenIdGenerator, seed_from_text
 from .trace_schema import TraceProgram
 
@@ -31,6 +31,10 @@ MIN_CONTINUED = 0.98
 _HISTORY_TURNS = 12
 """Number of earlier turns whose prompts a turn may continue in place of the previous one."""
 
+BlockRuns = tuple[tuple[int, int], ...]
+"""Ids of a prompt's full blocks, as runs of consecutive ids: (first, count) of each run. A trace has them as
+the first ``hash_lcp`` ids of the previous prompt, then ``hash_runs``."""
+
 
 class TurnPlan(NamedTuple):
     """Lengths of one turn, all in tokens."""
@@ -40,8 +44,7 @@ class TurnPlan(NamedTuple):
     reused_tokens: int = 0
     """Number of leading prompt tokens that repeat turn ``base``: its prompt, then its output."""
     dropped_tokens: int = 0
-    """Number of tokens at the start of the output of turn ``base`` (thinking) that this prompt omits. The
-    rest of that output follows the reused tokens."""
+    """Number of tokens at the start of ``base``'s output (thinking) that this prompt omits."""
     base: int | None = None
     """Index of the earlier turn that this turn continues; ``None`` for the first turn."""
 
@@ -57,10 +60,8 @@ def plan_turns(
     """Return the plan of every turn, with the recorded lengths times ``token_scale``. Prompts and outputs
     have at least one token. ``blocks`` are those of each prompt, if recorded; the scale is then 1.
 
-    Without blocks, a prompt that is shorter than ``MIN_CONTINUED`` × the previous one, without a recorded
-    reason, is a reset. Another that is shorter than the previous prompt and output omits the beginning of
-    that output.
-    """
+    Without blocks, a prompt that is shorter than the previous prompt and output omits the beginning of that
+    output, if it is no reset."""
     plans: list[TurnPlan] = []
     for index, turn in enumerate(program.turns):
         prompt = max(1, round(turn.prompt_tokens * token_scale))
@@ -92,11 +93,9 @@ def plan_turns(
 
 
 def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int, block_size: int) -> int:
-    """Return the number of prompt tokens of turn ``index`` that the server recomputed; 0 for a first turn.
-
-    They are the tokens of all whole blocks of the reused prefix, minus the ``cached_tokens`` that the server
-    reported. The last token of the prompt is always computed, and the last generated token has no KV.
-    """
+    """Return the number of prompt tokens of turn ``index`` that the server recomputed: those of all whole
+    blocks of the reused prefix, minus the ``cached_tokens`` that the server reported. The last token of the
+    prompt is always computed, and the last generated token has no KV."""
     plan = plans[index]
     if plan.base is None:
         return 0
@@ -106,10 +105,8 @@ def recomputed_tokens(plans: Sequence[TurnPlan], index: int, cached_tokens: int,
 
 
 class PromptPlan:
-    """Plan and recorded blocks of every turn, the same for all copies of a program.
-
-    With a ``token_scale`` other than 1, recorded blocks are ignored, because block sizes do not scale.
-    """
+    """Plan and recorded blocks of every turn, the same for all copies of a program. A ``token_scale`` other
+    than 1 ignores recorded blocks, because block sizes do not scale."""
 
     def __init__(self, program: TraceProgram, token_scale: float = 1.0) -> None:
         """Raises ``ValueError`` for a scale that is not positive."""
@@ -117,7 +114,7 @@ class PromptPlan:
             raise ValueError(f"token_scale is {token_scale}; expected > 0")
         self.program = program
         self.token_scale = token_scale
-        self.runs = block_runs(program) if token_scale == 1.0 and has_block_ids(program) else []
+        self.runs = block_runs(program) if token_scale == 1.0 and program.has_block_ids else []
         """Blocks of each prompt; empty if they are not recorded."""
         self.plans = plan_turns(program, token_scale, self.runs)
         self.last_use = list(range(len(self.plans)))
@@ -154,8 +151,7 @@ class PromptBuilder:
         """Turn → its (prompt, output), for the newest turn and for turns that a later turn continues."""
 
     def prompt(self, index: int) -> list[int]:
-        """Return the token ids of turn ``index``'s prompt. Call this for the turns in order. The caller may
-        change the list."""
+        """Return a new list of turn ``index``'s prompt ids. Call this for the turns in order."""
         plan = self.plans[index]
         ids: list[int] = []
         if plan.base is not None:
@@ -163,7 +159,11 @@ class PromptBuilder:
             ids = prompt[: plan.reused_tokens] + output[: max(0, plan.reused_tokens - len(prompt))]
             if plan.dropped_tokens:
                 ids += output[plan.dropped_tokens :]
-        ids += self._fresh(index, len(ids))
+        if self._runs:
+            ids += self._from_blocks(index, len(ids), plan.prompt_tokens)
+        elif plan.base is None:
+            ids += self._shared_ids(plan.prompt_tokens)
+        ids += self._draw(f"{self._name}/{index}", plan.prompt_tokens - len(ids))
         last_use = self._outline.last_use
         self._contexts = {turn: kept for turn, kept in self._contexts.items() if last_use[turn] > index}
         # The planned output is used until ``replace_output`` replaces it.
@@ -193,19 +193,11 @@ class PromptBuilder:
         self._contexts[last] = prompt, list(output_ids)
         return True
 
-    def _fresh(self, index: int, start: int) -> list[int]:
-        """Return the new ids of turn ``index``'s prompt, from position ``start`` to its end."""
-        plan = self.plans[index]
-        if self._runs:
-            return self._from_blocks(index, start, plan.prompt_tokens)
-        shared: list[int] = []
-        if plan.base is None:
-            program = self._program
-            recorded = round((program.shared_prefix_tokens or 0) * self._outline.token_scale)
-            alone = program.group is None or program.group == program.program_id
-            name = program.source if alone else program.group
-            shared = self._draw(f"shared/{name}", min(recorded, plan.prompt_tokens))
-        return shared + self._draw(f"{self._name}/{index}", plan.prompt_tokens - start - len(shared))
+    def _shared_ids(self, at_most: int) -> list[int]:
+        program = self._program
+        shared = min(round((program.shared_prefix_tokens or 0) * self._outline.token_scale), at_most)
+        alone = program.group is None or program.group == program.program_id
+        return self._draw(f"shared/{program.source if alone else program.group}", shared)
 
     def _from_blocks(self, index: int, start: int, end: int) -> list[int]:
         """Return ids ``start`` to ``end - 1`` of turn ``index``'s prompt, made from its recorded blocks."""
@@ -219,8 +211,7 @@ class PromptBuilder:
         return ids[start - first * size : end - first * size]
 
     def _last_block(self, index: int, place: int, size: int) -> list[int]:
-        """Return the ids of block ``place``, the incomplete last block of turn ``index``'s prompt: those of
-        the later turn that completes it, if any."""
+        """Return the ids of turn ``index``'s incomplete last block: of the turn that completes it, if any."""
         while index + 1 < len(self.plans) and _continues(self.plans[index], self.plans[index + 1], index):
             index += 1
             block = next(run_ids(self._runs[index], place, place + 1), None)
@@ -242,8 +233,7 @@ def _continues(plan: TurnPlan, following: TurnPlan, index: int) -> bool:
 
 
 def _changed_prompt(program: TraceProgram, index: int) -> tuple[int, int] | None:
-    """Return (index of the earlier turn that turn ``index`` continues, number of tokens that it keeps), or
-    ``None`` if it extends the previous prompt."""
+    """Return (turn that turn ``index`` continues, tokens kept); ``None`` if it extends the previous one."""
     turn, before, kept = program.turns[index], program.turns[index - 1], program.turns[index].prefix_tokens
     if kept is None:
         continues = bool(turn.out_dropped) or turn.prompt_tokens >= MIN_CONTINUED * before.prompt_tokens
@@ -271,3 +261,54 @@ def _changed_blocks(program: TraceProgram, index: int, blocks: Sequence[BlockRun
     older = range(max(0, index - _HISTORY_TURNS), index)
     same, base = max((common_blocks(blocks[j], own), j) for j in older)
     return base, same * (program.block_size or 1)
+
+
+def block_runs(program: TraceProgram) -> list[BlockRuns]:
+    """Return the block ids of each turn's prompt, as runs. Runs that continue one another are merged."""
+    prompts: list[BlockRuns] = [()]
+    for turn in program.turns:
+        left, runs = turn.hash_lcp or 0, list[tuple[int, int]]()
+        for start, count in prompts[-1]:
+            runs.append((start, max(0, min(count, left))))
+            left -= count
+        merged: list[tuple[int, int]] = []
+        for start, count in (*runs, *(turn.hash_runs or ())):
+            if count and merged and sum(merged[-1]) == start:
+                merged[-1] = merged[-1][0], merged[-1][1] + count
+            elif count:
+                merged.append((start, count))
+        prompts.append(tuple(merged))
+    return prompts[1:]
+
+
+def run_ids(runs: BlockRuns, first: int, last: int) -> Iterator[int]:
+    """Return the ids of the blocks at positions ``first`` to ``last - 1``."""
+    ids = itertools.chain.from_iterable(range(start, start + count) for start, count in runs)
+    return itertools.islice(ids, first, max(0, last))
+
+
+def count_blocks(runs: BlockRuns) -> int:
+    """Return the number of blocks in all runs."""
+    return sum(count for _, count in runs)
+
+
+def common_blocks(a: BlockRuns, b: BlockRuns) -> int:
+    """Return the number of leading blocks that two prompts have in common. Both must have merged runs, as
+    from ``block_runs``."""
+    same = 0
+    for (start_a, count_a), (start_b, count_b) in zip(a, b, strict=False):
+        same += min(count_a, count_b) if start_a == start_b else 0
+        # Runs are merged as far as possible, so the blocks after a shorter run differ.
+        if (start_a, count_a) != (start_b, count_b):
+            break
+    return same
+
+
+def system_blocks(programs: Sequence[TraceProgram]) -> frozenset[int]:
+    """Return the block ids of all shared prefixes (``shared_prefix_tokens``), such as system prompts."""
+    found: set[int] = set()
+    for program in programs:
+        if program.shared_prefix_tokens and program.block_size and program.has_block_ids:
+            runs: BlockRuns = program.turns[0].hash_runs or ()
+            found.update(run_ids(runs, 0, program.shared_prefix_tokens // program.block_size))
+    return frozenset(found)

@@ -1,5 +1,4 @@
-"""Generates lists of synthetic token ids fast. Each list begins with ids that encode its seed; the rest is
-copied, in slices, from one long list."""
+"""Generates lists of synthetic token ids fast: ids that encode a seed, then slices of one long list."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ def splitmix64(value: int) -> int:
 
 
 class TokenIdGenerator:
-    """Generator of token ids, from ``FIRST_ID`` to below ``vocabulary``. A list begins with its 64-bit seed,
-    in as few ids as possible, and continues with consecutive ids: vLLM identifies a KV block by the hash of
-    its whole prefix, so lists with different seeds share no block. All lists share ``int`` objects."""
+    """Generator of ids from ``FIRST_ID`` to below ``vocabulary``. A list begins with its 64-bit seed, in few
+    ids. vLLM identifies a KV block by the hash of its prefix, so lists of different seeds share no block."""
 
     def __init__(self, vocabulary: int) -> None:
         """Raises ``ValueError`` for a vocabulary below ``MIN_VOCABULARY``."""

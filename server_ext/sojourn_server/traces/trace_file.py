@@ -35,10 +35,8 @@ _BLANK = re.compile(r"[\s,]*")
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, record) for each record of a file. Each element of an array is a record.
-
-    The line is the one on which the record or its array begins. Raises ``TraceError``, which names it.
-    """
+    """Yield (line number, record) for each record of a file. Each element of an array is a record. The line
+    is the one on which the record or its array begins. Raises ``TraceError``, which names it."""
     try:
         text = read_bytes(Path(path)).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -55,11 +53,8 @@ def read_records(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_trace(path: str | Path) -> Iterator[TraceProgram]:
-    """Yield the programs of a ``.jsonl`` or ``.jsonl.gz`` file in order.
-
-    Lines are decoded lazily. Empty lines and a UTF-8 byte order mark are skipped. Raises ``TraceError``,
-    which names file and line, for an invalid line, a duplicate id or a file without programs.
-    """
+    """Yield the programs of a ``.jsonl`` or ``.jsonl.gz`` file in order. Lines are decoded lazily; empty ones
+    are skipped. Raises ``TraceError``, which names file and line, also for a duplicate id or no program."""
     seen: dict[str, int] = {}
     data = read_bytes(Path(path)).removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
@@ -83,10 +78,8 @@ def read_trace(path: str | Path) -> Iterator[TraceProgram]:
 
 
 def write_trace(path: str | Path, programs: Iterable[TraceProgram]) -> int:
-    """Write one program per line, gzipped if the name ends in ``.gz``. Return the number of programs.
-
-    The write is atomic, and creates missing folders. Equal programs give equal bytes. Raises ``TraceError``
-    if the file cannot be written."""
+    """Write one program per line, as ``write_packed`` writes. Return the number of programs. Raises
+    ``TraceError`` if the file cannot be written."""
     made = list(programs)
     try:
         write_packed(Path(path), msgspec.json.Encoder().encode_lines(made))

@@ -1,7 +1,6 @@
 """Schema of a recorded agent workload: programs, their turns and tool calls.
 
-One JSON object per line is one program. The schema has the fields that replay and simulation need; unknown
-fields are ignored.
+One JSON object per line is one program. Fields that replay and simulation do not need are ignored.
 """
 
 from __future__ import annotations
@@ -151,10 +150,14 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Largest sum of prompt and output tokens of a turn."""
         return max(turn.prompt_tokens + turn.output_tokens for turn in self.turns)
 
+    @property
+    def has_block_ids(self) -> bool:
+        """Whether every turn has the block ids of its prompt."""
+        return self.block_size is not None and all(turn.hash_runs is not None for turn in self.turns)
+
 
 MAX_REPLAYED_ID_BYTES = 180
-"""Maximum length of a program id that a replay keeps unchanged, in bytes of UTF-8. A replay appends the
-number of the copy or the id of the run, and servers accept at most ``sojourn.ids.MAX_ID_BYTES``."""
+"""Maximum length of a replayed program id. A replay appends up to ``sojourn.ids.MAX_ID_BYTES``."""
 
 
 def replayed_id(program_id: str) -> str:
@@ -165,16 +168,6 @@ def replayed_id(program_id: str) -> str:
     digest = f"~{seed_from_text(program_id):016x}"
     visible = "".join(char for char in program_id if "!" <= char <= "~")
     return visible[: MAX_REPLAYED_ID_BYTES - len(digest)] + digest
-
-
-def check_program(program: TraceProgram) -> None:
-    """Check a program that was not read from JSON, as a reader would. Raises ``TraceError``, which names turn
-    and field."""
-    try:
-        msgspec.convert(msgspec.to_builtins(program), TraceProgram)
-    except msgspec.ValidationError as error:
-        raise TraceError(str(error)) from None
-    check_blocks(program)
 
 
 def check_parents(programs: Sequence[TraceProgram]) -> None:
@@ -197,8 +190,7 @@ def check_parents(programs: Sequence[TraceProgram]) -> None:
 
 
 def check_blocks(program: TraceProgram) -> None:
-    """Check that either no turn has block ids, or each turn has one id per full block of its prompt. Raises
-    ``TraceError``."""
+    """Raise ``TraceError`` unless no turn has block ids, or each has one per full block of its prompt."""
     if all(turn.hash_runs is None for turn in program.turns):
         return
     if program.block_size is None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from sojourn.shell_command import is_shell_tool
 
-from sojourn_server.traces.hashed_blocks import has_block_ids, system_blocks
-from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan, TurnPlan
+from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan, TurnPlan, system_blocks
 from sojourn_server.traces.token_ids import TokenIdGenerator
 from sojourn_server.traces.trace_schema import (
     TraceError,
@@ -164,7 +163,7 @@ class ProgramPlanner:
         gaps = [self._options.gap_s(turn) for root in self.roots for turn in root.turns[:-1]]
         if gaps and not any(gap > 0 for gap in gaps):
             notes.append("no gap takes any time: the trace has no timing, or the options took it away")
-        if self._options.token_scale != 1.0 and any(has_block_ids(root) for root in self.roots):
+        if self._options.token_scale != 1.0 and any(root.has_block_ids for root in self.roots):
             notes.append("with a token scale, what sessions share is not taken from the recorded blocks")
         return notes
 

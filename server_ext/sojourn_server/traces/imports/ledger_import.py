@@ -1,8 +1,6 @@
 """Import of sojourn's turn ledgers, the answers of ``GET /sojourn/v1/programs/{id}``.
 
-A ledger names one of the tools that ran in parallel before a turn. Its duration is the time in the gap with a
-tool; ledgers without that time count the whole gap.
-"""
+A ledger names one of several parallel tools. It lasted for the time in the gap with a tool, if known."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ class _LedgerProgram(msgspec.Struct, kw_only=True):
 
 
 def read_ledgers(paths: Sequence[str | Path]) -> ImportResult:
-    """Return the programs in files with ledgers. A file has one ledger, one per line, or an array of them.
-    All times must be on the clock of one engine. Raises ``TraceError``, which names file and line."""
+    """Return the programs in files with ledgers of one engine, one per file, per line or per element of an
+    array. Raises ``TraceError``, which names file and line."""
     found: dict[str, RecordedProgram] = {}
     parents: list[tuple[RecordedProgram, str | None]] = []
     left_out: Counter[str] = Counter()

@@ -1,8 +1,7 @@
 """Recorded model calls and tools of agents, as every import finds them, and their conversion to a trace.
 
-A prompt that grew by less than the length of the last output omits part of that output. A prompt that shrank
-by more than 2 % is a reset, which keeps the tokens that the provider had cached.
-"""
+A prompt that grew by less than the last output's length omits part of that output. One that shrank by more
+than 2 % is a reset, which keeps the tokens that the provider had cached."""
 
 from __future__ import annotations
 
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from sojourn.shell_command import main_head
 
 from ..prompt_builder import MIN_CONTINUED
-from ..trace_schema import MAX_TOKENS, TraceError, TraceProgram, TraceToolRun, TraceTurn, check_program
+from ..trace_schema import MAX_TOKENS, TraceError, TraceProgram, TraceToolRun, TraceTurn
 
 _BACKGROUND_S = 0.001
 """A tool that ends later than this after the next call's start ran in the background."""
@@ -110,8 +108,7 @@ _CREATED = (
 
 
 def usage_of(counts: Mapping[str, Any]) -> TokenUsage | None:
-    """Return the token counts in a span's attributes or a ``usage`` object. ``None`` if the prompt's or the
-    output's count is missing, or if the prompt has no tokens."""
+    """Return the counts in a span's attributes or a ``usage`` object; ``None`` without prompt or output."""
     prefixes = ("gen_ai.usage.", "llm.token_count.")
     plain = {name.removeprefix(prefixes[0]).removeprefix(prefixes[1]): n for name, n in counts.items()}
     prompt, output = token_count(plain, *_PROMPT), token_count(plain, *_OUTPUT)
@@ -122,8 +119,7 @@ def usage_of(counts: Mapping[str, Any]) -> TokenUsage | None:
 
 
 def seconds(value: Any) -> float:
-    """Return a time in seconds since 1970: ISO 8601, UTC if it names no zone, or a number of seconds or
-    milliseconds. Raises ``ValueError`` or ``TypeError``."""
+    """Return seconds since 1970, from ISO 8601 (UTC without a zone) or from seconds or milliseconds."""
     if isinstance(value, str):
         moment = datetime.fromisoformat(value)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
@@ -136,22 +132,11 @@ def token_count(counts: Mapping[str, Any], *names: str) -> int | None:
     return next((int(n) for n in found if type(n) in (int, float) and 0 <= n <= MAX_TOKENS), None)
 
 
-def command_of(arguments: Any) -> str | None:
-    """Return the executable in a tool's arguments, decoded or in JSON; ``None`` if there is no command."""
-    try:
-        known = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
-        line = known.get("command") or known.get("cmd")
-    except (ValueError, RecursionError, AttributeError):
-        return None
-    line = line[-1] if isinstance(line, list) and line else line  # ["bash", "-lc", "make test"]
-    return main_head(line) or None if isinstance(line, str) else None
-
-
 def to_trace(
     programs: Iterable[RecordedProgram], source: str, left_out: Mapping[str, int], paths: Sequence[str | Path]
 ) -> ImportResult:
-    """Return the programs that have calls as a trace. ``left_out`` counts what the import left out, by its
-    description. Raises ``TraceError``, which names ``paths``, for impossible numbers or without any call."""
+    """Return the programs that have calls as a trace, with counts of what was ``left_out``. Raises
+    ``TraceError``, which names ``paths``, for impossible numbers or without any call."""
     programs, counts, files = list(programs), Counter(left_out), ", ".join(map(str, paths))
     found = [program for program in programs if program.calls]
     if not found:
@@ -171,8 +156,8 @@ def to_trace(
     made = [_program(program, source, first_s, shared.get(program.group)) for program in found]
     for one in made:
         try:
-            check_program(one)
-        except TraceError as error:
+            msgspec.convert(msgspec.to_builtins(one), TraceProgram)
+        except msgspec.ValidationError as error:
             raise TraceError(f"{files}: program {one.program_id!r}: {error}") from None
     return ImportResult(made, [f"{count} {what}" for what, count in counts.items() if count])
 
@@ -220,7 +205,6 @@ def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
         )
         for one in inside
     )
-    waited_s = max((tool.end_s for tool in inside if tool.end_s <= latest_s), default=call.end_s)
     gap_kind = "tool" if runs or call.asks_tools else "human" if call.asks_tools is False else None
     gap_kind = None if following is None else "human" if call.person else gap_kind
     before = calls[index - 1].usage if index else TokenUsage(0, 0)
@@ -240,7 +224,6 @@ def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
         prefix_tokens=kept,
         cached_tokens=usage.cached,
         tool="+".join(run.name for run in runs) or None,
-        tool_seconds=round(max(0.0, waited_s - call.end_s), 6) if runs else None,
         tools=runs or None,
         gap_s=None if following is None else round(max(0.0, following.start_s - call.end_s), 6),
         gap_kind=gap_kind,

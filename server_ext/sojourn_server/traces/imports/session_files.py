@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+from sojourn.shell_command import command_of, is_shell_tool, main_head
 
 from ..trace_file import read_bytes
 from ..trace_schema import TraceError
@@ -28,7 +29,6 @@ from .recorded_calls import (
     RecordedProgram,
     RecordedTool,
     TokenUsage,
-    command_of,
     seconds,
     to_trace,
     usage_of,
@@ -66,9 +66,10 @@ class _Session(RecordedProgram):
             self.began_s = min(at_s, known_s or at_s)
         self.output_s = at_s
 
-    def add_call(self, call_id: str, usage: TokenUsage, base: RecordedCall | None = None) -> RecordedCall:
-        """Add the call of the output, or replace the counts of a known one. ``base`` is the call that it
-        continues, if the file says so."""
+    def add_call(
+        self, call_id: str, usage: TokenUsage, model: str | None, base: RecordedCall | None = None
+    ) -> RecordedCall:
+        """Add the call of the output, or recount a known one. It continues ``base``, if the file says so."""
         calls, call = self.calls, self.call_by_id.get(call_id)
         if call is None:
             began_s = self.output_s if self.began_s is None else self.began_s
@@ -80,14 +81,18 @@ class _Session(RecordedProgram):
             calls.append(call)
             self.context_changed = False
         call.end_s, call.usage, self.began_s = max(call.end_s, self.output_s), usage, None
+        self.model = model
         return call
 
     def start_tool(self, tool_id: str, name: str, arguments: Any, at_s: float) -> None:
-        self.open_tools[tool_id] = name, command_of(arguments), at_s
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = msgspec.json.decode(arguments)
+        line = command_of(arguments) if isinstance(arguments, dict) and is_shell_tool(name) else None
+        self.open_tools[tool_id] = name, main_head(line or ""), at_s
 
     def end_tool(self, tool_id: str, at_s: float, own_s: float | None = None, asked: bool = False) -> float:
-        """Add the tool; return its start. ``own_s`` is the time for which the tool itself ran, ``asked``
-        whether it is known to have waited for a person."""
+        """Add the tool; return its start. It ran for ``own_s``; ``asked``: it waited for a person."""
         name, command, start_s = self.open_tools.pop(tool_id, (None, None, at_s))
         if name is not None:
             own_s = 0.0 if name.lower() in _INSTANT_TOOLS else own_s
@@ -101,7 +106,7 @@ class _Session(RecordedProgram):
 
 
 class SessionReader:
-    """Reads the files of one client. Subclasses add an entry, which is a line of JSON."""
+    """Reads the files of one client. Subclasses add an entry: a line of JSON, or a row of a database."""
 
     source: ClassVar[str]
     pattern = "*.jsonl"
@@ -121,8 +126,8 @@ class SessionReader:
             files = sorted(path.rglob(cls.pattern)) if path.is_dir() else [path]
             for file, place, entry in chain.from_iterable(map(self._entries, files)):
                 try:
-                    self._add(entry, str(file))
-                except (TypeError, ValueError, AttributeError, LookupError) as error:
+                    self._add(msgspec.json.decode(entry) if isinstance(entry, bytes) else entry, str(file))
+                except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
                     known = isinstance(error, KeyError) and str(file) not in error.args
                     bad.append(f"{file}, {place}: {f'has no {error}' if known else 'no entry of a session'}")
         if bad:
@@ -134,10 +139,7 @@ class SessionReader:
     def _entries(self, path: Path) -> Iterator[tuple[Path, str, Any]]:
         for number, line in enumerate(read_bytes(path).splitlines(), start=1):
             if line.strip():
-                entry = None
-                with suppress(ValueError, RecursionError):
-                    entry = msgspec.json.decode(line)
-                yield path, f"line {number}", entry
+                yield path, f"line {number}", line
 
     def _add(self, entry: Any, path: str) -> None:
         raise NotImplementedError
@@ -160,11 +162,9 @@ class SessionReader:
 
 
 class ClaudeCodeReader(SessionReader):
-    """Sessions of Claude Code: ``~/.claude/projects``.
-
-    One message has several lines; the last has its counts. ``parentUuid`` makes a tree: a line that continues
-    an older one is a rewind. A resumed session repeats lines. The lines of a sub-agent are in a file of their
-    own, in its parent's (``isSidechain``), or in both."""
+    """Sessions of Claude Code: ``~/.claude/projects``. A message has several lines; the last has its counts.
+    ``parentUuid`` makes a tree: a line that continues an older one is a rewind. A resumed session repeats
+    lines. Those of a sub-agent are in a file of their own, in its parent's (``isSidechain``), or in both."""
 
     source = "claude-code"
 
@@ -202,8 +202,7 @@ class ClaudeCodeReader(SessionReader):
                 estimate = self._chars[message["id"]] // 4  # characters a token
                 usage = usage._replace(output=max(usage.output, estimate))
             session.add_output(at_s)
-            self._known[uuid] = session, session.add_call(message["id"], usage, call)
-            session.model = message.get("model")
+            self._known[uuid] = session, session.add_call(message["id"], usage, message.get("model"), call)
             for block in blocks:
                 if block["type"] == "tool_use":
                     session.start_tool(block["id"], block["name"], block.get("input"), at_s)
@@ -256,14 +255,14 @@ class CodexReader(SessionReader):
         elif kind == "token_usage_record":
             own = payload.get("thread_id", session.program_id) == session.program_id
             if own and (usage := self._usage(payload["usage"])):
-                session.add_call(payload["response_id"], usage)
+                session.add_call(payload["response_id"], usage, session.model)
                 self._total[path] = None
         elif what == "token_count" and payload.get("info"):
             total = payload["info"]["total_token_usage"]
             if self._total.get(path, ()) not in (None, total):
                 self._total[path] = total
                 if usage := self._usage(payload["info"]["last_token_usage"]):
-                    session.add_call(f"{at_s} {total}", usage)
+                    session.add_call(f"{at_s} {total}", usage, session.model)
         elif what == "item_completed" and "started_at_ms" in payload:
             own_ms = payload["completed_at_ms"] - payload["started_at_ms"]
             self._own_s[payload["item"]["id"]] = own_ms / 1000
@@ -274,8 +273,9 @@ class CodexReader(SessionReader):
         elif kind == "response_item":
             session.add_output(at_s)
             if "call_id" in payload:
+                name = payload.get("name") or what.removesuffix("_call")
                 arguments = payload.get("arguments") or payload.get("action")
-                session.start_tool(payload["call_id"], payload.get("name") or what, arguments, at_s)
+                session.start_tool(payload["call_id"], name, arguments, at_s)
 
 
 class PiReader(SessionReader):
@@ -298,8 +298,7 @@ class PiReader(SessionReader):
             session.end_tool(message["toolCallId"], at_s)
         elif role == "assistant" and (usage := self._usage(message.get("usage"))):
             session.add_output(at_s, seconds(message["timestamp"]))
-            call = session.add_call(entry["id"], usage, call)
-            session.model = message.get("model")
+            call = session.add_call(entry["id"], usage, message.get("model"), call)
             for block in message["content"]:
                 if block["type"] == "toolCall":
                     session.start_tool(block["id"], block["name"], block["arguments"], at_s)
@@ -344,11 +343,9 @@ class OpenCodeReader(SessionReader):
         parts = filter(None, msgspec.json.decode(parts))
         tools = [part for part in parts if "end" in part["state"].get("time", ())]
         starts = [seconds(part["state"]["time"]["start"]) for part in tools]
-        session.add_output(
-            max(start_s, min([seconds(message["time"].get("completed", start_s)), *starts])), start_s
-        )
-        session.add_call(message_id, usage)
-        session.model = message.get("modelID")
+        ended_s = min([seconds(message["time"].get("completed", start_s)), *starts])
+        session.add_output(max(start_s, ended_s), start_s)
+        session.add_call(message_id, usage, message.get("modelID"))
         session.context_changed = bool(message.get("summary"))  # the next prompt begins with the summary
         for part, tool_s in zip(tools, starts, strict=True):
             state = part["state"]
@@ -360,9 +357,7 @@ class OpenCodeReader(SessionReader):
 
 class OpenAiReader(SessionReader):
     """Logs of requests to an OpenAI API: a line has ``messages``, ``usage``, ``start_time`` and ``end_time``.
-
-    A request continues the one with the longest list of messages that its own list begins with, unless the
-    lines name their ``session_id``."""
+    Without ``session_id``, a request continues the one with the most messages that its own begin with."""
 
     source = "openai"
 
@@ -388,8 +383,7 @@ class OpenAiReader(SessionReader):
                     session.end_tool(tool["id"], start_s)
         session.add_input(start_s, any(message.get("role") == "user" for message in messages[length:]))
         session.add_output(max(start_s, seconds(entry.get("end_time", start_s))), start_s)
-        call = session.add_call(f"{path} {start_s} {len(messages)}", usage, base)
-        session.model = entry.get("model")
+        call = session.add_call(f"{path} {start_s} {len(messages)}", usage, entry.get("model"), base)
         self._known[digests[-1]] = session, call
 
 
