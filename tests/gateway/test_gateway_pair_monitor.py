@@ -81,7 +81,6 @@ async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
         odd, good = decode
         spoil(odd)
         async with gateway_of(prefill, decode, taken=2, poll_s=0.01) as it:
-            assert "pairs: 1 of 1 prefill and 1 of 2 decode engines are accepted" in caplog.text
             looked = odd.looked_at
             for _ in range(3):
                 assert (await it.chat()).status == 200
@@ -193,23 +192,17 @@ async def test_the_log_names_the_effect_of_a_lost_engine(role: str, caplog: pyte
     caplog.set_level(logging.INFO)
     async with pairs(2, 2) as (it, prefill, decode):
         first, second = prefill if role == "prefill" else decode
-        both = "pairs: 2 of 2 prefill and 2 of 2 decode engines are accepted"
-        assert caplog.text.count(both) == 1
         await first.kill()
         await until(lambda: first.name not in known(it))
         assert f"{first.url} is gone (it refuses connections" in caplog.text
         assert f"; other {role} engines go on" in caplog.text
-        counts = "1 of 2 prefill and 2 of 2" if role == "prefill" else "2 of 2 prefill and 1 of 2"
-        assert caplog.text.count(f"pairs: {counts} decode engines are accepted") == 1
         await second.kill()
         await until(lambda: second.name not in known(it))
         assert f"no {role} engine is left, requests are refused until one comes" in caplog.text
         assert "its programs go on elsewhere" not in caplog.text
-        caplog.clear()
         for engine in (first, second):
             await engine.restart()
         await until(lambda: len(known(it)) == 4)
-        await until(lambda: both in caplog.text)
 
 
 async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() -> None:

@@ -45,13 +45,12 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 """Default seconds between two polls of an engine."""
 ANSWER_TIMEOUT_S = 5.0
-"""Maximum seconds that all queries except health checks wait for an answer."""
 HEALTH_TIMEOUT_S = 10.0
-"""Maximum seconds that a health check waits, long enough for a slow but living engine."""
+"""Maximum seconds of a health check, long enough for a slow but living engine."""
 SILENT_DEAD_S = 30.0
 """Seconds without an answer after which an engine counts as dead."""
 MAX_ERROR_POLLS = 2
-"""Number of consecutive health checks with status 500 or 503 after which an engine counts as dead."""
+"""Number of health checks in a row with status 500 or 503 after which an engine counts as dead."""
 DESCRIBE_EVERY_POLLS = 15
 """Number of polls between two requests for an engine's description."""
 PARTIAL_POLLS = 3
@@ -69,7 +68,7 @@ _Size = Annotated[int, Meta(ge=1)]
 
 
 class EngineCompatibility(NamedTuple):
-    """Values that both engines of a pair have in common. ``kv`` and ``shape`` are empty if not reported."""
+    """What both engines of a pair have in common. ``kv`` and ``shape`` are empty if not reported."""
 
     model: str
     block_bytes: int
@@ -86,17 +85,17 @@ class PairCapabilities(msgspec.Struct, frozen=True):
 
     role: PairRole
     peer: _Name
-    """Address at which other engines reach the engine's KV transfer manager."""
+    """Address of the engine's KV transfer manager."""
     node: _Name
     """Name of the engine's machine."""
     epoch: _Name
-    """Id of the engine's KV transfer manager; changes with each restart of the manager."""
+    """Id of the KV transfer manager, another one after each restart."""
     block_bytes: _Size
     block_tokens: _Size
     block_s: float | None = None
     """Seconds in which the node's storage NIC reads one Full Block; ``None``: not measured."""
-    kv: str | None = None
-    shape: str | None = None
+    kv: str = ""
+    shape: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,34 +103,25 @@ class EngineDescription:
     """What an engine reports about itself."""
 
     registered: ReplicaRegistered
-    """Event that registers a replica of the engine, without ``replica_id``; sizes are per data-parallel rank.
-    ``instance`` is the start time of the process, or the number of engines lost at the address before; of an
-    engine of a pair also the epoch of its KV transfer manager, which a restart leaves without KV."""
+    """Event that registers a replica, without ``replica_id``; sizes are per data-parallel rank. ``instance``
+    is the start time of the process, or the number of engines lost at the address before; of an engine of a
+    pair also the epoch of its KV transfer manager, which a restart leaves without KV."""
     ranks: int = 1
-    """Number of data-parallel ranks."""
     shares_disk: bool = False
     """Whether the engine keeps KV on a disk that other engines use too."""
     speaks_sojourn: bool = False
-    """Whether the engine runs sojourn."""
     paths: PairCapabilities | None = None
-    """Role, addresses and KV format of a prefill or decode engine; ``None``: missing or invalid."""
+    """``None``: missing or invalid."""
     kind: EngineCompatibility | None = None
-    """What must equal the values of a partner in a pair; ``None``: the engine can be in no pair."""
+    """``None``: the engine can be in no pair, and ``unfit`` says why if it was started for pairs."""
     unfit: str = ""
-    """Why the engine cannot be part of any pair; empty if it can."""
-
-    @property
-    def pair_role(self) -> PairRole | None:
-        """The role with which the engine was started."""
-        return self.paths.role if self.paths is not None else None
 
 
 def describe_engine(
     capabilities: Mapping[str, Any], metrics: str, models: Mapping[str, Any], life: int, in_pair: bool = False
 ) -> EngineDescription:
-    """Build a description from an engine's answers to ``/capabilities``, ``/metrics`` and ``/v1/models``;
-    plain vLLM reports only some of its values. ``life``: number of engines lost at this address before.
-    ``in_pair``: whether the engine is to serve as a prefill or decode engine."""
+    """Read an engine's answers, of which plain vLLM gives some. ``life``: number of engines lost at this
+    address before. ``in_pair``: whether the engine is to serve as a prefill or decode engine."""
     engine, tiers = _table(capabilities.get("engine")), _table(capabilities.get("tiers"))
     if not tiers.get("on", True):
         tiers = {}
@@ -150,9 +140,8 @@ def describe_engine(
             if ranks > 1:
                 unfit = "it has data-parallel ranks, which share one address of KV; expected one engine"
             else:
-                kind = EngineCompatibility(
-                    model, paths.block_bytes, paths.block_tokens, paths.kv or "", paths.shape or ""
-                )
+                blocks_of = (paths.block_bytes, paths.block_tokens)
+                kind = EngineCompatibility(model, *blocks_of, paths.kv, paths.shape)
     except msgspec.ValidationError as error:
         unfit = f"what it reports of its KV paths is invalid: {error}"
     # Without a start time, another engine at this address is noticed only after the loss of the first.
@@ -191,8 +180,7 @@ def _table(value: object) -> Mapping[str, Any]:
 
 
 def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
-    """Return why engines of a kind cannot work with the served ones, ``ours``; empty if they can. An empty
-    ``kv`` or ``shape`` matches any value."""
+    """Return why engines of a kind cannot work with ``ours``; empty if they can."""
     for name, (what, how) in _MUST_BE_EQUAL.items():
         theirs, own = getattr(kind, name), getattr(ours, name)
         if theirs != own and (name == "model" or (theirs and own)):
@@ -216,8 +204,8 @@ _MUST_BE_EQUAL = {
 def dominant_kind(
     engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
 ) -> EngineCompatibility | None:
-    """Choose the kind to serve; ``None``: there are no engines. ``ours``, the served kind, stays while it has
-    both roles. Else it is the kind with the most engines, those with both roles first."""
+    """Choose the kind to serve. ``ours``, the served kind, stays while it has both roles. Else it is the kind
+    with the most engines, those with both roles first."""
     roles: dict[EngineCompatibility, list[PairRole]] = {}
     for kind, role in engines:
         roles.setdefault(kind, []).append(role)
@@ -230,8 +218,8 @@ def dominant_kind(
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:
-    """Return the event of the queue of a node's storage NIC, the sum of its engines' queues by their links.
-    ``None``, for the core's own estimate, if no engine reports one, or one of unknown length."""
+    """Return the queue of a node's storage NIC, the sum of its engines' queues. ``None``, for the core's own
+    estimate, if no engine reports one, or one of unknown length."""
     reported = [links[STORAGE_READ].queued_s for links in engines if STORAGE_READ in links]
     known = [seconds for seconds in reported if seconds is not None]
     return NicQueueReported(node, sum(known)) if reported and len(known) == len(reported) else None
@@ -249,38 +237,34 @@ class MonitoredEngine:
 
     url: str
     role: PairRole | None
-    """Configured role; ``None``: the engine serves whole requests."""
     answered_s: float
     """Time of the engine's last answer."""
     description: EngineDescription | None = None
-    """The last accepted description; ``None``: no engine answers at the address."""
+    """The last accepted one; ``None``: no engine answers at the address."""
     errors: int = 0
     """Number of consecutive health checks with an error."""
     polls: int = 0
     """Number of successful polls since the engine was last lost."""
     lives: int = 0
-    """Number of engines lost at this address: the ``instance`` of an engine that reports no start time."""
+    """Number of engines lost at this address."""
     places: list[ReplicaAddress] = field(default_factory=list)
-    """Addresses of the engine's registered replicas, one per data-parallel rank."""
+    """Registered replicas, one per data-parallel rank."""
     instance: str = ""
     """Instance under which these replicas are registered."""
     refused: str = ""
     """Why the engine gets no requests; empty: it gets some."""
     loads: list[EngineLoad] = field(default_factory=list)
-    """The report of load and programs that is to be passed on, by rank."""
+    """The report by rank that is to be passed on, requested at ``asked_s``."""
     asked_s: float = 0.0
-    """Time at which this report was requested."""
     links: dict[str, LinkStats] = field(default_factory=dict)
-    """Last report of the engine's links, by name."""
     polling: asyncio.Task[None] | None = None
     is_warned: bool = False
     """Whether the log already warns that no engine answers here, or that the engine asks for a key."""
 
 
 class EngineMonitor:
-    """Registers engines with a routing backend. ``engines``: URL → configured role (``None``: it serves whole
-    requests). ``names``: maps engines' names of programs to tenants and ids. ``engine_key``: key sent to
-    engines. ``poll_s``: seconds between two polls. ``clock``: time in seconds."""
+    """Registers engines with a routing backend. ``engines``: URL → role (``None``: it serves whole requests).
+    ``poll_s``: seconds between two polls. ``clock``: time in seconds."""
 
     def __init__(
         self,
@@ -304,13 +288,11 @@ class EngineMonitor:
         self._watched: dict[str, MonitoredEngine] = {}
         self._kind: EngineCompatibility | None = None
         """The served kind of prefill and decode engines; ``None``: not chosen yet."""
-        self._logged_pairs: tuple[int, ...] = ()
         self._absent: tuple[str, ...] = ()
         self.watch(engines)
 
     def watch(self, engines: Mapping[str, PairRole | None], absent: Iterable[str] = ()) -> None:
-        """Monitor these engines from now on, by URL, and those that still answer. ``absent``: names for
-        ``missing``."""
+        """Monitor these engines, and those that still answer. ``absent``: names for ``missing``."""
         self._absent = tuple(absent)
         for watched in [*self._watched.values()]:
             if watched.url not in engines and watched.description is None:
@@ -340,11 +322,9 @@ class EngineMonitor:
         await asyncio.gather(*(self._check(watched) for watched in engines))
         for watched in engines:
             self._register(watched)
-        self._log_pairs()
 
     def probe(self, action: ProbeReplica) -> None:
-        """Poll a replica's engine now, unless a poll is in progress. If it is dead or not monitored, its
-        replicas are reported to the core as gone."""
+        """Poll a replica's engine now, unless a poll is in progress."""
         watched = self._engine_of(action.replica_id)
         if watched is None:
             self._tell(ReplicaGone(action.replica_id, action.instance))
@@ -359,12 +339,12 @@ class EngineMonitor:
         return self._watched.get(address.url) if address is not None else None
 
     def description_of(self, replica_id: str) -> EngineDescription | None:
-        """Return the last description of a replica's engine; ``None``: unknown."""
+        """Return what a replica's engine says of itself; ``None``: unknown."""
         watched = self._engine_of(replica_id)
         return watched.description if watched is not None else None
 
     def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
-        """Return an engine's last report of its links, by name. Empty if there is no report."""
+        """Return an engine's last report of its links, by name."""
         watched = self._engine_of(replica_id)
         return watched.links if watched is not None else {}
 
@@ -386,7 +366,6 @@ class EngineMonitor:
         try:
             await self._check(watched)
             self._register(watched)
-            self._log_pairs()
         except Exception:
             logger.exception("polling %s failed; please report this", watched.url)
 
@@ -410,9 +389,8 @@ class EngineMonitor:
     async def _is_alive(self, watched: MonitoredEngine) -> bool | None:
         """Check an engine's health; ``None``: unknown."""
         headers = {"Authorization": self._authorization} if self._authorization else {}
-        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        url, timeout = f"{watched.url}/health", aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
         try:
-            url = f"{watched.url}/health"
             async with self._session().get(url, headers=headers, timeout=timeout) as answer:
                 await answer.read()
         except aiohttp.ClientConnectorError as error:
@@ -429,15 +407,13 @@ class EngineMonitor:
         return False if watched.errors >= MAX_ERROR_POLLS else None
 
     async def _get(self, url: str) -> EngineReply | None:
-        """Send a GET. Return the answer; ``None``: there is none, or a server error (5xx)."""
-        reply = await ask_engine(
-            self._session(), url, authorization=self._authorization, timeout_s=ANSWER_TIMEOUT_S
-        )
+        """Send a GET. ``None``: there is no answer, or a server error (5xx)."""
+        key = self._authorization
+        reply = await ask_engine(self._session(), url, authorization=key, timeout_s=ANSWER_TIMEOUT_S)
         return reply if reply is not None and reply.status < 500 else None
 
     async def _describe(self, watched: MonitoredEngine) -> None:
-        """Update an engine's description, but not to an incomplete one, which would look like another
-        engine."""
+        """Update a description, but not to an incomplete one, which would look like another engine."""
         replies = await asyncio.gather(*(self._get(watched.url + path) for path in _DESCRIPTION_PATHS))
         asks_key = any(one is not None and one.status == 401 for one in replies)
         if asks_key and not watched.is_warned:
@@ -459,12 +435,12 @@ class EngineMonitor:
                 "%s is up: KV for %d tokens on the device, %d in host memory",
                 watched.url, described.registered.capacity_tokens, described.registered.host_tokens,
             )  # fmt: skip
-            if described.pair_role is not None and watched.role is None:
+            if described.paths is not None and watched.role is None:
                 logger.warning(
                     "%s was started with --role %s, but this gateway sends it all requests; clients could "
                     "then read other clients' KV. Start the gateway with --prefill and --decode, or the "
                     "engine without --role",
-                    watched.url, described.pair_role.value,
+                    watched.url, described.paths.role.value,
                 )  # fmt: skip
         elif known.registered.instance != described.registered.instance:
             logger.warning("%s was restarted: its KV is lost", watched.url)
@@ -488,7 +464,7 @@ class EngineMonitor:
     # -- results ------------------------------------------------------------------------
 
     def _register(self, watched: MonitoredEngine) -> None:
-        """Register a living engine's replicas with the core, with their load, or refuse the engine."""
+        """Register a living engine's replicas, with their load, or refuse the engine."""
         described, in_pair = watched.description, watched.role is not None
         if described is None:
             return
@@ -515,15 +491,6 @@ class EngineMonitor:
             if (queue := nic_queue_event(node, there)) is not None:
                 self._tell(queue)
 
-    def _log_pairs(self) -> None:
-        """Log the number of accepted prefill and decode engines if it has changed."""
-        listed = [one.role for one in self._watched.values()]
-        accepted = [one.role for one in self._watched.values() if one.places]
-        counts = tuple(of.count(role) for role in PairRole for of in (accepted, listed))
-        if any(counts) and counts != self._logged_pairs:
-            self._logged_pairs = counts
-            logger.info("pairs: %d of %d prefill and %d of %d decode engines are accepted", *counts)
-
     def _report_loads(self, watched: MonitoredEngine) -> None:
         key = self._names.key
         loads, watched.loads = watched.loads, []
@@ -547,23 +514,22 @@ class EngineMonitor:
             )
 
     def _why_refused(self, watched: MonitoredEngine, described: EngineDescription) -> str:
-        """Return why an engine of a role is not accepted; empty if it is. May change the served kind."""
+        """Return why an engine of a role is not accepted. May change the served kind."""
         assert watched.role is not None
-        if described.unfit or described.kind is None:
+        if described.unfit or described.kind is None or described.paths is None:
             return described.unfit or "it reports no KV paths; expected an engine started with --role"
-        if described.pair_role is not watched.role:
-            role = described.pair_role.value if described.pair_role is not None else "other"
-            return f"it is a {role} engine; expected a {watched.role.value} engine, as listed"
+        if (role := described.paths.role) is not watched.role:
+            return f"it is a {role.value} engine; expected a {watched.role.value} engine, as listed"
         there = [
-            (found.kind, found.pair_role)
+            (found.kind, one.role)
             for one in self._watched.values()
-            if (found := one.description) and found.kind and found.pair_role and found.pair_role is one.role
+            if (found := one.description) and found.kind and found.paths and found.paths.role is one.role
         ]
         self._kind = dominant_kind(there, self._kind)
         return incompatibility(described.kind, self._kind) if self._kind is not None else ""
 
     def _gone(self, watched: MonitoredEngine, why: str) -> None:
-        """Report an engine as gone, and log the loss. No effect if no engine was there."""
+        """Report an engine as gone, if one was there, and log the loss."""
         if watched.description is None:
             return
         others = [one.role for one in self._watched.values() if one is not watched and one.places]
@@ -580,7 +546,7 @@ class EngineMonitor:
         watched.lives += 1
 
     def _forget(self, watched: MonitoredEngine) -> None:
-        """Report an engine's replicas to the core as gone, and remove their addresses."""
+        """Report an engine's replicas as gone, and remove their addresses."""
         for address in watched.places:
             self._replicas.pop(address.replica_id, None)
             self._tell(ReplicaGone(address.replica_id, watched.instance))
