@@ -12,7 +12,6 @@ from sojourn_server.api.client_identity import ClientIdentity
 from sojourn_server.gateway.http.client_apis import ClientApi, RequestRejected
 from sojourn_server.gateway.http.generation_request import (
     FILE_TOKENS,
-    MAX_MODELS,
     BodyReader,
     ClientDisconnected,
     GenerationRequest,
@@ -185,9 +184,6 @@ def test_sizes_are_learned_by_model() -> None:
     for _ in range(100):
         sizes.learn(other, 10**9)
     assert sizes.tokens(other) <= 4000, "no answer makes it worse than a token a byte"
-    for number in range(MAX_MODELS):
-        sizes.learn(parsed({"model": str(number), "prompt": "x" * 3998}, ClientApi.COMPLETIONS), 2000)
-    assert sizes.tokens(question) == 1000, "the oldest model is forgotten"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ ENGINE_DEAD_MESSAGE = "EngineCore encountered an issue. See stack trace (above) 
 """The whole message of vLLM's ``EngineDeadError``, which its API server sends for a moment after the engine
 core has died. Only the whole message counts, because vLLM quotes requests in its errors."""
 OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
-"""``errno`` values of a shortage in the gateway's process or machine, not a fault of the engine."""
+"""``errno`` values of a shortage at the gateway, not a fault of the engine."""
 
 RawHeaders = Collection[tuple[bytes, bytes]]
 ClientHeaders = Mapping[str, str]
@@ -45,10 +45,9 @@ EngineHeaders = CIMultiDict[str]
 RANK = "x-data-parallel-rank"
 """Request header that chooses a data-parallel rank of an engine, in lower case."""
 PASSED = "x-sojourn-passed"
-"""Request header, in lower case, of requests that another gateway has passed on. They are not passed on
-again."""
+"""Request header, in lower case, of requests that another gateway has passed on, which are not again."""
 REPLICA = "X-Sojourn-Replica"
-"""Header that the gateway adds to every answer of an engine. It holds the id of the replica."""
+"""Header with the id of the replica, which the gateway adds to every answer of an engine."""
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
@@ -79,8 +78,7 @@ _MOST_HELD_BYTES = 1 << 20
 
 
 def headers_not_sent(*, key: str | None, session_header: str | None = None) -> frozenset[bytes]:
-    """Return the names of clients' headers that engines do not get. ``key``, ``session_header``: those of
-    ``GatewayOptions``."""
+    """Return the names of clients' headers that engines do not get. For the options of ``GatewayOptions``."""
     own = {session_header.lower().encode("latin-1", "replace")} if session_header else set()
     return _NOT_SENT | _IDENTITY | own | (_KEYS if key is not None else set())
 
@@ -95,9 +93,8 @@ def engine_request_headers(
 ) -> EngineHeaders:
     """Return the headers to send to an engine with a client's request.
 
-    ``dropped``: a result of ``headers_not_sent``. ``key``: replaces the client's key; ``None``: the client's
-    key is sent. ``rank``: the data-parallel rank to choose; ``None``: no rank is chosen. ``identity``:
-    headers of our own that name the program.
+    ``dropped``: a result of ``headers_not_sent``. ``key``: replaces the client's key. ``rank``: the
+    data-parallel rank to choose. ``identity``: headers of our own that name the program.
     """
     sent = EngineHeaders()
     for name, value in end_to_end_headers(headers, dropped):
@@ -131,23 +128,16 @@ def end_to_end_headers(
 
 
 class ReplicaRequestError(Exception):
-    """A replica gave no complete answer. The text is the reason, for the log.
-
-    ``computing``: whether the replica may have read the request. If so, the request itself may have caused
-    the failure.
-    """
+    """A replica gave no complete answer. The text is the reason, for the log. ``computing``: whether the
+    replica may have read the request, which may then have caused the failure."""
 
     def __init__(self, how: str, *, computing: bool = True) -> None:
         super().__init__(how)
         self.computing = computing
-        self.replica_id: str | None = None
-        """Id of the replica that failed; ``None``: the one to which the core's ``SendRequest`` sent the
-        request."""
 
 
 class GatewayConnectError(Exception):
-    """The gateway has no file descriptor, port or buffer for another connection. No engine is at fault. The
-    text is for the client."""
+    """The gateway has no file descriptor, port or buffer for a connection. The text is for the client."""
 
 
 class EngineAnswer:
@@ -157,35 +147,32 @@ class EngineAnswer:
         self.response = response
         self.status = response.status
         self.first = first
-        """The complete answer, or the first part of a stream or long answer. ``b""`` if the answer is
-        empty."""
+        """The complete answer, or the first part of a stream or long answer; empty if the answer is."""
         self.is_stream = is_stream
         """Whether the answer is a stream of server-sent events."""
         self.is_complete = not is_stream and response.content.at_eof()
         """Whether ``first`` is the complete answer. Always False for a stream."""
+        self.error = _error_fields(first, is_stream) if is_stream or self.status == 500 else None
+        """Fields, such as ``message``, of an engine's failure with which a stream begins, or which comes with
+        status 500; ``None``: there is none."""
 
     async def next_part(self) -> bytes:
-        """Wait for further bytes, and return all that have arrived. Return ``b""`` after the end. Raises
-        ``ReplicaRequestError`` if the answer breaks off."""
+        """Wait for further bytes, and return them; ``b""`` after the end. Raises ``ReplicaRequestError`` if
+        the answer breaks off."""
         try:
             return await self.response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise ReplicaRequestError(_text(error)) from None
 
     def close(self) -> None:
-        """Give up the rest of the answer. This closes the connection of an incomplete answer, so the engine
-        stops computing."""
+        """Give up the rest of the answer. An engine stops computing when its connection closes."""
         self.response.close()
 
     @property
     def is_engine_failure(self) -> bool:
-        """Whether the answer shows that the engine failed. True for a status of 500 or more, except 501 (not
-        implemented). Also True for a stream that begins with an error, unless its code is from 400 to 499.
-        Such an error is the request's own fault."""
-        if self.status != 200:
-            return self.status >= 500 and self.status != 501
-        event = _error_event(self.first) if self.is_stream else None
-        return event is not None and not _is_request_at_fault(_error_fields(event))
+        """Whether the engine failed: a status of 500 or more, except 501 (not implemented), or a stream that
+        begins with an error that is not the request's own fault."""
+        return self.error is not None if self.status == 200 else self.status >= 500 and self.status != 501
 
 
 class ResponseMeter:
@@ -221,8 +208,7 @@ class ResponseMeter:
 
     def rest(self) -> bytes:
         """Return the bytes still held back. Call this after the answer has ended regularly."""
-        held, self._held = self._held, b""
-        return held
+        return self._held
 
     def counts(self) -> tuple[int | None, int]:
         """Return the engine's counts of (prompt tokens, output tokens). If it reports none: ``None``, and the
@@ -253,8 +239,7 @@ class EngineReply(NamedTuple):
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any] | None:
-    """Return the JSON object that ``text`` encodes. ``None`` if ``text`` is not valid JSON, or not an
-    object."""
+    """Return the JSON object that ``text`` encodes; ``None`` if it encodes none."""
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -272,8 +257,8 @@ async def ask_engine(
     headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> EngineReply | None:
-    """Send one of the gateway's own queries to an engine. Return the answer, whatever its status. ``None`` if
-    no complete answer came within ``timeout_s`` seconds."""
+    """Send one of the gateway's own queries to an engine. Return the answer, whatever its status; ``None``:
+    no complete one came within ``timeout_s`` seconds."""
     sent = {**(headers or {}), **({"Authorization": authorization} if authorization is not None else {})}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     data = io.BytesIO(body) if body is not None and len(body) > _LARGE_BODY_BYTES else body
@@ -285,20 +270,19 @@ async def ask_engine(
 
 
 def bearer(key: str | None, authorization: str | None = None) -> str | None:
-    """Return the value of the ``Authorization`` header for an engine. It is ``Bearer KEY`` if the gateway has
-    its own ``key``, otherwise the client's header ``authorization``. ``None``: no header is sent."""
+    """Return the ``Authorization`` header for an engine: of the gateway's ``key``, if it has one, else the
+    client's ``authorization``. ``None``: no header is sent."""
     return f"Bearer {key}" if key else authorization
 
 
 class EngineClient:
-    """The connections of a gateway to its engines. They open at their first use, in the running event
-    loop."""
+    """The connections of a gateway to its engines, which open at their first use."""
 
     def __init__(self) -> None:
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
     def session(self, *, reuses: bool = True) -> aiohttp.ClientSession:
-        """Return a pool of connections to engines. Requests have no timeout besides that of the connection.
+        """Return a pool of connections, whose requests have no timeout but that of the connection.
         ``reuses``: whether a connection serves several requests."""
         if reuses not in self._sessions:
             self._sessions[reuses] = aiohttp.ClientSession(
@@ -316,19 +300,16 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        sessions, self._sessions = self._sessions, {}
-        for session in sessions.values():
-            await session.close()
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
 
     async def send(
         self, url: str, headers: EngineHeaders, body: bytes, *, method: str = "POST"
     ) -> EngineAnswer:
         """Send a request, and wait for the first part of the answer. ``url``: with path and query.
 
-        A request on a kept connection that the engine has just closed is sent again over a new connection.
-        The engine may have read the request after all, so any failure of the second attempt counts as
-        ``computing``.
-
+        A request on a kept connection that the engine has just closed is sent again over a new one. The
+        engine may have read it after all, so any failure of the second attempt counts as ``computing``.
         Raises ``ReplicaRequestError``, or ``GatewayConnectError`` if the engine is not at fault.
         """
         began_s = time.monotonic()
@@ -366,36 +347,25 @@ async def _begin_answer(response: aiohttp.ClientResponse) -> EngineAnswer:
     except BaseException:
         response.close()
         raise
-    failed = first if response.status == 500 else _error_event(first) if is_stream else None
-    if failed is not None:
-        fields = _error_fields(failed)
-        if fields.get("message") == ENGINE_DEAD_MESSAGE and not _is_request_at_fault(fields):
-            response.close()
-            raise ReplicaRequestError("its engine core is dead")
-    return EngineAnswer(response, first, is_stream=is_stream)
+    answer = EngineAnswer(response, first, is_stream=is_stream)
+    if answer.error is not None and answer.error.get("message") == ENGINE_DEAD_MESSAGE:
+        answer.close()
+        raise ReplicaRequestError("its engine core is dead")
+    return answer
 
 
-def _error_event(first: bytes) -> bytes | None:
-    """Return the data of the first event of a stream if it is an error event, else ``None``. ``first``: the
-    stream's first bytes. Generated text cannot look like an error event."""
-    if not first.startswith((b'data: {"error"', b"event: error")):
-        return None
-    lines = first.splitlines()
-    return next((line[len(b"data: ") :] for line in lines if line.startswith(b"data: ")), None)
-
-
-def _error_fields(text: bytes) -> dict[str, Any]:
-    """Return the fields of a JSON error, such as ``code`` and ``message``. Empty if ``text`` is not such an
-    error."""
-    document = parse_json_object(text) or {}
+def _error_fields(first: bytes, is_stream: bool) -> dict[str, Any] | None:
+    """Return the fields of a JSON error, or of the error event with which a stream begins; ``None``: there is
+    none, or it is the request's own fault. Generated text cannot look like an error event."""
+    if is_stream:
+        if not first.startswith((b'data: {"error"', b"event: error")):
+            return None
+        first = next((line[6:] for line in first.splitlines() if line.startswith(b"data: ")), b"")
+    document = parse_json_object(first) or {}
     error = document.get("error", document)
-    return error if isinstance(error, dict) else {}
-
-
-def _is_request_at_fault(error: dict[str, Any]) -> bool:
-    """Whether an error's ``code`` is from 400 to 499. ``error``: fields as ``_error_fields`` returns them."""
-    code = error.get("code")
-    return isinstance(code, int) and 400 <= code < 500
+    fields: dict[str, Any] = error if isinstance(error, dict) else {}
+    code = fields.get("code")
+    return None if isinstance(code, int) and 400 <= code < 500 else fields
 
 
 def _text(error: BaseException) -> str:

@@ -50,8 +50,7 @@ class ClientDisconnected(Exception):
 
 
 class BodyReader:
-    """Reads the bodies of requests, within limits for each and for all together. For use in one event
-    loop."""
+    """Reads the bodies of requests, within limits for each and for all together."""
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         """Raises ``ValueError`` if no body fits."""
@@ -67,31 +66,26 @@ class BodyReader:
         limit or arrives too slowly, and ``ClientDisconnected``."""
         if headers.get("content-encoding", "identity") != "identity":
             raise RequestRejected(415, "encoded_body", "the body is compressed; expected plain JSON")
-        declared = headers.get("content-length", "")
-        if declared.isascii() and declared.isdigit():
-            self._check(0, int(declared[:20]))  # before a large body is sent
-        parts: list[bytes] = []
-        size = 0
+        self._check(0, int(headers.get("content-length", 0)))  # before a large body is sent
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                more = True
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
                         raise ClientDisconnected
                     part = message.get("body", b"")
-                    self._check(size, len(part))
-                    parts.append(part)
-                    size += len(part)
+                    self._check(len(body), len(part))
+                    body += part
                     self.held_bytes += len(part)
                     more = message.get("more_body", False)
         except BaseException as error:
-            self.free(size)
+            self.free(len(body))
             if isinstance(error, TimeoutError):
                 why = f"after {BODY_TIMEOUT_S:g} s the body has not arrived"
                 raise RequestRejected(408, "slow_body", why) from None
             raise
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return bytes(body)
 
     def free(self, size: int) -> None:
         """Stop counting a body of ``size`` bytes. Call this when its request has ended."""
@@ -363,8 +357,6 @@ MEAN_WEIGHT = 0.1
 """Weight of the newest prompt in the moving mean of tokens per byte."""
 MIN_SAMPLE_BYTES = 2_000
 """Minimum bytes of a prompt from which tokens per byte are learned: of shorter ones most is the template."""
-MAX_MODELS = 64
-"""Maximum number of models for which tokens per byte are remembered."""
 FILE_TOKENS = 1024
 """Tokens that are assumed for an embedded file, about those of an image of a megapixel."""
 
@@ -375,7 +367,7 @@ class PromptSizeEstimator:
 
     def __init__(self) -> None:
         self._ratios: dict[str | None, float] = {}
-        """Tokens per byte by model, the least recently updated first."""
+        """Tokens per byte by model. Only models that an engine has answered for are here."""
 
     def tokens(self, question: GenerationRequest) -> int:
         """Estimate the number of prompt tokens of a request, at least 1. If the request gives token ids,
@@ -389,9 +381,6 @@ class PromptSizeEstimator:
         """Update the model's tokens per byte. ``prompt_tokens``: the engine's count for this request."""
         if not question.is_sample or prompt_tokens <= 0:
             return
-        sample = prompt_tokens / question.text_bytes
-        sample = min(MAX_TOKENS_PER_BYTE, max(MIN_TOKENS_PER_BYTE, sample))
-        ratio = self._ratios.pop(question.model, INITIAL_TOKENS_PER_BYTE)
+        sample = min(MAX_TOKENS_PER_BYTE, max(MIN_TOKENS_PER_BYTE, prompt_tokens / question.text_bytes))
+        ratio = self._ratios.get(question.model, INITIAL_TOKENS_PER_BYTE)
         self._ratios[question.model] = ratio + MEAN_WEIGHT * (sample - ratio)
-        if len(self._ratios) > MAX_MODELS:
-            del self._ratios[next(iter(self._ratios))]
