@@ -20,7 +20,6 @@ from sojourn_server.gateway.http.engine_client import (
 )
 from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.generation_request import ClientDisconnected
-from sojourn_server.gateway.http.program_events import worth_waiting_s
 from sojourn_server.gateway.http.replica_addresses import (
     InvalidReplicaAddress,
     ReplicaAddresses,
@@ -337,12 +336,3 @@ async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:
     assert await decisions.unless_decided(answer()) is None
     with pytest.raises(ClientDisconnected):
         decisions.take()
-
-
-@pytest.mark.parametrize(
-    ("compute_s", "waits_s"), [(None, 0.5), (0.01, 0.5), (1.25, 1.25), (60.0, 5.0), (float("nan"), 0.5)]
-)
-def test_a_move_waits_for_kv_as_long_as_the_engine_itself_would_compute_it(
-    compute_s: float | None, waits_s: float
-) -> None:
-    assert worth_waiting_s(compute_s) == waits_s

@@ -39,9 +39,10 @@ from sojourn_server.gateway.http import program_events
 from sojourn_server.gateway.http.engine_monitor import EngineDescription
 from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.gateway.http.program_events import AttachedEvents, ProgramEvents
+from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 from sojourn_server.gateway.http.replica_addresses import ReplicaAddress
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.routing_limits import SILENT_PROGRAM_S
+from sojourn_server.routing.routing_limits import SILENT_PROGRAM_S, RoutingLimits
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -425,6 +426,7 @@ class Fleet:
         self.deaf: dict[str, str] = {}
         """``drops`` or ``loses its answer``, by engine."""
         self.core = self
+        self.limits = RoutingLimits()
         self.homes: dict[str, str] = {}
         self.rejects = ""
         """Program whose events engines reject."""
@@ -437,6 +439,7 @@ class Fleet:
             lambda: self,  # type: ignore[arg-type, return-value]
             self.describe,
             GatewayMetrics(),
+            names=ProgramIdMapper(()),
             clock=lambda: self.now_s,
         )
 

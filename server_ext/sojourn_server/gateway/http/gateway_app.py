@@ -173,7 +173,6 @@ class Gateway:
             metrics,
             names=names,
             engine_key=options.engine_key,
-            silent_program_s=routing_backend.core.limits.silent_program_s,
         )
         self.queries = EngineQueries(replicas, self.client.session, options.engine_key, names, self.monitor)
         self.live = LiveHub(self.queries, gateway=True)

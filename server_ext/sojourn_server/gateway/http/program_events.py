@@ -1,36 +1,35 @@
 """Keeps the last state of each program, and has its events and KV follow it to the engine that serves it.
 
-An engine knows a program only from the events that it has received. So the gateway keeps of each program its
-start, its workflow graph, its running tools, and the events that no engine has answered yet. They reach the
-program's home, the replica that serves its turns, in one of three ways:
+An engine knows a program only from its events. So the gateway keeps of each program its start, its graph, its
+running tools, and the events that no engine has answered. They reach the program's home, the replica that
+serves its turns, in one of three ways:
 
-- Events that a client posts are posted on at once, with all that the home lacks of these programs. Without a
-  home they wait for the program's first request.
+- Posted events are posted on at once, with all that the home lacks of these programs. Without a home they
+  wait for the program's first request.
 - Events in a request's hint travel with it if they concern its own program or programs at home at the same
-  replica. If not, all events of this hint are taken out of it and are handled like posted ones.
+  replica. If not, they are taken out of it and handled like posted ones.
 - Before a request goes to a replica that lacks events, they are posted there: after a move, a restart of the
   engine, or a POST without an answer. The request waits for that at most ``REPLAY_WAIT_S``.
 
-There is at most one POST at a time for each engine and tenant. It takes along all events that have arrived
-meanwhile, so the order of a program's events is kept, a flood costs few requests, and no tenant waits for
-another's. An event keeps the number of its emitter until an engine has answered it, so an engine that gets it
-twice applies it once. State that is sent again to another engine has numbers of the gateway.
+There is one POST at a time for each engine and tenant, with all events that have arrived meanwhile. So events
+stay in order, a flood costs few requests, and no tenant waits for another's. An event keeps the number of its
+emitter until an engine has answered it, so that it is applied once. State that is sent again to another
+engine has numbers of the gateway.
 
-If a program moves and both engines use the same shared disk, the former one writes its KV there before the
-next request is sent. Then it gets the program's end, so that it drops the KV. Events may be lost if an engine
-does not answer, and missing KV is computed again; no request ever fails for them."""
+If a program moves and both engines use one shared disk, the former one writes its KV there before the next
+request is sent. Then it gets the program's end, so that it drops the KV. No request ever fails for events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import itertools
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 from weakref import WeakValueDictionary
 
@@ -66,7 +65,6 @@ from sojourn.wire_events import (
 
 from ...core.client_event_decoder import MAX_ATTACHED_EVENTS, undecodable_outcome
 from ...routing.routing_events import ProgramEnded, SendRequest
-from ...routing.routing_limits import SILENT_PROGRAM_S
 from .engine_client import ask_engine, bearer
 from .engine_monitor import EngineDescription
 from .gateway_metrics import GatewayMetrics
@@ -74,7 +72,7 @@ from .program_id_mapper import Key, ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RoutingBackend
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ANSWER_TIMEOUT_S = 5.0
 """Maximum seconds that a batch of events waits for the engine's answer."""
@@ -85,7 +83,7 @@ REPLAY_WAIT_S = 1.0
 REPLAY_RETRY_S = 5.0
 """Seconds before a program's events are sent again to an engine that did not accept them."""
 END_ATTEMPTS = 3
-"""Number of times that the end of a program is sent to an engine that does not answer."""
+"""Number of POSTs of a program's end to an engine that does not answer."""
 MAX_PROGRAMS = 10_000
 """Maximum number of programs whose state is kept, those of the newest events."""
 MAX_RUNNING_TOOLS = 64
@@ -97,14 +95,13 @@ MAX_UNSENT = 100_000
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum total bytes of all graphs as JSON."""
 LEAST_KV_WAIT_S, MOST_KV_WAIT_S = 0.5, 5.0
-"""Bounds, in seconds, of the wait for a program's KV to be on the shared disk; the lower one is a few steps
-of the former engine."""
+"""Bounds of the wait for a program's KV to be on the shared disk; the lower one is a few steps of the former
+engine."""
 STORE_POLL_S = 0.02
-"""Seconds between two queries of whether KV is on the disk."""
 RELEASE_DELAY_S = 30.0
-"""Seconds after which a program's former replica may drop its KV, even without a request to the new home."""
+"""Seconds after which a former replica may drop a program's KV, even without a request to the new home."""
 MAX_RELEASE_ATTEMPTS = 4
-"""Number of these delays after which a program's KV is released even if the program has no home."""
+"""Number of these delays after which the KV of a program without a home is released too."""
 _BATCH_BYTES = MAX_BATCH_BYTES - 2048
 """Bytes of a batch that its events may take; an emitter's name takes the rest."""
 
@@ -152,7 +149,7 @@ class _Program:
 
 @dataclass(slots=True, weakref_slot=True)
 class _Turn:
-    """What orders the POSTs of one tenant's events to one engine."""
+    """The order of the POSTs of one tenant's events to one engine."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     failures: int = 0
@@ -160,13 +157,13 @@ class _Turn:
 
 
 class _StoredKv(msgspec.Struct):
-    """An engine's report on writing a program's KV to disk, in tokens of the context."""
+    """An engine's report on writing a program's KV to disk."""
 
     context_tokens: int = 0
     stored_tokens: int = 0
     pending_tokens: int = 0
     compute_s: float | None = None
-    """The engine's estimate of the seconds that recomputing the context takes; ``None``: unknown."""
+    """Estimated seconds in which the context would be computed; ``None``: unknown."""
 
 
 class AttachedEvents:
@@ -201,20 +198,16 @@ class ProgramEvents:
         description_of: Callable[[str], EngineDescription | None],
         metrics: GatewayMetrics,
         *,
-        names: ProgramIdMapper | None = None,
+        names: ProgramIdMapper,
         engine_key: str | None = None,
-        silent_program_s: float = SILENT_PROGRAM_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: the engines' names for programs; ``None``: the clients' ids. ``engine_key``: key sent to
-        engines instead of the client's. ``silent_program_s``: seconds without an event until a program is
-        forgotten."""
-        self.names = names or ProgramIdMapper(())
+        """``engine_key``: sent to engines instead of the client's key."""
+        self.names = names
         self._routing_backend = routing_backend
         self._replicas = replicas
         self._session = session
         self._engine_key = engine_key
-        self._silent_s = silent_program_s
         self._clock = clock
         self._description_of = description_of
         self._metrics = metrics
@@ -230,17 +223,16 @@ class ProgramEvents:
         self._turns: WeakValueDictionary[tuple[str, str], _Turn] = WeakValueDictionary()
         """By URL of the engine and tenant, as long as a POST waits or runs."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.leaving: dict[Key, dict[str, asyncio.TimerHandle]] = {}
-        """Timers of the releases that were not sent yet, by program and former replica, oldest first."""
+        self.leaving: dict[Key, dict[str, asyncio.Task[None]]] = {}
+        """The releases to come, by program and former replica, oldest first."""
 
     # -- events from clients -----------------------------------------------------------
 
     async def forward_batch(
         self, batch: EventBatch, tenant: str, authorization: str | None
     ) -> list[EventOutcome]:
-        """Record the events of a client's batch, and forward each to its program's home. Return their
-        outcomes in order. If a program has no home, because its KV is gone or it is served by pairs, its
-        ``ProgramEnd`` goes to the engine that served it last. Its other events are not sent yet."""
+        """Record the events of a batch, and forward each to its program's home. Return their outcomes in
+        order. Without a home, as with pairs, a program's end goes to the engine that served it last."""
         core = self._routing_backend.core
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         sent: list[tuple[int, Key, _Entry]] = []
@@ -264,11 +256,9 @@ class ProgramEvents:
             else:
                 self._record(key, event, batch.emitter, authorization)
                 outcomes[number] = _outcome(event, Outcome.DEFERRED, "it has no replica yet")
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FORWARD_TIMEOUT_S):
                 await asyncio.gather(*(self._deliver(tenant, home, keys) for home, keys in homes.values()))
-        except TimeoutError:
-            logger.debug("events of %s wait for an engine that does not answer", tenant)
         for number, key, entry in sent:
             event, outcome = entry.event, entry.outcome
             if isinstance(event, ProgramEnd) and (outcome is None or outcome.outcome is not Outcome.REJECTED):
@@ -364,9 +354,8 @@ class ProgramEvents:
         self._metrics.moved(key, moved_from, decision, kv, time.monotonic() - began_s)
 
     async def _persist_kv(self, key: Key, moved_from: str, authorization: str | None) -> bool:
-        """Have a replica write a program's KV to the shared disk, and wait for it at most the time in which
-        the new replica would compute it. Return whether none is pending and half of the context is on the
-        disk."""
+        """Have a replica write a program's KV to the shared disk, and wait at most the time in which the new
+        one would compute it. Return whether none is pending and half of the context is on the disk."""
         address, began_s = self._replicas.get(moved_from), time.monotonic()
         while address is not None:
             reply = await ask_engine(
@@ -382,32 +371,29 @@ class ProgramEvents:
                 return False
             if not stored.context_tokens or not stored.pending_tokens:
                 return 0 < stored.context_tokens <= stored.stored_tokens * 2
-            if time.monotonic() - began_s >= worth_waiting_s(stored.compute_s):
+            worth_s = min(MOST_KV_WAIT_S, max(LEAST_KV_WAIT_S, stored.compute_s or 0.0))
+            if time.monotonic() - began_s >= worth_s:
                 return False
             await asyncio.sleep(STORE_POLL_S)
         return False
 
-    def leave(self, key: Key, former: str, delays: int = 1) -> None:
-        """Schedule the release of a program's KV at its former replica, at the latest after
-        ``RELEASE_DELAY_S``. Until then it can be written to the shared disk. ``delays``: number of delays
-        with this one."""
-        if delays == 1:  # else it keeps its place among the releases
-            self._cancel_release(key, former)
-        timer = asyncio.get_running_loop().call_later(RELEASE_DELAY_S, self._on_timer, key, former, delays)
-        self.leaving.setdefault(key, {})[former] = timer
+    def leave(self, key: Key, former: str) -> None:
+        """Release a program's KV at its former replica later. Until then it can be written to the shared
+        disk."""
+        self._cancel_release(key, former)
+        self.leaving.setdefault(key, {})[former] = self._start(self._release_later(key, former))
 
-    def _on_timer(self, key: Key, former: str, delays: int) -> None:
-        # A program that lost its home with a replica may return to the replica that has its KV.
-        is_homeless = self._routing_backend.core.home(*key) is None and delays < MAX_RELEASE_ATTEMPTS
-        if is_homeless or self._routing_backend.is_waiting(*key):
-            self.leave(key, former, delays + 1)
-        else:
-            self.release(key, former)
+    async def _release_later(self, key: Key, former: str) -> None:
+        for delays in itertools.count(1):
+            await asyncio.sleep(RELEASE_DELAY_S)
+            # A program that lost its home with a replica may return to the replica that has its KV.
+            is_homeless = self._routing_backend.core.home(*key) is None and delays < MAX_RELEASE_ATTEMPTS
+            if not is_homeless and not self._routing_backend.is_waiting(*key):
+                return self.release(key, former)
 
     def release(self, key: Key, former: str, authorization: str | None = None) -> None:
-        """Have a program's former replica drop its KV, by a ``ProgramEnd``, unless the program's home is this
-        replica again or another rank of its engine. ``authorization``: header of the program's last request;
-        ``None``: that of its last recorded event."""
+        """Have a former replica drop a program's KV, by a ``ProgramEnd``, unless the program is at home at
+        its engine. ``authorization``: of the last request; ``None``: that of the last recorded event."""
         self._cancel_release(key, former)
         old, home = self._replicas.get(former), self._replicas.get(self._routing_backend.core.home(*key))
         if old is None or (home is not None and home.url == old.url):
@@ -457,12 +443,9 @@ class ProgramEvents:
                 self._most_unsent -= len(each.unsent)
                 each.unsent.clear()
                 each.place = None
-        while len(self.programs) > 1:
-            oldest = next(iter(self.programs))
-            is_silent = now - self.programs[oldest].heard_s > self._silent_s
-            if not is_silent and len(self.programs) <= MAX_PROGRAMS:
-                break
-            del self.programs[oldest]
+        silent_s = now - self._routing_backend.core.limits.silent_program_s
+        while len(self.programs) > MAX_PROGRAMS or next(iter(self.programs.values())).heard_s < silent_s:
+            self.programs.popitem(last=False)
         return entry
 
     def end(self, key: Key, status: str) -> bool:
@@ -476,7 +459,7 @@ class ProgramEvents:
         return is_known
 
     def _without_graph(self, tenant: str, event: AegReport) -> AegReport:
-        """Store the graph of an event apart, so that programs share it. Return the event without it."""
+        """Store the graph of an event apart, where programs share it. Return the event without it."""
         key = (tenant, event.graph_hash)
         graph, size = self._graphs.pop(key, (None, 0))
         self._graph_bytes -= size
@@ -507,7 +490,6 @@ class ProgramEvents:
             records = [record for key in keys if (record := self.programs.get(key)) is not None]
             before = [record.place for record in records]
             lacking = [(record, one) for record in records for one in record.lacking(place)]
-            refused: set[_Program] = set()
             for batch, authorization, told in self._batches(tenant, lacking):
                 outcomes = await self._post(address.url, batch, authorization)
                 for number, (record, entry) in enumerate(told):
@@ -517,9 +499,7 @@ class ProgramEvents:
                         entry.outcome = msgspec.structs.replace(
                             outcome, program_id=event.program_id, seq=event.seq
                         )
-                        if outcome is _KEY_REFUSED and batch.emitter == self._emitter:
-                            refused.add(record)
-                        elif outcome is not _KEY_REFUSED and outcome.outcome is Outcome.REJECTED:
+                        if outcome.outcome is Outcome.REJECTED:
                             record.state = {k: one for k, one in record.state.items() if one is not entry}
                     if outcomes is not None or isinstance(event, (Heartbeat, ProgramEnd)):
                         record.unsent.pop(entry, None)
@@ -527,8 +507,7 @@ class ProgramEvents:
                     turn.failures += 1
                     return
             for record, earlier in zip(records, before, strict=True):
-                # If the place has changed, the program has moved meanwhile.
-                if record.place == earlier and record not in refused:
+                if record.place == earlier:  # else the program has moved meanwhile
                     record.place = place
 
     def _batches(
@@ -540,22 +519,22 @@ class ProgramEvents:
         told: list[tuple[_Program, _Entry]] = []
         for record, entry in lacking:
             emitter = entry.emitter if entry in record.unsent else self._emitter
-            raw = self._encoded(tenant, entry, emitter)
-            size += len(bytes(raw)) + 1
-            is_full = size > _BATCH_BYTES or len(told) >= MAX_BATCH_EVENTS
+            raw = encode(self._current(tenant, entry, emitter))
+            is_full = size + len(raw) >= _BATCH_BYTES or len(told) >= MAX_BATCH_EVENTS
             if is_full or (emitter, entry.authorization) != (batch.emitter, authorization):
                 if told:
                     yield batch, authorization, told
                 batch, told = EventBatch(v=WIRE_VERSION, emitter=emitter, events=[]), []
-                authorization, size = entry.authorization, len(bytes(raw)) + 1
-            batch.events.append(raw)
+                authorization, size = entry.authorization, 0
+            batch.events.append(msgspec.Raw(raw))
             told.append((record, entry))
+            size += len(raw) + 1
         if told:
             yield batch, authorization, told
 
-    def _encoded(self, tenant: str, entry: _Entry, emitter: str) -> msgspec.Raw:
-        """Encode an event with its present ``age_s``, its graph, and the engines' names of programs. If the
-        gateway is the emitter, the event gets the gateway's next number."""
+    def _current(self, tenant: str, entry: _Entry, emitter: str) -> AnyEvent:
+        """Return an event with its present ``age_s``, its graph, the engines' names of programs, and, if the
+        gateway is the emitter, the gateway's next number."""
         event = self.names.named(tenant, entry.event)
         event = msgspec.structs.replace(event, age_s=round(event.age_s + self._clock() - entry.at_s, 4))
         if emitter == self._emitter:
@@ -564,7 +543,7 @@ class ProgramEvents:
         if isinstance(event, AegReport):
             graph, _ = self._graphs.get((tenant, event.graph_hash), (None, 0))
             event = msgspec.structs.replace(event, graph=graph)
-        return msgspec.Raw(encode(event))
+        return event
 
     def _send_end(
         self, address: ReplicaAddress | None, key: Key, status: str, authorization: str | None
@@ -580,8 +559,7 @@ class ProgramEvents:
                     return  # the program has come back
                 turn = self._turns.setdefault((address.url, key[0]), _Turn())
                 async with turn.lock:
-                    event = self._encoded(key[0], entry, self._emitter)
-                    batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=[event])
+                    [(batch, *_)] = self._batches(key[0], [(_Program(), entry)])
                     if await self._post(address.url, batch, authorization) is not None:
                         return
                 await asyncio.sleep(ANSWER_TIMEOUT_S)
@@ -593,7 +571,7 @@ class ProgramEvents:
         """Start ``doing``, and wait for its end at most ``REPLAY_WAIT_S``."""
         await asyncio.wait({self._start(doing)}, timeout=REPLAY_WAIT_S)
 
-    def _start(self, doing: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _start(self, doing: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(doing)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -614,12 +592,10 @@ class ProgramEvents:
         )
         if answer is None or answer.status in _ANSWERS:
             return [_ANSWERS[answer.status]] * len(batch.events) if answer is not None else None
-        try:
+        with contextlib.suppress(WireError):
             outcomes = decode_outcomes(answer.body).outcomes if answer.status == 200 else []
-        except WireError as error:
-            logger.debug("events for %s are lost: %s", url, error)
-            return None
-        return outcomes if len(outcomes) == len(batch.events) else None
+            return outcomes if len(outcomes) == len(batch.events) else None
+        return None
 
 
 _STATE_NAMES: dict[type, str] = {ProgramStart: "start of the program", AegReport: "its graph"}
@@ -630,11 +606,6 @@ _REJECTED = EventOutcome(outcome=Outcome.REJECTED, reason="the engine does not t
 _STOCK = EventOutcome(outcome=Outcome.MISSING, reason="its replica runs without sojourn")
 _ANSWERS = {400: _REJECTED, 401: _KEY_REFUSED, 403: _KEY_REFUSED, 404: _STOCK, 413: _REJECTED}
 """The outcome of all events of a batch, by the status of the engine's answer."""
-
-
-def worth_waiting_s(compute_s: float | None) -> float:
-    """Return the most seconds that a request waits for its KV, if ``compute_s`` would compute it again."""
-    return min(MOST_KV_WAIT_S, max(LEAST_KV_WAIT_S, compute_s or 0.0))
 
 
 def _outcome(event: AnyEvent, outcome: Outcome, reason: str = "") -> EventOutcome:
