@@ -44,7 +44,7 @@ class TurnPlan(NamedTuple):
     reused_tokens: int = 0
     """Number of leading prompt tokens that repeat turn ``base``: its prompt, then its output."""
     dropped_tokens: int = 0
-    """Number of tokens at the start of ``base``'s output (thinking) that this prompt omits."""
+    """Tokens at the start of ``base``'s output (thinking) that are omitted; the rest follows the reused."""
     base: int | None = None
     """Index of the earlier turn that this turn continues; ``None`` for the first turn."""
 

@@ -1,6 +1,6 @@
 """Schema of a recorded agent workload: programs, their turns and tool calls.
 
-One JSON object per line is one program. Fields that replay and simulation do not need are ignored.
+One JSON object per line is one program. Replay and simulation need these fields; others are ignored.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class TraceProgram(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 MAX_REPLAYED_ID_BYTES = 180
-"""Maximum length of a replayed program id. A replay appends up to ``sojourn.ids.MAX_ID_BYTES``."""
+"""Maximum bytes of an id that a replay keeps. It appends a suffix; ids have ``ids.MAX_ID_BYTES`` at most."""
 
 
 def replayed_id(program_id: str) -> str:
