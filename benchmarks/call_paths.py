@@ -134,7 +134,7 @@ async def gateway(engines: int = 2) -> AsyncIterator[GatewayApplication]:
     servers = [await asyncio.start_server(answer_engine, "127.0.0.1", 0) for _ in range(engines)]
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
     preset = parse_cluster_preset('routing = "session-affinity"', source="call_paths")
-    options = GatewayOptions(policy=preset.name, reads_prefixes=preset.routing.reads_prefixes)
+    options = GatewayOptions()
     _, app = build_gateway(urls, preset, TenantKeys(), options, poll_s=POLL_S)
     async with app.router.lifespan_context(app):
         yield app

@@ -429,7 +429,7 @@ def gateway_api() -> dict[str, Any]:
     from sojourn_server.policies.cluster_preset import load_cluster_preset
 
     preset = load_cluster_preset("sojourn")
-    gateway, _ = build_gateway([], preset, TenantKeys(None), GatewayOptions(policy=preset.name))
+    gateway, _ = build_gateway([], preset, TenantKeys(None), GatewayOptions())
     return openapi_document("sojourn gateway", gateway._routes(), GATEWAY_OPERATIONS)
 
 

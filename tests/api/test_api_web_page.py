@@ -28,9 +28,7 @@ def server(request: pytest.FixtureRequest) -> TestClient:
     if request.param == "engine":
         return client_of(ScriptedEngine(engine_answers()), [KEY])
     preset = parse_cluster_preset('routing = "session-affinity"', source="test")
-    _, app = build_gateway(
-        ["http://127.0.0.1:9"], preset, TenantKeys({KEY: "a"}), GatewayOptions(policy=preset.name)
-    )
+    _, app = build_gateway(["http://127.0.0.1:9"], preset, TenantKeys({KEY: "a"}), GatewayOptions())
     return TestClient(app)
 
 

@@ -97,6 +97,6 @@ async def test_a_key_that_is_not_known_has_one_code_and_counts() -> None:
 
 def test_the_admin_key_is_no_tenants() -> None:
     preset = parse_cluster_preset('routing = "random"', source="test")
-    options = GatewayOptions(policy="x", admin_key="key-b")
+    options = GatewayOptions(admin_key="key-b")
     with pytest.raises(TenantKeysError, match="the admin key is also b's key"):
         build_gateway([], preset, TenantKeys(KEYS), options)

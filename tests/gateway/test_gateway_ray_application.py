@@ -13,6 +13,7 @@ import pytest
 from sojourn_server.gateway.http.replica_addresses import rank_addresses
 from sojourn_server.gateway.ray.ray_config import RayConfig, parse_config
 from sojourn_server.routing.routing_events import PairRole, ReplicaRegistered
+from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
 pytest.importorskip("ray.serve")
 
@@ -176,7 +177,7 @@ async def test_a_gateway_follows_the_directory(monkeypatch: pytest.MonkeyPatch) 
     }
     pairs = parse_config(given, source="f.yaml")
     gateway, _ = deployments.build_ray_gateway(pairs, "http://g:1")
-    assert gateway.options.read_side == "prefill"
+    assert gateway.rules == PrefillDecodeRules(read_side="prefill")
     rounds = 0
 
     async def announce(one: Announcement) -> list[Announcement]:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -74,28 +74,16 @@ logger = logging.getLogger(__name__)
 class GatewayOptions:
     """Options of a gateway that an operator sets."""
 
-    policy: str = ""
-    """Name of the cluster preset, or of the policy for pairs. ``/capabilities`` and ``/replicas`` show it."""
     engine_key: str | None = None
-    """Key sent to engines instead of a client's own; ``None``: the client's key is sent."""
+    """Key sent to engines instead of a client's own."""
     admin_key: str | None = None
-    """Key with which clients may drain replicas and see all tenants' programs. ``None``: replicas cannot be
-    drained."""
+    """Key with which clients may drain replicas and see all tenants' programs."""
     max_body_bytes: int = MAX_BODY_BYTES
     """Maximum bytes of one request body."""
     max_held_bytes: int = MAX_HELD_BYTES
     """Maximum total bytes of all request bodies that the gateway holds."""
-    reads_prefixes: bool = False
-    """Whether the routing policy needs prefix hashes of prompts."""
     session_header: str | None = None
-    """Name of a header that names the program, before those that ``client_identity`` lists; ``None``: no
-    further one."""
-    reads_deadlines: bool = False
-    """Whether tenants' shares of capacity depend on clients' deadlines."""
-    in_pairs: bool = False
-    """Whether the engines are prefill and decode engines. Then a request needs one of each."""
-    read_side: str | None = None
-    """Name of the policy that chooses which engine of a pair reads KV from storage; ``None``: no pairs."""
+    """Name of a header that names the program, before those that ``client_identity`` lists."""
 
     def __post_init__(self) -> None:
         for name in ("engine_key", "admin_key"):
@@ -131,22 +119,24 @@ class Gateway:
     def __init__(
         self,
         engines: Mapping[str, PairRole | None],
+        rules: ClusterPreset | PrefillDecodeRules,
         routing_backend: RoutingBackend,
         tenants: TenantKeys,
         options: GatewayOptions,
-        metrics: GatewayMetrics,
         peers: Peers,
         poll_s: float,
     ) -> None:
-        """``engines``: their roles by URL, for ``EngineMonitor``. ``peers``: the other gateways. ``poll_s``:
-        seconds between two polls of an engine. Raises ``TenantKeysError`` if the admin key is a tenant's
-        key."""
+        """``engines``: their roles by URL. The others are those of ``build_gateway``. Raises
+        ``TenantKeysError`` if the admin key is a tenant's key."""
+        preset = rules if isinstance(rules, ClusterPreset) else None
+        self.rules = rules
+        self.policy = preset.name if preset is not None else PAIR_POLICY
         self.routing_backend = routing_backend
         self.replicas = replicas = ReplicaAddresses()
-        self.metrics = metrics
+        self.metrics = metrics = GatewayMetrics(routing_reasons(rules))
         self.options = options
         self.peers = peers
-        peers.in_pairs = options.in_pairs
+        peers.in_pairs = preset is None
         self.client = EngineClient()
         names = ProgramIdMapper(tenants.names)
         self.monitor = EngineMonitor(
@@ -186,7 +176,7 @@ class Gateway:
             bodies=BodyReader(options.max_body_bytes, options.max_held_bytes),
             peers=peers,
             queries=self.queries,
-            reads_prefixes=options.reads_prefixes,
+            reads_prefixes=preset is not None and preset.routing.reads_prefixes,
             session_header=options.session_header,
             dropped=headers_not_sent(key=options.engine_key, session_header=options.session_header),
         )
@@ -197,8 +187,8 @@ class Gateway:
             metrics,
             self._access,
             peers,
-            policy=options.policy,
-            read_side=options.read_side,
+            policy=self.policy,
+            read_side=rules.read_side if isinstance(rules, PrefillDecodeRules) else None,
         )
         routing_backend.on_action = self._run_action
 
@@ -324,11 +314,12 @@ class Gateway:
         found = await self.queries.capabilities(engine_authorization(request))
         if not found:
             raise unavailable_error("no engine that runs sojourn answers")
-        used = {"deadline_seconds"} if self.options.reads_deadlines else set()
+        divides = isinstance(self.rules, ClusterPreset) and self.rules.sharing.divides_capacity
+        used = {"deadline_seconds"} if divides else set()
         if "pairs" in found:
             used.add("expected_output_length")  # the gateway uses it to choose a decode engine
         unused = [field for field in found.get("unused_hints", ()) if field not in used]
-        return json_response({**found, "unused_hints": unused, "cluster_policy": self.options.policy})
+        return json_response({**found, "unused_hints": unused, "cluster_policy": self.policy})
 
     async def _openapi(self, request: Request) -> Response:
         """Return this document: OpenAPI 3.1 with the schemas of all answers."""
@@ -359,33 +350,22 @@ def build_gateway(
 ) -> tuple[Gateway, GatewayApplication]:
     """Build a gateway. Return it with its ASGI application.
 
-    ``engines``: their URLs; with the roles of prefill and decode engines. ``rules``: how requests are routed,
-    a cluster preset or rules for pairs. ``options``: those that follow from ``rules`` are set here.
-    ``limits``: bounds of the routing core; ``None``: the defaults. ``poll_s``: seconds between two polls of
-    an engine. ``expects_engines``: whether further engines of pairs may be named later, so that requests wait
-    for them. ``peers``: the other gateways; ``None``: there are none. Raises ``ValueError`` for wrong rules.
+    ``engines``: their URLs; with the roles of prefill and decode engines. ``rules``: how requests are routed.
+    ``limits``: bounds of the routing core. ``poll_s``: seconds between two polls of an engine.
+    ``expects_engines``: whether further engines of pairs may be named later, so that requests wait for them.
+    ``peers``: the other gateways. Raises ``ValueError`` for wrong rules or options.
     """
     if isinstance(rules, PrefillDecodeRules):
         core = build_pair_core(rules, limits, expects_engines=expects_engines)
-        options = replace(options, policy=PAIR_POLICY, in_pairs=True, read_side=rules.read_side)
     else:
         core = build_routing_core(rules, limits)
-        options = replace(
-            options,
-            policy=rules.name,
-            reads_prefixes=rules.routing.reads_prefixes,
-            reads_deadlines=rules.sharing.divides_capacity,
-        )
-    metrics = GatewayMetrics(routing_reasons(rules))
-    backend = RoutingBackend(core)
     roles = engines if isinstance(engines, Mapping) else dict.fromkeys(engines)
-    gateway = Gateway(roles, backend, tenants, options, metrics, peers or Peers(), poll_s)
+    gateway = Gateway(roles, rules, RoutingBackend(core), tenants, options, peers or Peers(), poll_s)
     return gateway, gateway.app()
 
 
 async def _parts(answer: EngineAnswer) -> AsyncIterator[bytes]:
-    """Yield an engine's answer as it arrives. Raises ``ReplicaRequestError`` if it breaks off, so that the
-    server closes the client's connection."""
+    """Yield an engine's answer. An error of it makes the server close the client's connection."""
     part = answer.first
     try:
         while part:

@@ -16,14 +16,7 @@ import msgspec
 
 from .client_apis import ClientApi
 from .engine_client import parse_json_object
-from .generation_request import (
-    LENGTH_FIELDS,
-    InvalidGenerationRequest,
-    Members,
-    encode_raw,
-    members_of,
-    with_identity,
-)
+from .generation_request import LENGTH_FIELDS, Members, encode_raw, members_of, with_identity
 
 TRANSFER = "kv_transfer_params"
 _ANSWER_FIELDS = (
@@ -35,20 +28,15 @@ _ANSWER_FIELDS = (
 token, some name a program. ``ec_transfer_params`` could name another request's data."""
 
 
-class _BodyFields(msgspec.Struct):
-    """Fields that decide whether the decode engine has to compute all of a request. A field of another type
-    is left to the decode engine."""
-
-    n: Any = None
-    best_of: Any = None
-    use_beam_search: Any = None
-    prompt_logprobs: Any = None
-    echo: Any = None
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    prompt_embeds: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_parts = msgspec.json.Decoder(_BodyFields)
+_VALUES_OF_ONE = {
+    "n": (b"null", b"0", b"1"),
+    "best_of": (b"null", b"0", b"1"),
+    "use_beam_search": (b"null", b"false"),
+    "echo": (b"null", b"false"),
+    "prompt_logprobs": (b"null",),
+    "prompt_embeds": (b"null",),
+}
+"""Fields with which the decode engine computes all of a request, unless they have one of these values."""
 _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -60,26 +48,14 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
     """
     if api not in (ClientApi.CHAT, ClientApi.COMPLETIONS):
         return None  # these APIs have one prompt and one answer
-    try:
-        read = _parts.decode(body)
-        several = api is ClientApi.COMPLETIONS and _has_several_prompts(bytes(read.prompt))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidGenerationRequest(f"the body is not a request of {api.value}: {error}") from None
-    divided = (
-        all(count is None or (type(count) is int and count <= 1) for count in (read.n, read.best_of))
-        and read.use_beam_search in (None, False)
-        and read.echo in (None, False)
-        and read.prompt_logprobs is None
-        and (api is not ClientApi.COMPLETIONS or bytes(read.prompt_embeds) == b"null")
-        and not several
-    )
-    return None if divided else decode_body(body, None)
-
-
-def _has_several_prompts(prompt: bytes) -> bool:
-    """Whether a prompt, as JSON, is a list of at least two texts, lists of token ids, or objects."""
+    fields = members_of(body)
+    prompt = bytes(fields.get("prompt", b"")) if api is ClientApi.COMPLETIONS else b""
+    # A list of texts, lists of token ids, or objects.
     is_list = prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[", b"{")
-    return is_list and len(_prompts.decode(prompt)) > 1
+    is_divided = all(bytes(fields.get(name, b"null")) in values for name, values in _VALUES_OF_ONE.items())
+    if is_divided and not (is_list and len(_prompts.decode(prompt)) > 1):
+        return None
+    return decode_body(body, None)
 
 
 def prefill_body(
@@ -88,9 +64,8 @@ def prefill_body(
     """Return the body for the prefill engine. It has no program names, asks for an answer of one token, and
     names the destination of the KV. Raises ``InvalidGenerationRequest``.
 
-    ``body``: a body that ``parse_generation_request`` accepted. ``transfer``: a unique name for this transfer
-    of KV. ``peer``: address of the decode engine's KV transfer manager. ``epoch``: expected instance of that
-    manager; empty: any. ``decode_reads``: whether the decode engine's node reads the prompt's stored KV.
+    ``body``: as for ``decode_only_body``. ``transfer``: a unique name for this transfer. The others are those
+    of ``SendRequest``.
     """
     document = members_of(with_identity(body, lambda name: None, None))
     first, *others = LENGTH_FIELDS[api]

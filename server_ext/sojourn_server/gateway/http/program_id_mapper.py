@@ -38,17 +38,15 @@ class ProgramIdMapper:
         self._tenants = {_tag(tenant): tenant for tenant in tenants}
 
     def engine_name(self, tenant: str, program_id: str) -> str:
-        """Return the engine's name for a program. A name longer than ``MAX_ID_BYTES`` has a digest in place
-        of the id, which is not mapped back. An invalid id (empty, or longer than ``MAX_ID_BYTES``) is
-        returned unchanged, so that engines refuse it."""
+        """Return the engine's name for a program. If it were longer than ``MAX_ID_BYTES``, it has a digest of
+        the id, which is not mapped back. An id that is empty or too long is unchanged: engines refuse it."""
         if self.only_tenant is not None or not 0 < len(_bytes(program_id)) <= MAX_ID_BYTES:
             return program_id
         name = f"{_tag(tenant)}/{program_id}"
         return name if len(_bytes(name)) <= MAX_ID_BYTES else f"{_tag(tenant)}/#{_digest(program_id)}"
 
     def key(self, name: str) -> Key | None:
-        """Return (tenant, program id) for an engine's name of a program. ``None``: no tenant of this gateway
-        has such a name."""
+        """Return the key of an engine's name of a program; ``None``: no tenant here has such a name."""
         if self.only_tenant is not None:
             return (self.only_tenant, name)
         tag, _, program_id = name.partition("/")
@@ -83,11 +81,8 @@ class ProgramIdMapper:
                 own["events"] = encode_raw(self._named_events(tenant, own["events"]))
             hint["sojourn"] = encode_raw(own)
 
-        return with_identity(
-            body,
-            lambda name: self.engine_name(tenant, name),
-            change if question.context is not None else None,
-        )
+        rename = functools.partial(self.engine_name, tenant)
+        return with_identity(body, rename, change if question.context is not None else None)
 
     def _named_events(self, tenant: str, events: msgspec.Raw) -> list[AnyEvent]:
         """Return the events of a hint with the engines' names, without those that cannot be read."""
@@ -102,12 +97,8 @@ class ProgramIdMapper:
         return named
 
     def answer(self, tenant: str, document: dict[str, Any], *, shows_all: bool = False) -> dict[str, Any]:
-        """Return an engine's answer about a tenant's program, with the engines' names replaced by the
-        tenant's ids.
-
-        Names of other tenants' programs become ``FOREIGN_PROGRAM_ID``. With ``shows_all`` they stay
-        unchanged.
-        """
+        """Return an engine's answer about a tenant's program with the tenant's ids. Names of other tenants'
+        programs become ``FOREIGN_PROGRAM_ID``; with ``shows_all`` they stay."""
 
         def named(name: str) -> str:
             key = self.key(name)
@@ -120,10 +111,9 @@ class ProgramIdMapper:
                 return [renamed(one) for one in value]
             if not isinstance(value, dict):
                 return value
+            fields = (*PROGRAM_ID_FIELDS, "evictor")
             return {
-                name: named(one)
-                if name in (*PROGRAM_ID_FIELDS, "evictor") and isinstance(one, str)
-                else renamed(one)
+                name: named(one) if name in fields and isinstance(one, str) else renamed(one)
                 for name, one in value.items()
             }
 
@@ -135,23 +125,13 @@ class ProgramIdMapper:
     ) -> Explanation:
         """Return an engine's explanation of a turn as ``answer`` does, with ids in the text too. ``replica``:
         id of the replica that explains; ``None``: unknown."""
-        named = self.answer(
-            tenant,
-            {"program_id": found.program_id, "evictor": found.lost_to, "decisions": found.decisions},
-            shows_all=shows_all,
-        )
-        text, lost_to = found.text, named["evictor"]
+        document = {"program_id": found.program_id, "evictor": found.lost_to, "decisions": found.decisions}
+        named = self.answer(tenant, document, shows_all=shows_all)
+        text, lost_to = found.text, named.pop("evictor")
         if found.lost_to is not None and lost_to != found.lost_to:
             by = "another program" if lost_to == FOREIGN_PROGRAM_ID else f"program {lost_to}"
             text = text.replace(f"by program {found.lost_to}", f"by {by}")
-        return msgspec.structs.replace(
-            found,
-            program_id=named["program_id"],
-            lost_to=lost_to,
-            text=text,
-            decisions=named["decisions"],
-            replica=replica,
-        )
+        return msgspec.structs.replace(found, **named, lost_to=lost_to, text=text, replica=replica)
 
 
 @functools.lru_cache(maxsize=1024)
