@@ -21,7 +21,6 @@ from sojourn_server.gateway.http.engine_client import (
 from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.generation_request import ClientDisconnected
 from sojourn_server.gateway.http.replica_addresses import (
-    InvalidReplicaAddress,
     ReplicaAddresses,
     parse_engine_url,
     rank_addresses,
@@ -191,18 +190,12 @@ def test_an_engine_with_sojourn_reports_its_tiers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("localhost", "not an engine's address"),
-        ("ftp://h", "not an engine's address"),
-        ("http://h:99999", "not an engine's address"),
-        ("http://h/v1", "has a path"),
-        ("http://u:p@h", "has a user"),
-    ],
+    "text", ["localhost", "ftp://h", "http://h:99999", "http://h:0", "http://h/v1", "http://u:word@h"]
 )
-def test_bad_addresses_say_what_was_expected(text: str, told: str) -> None:
-    with pytest.raises(InvalidReplicaAddress, match=told):
+def test_bad_addresses_say_what_was_expected(text: str) -> None:
+    with pytest.raises(ValueError, match="not an engine's address; expected http://HOST") as caught:
         parse_engine_url(text)
+    assert "word" not in str(caught.value)
     assert parse_engine_url(" http://h:8000/ ") == "http://h:8000"
     assert parse_engine_url("localhost:8000") == "http://localhost:8000"
 

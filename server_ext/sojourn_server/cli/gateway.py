@@ -252,11 +252,11 @@ def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers
 
 def _addresses(texts: list[str], whose: str, example: str) -> list[str]:
     """Return the addresses in ``texts``. A text has one address, or several separated by commas."""
-    from sojourn_server.gateway.http.replica_addresses import InvalidReplicaAddress, parse_engine_url
+    from sojourn_server.gateway.http.replica_addresses import parse_engine_url
 
     try:
         return [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
-    except InvalidReplicaAddress as error:
+    except ValueError as error:
         raise CliError(str(error).replace("an engine's", whose), example) from None
 
 
@@ -277,7 +277,7 @@ def _serve(
         timeout_graceful_shutdown=_STOP_GRACE_S,
         **uvicorn_settings(max_waiting),
     )
-    app.state.server = server = GatewayServer(config, gateway, print_line)
+    app.state.server = server = GatewayServer(config, gateway)
     # A full garbage collection would also examine all modules, and hold up all requests for 0.1 s.
     gc.collect()
     gc.freeze()

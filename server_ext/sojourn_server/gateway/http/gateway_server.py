@@ -5,6 +5,7 @@ send."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
@@ -22,15 +23,13 @@ logger = logging.getLogger(__name__)
 MAX_OPEN_FILES = 65_536
 """Open files for which a gateway raises its soft limit, which is usually 1024."""
 KEEP_ALIVE_S = 75
-"""Idle seconds after which a client's connection is closed, longer than clients and load balancers keep
-it."""
+"""Idle seconds after which a client's connection is closed, longer than load balancers keep it."""
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 OTHERS_GRACE_S = 2.0
 """Seconds that other requests, such as those of viewers, have to end when no request of a model is left."""
 _ERROR_WAIT_S = 1.0
-"""Longest wait, in seconds, for the errors that clients get when their requests are cut off."""
+"""Maximum seconds for the errors that clients get when their requests are cut off."""
 _POLL_S = 0.1
-"""Seconds between two looks at what is left, as uvicorn's own."""
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -54,8 +53,7 @@ class ClientProtocol(HttpToolsProtocol):
 
 
 def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
-    """Return the settings of uvicorn that all gateways share, and raise the limit of open files.
-    ``most_waiting``: see ``raise_open_file_limit``."""
+    """Return uvicorn's settings for gateways, and raise the limit of open files for ``most_waiting``."""
     open_files = raise_open_file_limit(most_waiting)
     return {
         "http": ClientProtocol,
@@ -70,55 +68,41 @@ def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
 
 
 def raise_open_file_limit(most_waiting: int) -> int | None:
-    """Raise this process's soft limit of open files to ``MAX_OPEN_FILES`` or twice ``most_waiting``, the
-    number of requests that may wait, within the hard limit. Return the limit; ``None``: there is none. Logs a
-    warning if it stays below ``most_waiting``."""
+    """Raise the soft limit of open files to ``MAX_OPEN_FILES`` or twice the number of requests that may wait,
+    within the hard limit. Return it; ``None``: there is none."""
     try:
         import resource
     except ImportError:  # Windows
         return None
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return None
     wanted = max(MAX_OPEN_FILES, 2 * most_waiting)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        try:
+    if limit < wanted:
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             limit = wanted
-        except (OSError, ValueError) as error:
-            logger.debug("the limit of open files stays: %s", error)
-    if limit == resource.RLIM_INFINITY:
-        return None
     if limit < most_waiting:
-        logger.warning(
-            "this process may open %d files, fewer than the %d requests that may wait; raise the hard limit "
-            "(ulimit -n, systemd: LimitNOFILE) or lower the number of requests",
-            limit, most_waiting,
-        )  # fmt: skip
+        what = "raise the hard limit (ulimit -n, systemd: LimitNOFILE) or lower the number of requests"
+        logger.warning("%d files may be open, but %d requests may wait; %s", limit, most_waiting, what)
     return limit
 
 
 class GatewayServer(uvicorn.Server):
-    """A server that says at a stop how many requests of models it finishes, within uvicorn's
-    ``timeout_graceful_shutdown`` seconds. Ctrl-C again ends them at once, with an error."""
+    """A server that finishes requests of models at a stop, within uvicorn's ``timeout_graceful_shutdown``
+    seconds. Ctrl-C again ends them at once, with an error."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, say: Callable[[str], None]) -> None:
-        """``say``: shows a line to the user; its errors do not count."""
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self._gateway = gateway
-        self._say = say
         logging.getLogger("uvicorn.error").addFilter(self._is_news)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the port, wait for the requests, and end the application."""
         state, grace_s = self.server_state, self.config.timeout_graceful_shutdown or 0
-        number = self._gateway.generation.open_requests
-        if number and not self.force_exit:
-            requests = f"{number} request{'s' if number > 1 else ''}"
-            try:
-                self._say(f"sojourn: finishing {requests}, at most {grace_s} s; Ctrl-C now ends at once")
-            except (Exception, SystemExit):  # a console whose reader is gone may also raise SystemExit
-                logger.debug("the line on running requests was not shown", exc_info=True)
+        if (number := self._gateway.generation.open_requests) and not self.force_exit:
+            logger.info("finishing %d requests, at most %s s; Ctrl-C now ends at once", number, grace_s)
         self._gateway.live.close()
         for listening in (*self.servers, *(sockets or ())):
             listening.close()
@@ -143,7 +127,6 @@ class GatewayServer(uvicorn.Server):
             await asyncio.sleep(_POLL_S)
 
     def _is_news(self, record: logging.LogRecord) -> bool:
-        """Return whether to show a log record of uvicorn. A request that the stop cuts off is no error of the
-        application."""
+        # A request that the stop cuts off is no error of the application.
         error = record.exc_info[1] if record.exc_info else None
         return not (self.should_exit and isinstance(error, asyncio.CancelledError))

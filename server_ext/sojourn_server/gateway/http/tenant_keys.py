@@ -17,17 +17,15 @@ DEFAULT_TENANT = "default"
 
 
 class TenantKeysError(InputError):
-    """The tenants file or the admin key is invalid. The text says what was wrong and what was expected."""
+    """The tenants file or the admin key is invalid."""
 
 
 class TenantKeys:
-    """Maps API keys to tenants. Without keys all clients are one tenant, and engines check their keys."""
+    """Tenants by API key. Without keys all clients are one tenant, and engines check their keys."""
 
     def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        """``keys`` maps each key to its tenant."""
         self._digests = tuple((_digest(key), tenant) for key, tenant in (keys or {}).items())
         self.names: tuple[str, ...] = tuple(sorted({*keys.values()})) if keys else (DEFAULT_TENANT,)
-        """All tenants, sorted."""
 
     @property
     def checks(self) -> bool:
@@ -42,9 +40,8 @@ class TenantKeys:
             raise TenantKeysError(f"the admin key is also {owner} key; expected a key that no client has")
 
     def tenant_of(self, authorization: str | None, api_key: str | None = None) -> str | None:
-        """Return the tenant of a client's key; ``None``: the key is unknown. ``authorization``: header
-        ``Authorization`` (``Bearer KEY``). ``api_key``: header ``X-Api-Key``, which counts without a bearer
-        key."""
+        """Return the tenant of a client's key; ``None``: unknown. ``authorization``: header ``Authorization``
+        (``Bearer KEY``). ``api_key``: header ``X-Api-Key``, which counts without a bearer key."""
         if not self._digests:
             return DEFAULT_TENANT
         scheme, _, token = (authorization or "").partition(" ")
@@ -59,9 +56,8 @@ class TenantKeys:
 def load_tenant_keys(
     path: Path | None, key: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> TenantKeys:
-    """Read a tenants file: TOML with a table ``[tenants]`` of lines ``NAME = ["KEY", ...]``; ``env:VARIABLE``
-    stands for the value of an environment variable. Without a file, ``key`` is the key of all clients, if
-    there is one. Raises ``TenantKeysError``, whose text contains no key."""
+    """Read a tenants file. ``env:VARIABLE`` stands for the value of an environment variable. Without a file,
+    ``key`` is the key of all clients, if any. Raises ``TenantKeysError``, whose text contains no key."""
     if path is None:
         return TenantKeys({key: DEFAULT_TENANT} if key else None)
     try:
@@ -82,13 +78,12 @@ def load_tenant_keys(
             name = key.removeprefix("env:") if key.startswith("env:") else None
             value = environment.get(name, "") if name is not None else key
             if not value or value != value.strip():
-                where = (
-                    f"the environment has no {name}" if name and not value else "one has spaces or is empty"
-                )
-                raise TenantKeysError(f"{path}: a key of {tenant} cannot be used: {where}")
+                why = f"the environment has no {name}" if name and not value else "it has spaces or is empty"
+                raise TenantKeysError(f"{path}: a key of {tenant} cannot be used: {why}")
             if keys.setdefault(value, tenant) != tenant:
-                both = f"{keys[value]} and {tenant}"
-                raise TenantKeysError(f"{path}: {both} have the same key; expected one each")
+                raise TenantKeysError(
+                    f"{path}: {keys[value]} and {tenant} have the same key; expected one each"
+                )
     return TenantKeys(keys)
 
 
