@@ -20,7 +20,6 @@ from ...routing.routing_records import Key, PairEngineStatus, ReplicaHealth, Rep
 from .client_apis import GATEWAY_ERROR_CODES
 
 MAX_LOGGED_MOVES = 100
-"""Number of latest moves that are kept for ``GatewayMetrics.moves``."""
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _REPLICA_FIELDS = ("load", "in_flight", "queued", "programs", "room_tokens")
 """Fields of ``ReplicaStatus`` that are gauges."""
@@ -30,21 +29,13 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "replica_in_flight": ("Requests sent to a replica and not answered.", "replica"),
     "replica_queued": ("Requests that wait at the gateway for a replica.", "replica"),
     "replica_programs": ("Programs at home at a replica.", "replica"),
-    "replica_room_tokens": (
-        "KV capacity of a replica, in device and host memory, that its programs leave free.", "replica",
-    ),
+    "replica_room_tokens": ("KV capacity in device and host memory that programs leave free.", "replica"),
     "replica_health": ("1 for the assumed health of a replica.", "replica", "health"),
-    "replicas": (
-        "Replicas, by assumed health. missing: engines that should be there and do not answer.", "health",
-    ),
+    "replicas": ("Replicas by assumed health. missing: engines that do not answer.", "health"),
     "role_replicas": ("Prefill and decode engines that are up, by role.", "role"),
     "replica_role": ("1 for the role and node of a prefill or decode engine.", "replica", "role", "node"),
-    "link_queued_seconds": (
-        "Queue of a link of a replica at its last report, in seconds.", "replica", "link",
-    ),
-    "load_spread": (
-        "Load of the most loaded replica less that of the least loaded, among those of one role that are up.",
-    ),
+    "link_queued_seconds": ("Queue of a replica's link at its last report.", "replica", "link"),
+    "load_spread": ("Largest less smallest load of the replicas of one role that are up.",),
     "tenant_use_ratio": ("Usage of a tenant's requests in flight, divided by its share.", "tenant"),
 }  # fmt: skip
 """(description, *labels) by name."""
@@ -74,7 +65,7 @@ class GatewayMetrics(Collector):
     """Metrics of one gateway. ``docs/gateway.md`` lists their names and labels; ids are never labels."""
 
     def __init__(self, reasons: Iterable[str] = ()) -> None:
-        """``reasons``: all values of ``SendRequest.reason``, whose counters start at 0 for ``rate()``."""
+        """``reasons``: values of ``SendRequest.reason``, whose counters start at 0 for ``rate()``."""
         self.registry = CollectorRegistry()
         self._moves: deque[ProgramMove] = deque(maxlen=MAX_LOGGED_MOVES)
 
@@ -83,19 +74,15 @@ class GatewayMetrics(Collector):
 
         self._requests = counter("requests", "Requests sent to a replica, by why it was chosen.", "reason")
         self._refused = counter(
-            "refused", "Requests answered by the gateway with an error, by its code.", "code"
+            "refused", "Requests that the gateway answered with an error, by code.", "code"
         )
         self._moved = counter("moves", "Programs that went to another replica, by reason.", "reason")
         self.recalls = counter("recalls", "Requests recalled from a replica for a more urgent one.")
         self.cut_streams = counter("cut_streams", "Answers that broke off after their first byte.")
         self.disconnects = counter(
-            "client_disconnects", "Requests whose client closed the connection before the answer's end."
+            "client_disconnects", "Requests whose client left before the answer's end."
         )
-        self._ended = counter(
-            "programs_finished",
-            "Programs whose client reported their end. Engines count those that fell silent.",
-            "outcome",
-        )
+        self._ended = counter("programs_finished", "Programs whose client reported their end.", "outcome")
         for outcome in _OUTCOMES:
             self._ended.labels(outcome.value)
         for reason in reasons:
@@ -110,7 +97,7 @@ class GatewayMetrics(Collector):
             registry=self.registry,
         )
         self.waiting = 0
-        """Number of requests that wait at the gateway, for one replica or for any replica."""
+        """Requests that wait at the gateway."""
         self._values: Mapping[str, Mapping[Any, float]] = {}
         """Of the gauges, by the values of their labels."""
         self.registry.register(self)
@@ -121,7 +108,7 @@ class GatewayMetrics(Collector):
         self._waits.observe(waited_s)
 
     def refused(self, code: str) -> None:
-        """Count a request that got an error of the gateway or the routing core, by its code."""
+        """Count a request that got an error of the gateway."""
         self._refused.labels(code).inc()
 
     def moved(

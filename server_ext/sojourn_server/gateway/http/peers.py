@@ -76,20 +76,18 @@ class _Peer:
     url: str
     is_alive: bool = False
     client: EngineClient = field(default_factory=EngineClient)
-    """Connections to this gateway alone, so that they can be closed when it hangs."""
+    """Connections to this gateway alone, which are closed when it hangs."""
 
 
 class Peers:
     """The other gateways, as one of them sees them."""
 
     def __init__(self, own_url: str = "", urls: Iterable[str] = ()) -> None:
-        """``own_url``: the address by which the others know this gateway. ``urls``: all addresses, or the
-        others."""
+        """``own_url``: the address by which the others know this gateway. ``urls``: of all gateways."""
         self._own_url = own_url
         self.others = {url: _Peer(url) for url in urls if url != own_url}
-        """The other gateways by URL."""
         self.in_pairs = False
-        """Whether engines work in pairs. One gateway has to count the requests at each decode engine."""
+        """Whether engines work in pairs. Then one gateway counts the requests at each decode engine."""
 
     async def set_urls(self, urls: Iterable[str]) -> None:
         """Replace the list of gateways. Those that are not listed stay while they answer."""
@@ -103,7 +101,6 @@ class Peers:
 
     @property
     def alive(self) -> list[str]:
-        """URLs of the other gateways that answer."""
         return [url for url, peer in self.others.items() if peer.is_alive]
 
     def owner(self, tenant: str, program_id: str | None) -> str | None:
@@ -119,18 +116,15 @@ class Peers:
     # -- whether they are there -------------------------------------------------------
 
     async def run(self) -> None:
-        """Check the other gateways regularly, until cancelled."""
         while True:
             await self.check_all()
             await asyncio.sleep(CHECK_S)
 
     async def close(self) -> None:
-        """Close all connections, and with them the answers that are passed on."""
         for peer in self.others.values():
             await peer.client.close()
 
     async def check_all(self) -> None:
-        """Check each of the other gateways once."""
         await asyncio.gather(*(self._check(peer) for peer in list(self.others.values())))
 
     async def _check(self, peer: _Peer) -> None:
@@ -148,7 +142,6 @@ class Peers:
             peer.is_alive = True
 
     def _set_gone(self, peer: _Peer) -> None:
-        """Leave a gateway out until it answers a check."""
         if peer.is_alive:
             logger.warning("gateway %s does not answer; its programs go on at the others", peer.url)
         peer.is_alive = False
@@ -228,32 +221,28 @@ class Peers:
         """Forward events to their programs' gateways; those of this gateway's programs, or of a gateway that
         is gone, to the engines. Return their outcomes in order. ``headers``: of the request that brought the
         events; ``None``: they are not passed on. ``own_id``: program whose events stay here."""
-        theirs: dict[str, list[int]] = {}
-        for place, raw in enumerate(batch.events if self.others and headers is not None else ()):
-            with contextlib.suppress(WireError):
-                program_id = decode_event(raw).program_id
-                owner = self.owner(tenant, program_id) if program_id != own_id else None
-                if owner is not None:
-                    theirs.setdefault(owner, []).append(place)
+        parts: dict[str | None, list[int]] = {}
+        for place, raw in enumerate(batch.events):
+            owner = None
+            if self.others and headers is not None:
+                with contextlib.suppress(WireError):
+                    program_id = decode_event(raw).program_id
+                    owner = self.owner(tenant, program_id) if program_id != own_id else None
+            parts.setdefault(owner, []).append(place)
         outcomes: dict[int, EventOutcome] = {}
 
-        def part(places: Iterable[int]) -> EventBatch:
-            return msgspec.structs.replace(batch, events=[batch.events[place] for place in places])
-
-        async def post(owner: str, places: Sequence[int]) -> None:
-            answer = await self._post(owner, EVENTS_PATH, headers or (), encode(part(places)))
-            with contextlib.suppress(WireError, ValueError):
-                outcomes.update(zip(places, decode_outcomes(answer).outcomes, strict=True))
-
-        async def keep(places: Sequence[int]) -> None:
-            found = await events.forward_batch(part(places), tenant, authorization)
+        async def hand(owner: str | None, places: list[int]) -> None:
+            part = msgspec.structs.replace(batch, events=[batch.events[place] for place in places])
+            found: Sequence[EventOutcome] = ()
+            if owner is not None:
+                with contextlib.suppress(WireError):
+                    answer = await self._post(owner, EVENTS_PATH, headers or (), encode(part))
+                    found = decode_outcomes(answer).outcomes
+            if len(found) != len(places):  # they are this gateway's, or their gateway is gone
+                found = await events.forward_batch(part, tenant, authorization)
             outcomes.update(zip(places, found, strict=True))
 
-        passed = {place for places in theirs.values() for place in places}
-        mine = [place for place in range(len(batch.events)) if place not in passed]
-        await asyncio.gather(keep(mine), *(post(*one) for one in theirs.items()))
-        if lost := sorted(passed - outcomes.keys()):
-            await keep(lost)  # their gateways are gone
+        await asyncio.gather(*(hand(*one) for one in parts.items()))
         return [outcomes[place] for place in range(len(batch.events))]
 
     async def repeat(self, path: str, headers: RawHeaders) -> list[str]:
@@ -289,12 +278,11 @@ def owner_of(gateways: Iterable[str], tenant: str, program_id: str) -> str:
 
 
 def is_passed(headers: RawHeaders) -> bool:
-    """Whether another gateway has passed a request on. A client's own header changes only who decides."""
+    """Whether another gateway has passed a request on."""
     return any(name == PASSED.encode() for name, _ in headers)
 
 
 def _passed(headers: RawHeaders) -> EngineHeaders:
-    """Return the headers of a request to another gateway."""
     own = (b"host", b"content-length", b"expect", b"accept-encoding")
     passed = EngineHeaders(
         (name.decode("latin-1"), value.decode("utf-8", "replace"))

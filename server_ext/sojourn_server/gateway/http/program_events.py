@@ -118,9 +118,9 @@ class _Entry:
     authorization: str | None
     """``Authorization`` header with which it came; ``None``: the gateway's key is sent."""
     at_s: float
-    """Time of arrival, on the gateway's clock."""
+    """Time of arrival."""
     outcome: EventOutcome | None = None
-    """The engine's answer, if there is one."""
+    """The engine's answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -187,8 +187,7 @@ class AttachedEvents:
 
 
 class ProgramEvents:
-    """The events of all programs of a gateway, in one event loop. ``key`` is (tenant, program id)
-    everywhere."""
+    """The events of all programs of a gateway. ``key`` is (tenant, program id) everywhere."""
 
     def __init__(
         self,
@@ -273,7 +272,7 @@ class ProgramEvents:
     # -- events in requests ------------------------------------------------------------
 
     def may_attach(self, attached: AttachedEvents, tenant: str, replica_id: str) -> bool:
-        """Whether a request may carry the events of its hint to a replica."""
+        """Whether a request may carry its events to a replica."""
         if len(attached.batch.events) > MAX_ATTACHED_EVENTS:
             return False  # the engine would reject the rest
         for event in attached.events:
@@ -345,7 +344,7 @@ class ProgramEvents:
     async def _move_kv(
         self, key: Key, moved_from: str, decision: SendRequest, authorization: str | None
     ) -> None:
-        """Have a program's KV written to the shared disk, if both engines use one, and record the move."""
+        """Have KV written to the shared disk, if both engines use one, and record the move."""
         began_s = time.monotonic()
         engines = [self._description_of(one) for one in (moved_from, decision.replica_id)]
         has_disk = all(one is not None and one.shares_disk for one in engines)
@@ -548,7 +547,6 @@ class ProgramEvents:
     def _send_end(
         self, address: ReplicaAddress | None, key: Key, status: str, authorization: str | None
     ) -> None:
-        """Start to send an engine a ``ProgramEnd`` of the gateway."""
         end = ProgramEnd(program_id=key[1], seq=0, status=status[:MAX_EVENT_NAME_BYTES])
         entry = _Entry(end, self._emitter, authorization, self._clock())
 
@@ -580,7 +578,7 @@ class ProgramEvents:
     async def _post(
         self, url: str, batch: EventBatch, authorization: str | None
     ) -> Sequence[EventOutcome] | None:
-        """Post a batch to an engine. Return one outcome per event; ``None``: there is no usable answer."""
+        """Return an engine's outcomes of the events; ``None``: there is no usable answer."""
         answer = await ask_engine(
             self._session(),
             url + EVENTS_PATH,

@@ -34,17 +34,13 @@ class RequestDecisions:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.client_gone = False
-        """Whether the client has disconnected."""
         self.superseded = False
-        """Whether a ``SendRequest`` was ignored because the answer had begun. The core then believes that the
-        request is at another replica."""
+        """Whether a ``SendRequest`` came after the answer had begun, so that the core is wrong about it."""
         self._decisions: deque[RequestDecision] = deque()
         self._answered = False
-        """Whether the first byte of the answer has arrived."""
         self._limit: asyncio.Timeout | None = None
-        """What a decision ends; ``None``: nothing."""
+        """What ends ``_grace_s`` seconds after a decision; ``None``: nothing."""
         self._grace_s = 0.0
-        """Seconds from a decision to the end of ``_limit``."""
 
     def add_decision(self, decision: RequestDecision) -> None:
         """Add a decision of the core. After the first byte of the answer, only ``AbortStream`` is added."""
@@ -55,14 +51,14 @@ class RequestDecisions:
         self._wake(self._grace_s)
 
     def mark_answered(self) -> None:
-        """Record that the first byte of the answer has arrived. Now only ``AbortStream`` counts."""
+        """Record the first byte of the answer. Now only ``AbortStream`` counts."""
         self._answered = True
         late, self._decisions = self._decisions, deque()
         for decision in late:
             self.add_decision(decision)
 
     def mark_client_disconnected(self) -> None:
-        """Record that the client has disconnected. From now on ``take`` raises ``ClientDisconnected``."""
+        """Have ``take`` raise ``ClientDisconnected`` from now on."""
         self.client_gone = True
         self._wake(0.0)
 
@@ -72,7 +68,6 @@ class RequestDecisions:
         return bool(self._decisions) or self.client_gone
 
     async def wait(self) -> None:
-        """Wait until ``has_decision`` is True."""
         await self.unless_decided(asyncio.Event().wait())
 
     def take(self) -> RequestDecision | None:
@@ -95,8 +90,7 @@ class RequestDecisions:
             self._limit = None
 
     async def unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of ``doing``. If a decision comes first, or the client leaves, cancel it:
-        ``None``."""
+        """Return the result of ``doing``; ``None``: a decision came first, or the client left."""
         if self.has_decision:
             doing.close()
             return None
@@ -123,12 +117,10 @@ class RoutingBackend:
     def __init__(self, core: RoutingCore, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
         self.on_action: Callable[[GatewayAction], None] = lambda action: None
-        """Function that is called with each ``GatewayAction``."""
         self.links_of: Callable[[str], Mapping[str, LinkStats]] = lambda replica_id: {}
-        """Function that returns the last report of an engine's links, by replica id."""
+        """The last report of an engine's links."""
         self._clock = clock
         self._open: dict[str, RequestDecisions] = {}
-        """The decisions about each open request, by request id."""
         self._pending_events: deque[routing_events.AnyRoutingEvent] = deque()
         self._is_reporting = False
         self._failures_logged = 0
@@ -146,8 +138,7 @@ class RoutingBackend:
         self._open.pop(over.request_id, None)
 
     def tell(self, event: routing_events.AnyRoutingEvent) -> None:
-        """Pass an event to the core, and deliver its actions. An error is logged; it must end no
-        connection."""
+        """Pass an event to the core, and deliver its actions. An error of the core is logged."""
         # The receiver of an action may report another event. It is handled after all actions of this one.
         self._pending_events.append(event)
         if self._is_reporting:
@@ -156,26 +147,20 @@ class RoutingBackend:
         try:
             while self._pending_events:
                 for action in self._actions_of(self._pending_events.popleft()):
-                    # An error of one receiver keeps no request waiting.
-                    try:
-                        decisions = self._open.get(getattr(action, "request_id", ""))
-                        if decisions is not None and isinstance(action, RequestDecision):
-                            decisions.add_decision(action)
-                        if isinstance(action, GatewayAction):
-                            self.on_action(action)
-                    except Exception:
-                        logger.exception("an action could not be delivered; please report this")
+                    decisions = self._open.get(getattr(action, "request_id", ""))
+                    if decisions is not None and isinstance(action, RequestDecision):
+                        decisions.add_decision(action)
+                    if isinstance(action, GatewayAction):
+                        self.on_action(action)
         finally:
             self._is_reporting = False
 
     async def run(self) -> None:
-        """Send ticks to the core, until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             self.tell(routing_events.Tick())
 
     def is_waiting(self, tenant: str, program_id: str) -> bool:
-        """Whether a request of a program waits at the gateway."""
         program = self.core.programs.get((tenant, program_id))
         return program is not None and program.waiting > 0
 
