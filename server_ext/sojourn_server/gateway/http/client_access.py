@@ -27,10 +27,8 @@ class ClientAccess:
         self._metrics = metrics
 
     def guard(self, handle: Handler) -> Handler:
-        """Wrap a handler so that the client's key is checked before the body is read.
-
-        The wrapper sets ``request.state.tenant`` to the key's tenant, or to ``None`` for the admin key.
-        """
+        """Wrap a handler so that the client's key is checked before the body is read. Its tenant becomes
+        ``request.state.tenant``, which is ``None`` for the admin key."""
 
         @functools.wraps(handle)
         async def guarded(request: Request) -> Response:
@@ -56,24 +54,16 @@ class ClientAccess:
         return guarded
 
     def only_admin(self, request: Request) -> None:
-        """Raise ``ApiError`` unless the request has the admin key. Every client passes if the gateway has no
-        keys at all."""
+        """Raise ``ApiError`` unless the request may see all tenants' data."""
         if not self.sees_all(request):
             raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
 
     def sees_all(self, request: Request) -> bool:
-        """Whether the request may see all tenants' data. True with the admin key, or if the gateway has no
-        keys at all."""
+        """Whether the request has the admin key, or the gateway no keys at all."""
         return request.state.tenant is None or not (self._tenants.checks or self.admin is not None)
 
 
-def tenant_name(request: Request) -> str:
-    """Return the request's tenant, or ``admin`` if the request has the admin key."""
-    tenant: str | None = request.state.tenant
-    return tenant if tenant is not None else "admin"
-
-
 def engine_authorization(request: Request) -> str | None:
-    """Return the client's ``Authorization`` header, to be sent to engines. ``None``: the client sent no such
-    header, or its header holds the admin key. Engines never receive the admin key."""
+    """Return the client's ``Authorization`` header for engines; ``None``: it sent none, or the admin key,
+    which engines never receive."""
     return request.headers.get("authorization") if request.state.tenant is not None else None

@@ -76,8 +76,6 @@ GATEWAY_ERROR_CODES = (
 )  # fmt: skip
 """Error codes of requests that the gateway itself rejects or aborts. The routing core has further ones."""
 
-AsgiSend = Send
-
 
 class RequestRejected(Exception):
     """Raised to answer the request with an error: HTTP status, error code, message, and ``Retry-After`` in

@@ -73,8 +73,6 @@ _EVENT_ENDS = (b"\n\n", b"\n\r", b"\r\r")
 """Two ends of lines, which end an event of a stream. A line ends with LF, CR LF or CR."""
 _BETWEEN_EVENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n?|\n))*")
 """Comments, such as ``: ping``, and empty lines between two events."""
-_MOST_HELD_BYTES = 1 << 20
-"""Maximum bytes of an event that is held back until it is complete. A longer event is passed on in parts."""
 
 
 def headers_not_sent(*, key: str | None, session_header: str | None = None) -> frozenset[bytes]:
@@ -165,19 +163,20 @@ class EngineAnswer:
             raise ReplicaRequestError(_text(error)) from None
 
     def close(self) -> None:
-        """Give up the rest of the answer. An engine stops computing when its connection closes."""
+        """Give up the rest of the answer; an engine then stops computing."""
         self.response.close()
 
-    @property
-    def is_engine_failure(self) -> bool:
-        """Whether the engine failed: a status of 500 or more, except 501 (not implemented), or a stream that
-        begins with an error that is not the request's own fault."""
-        return self.error is not None if self.status == 200 else self.status >= 500 and self.status != 501
+    def raise_for_failure(self) -> None:
+        """Close the answer and raise ``ReplicaRequestError`` if the engine failed: a status of 500 or more,
+        except 501 (not implemented), or a stream that begins with an error of the engine."""
+        if self.error is not None if self.status == 200 else self.status >= 500 and self.status != 501:
+            self.close()
+            raise ReplicaRequestError(f"it failed, status {self.status}")
 
 
 class ResponseMeter:
-    """Reads one answer on its way through the gateway: token counts, id, and the ends of streamed events.
-    Any content is accepted. ``is_stream``: whether the answer is a stream of server-sent events."""
+    """Reads an answer on its way through the gateway: token counts, id, and the ends of streamed events. Any
+    content is accepted. ``is_stream``: whether it is a stream of server-sent events."""
 
     def __init__(self, *, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -185,8 +184,8 @@ class ResponseMeter:
         self._events = 0
 
     def push(self, chunk: bytes) -> bytes:
-        """Read the next chunk of the answer. Return the bytes that may be passed on now. Of a stream these
-        end with a complete event or comment, so that an error event can follow at any time."""
+        """Read the next chunk. Return the bytes that may be passed on now. Of a stream they end with a
+        complete event or comment, so that an error event can follow at any time."""
         if len(self._head) < _HEAD_BYTES:
             self._head += chunk[: _HEAD_BYTES - len(self._head)]
         self._tail = (self._tail + chunk)[-_TAIL_BYTES:] if len(chunk) < _TAIL_BYTES else chunk[-_TAIL_BYTES:]
@@ -201,8 +200,6 @@ class ResponseMeter:
         # The second CR may belong to a CR LF.
         between = _BETWEEN_EVENTS.match(chunk, end - chunk.endswith(b"\r", 0, end))
         end = between.end() if between is not None else end
-        if len(chunk) - end > _MOST_HELD_BYTES:
-            return chunk
         self._held = chunk[end:]
         return chunk[:end]
 
@@ -335,9 +332,8 @@ class EngineClient:
 
 
 async def _begin_answer(response: aiohttp.ClientResponse) -> EngineAnswer:
-    """Wait for the first part of a response: the first bytes of a stream, or all of an answer of up to
-    ``MAX_WHOLE_ANSWER_BYTES``. Raises ``ReplicaRequestError`` if that fails, or if the response says that the
-    engine core is dead."""
+    """Wait for the first bytes of a response, or all of up to ``MAX_WHOLE_ANSWER_BYTES``. Raises
+    ``ReplicaRequestError`` if that fails, or if the response says that the engine core is dead."""
     is_stream = response.content_type == "text/event-stream"
     is_short = response.content_length is not None and response.content_length <= MAX_WHOLE_ANSWER_BYTES
     try:

@@ -36,7 +36,7 @@ from ...routing.routing_from_preset import (
     routing_reasons,
 )
 from ...routing.routing_limits import RoutingLimits
-from .client_access import ClientAccess, engine_authorization, tenant_name
+from .client_access import ClientAccess, engine_authorization
 from .client_apis import (
     ClientApi,
     RequestRejected,
@@ -84,12 +84,6 @@ class GatewayOptions:
     """Maximum total bytes of all request bodies that the gateway holds."""
     session_header: str | None = None
     """Name of a header that names the program, before those that ``client_identity`` lists."""
-
-    def __post_init__(self) -> None:
-        for name in ("engine_key", "admin_key"):
-            key = getattr(self, name)
-            if key is not None and not key.strip():
-                raise ValueError(f"{name} is empty; expected a key, or None")
 
 
 class GatewayApplication(Starlette):
@@ -168,7 +162,6 @@ class Gateway:
         self.live = LiveHub(self.queries, gateway=True)
         self.generation = GenerationProxy(
             routing_backend=routing_backend,
-            replicas=replicas,
             client=self.client,
             events=self.events,
             metrics=metrics,
@@ -252,8 +245,7 @@ class Gateway:
         raise ApiError(404, f"the model {name!r} does not exist", "GET /v1/models lists the models")
 
     async def _stored_response(self, request: Request) -> Response:
-        """Pass on the answer of the engine that stores an answer of the responses API: that answer, which may
-        be a stream, or the one to its cancellation."""
+        """Pass on a stored answer of the responses API, maybe a stream, or that to its cancellation."""
         response_id, authorization = request.path_params["response_id"], engine_authorization(request)
         path = f"{ClientApi.RESPONSES.value}/{quote(response_id, safe='')}"
         path += "/cancel" if request.method == "POST" else f"?{request.url.query}"
@@ -304,9 +296,10 @@ class Gateway:
             batch = decode_batch(body)
         except WireError as error:
             raise ApiError(400, str(error), f"{PREFIX}/capabilities lists what is understood") from None
-        headers, authorization = request.scope["headers"], engine_authorization(request)
+        headers, tenant = request.scope["headers"], request.state.tenant or "admin"
         passing = None if is_passed(headers) else headers
-        outcomes = await self.peers.forward(self.events, batch, tenant_name(request), authorization, passing)
+        shown = engine_authorization(request)
+        outcomes = await self.peers.forward(self.events, batch, tenant, shown, passing)
         return Response(encode(OutcomeBatch(outcomes=outcomes)), media_type="application/json")
 
     async def _capabilities(self, request: Request) -> Response:

@@ -21,8 +21,8 @@ AnyStats = Annotated[Any, either(EngineStats, StockStats)]
 
 
 class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
-    """The live programs that the client may see. ``total`` is their number; ended programs do not count.
-    ``shown`` is the number in this answer, the most recently active ones."""
+    """The live programs that the client may see: ``total`` in number, of which the answer has ``shown``, the
+    most recently active ones."""
 
     programs: Sequence[ProgramRouteStatus]
     shown: int
@@ -57,8 +57,7 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[str]
     """Addresses at which no engine answers. On Ray, names of deployments, each once per missing engine."""
     pairs: dict[str, int] | UnsetType = UNSET
-    """Number of engines that are up, by role (``prefill`` or ``decode``); absent if the engines have no
-    roles."""
+    """Number of engines that are up, by role (``prefill`` or ``decode``); absent without roles."""
     read_side: str | UnsetType = UNSET
     """Name of the policy that chooses which engine of a pair reads KV from storage; absent: unknown."""
     refused: Mapping[str, str] | UnsetType = UNSET

@@ -1,8 +1,5 @@
-"""Reads a generation request: its body, and of the body what routing needs, such as the program and the
-length.
-
-Only the fields of ``_Body`` are decoded. All other fields reach the engine byte for byte, and the whole body
-does if nothing in it has to change. The tenant comes from the API key alone, never from the body.
+"""Reads a generation request: its body, and of the body what routing needs. Only the fields of ``_Body`` are
+decoded. All others reach the engine byte for byte, and the whole body does if nothing in it has to change.
 """
 
 from __future__ import annotations
@@ -10,20 +7,20 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from sojourn.errors import InputError
 from sojourn.hints import AgenticContext
 from sojourn.wire_codec import Outcome
+from starlette.types import Receive
 
 from ...api.client_identity import ClientIdentity, identify
 from ...core.request_hints import CONTEXT_KEY, NO_IDENTITY, clipped, read_identity
 from .client_apis import GATEWAY_FULL, ClientApi, RequestRejected
 from .engine_client import ClientHeaders
 
-AsgiReceive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Members = dict[str, msgspec.Raw]
 """Fields of a JSON object by name, as raw JSON."""
 
@@ -36,7 +33,7 @@ BODY_TIMEOUT_S = 60.0
 MAX_TOKENS = 2**31
 """Upper bound of ``GenerationRequest.output_tokens``."""
 PREFIX_PIECE_BYTES = 1024
-"""Bytes of each piece of a prompt for its prefix hashes, about as many as 16 of vLLM's blocks have."""
+"""Bytes of a prompt's pieces for its prefix hashes, about those of 16 of vLLM's blocks."""
 SESSION_KEY = "session_id"
 """Field of the body, or of its ``vllm_xargs``, that names the program of a request without a hint."""
 
@@ -61,9 +58,9 @@ class BodyReader:
         self.held_bytes = 0
         """Bytes of all bodies that were read and not freed."""
 
-    async def read(self, headers: ClientHeaders, receive: AsgiReceive) -> bytes:
-        """Read a body, and count its bytes until ``free``. Raises ``RequestRejected`` if the body exceeds a
-        limit or arrives too slowly, and ``ClientDisconnected``."""
+    async def read(self, headers: ClientHeaders, receive: Receive) -> bytes:
+        """Read a body, and count its bytes until ``free``. Raises ``RequestRejected`` for a body that exceeds
+        a limit or arrives too slowly, and ``ClientDisconnected``."""
         if headers.get("content-encoding", "identity") != "identity":
             raise RequestRejected(415, "encoded_body", "the body is compressed; expected plain JSON")
         self._check(0, int(headers.get("content-length", 0)))  # before a large body is sent
@@ -152,7 +149,6 @@ fields of other APIs."""
 # vLLM takes "true" for true and 5.0 for 5 too.
 _decoder = msgspec.json.Decoder(_Body, strict=False)
 _members_decoder = msgspec.json.Decoder(Members)
-_DIGIT = re.compile(rb"[0-9]")
 _LIST_OF_LISTS = re.compile(rb"\[\s*\[")
 """The beginning of a JSON list of lists: several prompts, each a list of token ids."""
 _EMBEDDED = re.compile(rb";base64,[A-Za-z0-9+/=_\\-]*")
@@ -173,30 +169,27 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     is_last: bool
     """Whether the client declares this to be the program's last turn."""
     prefix: tuple[int, ...]
-    """Hashes of the prompt's prefixes, one per piece of ``PREFIX_PIECE_BYTES``. Each covers its piece and all
-    earlier pieces; a last piece that is shorter has none. Empty if the routing policy does not read them."""
+    """Hashes of the prompt's prefixes, one per whole piece of ``PREFIX_PIECE_BYTES``; each covers all earlier
+    pieces too. Empty if the routing policy does not read them."""
     text_bytes: int
     """Length of the prompt as JSON, in bytes, without embedded files."""
     files: int
     """Number of embedded files (base64 data URLs) in the prompt."""
     is_sample: bool
-    """Whether the engine's count of tokens for this prompt tells the model's tokens per byte. False if the
-    prompt is short, is given as token ids, has images or other media, may be truncated, or continues a stored
-    conversation, whose earlier turns the body lacks."""
+    """Whether the engine's count of tokens tells the model's tokens per byte. False for a prompt that is
+    short, given as token ids, has media, may be truncated, or continues a stored conversation."""
     prompt_tokens: int | None
-    """Number of prompt tokens if the prompt is given as token ids; ``None``: only the engine knows the
-    number."""
+    """Number of prompt tokens, if it is given as token ids."""
     output_tokens: int
-    """Maximum or expected length of the answer in tokens; 0: neither is given. The messages API demands a
-    maximum, and its clients send the model's, so that one does not count."""
+    """Maximum or expected length of the answer in tokens; 0: neither is given. That of the messages API does
+    not count, since its clients must send one and send the model's."""
     previous_response_id: str | None
     is_stored: bool
     """Whether the engine may keep the answer of the responses API, so that it can be continued."""
     has_identity: bool
     """Whether the body names a program: by a hint, readable or not, or by a session id."""
     is_exact: bool
-    """Whether ``prompt_tokens`` is the length of the prompt that the engine computes. False if the length is
-    unknown or the sum of a batch, or if the engine may truncate the prompt."""
+    """Whether ``prompt_tokens`` is the length that the engine computes: no batch's, and not truncated."""
 
 
 def parse_generation_request(
@@ -210,10 +203,9 @@ def parse_generation_request(
     """Parse a body. ``session_header``: that of ``GatewayOptions``. ``reads_prefixes``: whether prefix hashes
     are needed. Raises ``InvalidGenerationRequest``.
 
-    The program's id comes from the first of these that has one: the hint, the field ``session_id``, the
-    headers, ``vllm_xargs``, other fields of the body (``client_identity``). vLLM's ``_get_session_id`` reads
-    ``session_id``, ``X-Session-ID`` and ``vllm_xargs`` in the same order. If the hint declares its program
-    implicit, the request has no program.
+    The program's id comes from the first of these that has one: the hint, which may declare that there is no
+    program, the field ``session_id``, the headers, ``vllm_xargs``, other fields of the body
+    (``client_identity``), in the order of vLLM's ``_get_session_id``.
     """
     try:
         read = _decoder.decode(body)
@@ -272,8 +264,7 @@ def parse_generation_request(
 
 
 def members_of(raw: bytes | msgspec.Raw) -> Members:
-    """Return the fields of a JSON object. Raises ``InvalidGenerationRequest`` if a field is not valid JSON,
-    which ``parse_generation_request`` does not look at."""
+    """Return the fields of a JSON object. Raises ``InvalidGenerationRequest``."""
     try:
         return _members_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -288,11 +279,10 @@ def encode_raw(value: Any) -> msgspec.Raw:
 def with_identity(
     body: bytes, rename: Callable[[str], str | None], hint: Callable[[Members], None] | None
 ) -> bytes:
-    """Return the body with changed session ids and a changed hint. All other fields stay byte for byte.
+    """Return a body that ``parse_generation_request`` accepted with changed session ids and a changed hint.
 
-    ``body``: a body that ``parse_generation_request`` accepted. ``rename`` maps each session id to its
-    replacement; ``None``: the id is removed. ``hint`` changes the fields of the hint in place; ``None``: the
-    hint is removed. Raises ``InvalidGenerationRequest``.
+    ``rename`` maps each session id to its replacement; ``None``: the id is removed. ``hint`` changes the
+    fields of the hint in place; ``None``: the hint is removed. Raises ``InvalidGenerationRequest``.
     """
     document = members_of(body)
     _rename_session(document, rename)
@@ -332,8 +322,7 @@ def _rename_session(members: Members, rename: Callable[[str], str | None]) -> No
 
 
 def _prefix(text: bytes) -> tuple[int, ...]:
-    """Return ``GenerationRequest.prefix``. Different prompts may have equal hashes, so they only estimate
-    what an engine has cached."""
+    """Return ``GenerationRequest.prefix``, hashes that only estimate what an engine has cached."""
     chain, found = 0, []
     for start in range(0, len(text) - PREFIX_PIECE_BYTES + 1, PREFIX_PIECE_BYTES):
         chain = zlib.crc32(text[start : start + PREFIX_PIECE_BYTES], chain)
@@ -346,7 +335,7 @@ def _count_ids(prompt: bytes) -> int | None:
     # The JSON is valid, so commas are counted. Parsing millions of numbers would block other clients.
     if not prompt.startswith(b"[") or b'"' in prompt:
         return None  # one or several texts
-    return prompt.count(b",") + 1 if _DIGIT.search(prompt) else 0
+    return prompt.count(b",") + 1 if prompt.strip(b"[], \t\r\n") else 0
 
 
 INITIAL_TOKENS_PER_BYTE = 0.25
@@ -362,16 +351,15 @@ FILE_TOKENS = 1024
 
 
 class PromptSizeEstimator:
-    """Estimates the number of tokens of a prompt: its length in bytes times the model's tokens per byte, a
-    moving mean over the prompts whose tokens an engine has counted."""
+    """Estimates the tokens of a prompt: its bytes times the model's tokens per byte, a moving mean over the
+    prompts whose tokens an engine has counted."""
 
     def __init__(self) -> None:
         self._ratios: dict[str | None, float] = {}
         """Tokens per byte by model. Only models that an engine has answered for are here."""
 
     def tokens(self, question: GenerationRequest) -> int:
-        """Estimate the number of prompt tokens of a request, at least 1. If the request gives token ids,
-        return their number."""
+        """Estimate the number of prompt tokens of a request, at least 1."""
         if question.prompt_tokens is not None:
             return max(1, question.prompt_tokens)
         ratio = self._ratios.get(question.model, INITIAL_TOKENS_PER_BYTE)

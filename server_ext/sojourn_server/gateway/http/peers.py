@@ -31,11 +31,11 @@ from sojourn.wire_codec import (
     decode_outcomes,
     encode,
 )
+from starlette.types import Receive, Send
 
 from .client_apis import (
     GATEWAY_STOPPING,
     REPLICA_LOST,
-    AsgiSend,
     ClientApi,
     RequestRejected,
     error_event,
@@ -53,7 +53,6 @@ from .engine_client import (
     ask_engine,
     end_to_end_headers,
 )
-from .generation_request import AsgiReceive
 from .program_events import FORWARD_TIMEOUT_S, ProgramEvents
 
 logger = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ class Peers:
     # -- requests ---------------------------------------------------------------------
 
     async def pass_on(
-        self, owner: str, api: ClientApi, scope: Any, body: bytes, receive: AsgiReceive, send: AsgiSend
+        self, owner: str, api: ClientApi, scope: Any, body: bytes, receive: Receive, send: Send
     ) -> bool:
         """Pass a client's request on to a gateway, and the answer to the client. Return False if the gateway
         cannot be reached; then nothing was sent. The client's leave ends the request there too. Raises
@@ -164,7 +163,7 @@ class Peers:
                 task.cancel()
             await asyncio.gather(passing, leaving, return_exceptions=True)
 
-    async def _pass_on(self, owner: str, api: ClientApi, scope: Any, body: bytes, send: AsgiSend) -> bool:
+    async def _pass_on(self, owner: str, api: ClientApi, scope: Any, body: bytes, send: Send) -> bool:
         """A stream that breaks off ends with an error event; another answer stays incomplete."""
         peer = self.others.get(owner)
         if peer is None:
@@ -293,7 +292,7 @@ def _passed(headers: RawHeaders) -> EngineHeaders:
     return passed
 
 
-async def _disconnected(receive: AsgiReceive) -> None:
+async def _disconnected(receive: Receive) -> None:
     with contextlib.suppress(OSError):
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -1,11 +1,9 @@
 """Bodies for the two stages of a request: one engine computes the prompt, another generates the answer.
 
-Each engine gets the client's body with a few fields changed. ``kv_transfer_params`` is vLLM's field for
-transfers. The value that the prefill engine returns is passed unchanged to the decode engine.
-
-For some requests the decode engine computes everything, without a prefill stage. With several prompts,
-several answers or beam search, vLLM itself creates several requests. So there is no single context to
-transfer. With prompt logprobs, the answering engine has to compute the prompt itself.
+Each gets the client's body with a few fields changed. The value of vLLM's field ``kv_transfer_params`` that
+the prefill engine returns is passed unchanged to the decode engine. With several prompts, several answers or
+beam search there is no single context to transfer, and with prompt logprobs the answering engine has to
+compute the prompt itself: then the decode engine computes everything.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Maps clients' program ids to the names that engines use for programs.
 
-Engines do not separate tenants. So with several tenants, an engine's name for a program starts with the
-tenant, as in ``research/agent-1``. With one tenant, names and ids are equal. Clients and the gateway itself
-use only ids. In this module, "id" is the client's, "name" the engine's.
+Engines do not separate tenants. So of several tenants, an engine's name for a program starts with the
+tenant, as in ``research/agent-1``. Clients and the gateway use only ids. "id" is the client's, "name" the
+engine's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Collection
@@ -88,12 +89,10 @@ class ProgramIdMapper:
         """Return the events of a hint with the engines' names, without those that cannot be read."""
         named: list[AnyEvent] = []
         for raw in msgspec.json.decode(events, type=list[msgspec.Raw]) if bytes(events)[:1] == b"[" else ():
-            try:
+            with contextlib.suppress(WireError):
                 event = self.named(tenant, decode_event(raw))
                 encode(event)
                 named.append(event)
-            except WireError:
-                continue
         return named
 
     def answer(self, tenant: str, document: dict[str, Any], *, shows_all: bool = False) -> dict[str, Any]:

@@ -41,13 +41,12 @@ from .client_apis import (
 from .engine_client import (
     PASSED,
     REPLICA,
-    ClientHeaders,
     EngineAnswer,
     EngineClient,
-    EngineHeaders,
     GatewayConnectError,
     ReplicaRequestError,
     ResponseMeter,
+    bearer,
     end_to_end_headers,
     engine_request_headers,
 )
@@ -65,7 +64,6 @@ from .multi_engine_queries import EngineQueries
 from .peers import UNREAD_TIMEOUT_S, Peers
 from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .program_events import AttachedEvents, ProgramEvents
-from .replica_addresses import ReplicaAddress, ReplicaAddresses
 from .routing_backend import RequestDecisions, RoutingBackend
 from .tenant_keys import TenantKeys
 
@@ -78,7 +76,6 @@ WATCH_DELAY_S = 0.02
 FULL_RETRY_S = 2.0
 """``Retry-After``, in seconds, if the gateway cannot open a connection."""
 STOPPING = "the gateway stops; send the request again"
-NO_ADDRESS = "its address is not known"
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
 MAX_RESPONSE_IDS = 20_000
@@ -99,7 +96,6 @@ class GenerationProxy:
     """ASGI application that serves the generation routes of a gateway. For use in one event loop."""
 
     routing_backend: RoutingBackend
-    replicas: ReplicaAddresses
     client: EngineClient
     events: ProgramEvents
     metrics: GatewayMetrics
@@ -128,7 +124,8 @@ class GenerationProxy:
         request: ProxyRequest | None = None
         self.open_requests += 1
         try:
-            tenant = self.tenants.tenant_of(headers.get("authorization"), headers.get("x-api-key"))
+            authorization = headers.get("authorization")
+            tenant = self.tenants.tenant_of(authorization, headers.get("x-api-key"))
             if tenant is None:
                 message = "missing or unknown API key; expected one of the gateway's"
                 raise RequestRejected(401, INVALID_KEY, message)
@@ -145,8 +142,8 @@ class GenerationProxy:
             stored: StoredResponse | None = None
             previous = question.previous_response_id if api is ClientApi.RESPONSES else None
             if previous is not None and not self.peers.in_pairs:
-                stored = await self.stored_response(tenant, previous, headers.get("authorization"))
-            request = ProxyRequest(self, api, scope, headers, send, tenant, body, question, stored)
+                stored = await self.stored_response(tenant, previous, authorization)
+            request = ProxyRequest(self, api, scope, authorization, send, tenant, body, question, stored)
             del body  # replaced by one with the engines' names of programs
             await request.run(receive)
         except RequestRejected as refused:
@@ -177,7 +174,7 @@ class GenerationProxy:
             path = f"/v1/responses/{quote(response_id, safe='')}"
             replies = await self.queries.every(path, authorization, others_s=0.0)
             urls = {url for url, reply in replies.items() if reply is not None and reply.status == 200}
-            at = next((one.replica_id for one in self.replicas.engines() if one.url in urls), None)
+            at = next((one.replica_id for one in self.queries.replicas.engines() if one.url in urls), None)
             return StoredResponse(tenant or "", at, None) if at is not None else None
         if tenant not in (None, found.tenant):
             raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found.")
@@ -197,7 +194,7 @@ class ProxyRequest:
         proxy: GenerationProxy,
         api: ClientApi,
         scope: Scope,
-        headers: ClientHeaders,
+        authorization: str | None,
         send: Send,
         tenant: str,
         body: bytes,
@@ -208,6 +205,7 @@ class ProxyRequest:
         self._proxy = proxy
         self._api = api
         self._scope = scope
+        self._authorization = authorization
         self._to_client = send
         self._tenant = tenant
         self._question = question
@@ -237,7 +235,7 @@ class ProxyRequest:
         self._attached: AttachedEvents | None = None
         """The events in the hint of ``_body``; ``None``: there are none."""
         if hint is not None and hint.sojourn is not None and hint.sojourn.events:
-            self._attached = AttachedEvents(program_id, hint, headers.get("authorization"))
+            self._attached = AttachedEvents(program_id, hint, self._authorization)
         self.meter: ResponseMeter | None = None
         """Reads the engine's answer; ``None``: none has begun to reach the client."""
         self._is_given_answer = False
@@ -247,8 +245,7 @@ class ProxyRequest:
         self._sent_to: str | None = None
         """The replica to which the request was last sent; ``None``: none, or a prefill engine rejected it."""
         self._prefilled_tokens: int | None = None
-        """Prompt tokens that the prefill engine counted; ``None``: unknown. A stream reports them only if the
-        client asked for it."""
+        """Prompt tokens that the prefill engine counted, which a stream may not report."""
         deadline_s = hint.deadline_seconds if hint is not None else None
         # This comes last, because it submits the request. ``run`` reads the core's decision.
         self.decisions: RequestDecisions = proxy.routing_backend.open(
@@ -299,7 +296,12 @@ class ProxyRequest:
             if self._is_answered and counted is not None:
                 self._proxy.sizes.learn(self._question, counted)
             if self._is_answered and self._api is ClientApi.RESPONSES and self._question.is_stored:
-                self._record_response()
+                name = self.meter.response_id if self.meter is not None else None
+                if name is not None and self._sent_to is not None:
+                    responses = self._proxy.responses
+                    responses[name] = StoredResponse(self._tenant, self._sent_to, self._program_id)
+                    if len(responses) > MAX_RESPONSE_IDS:
+                        del responses[next(iter(responses))]
         if self._program_id is not None and self._question.is_last and self._is_answered:
             self._proxy.events.end((self._tenant, self._program_id), ProgramOutcome.FINAL.value)
 
@@ -331,39 +333,21 @@ class ProxyRequest:
 
     async def _send_to_replica(self, decision: SendRequest) -> bool:
         """Send the request to the chosen replica, and pass the answer to the client. Return False if there is
-        no answer, or if a new decision came first. The caller must then carry out the next decision."""
+        none, or if a new decision came first; the caller then carries out the next decision."""
         proxy, replica_id = self._proxy, decision.replica_id
         self._sent_to = replica_id
-        address = proxy.replicas.get(replica_id)
-        if address is None:
-            self._report_failure(replica_id, ReplicaRequestError(NO_ADDRESS, computing=False))
-            return False
         waited_s = time.monotonic() - self._asked_s
-        headers = engine_request_headers(
-            self._scope["headers"],
-            dropped=proxy.dropped,
-            key=proxy.queries.engine_key,
-            rank=address.rank,
-            identity=self._identity,
-        )
         attached = self._attached
         if attached is not None and not proxy.events.may_attach(attached, self._tenant, replica_id):
             self._body, self._attached = without_events(self._body), None
-            raw, shown = self._scope["headers"], attached.authorization
-            await proxy.events.wait_for(
-                proxy.peers.forward(
-                    proxy.events, attached.batch, self._tenant, shown, raw, own_id=self._program_id
-                )
-            )
+            of_client = (self._tenant, self._authorization, self._scope["headers"], self._program_id)
+            await proxy.events.wait_for(proxy.peers.forward(proxy.events, attached.batch, *of_client))
         key = (self._tenant, self._program_id or "")
         if decision.moved_from is not None or key in proxy.events.leaving or key in proxy.events.programs:
-            await proxy.events.prepare(key, decision, headers.get("authorization"))
+            await proxy.events.prepare(key, decision, bearer(proxy.queries.engine_key, self._authorization))
         try:
-            answer = await self.decisions.unless_decided(
-                self._ask_pair(decision, address, headers)
-                if decision.prefill_id
-                else proxy.client.send(address.url + self._path, headers, self._body)
-            )
+            asking = self._ask_pair(decision) if decision.prefill_id else self._ask(replica_id, self._body)
+            answer = await self.decisions.unless_decided(asking)
         except ReplicaRequestError as error:
             self._report_failure(replica_id, error)
             return False
@@ -375,18 +359,28 @@ class ProxyRequest:
         try:
             await self._pass_back(answer, decision, waited_s)
         finally:
-            # A partly read answer makes the connection useless. The engine sees the connection close and
-            # stops computing.
             answer.close()
         return True
 
-    async def _ask_pair(
-        self, decision: SendRequest, address: ReplicaAddress, headers: EngineHeaders
-    ) -> EngineAnswer | None:
+    async def _ask(self, replica_id: str, body: bytes, *, is_named: bool = True) -> EngineAnswer:
+        """Send a body to a replica, and wait for the first part of the answer. ``is_named``: whether the
+        engine learns the program. Raises ``ReplicaRequestError`` or ``GatewayConnectError``."""
+        address = self._proxy.queries.replicas.get(replica_id)
+        if address is None:
+            raise ReplicaRequestError("its address is not known", computing=False)
+        headers = engine_request_headers(
+            self._scope["headers"],
+            dropped=self._proxy.dropped,
+            key=self._proxy.queries.engine_key,
+            rank=address.rank,
+            identity=self._identity if is_named else {},
+        )
+        return await self._proxy.client.send(address.url + self._path, headers, body)
+
+    async def _ask_pair(self, decision: SendRequest) -> EngineAnswer | None:
         """Send the request to its pair of engines. Return the answer once its first part has arrived;
-        ``None``: the prefill engine failed. ``address``: of the decode engine. Raises what ``_prefill`` and
-        ``EngineClient.send`` raise for the decode engine, ``RequestRejected``, ``InvalidGenerationRequest``.
-        """
+        ``None``: the prefill engine failed. Raises what ``_ask`` raises for the decode engine,
+        ``RequestRejected`` or ``InvalidGenerationRequest``."""
         if self._question.previous_response_id is not None:
             message = (
                 "previous_response_id: engines keep only their own answers, and each request goes to another "
@@ -395,9 +389,7 @@ class ProxyRequest:
             raise RequestRejected(400, "bad_request", message)
         body = decode_only_body(self._api, self._body)
         if body is not None:
-            self._proxy.routing_backend.tell(
-                routing_events.PrefillFinished(self.decisions.request_id, decision.prefill_id)
-            )
+            self._report_prefilled(decision)
         else:
             try:
                 prefilled = await self._prefill(decision)
@@ -409,32 +401,21 @@ class ProxyRequest:
                 self._sent_to = None
                 return prefilled
             body = decode_body(self._body, prefilled)
-        answer = await self._proxy.client.send(address.url + self._path, headers, body)
-        if answer.is_engine_failure:
-            # Another pair may succeed.
-            answer.close()
-            raise ReplicaRequestError(f"it failed, status {answer.status}")
+        answer = await self._ask(decision.replica_id, body)
+        answer.raise_for_failure()  # another pair may succeed
         return answer
 
     async def _prefill(self, pair: SendRequest) -> EngineAnswer | dict[str, Any]:
         """Run the prefill stage. Return the ``kv_transfer_params`` that say where the KV is. If the engine
         rejects the request, return its answer. Raises ``ReplicaRequestError``."""
-        proxy, request_id = self._proxy, self.decisions.request_id
-        address = proxy.replicas.get(pair.prefill_id)
-        if address is None:
-            raise ReplicaRequestError(NO_ADDRESS, computing=False)
-        headers = engine_request_headers(
-            self._scope["headers"], dropped=proxy.dropped, key=proxy.queries.engine_key, rank=address.rank
-        )
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
         transfer = secrets.token_hex(12)
         body = prefill_body(self._api, self._body, transfer, pair.peer, pair.decode_reads, pair.epoch)
-        answer = await proxy.client.send(address.url + self._path, headers, body)
-        if answer.status != 200 and not answer.is_engine_failure:
+        answer = await self._ask(pair.prefill_id, body, is_named=False)
+        answer.raise_for_failure()
+        if answer.status != 200:
             return answer
         try:
-            if answer.status != 200:
-                raise ReplicaRequestError(f"it failed, status {answer.status}")
             document = answer.first
             while part := await answer.next_part():
                 document += part
@@ -446,8 +427,12 @@ class ProxyRequest:
         meter = ResponseMeter(is_stream=False)
         meter.push(document)
         self._prefilled_tokens, _ = meter.counts()
-        proxy.routing_backend.tell(routing_events.PrefillFinished(request_id, pair.prefill_id))
+        self._report_prefilled(pair)
         return prefilled
+
+    def _report_prefilled(self, pair: SendRequest) -> None:
+        prefilled = routing_events.PrefillFinished(self.decisions.request_id, pair.prefill_id)
+        self._proxy.routing_backend.tell(prefilled)
 
     def _report_failure(self, replica_id: str, error: ReplicaRequestError) -> None:
         """Log that a replica did not answer, and report this to the core."""
@@ -458,12 +443,12 @@ class ProxyRequest:
         )
 
     async def _pass_back(self, answer: EngineAnswer, decision: SendRequest, waited_s: float) -> None:
-        """Pass an engine's answer to the client, and record it. From now on the request cannot go to another
-        replica. ``waited_s``: seconds that the request waited at the gateway before."""
+        """Pass an engine's answer to the client, and record it. The request can no longer go elsewhere.
+        ``waited_s``: seconds that it waited at the gateway before."""
         proxy, replica_id = self._proxy, decision.replica_id
         self.decisions.mark_answered()
         self.meter = meter = ResponseMeter(is_stream=answer.is_stream)
-        self._is_given_answer = answer.status == 200 and not answer.is_engine_failure
+        self._is_given_answer = answer.status == 200 and answer.error is None
         if self._attached is not None and self._is_given_answer:
             proxy.events.record_attached(self._attached, self._tenant, replica_id)
         # The engine's list of headers, with multiple cookies and such, as it came.
@@ -535,12 +520,3 @@ class ProxyRequest:
             event = error_event(self._api, *failure)
             await self._to_client({"type": "http.response.body", "body": event})
         return False
-
-    def _record_response(self) -> None:
-        """Record where an answer of the responses API is, so that requests that name it find it."""
-        name = self.meter.response_id if self.meter is not None else None
-        if name is not None and self._sent_to is not None:
-            responses = self._proxy.responses
-            responses[name] = StoredResponse(self._tenant, self._sent_to, self._program_id)
-            if len(responses) > MAX_RESPONSE_IDS:
-                del responses[next(iter(responses))]
