@@ -266,18 +266,23 @@ class AffinityStrategy(RoutingStrategy):
     def health_changed(self, replica: Replica, now: float) -> None:
         self.capacity_changed = True
         if replica.health is ReplicaHealth.DRAINING:
-            self._clear_queue(replica.replica_id)
+            for request in list(self.queues.get(replica.replica_id, ())):
+                self._release(request)
         else:
             self.freed.add(replica.replica_id)
 
     def lost(self, replica: Replica, now: float) -> None:
-        self._clear_queue(replica.replica_id)
+        for request in list(self.queues.get(replica.replica_id, ())):
+            if request.only_replica_id is not None:
+                self._core.give_up(request, now)
+            else:
+                self._release(request)
         self._prefixes.pop(replica.replica_id, None)
         self.capacity_changed = True
 
-    def _clear_queue(self, replica_id: str) -> None:
-        """Move the requests that wait for this replica to the queue for any replica."""
-        for request in list(self.queues.get(replica_id, ())):
+    def _release(self, request: RoutedRequest) -> None:
+        """Let a request that waits for one replica wait for any, unless only that one may serve it."""
+        if request.only_replica_id is None:
             self.dequeue(request)
             self.enqueue_again(request)
 
@@ -683,7 +688,9 @@ class AffinityStrategy(RoutingStrategy):
         found = []
         for one in [*waiting, *reversed(replica.in_flight.values())]:
             program = one.program
-            if program is None or program.home != replica.replica_id or one.began or one.recalled:
+            if program is None or program.home != replica.replica_id or one.only_replica_id is not None:
+                continue
+            if one.began or one.recalled:
                 continue
             is_alone = program.in_flight + program.waiting == 1 and self._core.knows(program)
             if is_alone and program.moved_at_turn != program.turns:
@@ -804,8 +811,7 @@ class AffinityStrategy(RoutingStrategy):
             self._core.leave_home(program)
             queue = self.queues.get(replica.replica_id)
             for request in queue.of(program) if queue is not None else ():
-                self.dequeue(request)
-                self.enqueue_again(request)
+                self._release(request)
             if program.is_reported and program.is_idle:
                 del self._core.programs[program.key]
         for one in event.programs:
@@ -842,7 +848,7 @@ class AffinityStrategy(RoutingStrategy):
         if program.in_flight != 1 or program.moved_at_turn == program.turns:
             return
         request = next((one for one in replica.in_flight.values() if one.program is program), None)
-        if request is None or request.began or request.recalled:
+        if request is None or request.began or request.recalled or request.only_replica_id is not None:
             return
         if now - request.sent_s < MIN_ENGINE_WAIT_S:
             return  # the request may have been sent after the engine's report

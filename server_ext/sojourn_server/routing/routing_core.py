@@ -259,8 +259,8 @@ class RoutingCore:
         else:
             request = self._add_request(event, now)
             try:
-                only, choose = self.fleet.get(event.only_replica_id), self.strategy.choose
-                placement = Placement(only.replica_id, STORED_REASON) if only else choose(request, now)
+                only, choose = request.only_replica_id, self.strategy.choose
+                placement = Placement(only, STORED_REASON) if only else choose(request, now)
                 if placement is None:
                     self.strategy.enqueue(request)
                 else:
@@ -302,6 +302,7 @@ class RoutingCore:
             now,
             output_tokens=event.output_tokens,
             prefix=event.prefix,
+            only_replica_id=event.only_replica_id if event.only_replica_id in self.fleet else None,
         )
         self._number += 1
         self.requests[request.request_id] = self.waiting[request.request_id] = request
@@ -519,7 +520,8 @@ class RoutingCore:
 
     def _retry(self, request: RoutedRequest, now: float) -> None:
         """Process a request that its replica did not answer, or answered only in part. If the answer has
-        begun, abort its stream. If the request failed too often, reject it. Otherwise queue it again."""
+        begun, abort its stream. If the request failed too often, or no other replica may serve it, reject it.
+        Otherwise queue it again."""
         request.failures += 1
         limits = self.limits
         if request.began:
@@ -528,6 +530,7 @@ class RoutingCore:
             self.close(request, now)
         elif (
             request.failures >= limits.most_failures
+            or request.only_replica_id is not None
             or request.failures_computing >= limits.most_failures_computing
         ):
             self.give_up(request, now)
@@ -539,7 +542,9 @@ class RoutingCore:
         """Reject a request that has failed too often, or has no replica left to try."""
         self.close(request, now)
         times, unit = request.failures, self.strategy.unit
-        if request.failures_computing >= self.limits.most_failures_computing:
+        if request.only_replica_id is not None:
+            why = f"the {unit} that stores its conversation did not answer"
+        elif request.failures_computing >= self.limits.most_failures_computing:
             why = f"it was accepted by a {unit} {request.failures_computing} times and not answered"
         elif times >= self.limits.most_failures:
             why = f"it was sent to a {unit} {times} times and not answered"

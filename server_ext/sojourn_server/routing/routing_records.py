@@ -210,6 +210,9 @@ class RoutedRequest:
     output_tokens: int = 0
     """Output length that the client expects; 0: the client stated none."""
     prefix: tuple[int, ...] = ()
+    only_replica_id: str | None = None
+    """The replica that stores the conversation; any other would reject the request. ``None``: any may serve
+    it."""
     replica_id: str | None = None
     """The replica that the request waits for or was sent to; ``None``: the request waits for any replica."""
     sent: SendRequest | None = None
@@ -261,10 +264,10 @@ class RoutedRequest:
     @property
     def can_move(self) -> bool:
         """Whether stealing or preemption may move this waiting request, and its program, to another replica.
-        False if the request failed at a replica, if the program has another request in flight, or if it has
-        not finished a turn since its last move."""
+        False if only one replica may serve the request, if it failed at a replica, if the program has another
+        request in flight, or if it has not finished a turn since its last move."""
         program = self.program
-        if self.failed_at:
+        if self.failed_at or self.only_replica_id is not None:
             return False
         return program is None or (not program.in_flight and program.moved_at_turn != program.turns)
 
