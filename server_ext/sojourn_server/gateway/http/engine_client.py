@@ -169,7 +169,7 @@ class EngineAnswer:
     def raise_for_failure(self) -> None:
         """Close the answer and raise ``ReplicaRequestError`` if the engine failed: a status of 500 or more,
         except 501 (not implemented), or a stream that begins with an error of the engine."""
-        if self.error is not None if self.status == 200 else self.status >= 500 and self.status != 501:
+        if (self.status >= 500 and self.status != 501) or (self.status == 200 and self.error is not None):
             self.close()
             raise ReplicaRequestError(f"it failed, status {self.status}")
 
