@@ -13,7 +13,7 @@ from fake_engine import FakeEngine
 from fake_pair_engine import PairEngine, core_of, engines_of, gateway_of, pair_engines, pairs
 from gateway_harness import World, until
 from sojourn_server.gateway.http.engine_monitor import (
-    EngineCompatibility,
+    EngineKind,
     EngineMonitor,
     incompatibility,
     nic_queue_event,
@@ -297,8 +297,8 @@ async def test_the_side_with_the_shorter_reported_queue_reads(busy: str, decode_
 LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
 
 
-def kind(kv: str, shape: str) -> EngineCompatibility:
-    return EngineCompatibility("tiny", 4096, 64, kv, shape)
+def kind(kv: str, shape: str) -> EngineKind:
+    return "tiny", shape, 4096, 64, kv
 
 
 @pytest.mark.parametrize(("kv", "ours", "alike"), [("a", "a", True), ("a", "b", False), ("", "b", True),

@@ -1,10 +1,9 @@
 """Polls engines. Registers living ones with the routing core, reports their load and the programs whose KV
 they have, and reports dead or restarted engines as gone.
 
-Each poll asks for ``/health``, and engines that run sojourn for ``/sojourn/v1/load`` too: requests, queues of
-links, programs with KV. At the first poll and then every ``DESCRIBE_EVERY_POLLS`` polls, the engine describes
-itself. An engine is dead if it refuses connections, if it reports twice that it is unhealthy, or if it does
-not answer for ``SILENT_DEAD_S``.
+Each poll asks for ``/health``, and engines that run sojourn for their load too. Engines describe themselves
+at the first of ``DESCRIBE_EVERY_POLLS`` polls. An engine is dead if it refuses connections, reports twice
+that it is unhealthy, or does not answer for ``SILENT_DEAD_S``.
 
 Engines with configured roles are prefill and decode engines. Only those of one kind are accepted, with the
 same model and KV format. The served kind changes when it lacks a role and another kind has both."""
@@ -16,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -43,7 +42,6 @@ from .routing_backend import RoutingBackend
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""Default seconds between two polls of an engine."""
 ANSWER_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 10.0
 """Maximum seconds of a health check, long enough for a slow but living engine."""
@@ -52,32 +50,22 @@ SILENT_DEAD_S = 30.0
 MAX_ERROR_POLLS = 2
 """Number of health checks in a row with status 500 or 503 after which an engine counts as dead."""
 DESCRIBE_EVERY_POLLS = 15
-"""Number of polls between two requests for an engine's description."""
 PARTIAL_POLLS = 3
-"""Number of polls of a new engine after which even an incomplete description is accepted."""
+"""Number of polls after which even an incomplete description of a new engine is accepted."""
 DEFAULT_CAPACITY_TOKENS = 1 << 20
 """Assumed KV capacity, in tokens, of an engine that reports none. All such engines count as equally large."""
 STORAGE_READ = "storage read"
 """Name of the link whose queue decides which engine of a pair reads KV from storage."""
 DEFAULT_BLOCK_S = 0.001
-"""Assumed seconds to read one Full Block, for an engine that has not measured its link."""
+"""Assumed seconds in which an engine that has measured nothing reads one Full Block."""
 LOAD_PATH = "/sojourn/v1/load"
 _DESCRIPTION_PATHS = (CAPABILITIES_PATH, "/metrics", "/v1/models")
 _Name = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"\S")]
 _Size = Annotated[int, Meta(ge=1)]
 
 
-class EngineCompatibility(NamedTuple):
-    """What both engines of a pair have in common. ``kv`` and ``shape`` are empty if not reported."""
-
-    model: str
-    block_bytes: int
-    block_tokens: int
-    """Size of a Full Block, the unit of KV storage."""
-    kv: str
-    """Digest of the KV format, equal for engines that accept each other's KV."""
-    shape: str
-    """How the model is split over the engine's workers."""
+EngineKind = tuple[str, str, int, int, str]
+"""What both engines of a pair have in common: the values of ``_MUST_BE_EQUAL``. Empty: not reported."""
 
 
 class PairCapabilities(msgspec.Struct, frozen=True):
@@ -112,7 +100,7 @@ class EngineDescription:
     speaks_sojourn: bool = False
     paths: PairCapabilities | None = None
     """``None``: missing or invalid."""
-    kind: EngineCompatibility | None = None
+    kind: EngineKind | None = None
     """``None``: the engine can be in no pair, and ``unfit`` says why if it was started for pairs."""
     unfit: str = ""
 
@@ -140,8 +128,7 @@ def describe_engine(
             if ranks > 1:
                 unfit = "it has data-parallel ranks, which share one address of KV; expected one engine"
             else:
-                blocks_of = (paths.block_bytes, paths.block_tokens)
-                kind = EngineCompatibility(model, *blocks_of, paths.kv, paths.shape)
+                kind = (model, paths.shape, paths.block_bytes, paths.block_tokens, paths.kv)
     except msgspec.ValidationError as error:
         unfit = f"what it reports of its KV paths is invalid: {error}"
     # Without a start time, another engine at this address is noticed only after the loss of the first.
@@ -179,38 +166,37 @@ def _table(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def incompatibility(kind: EngineCompatibility, ours: EngineCompatibility) -> str:
+def incompatibility(kind: EngineKind, ours: EngineKind) -> str:
     """Return why engines of a kind cannot work with ``ours``; empty if they can."""
-    for name, (what, how) in _MUST_BE_EQUAL.items():
-        theirs, own = getattr(kind, name), getattr(ours, name)
-        if theirs != own and (name == "model" or (theirs and own)):
+    for (what, how), theirs, own in zip(_MUST_BE_EQUAL, kind, ours, strict=True):
+        if theirs != own and (what == "model" or (theirs and own)):
             return f"its {what} is {theirs!r}; expected {own!r}, as the other engines have{how}"
     return ""
 
 
-_MUST_BE_EQUAL = {
-    "model": ("model", ""),
-    "shape": ("split over workers", " (--tensor-parallel-size, --pipeline-parallel-size)"),
-    "block_bytes": ("Full Block in bytes", ""),
-    "block_tokens": ("Full Block in tokens", ""),
-    "kv": (
+_MUST_BE_EQUAL = (
+    ("model", ""),
+    ("split over workers", " (--tensor-parallel-size, --pipeline-parallel-size)"),
+    ("Full Block in bytes", ""),
+    ("Full Block in tokens", ""),
+    (
         "KV format",
         "; start all with the same flags (--block-size, --kv-cache-dtype) and weights, in one release",
     ),
-}
-"""Field of ``EngineCompatibility`` → (its name in errors, how it becomes equal)."""
+)
+"""(name in errors, how it becomes equal) of each value of an ``EngineKind``."""
 
 
 def dominant_kind(
-    engines: Iterable[tuple[EngineCompatibility, PairRole]], ours: EngineCompatibility | None
-) -> EngineCompatibility | None:
+    engines: Iterable[tuple[EngineKind, PairRole]], ours: EngineKind | None
+) -> EngineKind | None:
     """Choose the kind to serve. ``ours``, the served kind, stays while it has both roles. Else it is the kind
     with the most engines, those with both roles first."""
-    roles: dict[EngineCompatibility, list[PairRole]] = {}
+    roles: dict[EngineKind, list[PairRole]] = {}
     for kind, role in engines:
         roles.setdefault(kind, []).append(role)
 
-    def weight(kind: EngineCompatibility) -> tuple[bool, bool, int]:
+    def weight(kind: EngineKind) -> tuple[bool, bool, int]:
         has_both = len(set(roles[kind])) == len(PairRole)
         return has_both, has_both and kind == ours, len(roles[kind]) * 2 + (kind == ours)
 
@@ -286,7 +272,7 @@ class EngineMonitor:
         self._poll_s = poll_s
         self._clock = clock
         self._watched: dict[str, MonitoredEngine] = {}
-        self._kind: EngineCompatibility | None = None
+        self._kind: EngineKind | None = None
         """The served kind of prefill and decode engines; ``None``: not chosen yet."""
         self._absent: tuple[str, ...] = ()
         self.watch(engines)
@@ -363,11 +349,8 @@ class EngineMonitor:
             watched.polling = asyncio.ensure_future(self._poll(watched))
 
     async def _poll(self, watched: MonitoredEngine) -> None:
-        try:
-            await self._check(watched)
-            self._register(watched)
-        except Exception:
-            logger.exception("polling %s failed; please report this", watched.url)
+        await self._check(watched)
+        self._register(watched)
 
     async def _check(self, watched: MonitoredEngine) -> None:
         """Query an engine. Report it as gone if it is dead."""
@@ -415,12 +398,11 @@ class EngineMonitor:
     async def _describe(self, watched: MonitoredEngine) -> None:
         """Update a description, but not to an incomplete one, which would look like another engine."""
         replies = await asyncio.gather(*(self._get(watched.url + path) for path in _DESCRIPTION_PATHS))
+        known, is_partial = watched.description, None in replies
         asks_key = any(one is not None and one.status == 401 for one in replies)
         if asks_key and not watched.is_warned:
             logger.warning("%s asks for a key: without --engine-key its sizes are unknown", watched.url)
             watched.is_warned = True
-        known = watched.description
-        is_partial = None in replies
         if (known and (is_partial or asks_key)) or (is_partial and watched.polls < PARTIAL_POLLS - 1):
             return
         capabilities, metrics, models = (one or _NOTHING for one in replies)
@@ -431,17 +413,13 @@ class EngineMonitor:
         watched.description = described
         if known is None:
             watched.is_warned = asks_key
-            logger.info(
-                "%s is up: KV for %d tokens on the device, %d in host memory",
-                watched.url, described.registered.capacity_tokens, described.registered.host_tokens,
-            )  # fmt: skip
+            sizes = (described.registered.capacity_tokens, described.registered.host_tokens)
+            logger.info("%s is up: KV for %d tokens on the device, %d in host memory", watched.url, *sizes)
             if described.paths is not None and watched.role is None:
-                logger.warning(
-                    "%s was started with --role %s, but this gateway sends it all requests; clients could "
-                    "then read other clients' KV. Start the gateway with --prefill and --decode, or the "
-                    "engine without --role",
-                    watched.url, described.paths.role.value,
-                )  # fmt: skip
+                why = "but gets all requests, so that clients could read other clients' KV"
+                how = "start the gateway with --prefill and --decode, or the engine without --role"
+                role = described.paths.role.value
+                logger.warning("%s was started with --role %s, %s; %s", watched.url, role, why, how)
         elif known.registered.instance != described.registered.instance:
             logger.warning("%s was restarted: its KV is lost", watched.url)
 

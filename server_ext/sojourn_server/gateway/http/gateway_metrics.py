@@ -138,8 +138,7 @@ class GatewayMetrics(Collector):
         missing: int = 0,
         up_by_role: Mapping[str, int] | None = None,
     ) -> bytes:
-        """Return all metrics in Prometheus' text format. ``uses``: used capacity ÷ share, by tenant.
-        ``missing``: number of engines that do not answer. ``up_by_role``: number of engines that are up."""
+        """Return all metrics in Prometheus' text format. ``uses``: used capacity ÷ share, by tenant."""
         engines = [state for state in replicas if isinstance(state, PairEngineStatus)]
         counts = Counts(state.health for state in replicas)
         loads = defaultdict(list)

@@ -1,6 +1,4 @@
-"""The HTTP server of a gateway: uvicorn's, with settings for its clients, the limit of open files, and a stop
-that waits for requests of models alone. An open port belongs behind a proxy, which bounds what strangers may
-send."""
+"""The HTTP server of a gateway: uvicorn's, with a stop that waits for requests of models alone."""
 
 from __future__ import annotations
 
@@ -33,9 +31,8 @@ _POLL_S = 0.1
 
 
 class ClientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol on httptools, without clients' offers to change to another protocol. Java's HTTP
-    client offers HTTP/2 with its first request, and httptools then takes the body for bytes of that protocol.
-    A server may ignore the offer (RFC 9110 §7.8). A body of JSON has no such line."""
+    """uvicorn's protocol on httptools, without offers to change to another one, which a server may ignore
+    (RFC 9110 §7.8). Java's client offers HTTP/2, and httptools then takes the body, JSON, for bytes of it."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(_UPGRADE.sub(b"", data) if b"pgrade:" in data else data)
@@ -68,8 +65,7 @@ def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
 
 
 def raise_open_file_limit(most_waiting: int) -> int | None:
-    """Raise the soft limit of open files to ``MAX_OPEN_FILES`` or twice the number of requests that may wait,
-    within the hard limit. Return it; ``None``: there is none."""
+    """Raise the soft limit of open files for so many requests. Return it; ``None``: there is none."""
     try:
         import resource
     except ImportError:  # Windows

@@ -148,8 +148,7 @@ class EngineQueries:
     # -- live frames, as a ``LiveSource`` ----------------------------------------------
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:
-        """Return the engines, by replica ids, and the programs of all tenants that changed within this many
-        seconds, or that have a request or a lease; ``None``: all programs."""
+        """Return the engines, and the programs that changed within this many seconds; ``None``: all."""
         delta = "" if changed_within_s is None else f"&changed_within_s={changed_within_s:.3f}"
         replies = await self.every("/sojourn/v1/stream?once=1" + delta, None, LIVE_STRAGGLER_WAIT_S)
         documents, stock, total = replies.documents, replies.stock, 0

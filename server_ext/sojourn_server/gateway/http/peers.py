@@ -1,10 +1,9 @@
 """Gateways that serve the same engines and share nothing.
 
-A program belongs to one gateway: the one that a rendezvous hash of its tenant and id names among those that
-answer. When a gateway goes, only its own programs get another owner. A gateway that receives a request or an
-event of another's program passes it on, once (``PASSED`` marks it), so each gateway decides about its own
-programs as a single one does. If the owner cannot be reached, the gateway decides itself: it asks the engines
-which programs have KV, so most turns still go where their KV is.
+A program belongs to the gateway that a rendezvous hash of its tenant and id names among those that answer.
+When a gateway goes, only its own programs get another owner. Any other gateway passes their requests and
+events on, once (``PASSED`` marks it). If the owner cannot be reached, the gateway decides itself: it asks the
+engines which programs have KV, so most turns still go where their KV is.
 
 Requests without a program stay where they arrive. Of prefill and decode engines one gateway decides all
 requests, those without a program too (``Peers.in_pairs``). Each gateway counts the waiting requests and the
@@ -52,6 +51,7 @@ from .engine_client import (
     ResponseMeter,
     ask_engine,
     end_to_end_headers,
+    engine_request_headers,
 )
 from .program_events import FORWARD_TIMEOUT_S, ProgramEvents
 
@@ -64,8 +64,7 @@ CHECK_S = 1.0
 CHECK_TIMEOUT_S = 6.0
 """Seconds within which a gateway has to answer a check, long enough for a slow one."""
 POST_TIMEOUT_S = FORWARD_TIMEOUT_S + 1.0
-"""Seconds to wait for another gateway's answer about events or a drain. The other one keeps events whose
-engine does not answer, and two gateways must not keep the same ones."""
+"""Seconds to wait for another gateway, which keeps events whose engine does not answer: two must not."""
 
 
 @dataclass(slots=True)
@@ -171,8 +170,7 @@ class Peers:
         query = scope.get("query_string", b"").decode("latin-1")
         url = f"{owner}{api.value}{'?' if query else ''}{query}"
         answer: EngineAnswer | None = None
-        failure: tuple[str, str] | None = None
-        """Error code and message with which the answer ends."""
+        failure: tuple[str, str] | None = None  # code and message with which the answer ends
         try:
             answer = await peer.client.send(url, _passed(scope["headers"]), body)
             meter = ResponseMeter(is_stream=answer.is_stream)
@@ -217,9 +215,9 @@ class Peers:
         headers: RawHeaders | None,
         own_id: str | None = None,
     ) -> list[EventOutcome]:
-        """Forward events to their programs' gateways; those of this gateway's programs, or of a gateway that
-        is gone, to the engines. Return their outcomes in order. ``headers``: of the request that brought the
-        events; ``None``: they are not passed on. ``own_id``: program whose events stay here."""
+        """Forward events to their programs' gateways, or from here to the engines. Return their outcomes in
+        order. ``headers``: of the request that brought the events; ``None``: they are not passed on.
+        ``own_id``: program whose events stay here."""
         parts: dict[str | None, list[int]] = {}
         for place, raw in enumerate(batch.events):
             owner = None
@@ -282,13 +280,9 @@ def is_passed(headers: RawHeaders) -> bool:
 
 
 def _passed(headers: RawHeaders) -> EngineHeaders:
-    own = (b"host", b"content-length", b"expect", b"accept-encoding")
-    passed = EngineHeaders(
-        (name.decode("latin-1"), value.decode("utf-8", "replace"))
-        for name, value in end_to_end_headers(headers)
-        if name not in own
-    )
-    passed.update({PASSED: "1", "accept-encoding": "identity"})
+    own = frozenset((b"host", b"content-length", b"expect"))
+    passed = engine_request_headers(end_to_end_headers(headers), dropped=own, key=None, rank=None)
+    passed[PASSED] = "1"
     return passed
 
 

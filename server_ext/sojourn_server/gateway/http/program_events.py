@@ -87,7 +87,7 @@ END_ATTEMPTS = 3
 MAX_PROGRAMS = 10_000
 """Maximum number of programs whose state is kept, those of the newest events."""
 MAX_RUNNING_TOOLS = 64
-"""Maximum number of running tools that are kept of a program."""
+"""Maximum number that is kept of a program."""
 MAX_UNSENT_OF_PROGRAM = 2 * MAX_BATCH_EVENTS
 """Maximum number of events of a program that no engine has answered, the newest."""
 MAX_UNSENT = 100_000
@@ -95,8 +95,7 @@ MAX_UNSENT = 100_000
 MAX_TOTAL_GRAPH_BYTES = 32 << 20
 """Maximum total bytes of all graphs as JSON."""
 LEAST_KV_WAIT_S, MOST_KV_WAIT_S = 0.5, 5.0
-"""Bounds of the wait for a program's KV to be on the shared disk; the lower one is a few steps of the former
-engine."""
+"""Bounds of the wait for KV to be on the shared disk. The lower one is a few steps of the former engine."""
 STORE_POLL_S = 0.02
 RELEASE_DELAY_S = 30.0
 """Seconds after which a former replica may drop a program's KV, even without a request to the new home."""
@@ -128,7 +127,7 @@ class _Program:
     """What the gateway keeps of one program."""
 
     state: dict[str, _Entry] = field(default_factory=dict)
-    """The newest start and graph, and the starts of the running tools."""
+    """The newest start and graph, and the running tools."""
     unsent: dict[_Entry, None] = field(default_factory=dict)
     """Events that no engine has answered, in order of arrival."""
     place: EngineInstance | None = None
@@ -153,7 +152,7 @@ class _Turn:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     failures: int = 0
-    """Number of POSTs without an answer."""
+    """POSTs without an answer."""
 
 
 class _StoredKv(msgspec.Struct):
@@ -263,7 +262,8 @@ class ProgramEvents:
             if isinstance(event, ProgramEnd) and (outcome is None or outcome.outcome is not Outcome.REJECTED):
                 if outcome is None:
                     address = self._replicas.get(core.home(*key) or core.answered_by(*key))
-                    self._send_end(address, key, event.status, authorization)
+                    if address is not None:
+                        self._start(self._send_end(address, key, event.status, authorization))
                     outcome = _outcome(event, Outcome.DEFERRED, "its replica receives it later")
                 self.end(key, event.status)
             outcomes[number] = outcome or _outcome(event, Outcome.MISSING, "its replica did not answer")
@@ -377,8 +377,7 @@ class ProgramEvents:
         return False
 
     def leave(self, key: Key, former: str) -> None:
-        """Release a program's KV at its former replica later. Until then it can be written to the shared
-        disk."""
+        """Release a program's KV later. Until then it can be written to the shared disk."""
         self._cancel_release(key, former)
         self.leaving.setdefault(key, {})[former] = self._start(self._release_later(key, former))
 
@@ -401,7 +400,7 @@ class ProgramEvents:
         if record is not None:
             record.place = None if record.place == self._instance(old) else record.place
             authorization = record.authorization if authorization is None else authorization
-        self._send_end(old, key, "cancelled", authorization)
+        self._start(self._send_end(old, key, "cancelled", authorization))
 
     def _cancel_release(self, key: Key, former: str) -> None:
         timers = self.leaving.get(key, {})
@@ -544,26 +543,21 @@ class ProgramEvents:
             event = msgspec.structs.replace(event, graph=graph)
         return event
 
-    def _send_end(
-        self, address: ReplicaAddress | None, key: Key, status: str, authorization: str | None
+    async def _send_end(
+        self, address: ReplicaAddress, key: Key, status: str, authorization: str | None
     ) -> None:
         end = ProgramEnd(program_id=key[1], seq=0, status=status[:MAX_EVENT_NAME_BYTES])
         entry = _Entry(end, self._emitter, authorization, self._clock())
-
-        async def send(address: ReplicaAddress) -> None:
-            for _ in range(END_ATTEMPTS):
-                home = self._replicas.get(self._routing_backend.core.home(*key))
-                if home is not None and home.url == address.url:
-                    return  # the program has come back
-                turn = self._turns.setdefault((address.url, key[0]), _Turn())
-                async with turn.lock:
-                    [(batch, *_)] = self._batches(key[0], [(_Program(), entry)])
-                    if await self._post(address.url, batch, authorization) is not None:
-                        return
-                await asyncio.sleep(ANSWER_TIMEOUT_S)
-
-        if address is not None:
-            self._start(send(address))
+        for _ in range(END_ATTEMPTS):
+            home = self._replicas.get(self._routing_backend.core.home(*key))
+            if home is not None and home.url == address.url:
+                return  # the program has come back
+            turn = self._turns.setdefault((address.url, key[0]), _Turn())
+            async with turn.lock:
+                [(batch, *_)] = self._batches(key[0], [(_Program(), entry)])
+                if await self._post(address.url, batch, authorization) is not None:
+                    return
+            await asyncio.sleep(ANSWER_TIMEOUT_S)
 
     async def wait_for(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Start ``doing``, and wait for its end at most ``REPLAY_WAIT_S``."""

@@ -95,9 +95,8 @@ class StatusRoutes:
 
     async def _exposition(self, request: Request) -> Response:
         states, uses = self.routing_backend.replicas(), self.routing_backend.core.strategy.shares_used()
-        page = self.metrics.exposition(
-            states, uses, len(self.queries.monitor.missing()), self._roles(states) or {}
-        )
+        missing = len(self.queries.monitor.missing())
+        page = self.metrics.exposition(states, uses, missing, self._roles(states) or {})
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def _programs(self, request: Request) -> Response:
@@ -258,21 +257,16 @@ class StatusRoutes:
         self.routing_backend.tell((ReplicaDrainStarted if is_start else ReplicaDrainCancelled)(replica_id))
         missed = await self.peers.repeat(request.scope["path"], request.scope["headers"])
         logger.info("%.200r: %s", replica_id, "it is drained" if is_start else "its drain is cancelled")
-        states = self.routing_backend.replicas()
-        if is_start and not any(state.health == "up" for state in states):
-            logger.warning("every replica is drained or gone: requests wait until one is available")
         if missed:
             what = f"this gateway has taken the order, but not {', '.join(missed)}"
             raise ApiError(502, what, "send it again when they answer")
+        states = self.routing_backend.replicas()
         return json_response(next((state for state in states if state.replica == replica_id), None))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
         """Return the address of a replica; ``None``: of the first one."""
-        address = (
-            self.queries.replicas.get(name)
-            if name is not None
-            else next(iter(self.queries.replicas.values()), None)
-        )
+        replicas = self.queries.replicas
+        address = replicas.get(next(iter(replicas), None) if name is None else name)
         if address is None:
             raise ApiError(404, "no such replica here", f"replicas are: {self._known() or 'none yet'}")
         return address
