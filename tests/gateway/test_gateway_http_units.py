@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sojourn.errors import InputError
 from sojourn_server.gateway.http.client_apis import ClientApi, error_body, error_event
 from sojourn_server.gateway.http.engine_client import (
     ResponseMeter,
@@ -29,7 +30,6 @@ from sojourn_server.gateway.http.routing_backend import RequestDecisions, Routin
 from sojourn_server.gateway.http.tenant_keys import (
     DEFAULT_TENANT,
     TenantKeys,
-    TenantKeysError,
     load_tenant_keys,
 )
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
@@ -227,10 +227,10 @@ def test_a_file_of_tenants(tmp_path: Path) -> None:
 def test_bad_files_of_tenants_say_what_was_wrong_and_no_key(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(text)
-    with pytest.raises(TenantKeysError, match=told) as caught:
+    with pytest.raises(InputError, match=told) as caught:
         load_tenant_keys(file, environment={})
     assert "same'" not in str(caught.value)
-    with pytest.raises(TenantKeysError, match="No such file"):
+    with pytest.raises(InputError, match="No such file"):
         load_tenant_keys(tmp_path / "none.toml")
 
 

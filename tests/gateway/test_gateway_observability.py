@@ -9,8 +9,9 @@ import pytest
 from fake_engine import engines
 from fake_pair_engine import pair_engines
 from gateway_harness import World, until, world
+from sojourn.errors import InputError
 from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
-from sojourn_server.gateway.http.tenant_keys import TenantKeys, TenantKeysError
+from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 
 KEYS = {"key-a": "a", "key-b": "b"}
@@ -97,5 +98,5 @@ async def test_a_key_that_is_not_known_has_one_code_and_counts() -> None:
 def test_the_admin_key_is_no_tenants() -> None:
     preset = parse_cluster_preset('routing = "random"', source="test")
     options = GatewayOptions(admin_key="key-b")
-    with pytest.raises(TenantKeysError, match="the admin key is also b's key"):
+    with pytest.raises(InputError, match="the admin key is also b's key"):
         build_gateway([], preset, TenantKeys(KEYS), options)

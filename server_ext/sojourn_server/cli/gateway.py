@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from sojourn.config import local_url
-from sojourn.errors import install_command
+from sojourn.errors import InputError, install_command
 
 from .console import CliError, check_free_port, is_given, print_line, print_note
 
@@ -371,14 +371,14 @@ def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> Clus
 
 
 def _tenants(path: Path | None, api_key: str | None, admin_key: str | None) -> TenantKeys:
-    from sojourn_server.gateway.http.tenant_keys import TenantKeysError, load_tenant_keys
+    from sojourn_server.gateway.http.tenant_keys import load_tenant_keys
 
     if path is not None and api_key is not None:
         raise CliError("--tenants and --api-key are both given", "write the key into the file of tenants")
     try:
         known = load_tenant_keys(path, api_key)
         known.check_admin(admin_key)
-    except TenantKeysError as error:
+    except InputError as error:
         raise CliError(str(error), "docs/gateway.md says how tenants and the admin get keys") from None
     return known
 

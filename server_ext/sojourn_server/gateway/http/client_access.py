@@ -20,7 +20,7 @@ class ClientAccess:
     """Checks the keys of clients, for all routes except the generation routes."""
 
     def __init__(self, tenants: TenantKeys, admin_key: str | None, metrics: GatewayMetrics) -> None:
-        """Raises ``TenantKeysError`` if the admin key is a tenant's key."""
+        """Raises ``InputError`` if the admin key is a tenant's key."""
         tenants.check_admin(admin_key)
         self._tenants = tenants
         self.admin = TenantKeys({admin_key: "admin"}) if admin_key is not None else None

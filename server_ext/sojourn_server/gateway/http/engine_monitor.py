@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 ANSWER_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 10.0
-"""Maximum seconds of a health check, long enough for a slow but living engine."""
+"""Long enough for a slow but living engine."""
 SILENT_DEAD_S = 30.0
 """Seconds without an answer after which an engine counts as dead."""
 MAX_ERROR_POLLS = 2
@@ -212,8 +212,6 @@ def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> Ni
 
 
 class _Loads(msgspec.Struct):
-    """An engine's answer to ``LOAD_PATH``: one entry for each data-parallel rank."""
-
     engines: list[EngineLoad]
 
 
@@ -330,7 +328,6 @@ class EngineMonitor:
         return watched.description if watched is not None else None
 
     def links_of(self, replica_id: str) -> Mapping[str, LinkStats]:
-        """Return an engine's last report of its links, by name."""
         watched = self._engine_of(replica_id)
         return watched.links if watched is not None else {}
 
@@ -424,7 +421,6 @@ class EngineMonitor:
             logger.warning("%s was restarted: its KV is lost", watched.url)
 
     async def _ask_load(self, watched: MonitoredEngine) -> None:
-        """Request the load and the programs of an engine that runs sojourn."""
         described = watched.description
         if described is None or not (described.speaks_sojourn or watched.role):
             return

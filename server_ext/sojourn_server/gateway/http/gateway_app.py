@@ -121,7 +121,7 @@ class Gateway:
         poll_s: float,
     ) -> None:
         """``engines``: their roles by URL. The others are those of ``build_gateway``. Raises
-        ``TenantKeysError`` if the admin key is a tenant's key."""
+        ``InputError`` if the admin key is a tenant's key."""
         preset = rules if isinstance(rules, ClusterPreset) else None
         self.rules = rules
         self.policy = preset.name if preset is not None else PAIR_POLICY
@@ -256,7 +256,7 @@ class Gateway:
             stored = await self.generation.stored_response(request.state.tenant, response_id, authorization)
             at = self.replicas.get(stored.replica_id) if stored is not None else None
             if at is None:
-                raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found.")
+                raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found")
             answer = await self.client.send(at.url + path, headers, b"", method=request.method)
         except RequestRejected as refused:
             next_step = "engines keep answers with VLLM_ENABLE_RESPONSES_API_STORE=1, until they restart"

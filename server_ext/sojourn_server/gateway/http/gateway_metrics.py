@@ -108,13 +108,11 @@ class GatewayMetrics(Collector):
         self._waits.observe(waited_s)
 
     def refused(self, code: str) -> None:
-        """Count a request that got an error of the gateway."""
         self._refused.labels(code).inc()
 
     def moved(
         self, key: Key, moved_from: str, decision: routing_events.SendRequest, kv: str, waited_s: float
     ) -> None:
-        """Record a move of a program, (tenant, id), just before its first request goes to the new home."""
         self._moved.labels(decision.reason).inc()
         self._moves.append(
             ProgramMove(
@@ -172,7 +170,6 @@ class GatewayMetrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges, with the values of the last ``exposition``."""
         for name, (text, *labels) in _GAUGES.items():
             family = GaugeMetricFamily(f"sojourn_gateway_{name}", text, labels=labels)
             for of, value in self._values.get(name, {}).items():

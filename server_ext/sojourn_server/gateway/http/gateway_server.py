@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_OPEN_FILES = 65_536
 """Open files for which a gateway raises its soft limit, which is usually 1024."""
 KEEP_ALIVE_S = 75
-"""Idle seconds after which a client's connection is closed, longer than load balancers keep it."""
+"""Longer than load balancers keep an idle connection."""
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
 OTHERS_GRACE_S = 2.0
 """Seconds that other requests, such as those of viewers, have to end when no request of a model is left."""

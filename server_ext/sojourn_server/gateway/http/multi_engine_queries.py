@@ -139,7 +139,6 @@ class EngineQueries:
         return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
 
     async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        """Return all workflow graphs, and which engines run without sojourn or do not answer."""
         found = await self.every("/sojourn/v1/graphs", authorization)
         documents = list(found.documents.values()) or [{"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}]
         graphs = response_merging.merge_graphs(documents)

@@ -6,8 +6,7 @@ events on, once (``PASSED`` marks it). If the owner cannot be reached, the gatew
 engines which programs have KV, so most turns still go where their KV is.
 
 Requests without a program stay where they arrive. Of prefill and decode engines one gateway decides all
-requests, those without a program too (``Peers.in_pairs``). Each gateway counts the waiting requests and the
-tenants' shares of what it decides itself; of what the others sent it knows what engines report."""
+requests. Each gateway counts waiting requests and tenants' shares of what it decides itself."""
 
 from __future__ import annotations
 

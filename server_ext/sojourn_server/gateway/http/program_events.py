@@ -140,7 +140,6 @@ class _Program:
     """Time before which no request waits for the events, after an engine did not accept them."""
 
     def lacking(self, place: EngineInstance) -> list[_Entry]:
-        """Return the events that an engine lacks, in order."""
         if self.place == place:
             return list(self.unsent)
         return [*(one for one in self.state.values() if one not in self.unsent), *self.unsent]
@@ -471,14 +470,13 @@ class ProgramEvents:
         return msgspec.structs.replace(event, graph=None)
 
     def _instance(self, address: ReplicaAddress) -> EngineInstance:
-        """Return (URL, instance) of an engine. The instance is empty if unknown."""
         described = self._description_of(address.replica_id)
         return (address.url, described.registered.instance if described is not None else "")
 
     # -- to engines ----------------------------------------------------------------------
 
     async def _deliver(self, tenant: str, address: ReplicaAddress, keys: Collection[Key]) -> None:
-        """Post to an engine all that it lacks of these programs of a tenant. Drop what it rejects."""
+        """Post to an engine all that it lacks of these programs. Drop what it rejects."""
         turn = self._turns.setdefault((address.url, tenant), _Turn())
         failures = turn.failures
         async with turn.lock:

@@ -29,7 +29,7 @@ RequestDecision = SendRequest | RejectRequest | AbortStream | RecallRequest
 
 
 class RequestDecisions:
-    """The decisions about one request that are still to be carried out, in order. For one event loop."""
+    """The decisions about one request that are still to be carried out, in order."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

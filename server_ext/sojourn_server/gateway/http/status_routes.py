@@ -45,9 +45,8 @@ class StatusRoutes:
     metrics: GatewayMetrics
     access: ClientAccess
     peers: Peers
-    """The other gateways, which drain with this one."""
     policy: str
-    """This field and the next one are those of ``GatewayOptions``."""
+    """As ``read_side`` of ``GatewayOptions``."""
     read_side: str | None
 
     def routes(self) -> list[Route]:
@@ -84,7 +83,7 @@ class StatusRoutes:
         return json_response(health, 200 if up and (roles is None or all(roles.values())) else 503)
 
     def _roles(self, states: Sequence[ReplicaStatus]) -> dict[str, int] | None:
-        """Return the number of engines that are ``up``, by role; ``None``: the engines have no roles."""
+        """Return the number of engines that are ``up``, by role; ``None``: they have no roles."""
         engines = [state for state in states if isinstance(state, PairEngineStatus)]
         if not engines and not self.peers.in_pairs:
             return None
@@ -154,7 +153,6 @@ class StatusRoutes:
         return json_response({**msgspec.to_builtins(place), "engine": found})
 
     async def _remembered(self, request: Request, place: ProgramRouteStatus) -> dict[str, Any] | None:
-        """Return what the engines remember about a program; ``None``: nothing."""
         replies = (await self._ask(request, place)).values()
         return response_merging.merge_program([one.document for one in replies if one is not None])
 
@@ -213,7 +211,6 @@ class StatusRoutes:
         return await self.live.once(audience, within_s)
 
     async def _decisions(self, request: Request) -> Response:
-        """Return the decisions of one replica's engine."""
         self.access.only_admin(request)
         name = request.query_params.get("replica")
         if name is None and len(self.queries.replicas.engines()) > 1:

@@ -16,10 +16,6 @@ DEFAULT_TENANT = "default"
 """The tenant of all requests if no keys are configured."""
 
 
-class TenantKeysError(InputError):
-    """The tenants file or the admin key is invalid."""
-
-
 class TenantKeys:
     """Tenants by API key. Without keys all clients are one tenant, and engines check their keys."""
 
@@ -33,11 +29,11 @@ class TenantKeys:
         return bool(self._digests)
 
     def check_admin(self, admin_key: str | None) -> None:
-        """Raise ``TenantKeysError``, whose text contains no key, if the admin key is also a tenant's."""
+        """Raise ``InputError``, whose text contains no key, if the admin key is also a tenant's."""
         whose = self.tenant_of(None, admin_key) if self.checks and admin_key is not None else None
         if whose is not None:
             owner = "the clients'" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
-            raise TenantKeysError(f"the admin key is also {owner} key; expected a key that no client has")
+            raise InputError(f"the admin key is also {owner} key; expected a key that no client has")
 
     def tenant_of(self, authorization: str | None, api_key: str | None = None) -> str | None:
         """Return the tenant of a client's key; ``None``: unknown. ``authorization``: header ``Authorization``
@@ -57,33 +53,31 @@ def load_tenant_keys(
     path: Path | None, key: str | None = None, environment: Mapping[str, str] = os.environ
 ) -> TenantKeys:
     """Read a tenants file. ``env:VARIABLE`` stands for the value of an environment variable. Without a file,
-    ``key`` is the key of all clients, if any. Raises ``TenantKeysError``, whose text contains no key."""
+    ``key`` is the key of all clients, if any. Raises ``InputError``, whose text contains no key."""
     if path is None:
         return TenantKeys({key: DEFAULT_TENANT} if key else None)
     try:
         document = load_toml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise TenantKeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except TomlError as error:
-        raise TenantKeysError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {error}") from None
     table = document.get("tenants")
     if not isinstance(table, dict) or not table:
-        raise TenantKeysError(f'{path}: no tenants; expected [tenants] with lines NAME = ["KEY", ...]')
+        raise InputError(f'{path}: no tenants; expected [tenants] with lines NAME = ["KEY", ...]')
     keys: dict[str, str] = {}
     for tenant, listed in table.items():
         listed = [listed] if isinstance(listed, str) else listed
         if not isinstance(listed, list) or not listed or not all(isinstance(key, str) for key in listed):
-            raise TenantKeysError(f"{path}: the keys of {tenant} are not a list of texts")
+            raise InputError(f"{path}: the keys of {tenant} are not a list of texts")
         for key in listed:
             name = key.removeprefix("env:") if key.startswith("env:") else None
             value = environment.get(name, "") if name is not None else key
             if not value or value != value.strip():
                 why = f"the environment has no {name}" if name and not value else "it has spaces or is empty"
-                raise TenantKeysError(f"{path}: a key of {tenant} cannot be used: {why}")
+                raise InputError(f"{path}: a key of {tenant} cannot be used: {why}")
             if keys.setdefault(value, tenant) != tenant:
-                raise TenantKeysError(
-                    f"{path}: {keys[value]} and {tenant} have the same key; expected one each"
-                )
+                raise InputError(f"{path}: {keys[value]} and {tenant} have the same key; expected one each")
     return TenantKeys(keys)
 
 
