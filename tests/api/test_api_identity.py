@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -20,6 +21,7 @@ from api_test_engines import HungEngine, check_error
 from sojourn_server.api import identity_middleware
 from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.client_identity import HEADER_ROWS
+from sojourn_server.api.engine_rpc import EngineUnavailableError
 from sojourn_server.api.event_intake import EventIntake
 from sojourn_server.api.identity_middleware import IdentityMiddleware
 from starlette.applications import Starlette
@@ -31,6 +33,7 @@ from waiting import wait_until, wait_until_async
 
 LONG = "x" * 257
 HASHED = "sha256-" + hashlib.sha256(LONG.encode()).hexdigest()
+UUID = "01a229fa-991a-7673-88c3-92227f9b618c"
 HINT = {"agentic_context": json.dumps({"program_id": "hinted"})}
 CLAUDE = {"X-Claude-Code-Session-Id": "c-1"}
 CLAUDE_AGENT = {**CLAUDE, "x-claude-code-agent-id": "a7"}
@@ -85,16 +88,25 @@ def user(session: str) -> dict[str, Any]:
         pytest.param({"x-run": "mine", **CLAUDE}, {}, "mine", id="the operator's header"),
         pytest.param({}, user("u-1"), "u-1", id="user_id"),
         pytest.param({}, {"metadata": {"user_id": "user_ab_session_u-2"}}, "u-2", id="old user_id"),
-        pytest.param({}, {"prompt_cache_key": "k"}, "k", id="prompt_cache_key"),
+        pytest.param({}, {"prompt_cache_key": UUID}, UUID, id="prompt_cache_key"),
+        pytest.param({}, {"prompt_cache_key": "task_1732932000000"}, "task_1732932000000", id="milliseconds"),
+        pytest.param(
+            {}, {"prompt_cache_key": "01JDVQ0E5XK8T1Y2ZB3C4D5F6G"}, "01JDVQ0E5XK8T1Y2ZB3C4D5F6G", id="ULID"
+        ),
+        pytest.param({}, {"prompt_cache_key": "support-bot-v2"}, None, id="an application's key"),
+        pytest.param({}, {"prompt_cache_key": "sha256:" + "5" * 12 + "a" * 52}, None, id="a prefix's digest"),
+        pytest.param({"x-correlation-id": "r-1"}, {}, None, id="an id of each request"),
+        pytest.param(
+            {"x-run": "mine", "x-session-id": "o"}, {}, "o", id="X-Session-ID, which a gateway sends"
+        ),
         pytest.param({"x-session-id": LONG}, {}, HASHED, id="a long id"),
-        pytest.param({}, {"prompt_cache_key": LONG}, HASHED, id="a long key"),
-        pytest.param({}, {"prompt_cache_key": "日 1"}, "%E6%97%A5%201", id="no header can hold it"),
+        pytest.param({}, user(LONG), HASHED, id="a long session"),
+        pytest.param({}, user("日 1"), "%E6%97%A5%201", id="no header can hold it"),
+        pytest.param({}, {"vllm_xargs": {"session_id": "own"}, **user("u")}, "own", id="vllm_xargs"),
         # What the request says itself stays, and an id is never made up.
-        pytest.param({}, {"session_id": "own", "prompt_cache_key": "k"}, None, id="session_id"),
-        pytest.param({}, {"vllm_xargs": HINT, "prompt_cache_key": "k"}, None, id="a hint"),
-        pytest.param({}, {"vllm_xargs": {"session_id": "own"}, **user("u")}, None, id="vllm_xargs"),
+        pytest.param({}, {"vllm_xargs": HINT, "prompt_cache_key": UUID}, None, id="a hint"),
         pytest.param({}, {"store": False}, None, id="a response that is not stored"),
-        pytest.param({}, {"prompt_cache_key": "a\nb"}, None, id="a control character"),
+        pytest.param({}, {"prompt_cache_key": UUID + "\n"}, None, id="a control character"),
         pytest.param({}, {"prompt_cache_key": ["k"], "metadata": "me"}, None, id="other types"),
         pytest.param({}, {"metadata": {"user_id": "user-17"}}, None, id="a person"),
     ],
@@ -112,6 +124,13 @@ async def test_a_clients_program_is_the_session_of_its_request(
         assert counted["session"] == headers.get("x-session-id"), "a count is no turn"
 
 
+async def test_session_id_of_the_body_counts_where_vllm_reads_it() -> None:
+    async with http_of(VirtualRpc(VirtualEngine())) as http:
+        for path in identity_middleware.GENERATION_PATHS:
+            seen = (await http.post(path, json={"session_id": "own", **user("u")})).json()
+            assert seen["session"] == ("u" if path == "/v1/messages" else None)
+
+
 async def test_a_body_that_is_no_object_is_left_to_vllm() -> None:
     async with http_of(VirtualRpc(VirtualEngine())) as http:
         for body in (b"", b"[", b"[1]", b"\xff", b"[" * 50_000):
@@ -122,7 +141,7 @@ async def test_a_body_that_is_no_object_is_left_to_vllm() -> None:
 async def test_a_body_in_parts_and_a_lost_client_reach_the_application_as_they_were() -> None:
     sent = [
         {"type": "http.request", "body": b'{"prompt_cache', "more_body": True},
-        {"type": "http.request", "body": b'_key": "k"}', "more_body": True},
+        {"type": "http.request", "body": b'_key": "%s"}' % UUID.encode(), "more_body": True},
         {"type": "http.disconnect"},
     ]
     left, seen = list(sent), []
@@ -182,6 +201,24 @@ async def test_a_hint_names_its_own_parent() -> None:
         assert "t-2" not in engine.program_scheduler.state.programs
         await http.post("/v1/responses", headers=CODEX_AGENT, json={"session_id": "t-2"})
         await wait_until_known(engine, "t-2")
+
+
+async def test_a_report_that_fails_is_repeated() -> None:
+    engine = VirtualEngine()
+    rpc = VirtualRpc(engine)
+    call, failures = rpc.call, [EngineUnavailableError("busy")]
+
+    async def busy(op: str, payload: str) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return await call(op, payload)
+
+    rpc.call = busy  # type: ignore[method-assign]
+    async with http_of(rpc) as http, asyncio.timeout(30):
+        while "c-1/a7" not in engine.program_scheduler.state.programs:
+            await http.post("/v1/messages", headers=CLAUDE_AGENT, json={})
+            await asyncio.sleep(0.001)
+    assert engine.program("c-1/a7").parent_id == "c-1"
 
 
 async def test_a_hung_engine_delays_no_request_and_reports_are_bounded(
@@ -272,3 +309,5 @@ def test_a_websocket_offer_gets_426_so_that_codex_falls_back_at_once(
                 assert answer.status == 426
                 assert json.load(answer)["error"]["code"] == "websocket_not_supported"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    logging.getLogger("uvicorn.error").error("ASGI callable returned without completing handshake.")
+    assert caplog.records, "of another route it is a fault"

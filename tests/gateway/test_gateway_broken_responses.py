@@ -182,7 +182,7 @@ class Verbose(FakeEngine):
 @pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
 async def test_a_long_answer_passes_in_parts_and_is_recorded(path: str) -> None:
     async with running(Verbose()) as fakes, world(fakes) as it:
-        body = {"model": "tiny", "input": "x", "prompt_cache_key": "p"}
+        body = {"model": "tiny", "input": "x", "session_id": "p"}
         async with it.http.post(it.url + path, json=body) as answer:
             assert answer.status == 200
             document = await answer.json()

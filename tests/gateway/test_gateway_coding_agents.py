@@ -170,8 +170,9 @@ async def test_the_base_url_or_the_operators_header_may_name_the_program() -> No
     async with engines(1) as (fake,), world([fake], session_header="X-Job", tenants={"ka": "alice"}) as it:
         anonymous = Shape("/v1/chat/completions", {}, {"model": "tiny", "messages": []}, "")
         await send(it, anonymous, "ka", "/sojourn/session/my%20job%2F1")
-        await send(it, anonymous._replace(headers={"x-job": "job-2", "x-session-id": "other"}), "ka")
-        assert [headers["x-session-id"] for headers in fake.headers] == ["my job/1", "job-2"]
+        await send(it, anonymous._replace(headers={"x-job": "job-2"}), "ka", "/sojourn/session/job-1")
+        await send(it, anonymous._replace(headers={"x-job": "job-2", "thread-id": "other"}), "ka")
+        assert [headers["x-session-id"] for headers in fake.headers] == ["my job/1", "job-1", "job-2"]
         assert "x-job" not in fake.headers[-1]
         keyed = {"Authorization": "Bearer ka"}
         for path, status in (("/sojourn/session/a/v1/models", 200), ("/sojourn/session/a/v2/models", 404)):

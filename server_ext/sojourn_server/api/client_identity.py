@@ -1,15 +1,16 @@
 """Which program a request belongs to, by the headers and body fields that agent clients send.
 
 Precedence, first match: the hint (``agentic_context``) and ``session_id`` of the body, which the caller
-reads; then ``HEADER_ROWS`` in their order, after the operator's own header (``--session-header``); then the
-body fields ``metadata.user_id`` and ``prompt_cache_key``. Parent, root and agent type come from the row that
-names the program.
+reads; ``X-Session-ID``; the operator's own header (``--session-header``); the other rows of ``HEADER_ROWS``
+in their order; then the body fields ``vllm_xargs.session_id``, ``metadata.user_id`` and ``prompt_cache_key``.
+Parent, root and agent type come from the row that names the program.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -49,9 +50,14 @@ HEADER_ROWS = (
     ),
     HeaderRow("Codex before 0.100", "conversation_id", root="session_id"),
     HeaderRow("routers with sticky sessions", "x-session-affinity", PARENT_HEADER),
-    HeaderRow("tracing proxies", "x-correlation-id"),
 )
 MAX_AGENT_TYPE_CHARS = 256
+_ID_OF_ONE_SESSION = re.compile(
+    r"(?<![0-9a-z])([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{13,}|(?=[a-z]*\d)[0-9a-z]{26})(?![0-9a-z])",
+    re.ASCII | re.IGNORECASE,
+)
+"""A UUID, a time in milliseconds, or 26 letters and digits (ULID, OpenCode). A ``prompt_cache_key`` without
+one is the same for all requests of an application, which would become one program."""
 SESSION_PATH = "/sojourn/session/"
 """Beginning of a base URL that names a program, for clients that send no id: ``/sojourn/session/ID/v1``."""
 
@@ -70,14 +76,16 @@ def identify(
     session_header: str | None = None,
     user_id: object = None,
     prompt_cache_key: object = None,
+    xargs_session_id: object = None,
 ) -> ClientIdentity | None:
     """Return the program that a client's headers or body fields name; ``None`` if they name none.
 
     ``headers``: with lower-case names. ``session_header``: name of the operator's own header.
-    ``user_id``: ``metadata.user_id`` of the body. ``prompt_cache_key``: that of the body. Never raises.
+    ``user_id``: ``metadata.user_id`` of the body. ``prompt_cache_key``: that of the body.
+    ``xargs_session_id``: ``vllm_xargs.session_id`` of the body. Never raises.
     """
     own = [HeaderRow("operator", session_header.lower(), PARENT_HEADER)] if session_header else []
-    for row in (*own, *HEADER_ROWS):
+    for row in (HEADER_ROWS[0], *own, *HEADER_ROWS[1:]):  # a gateway sends the first
         session = wire_id(headers.get(row.program))
         if session is None:
             continue
@@ -92,7 +100,9 @@ def identify(
             root if root != program else None,
             agent_type or None,
         )
-    named = _session_of_user_id(user_id) or wire_id(prompt_cache_key)
+    named = wire_id(xargs_session_id) or _session_of_user_id(user_id)
+    if named is None and isinstance(prompt_cache_key, str) and _ID_OF_ONE_SESSION.search(prompt_cache_key):
+        named = wire_id(prompt_cache_key)
     return ClientIdentity(named) if named is not None else None
 
 

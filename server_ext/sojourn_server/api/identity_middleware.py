@@ -12,6 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections import OrderedDict
+from contextvars import ContextVar
 from itertools import count
 from typing import Any
 
@@ -47,6 +48,8 @@ class _Body(msgspec.Struct):
     prompt_cache_key: Any = None
 
 
+_is_refused = ContextVar("_is_refused", default=False)
+"""Whether the task has refused a WebSocket offer."""
 _decoder = msgspec.json.Decoder(_Body)
 
 
@@ -74,6 +77,7 @@ class IdentityMiddleware:
             return
         if (answer := websocket_refusal(scope)) is not None:
             await answer(scope, receive, send)
+            _is_refused.set(True)
             return
         if (found := split_session_path(scope)) is not None:
             _, scope = found
@@ -84,10 +88,10 @@ class IdentityMiddleware:
                 return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if scope.get("method") == "POST" and path in GENERATION_PATHS:
-            scope, receive = await self._identified(scope, receive)
+            scope, receive = await self._identified(scope, receive, path)
         await self._app(scope, receive, send)
 
-    async def _identified(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
+    async def _identified(self, scope: Scope, receive: Receive, path: str) -> tuple[Scope, Receive]:
         """Return the request with its program in ``X-Session-ID``, if it names one. Reads the body only if
         the headers name no program, or one whose relations are to be reported."""
         headers = Headers(scope=scope)
@@ -97,12 +101,13 @@ class IdentityMiddleware:
             receive = _replay(messages, receive)
             body = _decode(b"".join([message.get("body", b"") for message in messages]))
             xargs = body.vllm_xargs if isinstance(body.vllm_xargs, dict) else {}
+            own = body.session_id if path != "/v1/messages" else None  # vLLM reads none there
             is_hinted = xargs.get("agentic_context") is not None
-            named = body.session_id or xargs.get("session_id")
-            if identity is None and not is_hinted and not named:
+            if identity is None and not is_hinted and not own:
                 metadata = body.metadata if isinstance(body.metadata, dict) else {}
-                identity = identify({}, None, metadata.get("user_id"), body.prompt_cache_key)
-            elif identity is not None and not is_hinted and named in (None, "", identity.program_id):
+                user_id, xargs_id = metadata.get("user_id"), xargs.get("session_id")
+                identity = identify({}, None, user_id, body.prompt_cache_key, xargs_id)
+            elif identity is not None and not is_hinted and own in (None, "", identity.program_id):
                 self._report(identity)  # a hint names its own parent
         return (scope if identity is None else with_session(scope, identity.program_id)), receive
 
@@ -129,21 +134,22 @@ class IdentityMiddleware:
             root_program_id=identity.root_id,
         )
         batch = EventBatch(v=WIRE_VERSION, emitter=self._emitter, events=[msgspec.Raw(encode(event))])
-        task = asyncio.create_task(self._send(batch), name="sojourn-identity")
+        task = asyncio.create_task(self._send(batch, event.program_id), name="sojourn-identity")
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
 
-    async def _send(self, batch: EventBatch) -> None:
+    async def _send(self, batch: EventBatch, program_id: str) -> None:
         try:
             await self._events.submit(batch, REPORT_TIMEOUT_S)
         except EngineError as error:
+            self._reported.pop(program_id, None)  # the program's next request reports it again
             logger.debug("a program's parent is unknown to the engine: %s", error)
 
 
 def _is_no_false_alarm(record: logging.LogRecord) -> bool:
     """Return whether a line belongs in the log. uvicorn 0.54 logs an error after each 426 to a WebSocket
-    offer, as if it had sent no answer."""
-    return record.msg != "ASGI callable returned without completing handshake."
+    offer, as if it had sent no answer, in the task that sent it."""
+    return record.msg != "ASGI callable returned without completing handshake." or not _is_refused.get()
 
 
 async def _read_body(receive: Receive) -> list[Message]:

@@ -143,14 +143,14 @@ class ClientEventHandler:
         if not program.tools:
             self._leases.extend(program.id, now + self._state.limits.return_grace_s)
         program.calls_before_request += not program.ranked
-        if program.ranked or program.calls_before_request != CALLS_BEFORE_WARNING:
-            return Outcome.APPLIED, ""
-        warning = (
-            "tool calls are reported, but no request with this program id has arrived: "
-            "send the client's requests to this server, with the id"
-        )
-        self._state.decisions.add(now, "unseen_requests", program.id, warning, calls=CALLS_BEFORE_WARNING)
-        return Outcome.APPLIED, warning
+        if not program.ranked and program.calls_before_request == CALLS_BEFORE_WARNING:
+            # Not in the outcome: with data parallelism every rank gets the events, and one the requests.
+            warning = (
+                "tool calls are reported, but no request with this program id has reached this engine: "
+                "send the client's requests to this server, with the id"
+            )
+            self._state.decisions.add(now, "unseen_requests", program.id, warning, calls=CALLS_BEFORE_WARNING)
+        return Outcome.APPLIED, ""
 
     def _heartbeat(self, program: ProgramState, event: Heartbeat, now: float) -> tuple[Outcome, str]:
         self._promised(program, now)

@@ -220,12 +220,13 @@ class ProgramScheduler:
         if program is None:
             self._requests.count_untracked(event.request_id)
         elif event.block_hashes is not None:
-            replaced = self._turns.join_turn(program, event, now)
-            if replaced is None:
+            sides = self._turns.join_turn(program, event, now)
+            if event.request_id in sides:
                 self._decision_recorder.side_request(program.id, event.prompt_tokens, now)
                 program = None
-            for other in replaced or ():
-                self._become_side_request(other, now)
+            else:
+                for side in sides:
+                    self._become_side_request(self._requests.states[side], now)
         request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
         request_state.priority, request_state.block_hashes = event.priority, event.block_hashes
         if named is not None:

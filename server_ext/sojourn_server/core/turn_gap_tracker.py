@@ -18,7 +18,6 @@ from ..programs.program_status import OVER_STATUSES
 from .events_and_actions import FirstToken, RequestAdmitted, RequestArrived, TurnFinished
 from .lease_manager import LeaseManager
 from .request_hints import clipped
-from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
@@ -35,61 +34,60 @@ class TurnGapTracker:
         self.awaiting_first_token: dict[str, TurnRecord] = {}
         """Records of admitted requests without an output token, by request id."""
 
-    def join_turn(
-        self, program: ProgramState, event: RequestArrived, now: float
-    ) -> list[RequestState] | None:
-        """Return ``None`` if a request is no turn of its program and belongs to none, but is a *side
-        request*, such as one for a title, a count of tokens or a sub-agent without an id. A side request has
-        its program's place in the queue. Else it is served like a request without a program. For a turn,
-        return the requests that become side requests because of it.
+    def join_turn(self, program: ProgramState, event: RequestArrived, now: float) -> list[str]:
+        """Return the ids of the requests that are *side requests* from now on: that of ``event`` if it is no
+        turn of its program, or else those that it takes out of the running turn.
+
+        A side request, such as one for a title, a count of tokens or a sub-agent without an id, has its
+        program's place in the queue. Else it is served like a request without a program.
 
         The program's *main context* is the longest prompt of its running turn, or else the context that its
-        last turn left. The main context *waits* while the turn runs, or while the program is in a tool and
-        has a lease or reported the tool (at most ``max_held_s``). A request is a turn in four cases:
+        last turn left. The main context *waits* while the program is in a tool and has a lease or reported
+        the tool (at most ``max_held_s``). A request is a turn in four cases:
 
         1. There is no main context: the program is new or over, or the hashes were dropped.
         2. It continues the main context: it begins with the last prompt, since clients rewrite outputs, or
            with more than half of it, if no turn runs (a rewind, an edited history).
-        3. It is longer than the main context or, if that does not wait, at least half as long. If a turn
-           runs, its requests become side requests.
-        4. It continues the *branch*, the newest side request since the last turn, and the main context does
-           not wait. The conversation has moved on, for example after a compaction.
+        3. A turn runs, and the request is longer. The turn's requests become side requests.
+        4. No turn runs, the main context does not wait, and the request is at least half as long, or it
+           continues the *branch*, the newest side request since the last turn. The conversation has moved
+           on, for example after a compaction.
 
         A turn's context replaces the main context when the turn ends, and drops the branch.
         """
-        hashes, tokens, block_size = event.block_hashes, event.prompt_tokens, self._state.pool.block_size
+        hashes, before = event.block_hashes, None
         found = (self._state.requests.states[request_id] for request_id in program.live_requests)
         # Not those of an earlier program of this id. Sorted, since the order of a set differs by process.
         live = sorted((one for one in found if one.rank == program.rank), key=lambda one: one.arrival)
-        before = self._state.contexts.get(program.id)
-        if hashes is None or any(request.block_hashes is None for request in live):
-            return []
-        prompt_tokens, main_tokens = program.prompt_tokens, program.context_tokens
         if live:
             longest = max(live, key=lambda request: request.prompt_tokens)
             before, prompt_tokens = longest.block_hashes, longest.prompt_tokens
-            main_tokens = prompt_tokens
-        elif not program.turns or program.status in OVER_STATUSES:
-            before = None
-        if before is None:
+        elif program.turns and program.status not in OVER_STATUSES:
+            before, prompt_tokens = self._state.contexts.get(program.id), program.prompt_tokens
+        if hashes is None or before is None or any(request.block_hashes is None for request in live):
             return []
-        prompt_blocks = min(len(before), prompt_tokens // block_size)
+        prompt_blocks = min(len(before), prompt_tokens // self._state.pool.block_size)
         shared = common_prefix_length(before, hashes)
         # The last block of a prompt may hold tokens that only begin an answer.
         if shared >= prompt_blocks - 1 or (not live and 2 * shared > prompt_blocks):
             return []
-        waits = bool(live)
-        if not live and program.gap_started_s is not None and program.tool_now() is not None:
-            reported = bool(program.tools) and now - program.gap_started_s < self._state.limits.max_held_s
-            waits = reported or program.id in self._state.leases
-        if tokens > main_tokens or (not waits and 2 * tokens >= main_tokens):
-            return live
-        branch = self._state.contexts.branch(program.id)
-        if not waits and 0 < len(branch) < len(hashes) and branch[-1] == hashes[len(branch) - 1]:
-            return []
-        if not live:
-            self._state.contexts.put_branch(program.id, list(hashes))
-        return None
+        if live:
+            is_longer = event.prompt_tokens > prompt_tokens
+            return [request.request_id for request in live] if is_longer else [event.request_id]
+        if not self._waits(program, now):
+            branch = self._state.contexts.branch(program.id)
+            is_branch = 0 < len(branch) < len(hashes) and branch[-1] == hashes[len(branch) - 1]
+            if is_branch or 2 * event.prompt_tokens >= program.context_tokens:
+                return []
+        self._state.contexts.put_branch(program.id, list(hashes))
+        return [event.request_id]
+
+    def _waits(self, program: ProgramState, now: float) -> bool:
+        """Return whether the main context of a program without a running turn waits (see ``join_turn``)."""
+        if program.gap_started_s is None or program.tool_now() is None:
+            return False
+        is_reported = bool(program.tools) and now - program.gap_started_s < self._state.limits.max_held_s
+        return is_reported or program.id in self._state.leases
 
     def open(
         self,

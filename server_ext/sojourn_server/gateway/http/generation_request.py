@@ -224,9 +224,8 @@ def parse_generation_request(
         agent_type = clipped(hint.agent_type) if hint is not None else None
         program = ClientIdentity(identity.program_id, parent, None, agent_type)
     elif identity.context is None and not (isinstance(own, str) and own):
-        named, metadata = xargs.session_id, read.metadata
-        user_id = metadata.get("user_id") if isinstance(metadata, dict) and not named else None
-        program = identify(headers, session_header, user_id, named or read.prompt_cache_key)
+        user_id = read.metadata.get("user_id") if isinstance(read.metadata, dict) else None
+        program = identify(headers, session_header, user_id, read.prompt_cache_key, xargs.session_id)
     text = b"".join([bytes(getattr(read, name)) for name in _PROMPT_FIELDS[api]])
     embedded = _EMBEDDED.findall(text)
     ids, is_truncated = None, read.truncate_prompt_tokens is not None and api is not ClientApi.MESSAGES
