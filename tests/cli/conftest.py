@@ -69,13 +69,14 @@ def live_server() -> Iterator[str]:
 
 @pytest.fixture
 def model_server() -> Iterator[str]:
-    """The address of a sojourn server with the model ``org/m``."""
+    """The address of a sojourn server with the model ``org/m``, and with an adapter of it."""
+    models = [{"id": "org/m", "max_model_len": 40_000}, {"id": "lora", "max_model_len": None}]
 
     class Server(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(msgspec.json.encode({"name": "sojourn", "data": [{"id": "org/m"}]}))
+            self.wfile.write(msgspec.json.encode({"name": "sojourn", "data": models}))
 
         def log_message(self, *args: object) -> None:
             pass

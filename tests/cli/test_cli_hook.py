@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from sojourn.testing import FakeServer
 from sojourn.testing.fake_server import refusing_url
 from sojourn.wire_events import ProgramEnd, ToolStart, ToolStop
@@ -32,7 +33,7 @@ STOP = {**START, "hook_event_name": "PostToolUse", "tool_response": {"stdout": S
 def sojourn_hook(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
     env = {"HOME": str(home), "PATH": os.environ["PATH"], "COLUMNS": "200"}
     line = [sys.executable, "-c", "from sojourn_server.cli import main; main()", "hook", *words]
-    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(line, env=env, cwd=home, capture_output=True, text=True, timeout=60)
 
 
 def run_hook(hook: object, url: str, client: str = "claude-code", **environment: str) -> None:
@@ -51,7 +52,9 @@ def test_a_tool_call_is_reported_without_a_word_of_its_arguments() -> None:
         server.wait_for_events(2)
         failed = {**START, "hook_event_name": "PostToolUseFailure", "is_interrupt": True}
         run_hook(failed, server.url, SOJOURN_API_KEY="key")  # Codex and Qwen Code tell no duration
-        start, stop, cancelled = server.wait_for_events(3)
+        events = server.wait_for_events(3)
+    assert all(0 < event.age_s < 30 for event in events)
+    start, stop, cancelled = [structs.replace(event, age_s=0.0) for event in events]
     assert start == ToolStart(program_id="s", seq=0, call_id="t1", tool="Bash", tool_class="pytest")
     assert stop == ToolStop(program_id="s", seq=0, call_id="t1", duration_s=1.25)
     assert cancelled == ToolStop(program_id="s", seq=0, call_id="t1", status="cancelled")
@@ -85,12 +88,11 @@ def test_sessions_and_sub_agents_end() -> None:
     with FakeServer() as server:
         run_hook({"hook_event_name": "SubagentStop", "session_id": "s", "agent_id": "a"}, server.url)
         server.wait_for_events(1)
-        run_hook({"hook_event_name": "Stop", "session_id": "s"}, server.url)  # the user may go on
-        run_hook({"hook_event_name": "SessionEnd", "session_id": "s"}, server.url)
-        assert server.wait_for_events(2) == [
-            ProgramEnd(program_id="s/a", seq=0),
-            ProgramEnd(program_id="s", seq=0),
-        ]
+        for kind in ("Stop", "SubagentStop"):  # the session goes on
+            run_hook({"hook_event_name": kind, "session_id": "s"}, server.url)
+        run_hook({"hook_event_name": "SessionEnd", "session_id": "t"}, server.url)
+        ends = server.wait_for_events(2)
+    assert [(type(end), end.program_id) for end in ends] == [(ProgramEnd, "s/a"), (ProgramEnd, "t")]
 
 
 @pytest.mark.parametrize(
@@ -126,15 +128,23 @@ def test_install_keeps_what_is_there(tmp_path: Path) -> None:
     mine = {"matcher": "Bash", "hooks": [{"type": "command", "command": "mine"}]}
     before = {"model": "opus", "hooks": {"PreToolUse": [mine], "Stop": [mine]}}
     file.write_text(json.dumps(before))
+    file.chmod(0o600)
     for url in ("127.0.0.1:9", "http://127.0.0.1:8"):
         result = sojourn_hook("claude-code", "--install", "--url", url, home=tmp_path)
         assert result.returncode == 0, result.stderr
         assert str(file) in result.stderr
+    assert file.stat().st_mode & 0o777 == 0o600
     after = json.loads(file.read_text())
     assert (after["model"], after["hooks"]["Stop"]) == ("opus", [mine])
     first, ours = after["hooks"]["PreToolUse"]
     assert first == mine
     assert shlex.split(ours["hooks"][0]["command"])[-1] == "http://127.0.0.1:8", "the later call replaces"
+
+
+def test_a_projects_settings_are_those_that_are_not_committed(tmp_path: Path) -> None:
+    result = sojourn_hook("claude-code", "--project", home=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in (tmp_path / ".claude").iterdir()] == ["settings.local.json"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"hooks": {"Stop": 7}}', '{"hooks": []}'])
@@ -183,7 +193,8 @@ def test_the_plugin_reports_tools(code: str, tmp_path: Path) -> None:
         environment = {"PATH": os.environ["PATH"], "SOJOURN_PI": "{}"}
         line = [node, "--input-type=module", "-e", code, str(plugin)]
         subprocess.run(line, env=environment, check=True, timeout=60)
-        start, stop = server.wait_for_events(2)
-    assert start == ToolStart(program_id="s", seq=0, call_id="t", tool="bash", tool_class="make")
+        stop, start = sorted(server.wait_for_events(2), key=lambda event: isinstance(event, ToolStart))
+    assert isinstance(start, ToolStart)
+    assert (start.call_id, start.tool, start.tool_class) == ("t", "bash", "make")
     assert isinstance(stop, ToolStop)
     assert (stop.call_id, stop.status) == ("t", "ok")

@@ -15,7 +15,7 @@ from sojourn.instrumentation import FRAMEWORKS
 from sojourn.testing import FakeServer
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.cli import agent_process
-from sojourn_server.cli.agent_process import autostart_directory, openai_base_url_root
+from sojourn_server.cli.agent_process import autostart_directory, base_url_root
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 UNUSED = "http://127.0.0.1:9"
@@ -24,7 +24,7 @@ UNUSED = "http://127.0.0.1:9"
 def sojourn_run(
     *command: str, url: str = UNUSED, options: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    others = ("PYTHONPATH", "SOJOURN_", "ANTHROPIC_", "OPENAI_", "OPENCODE_")
+    others = ("PYTHONPATH", "SOJOURN_", "ANTHROPIC_", "CLAUDE", "OPENAI_", "OPENCODE_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     line = [*SOJOURN, "run", "--url", url, *options, "--", *command]
     return subprocess.run(line, env=env | environment, capture_output=True, text=True, timeout=60)
@@ -102,7 +102,7 @@ def test_a_providers_server_is_not_taken_for_a_sojourn_server(
 
     monkeypatch.setattr(agent_process, "get_page", get)
     environment = {"OPENAI_BASE_URL": "https://provider.example/v1", "OPENAI_API_KEY": "secret"}
-    assert openai_base_url_root(environment, notes.append) is None
+    assert base_url_root(environment, notes.append) is None
     assert asked == ["https://provider.example"]
     [note] = notes
     assert f"OPENAI_BASE_URL is not used: no sojourn server answers there without a key ({said})" in note
@@ -303,7 +303,7 @@ def test_the_probe_carries_no_key_and_uses_no_proxy(monkeypatch: pytest.MonkeyPa
 
 CLIENT = """#!/bin/sh
 for word in "$@"; do echo "word $word"; done
-env | grep -e ^ANTHROPIC -e ^OPENAI -e ^OPENCODE -e ^SOJOURN -e ^PYTHONPATH
+env | grep -e ^ANTHROPIC -e ^CLAUDE -e ^OPENAI -e ^OPENCODE -e ^SOJOURN -e ^PYTHONPATH
 """
 
 
@@ -324,17 +324,24 @@ def clients(tmp_path: Path) -> str:
             [
                 "ANTHROPIC_BASE_URL=URL", "ANTHROPIC_MODEL=org/m", "ANTHROPIC_DEFAULT_HAIKU_MODEL=org/m",
                 "ANTHROPIC_AUTH_TOKEN=key", "word --settings", '"PostToolUseFailure"',
+                "CLAUDE_CODE_MAX_CONTEXT_TOKENS=40000", "CLAUDE_CODE_MAX_OUTPUT_TOKENS=10000",
             ],
             "sub-agents are programs, and its tools are reported; --program is not used; server URL",
         ),
         (
             "codex",
-            ['base_url="URL/v1"', 'word model_provider="sojourn"', 'word model="org/m"', 'env_key="SOJOURN_'],
+            [
+                'base_url="URL/v1"', 'word model_provider="sojourn"', 'word model="org/m"',
+                'env_key="SOJOURN_', "word model_context_window=40000",
+            ],
             "Codex's threads are programs",
         ),
         (
             "opencode",
-            ['"baseURL": "URL/v1"', '"model": "sojourn/org/m"', '"apiKey": "key"', "agent_plugin.js"],
+            [
+                '"baseURL": "URL/v1"', '"model": "sojourn/org/m"', '"apiKey": "key"', "agent_plugin.js",
+                '"lora": {"limit": {"context": 40000, "output": 10000}}',
+            ],
             "OpenCode's sessions are programs, and its tools are reported",
         ),
         (
@@ -347,7 +354,7 @@ def clients(tmp_path: Path) -> str:
         ),
         (
             "pi",
-            ['"baseUrl": "URL/v1"', "word --extension", "word sojourn/org/m", "SOJOURN_HOOK="],
+            ['"baseUrl": "URL/v1"', "word --extension", "word sojourn/org/m", '"contextWindow": 40000'],
             "Pi's sessions are programs, and its tools are reported",
         ),
     ],
@@ -366,27 +373,69 @@ def test_coding_agents_are_directed_to_the_server(
     assert "PYTHONPATH" not in printed, "a Python that its tools start is not the agent"
 
 
-def test_what_the_user_has_set_stays(clients: str, model_server: str) -> None:
+PROVIDERS = {
+    "ANTHROPIC_API_KEY": "secret", "ANTHROPIC_AUTH_TOKEN": "secret", "OPENAI_API_KEY": "secret",
+    "ANTHROPIC_MODEL": "opus", "ANTHROPIC_DEFAULT_HAIKU_MODEL": "lora", "OPENAI_MODEL": "gpt",
+    "SOJOURN_PROGRAM_ID": "old",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("client", "told"),
+    [
+        ("claude", {"AUTH_TOKEN=none", "ANTHROPIC_MODEL=org/m", "DEFAULT_HAIKU_MODEL=lora"}),
+        ("qwen", {"OPENAI_API_KEY=none", "OPENAI_MODEL=org/m", "session/new/v1", "SOJOURN_PROGRAM_ID=new"}),
+    ],
+)
+def test_keys_and_models_of_the_users_provider_stay_with_it(
+    client: str, told: set[str], clients: str, model_server: str
+) -> None:
+    others = "OPENAI" if client == "claude" else "ANTHROPIC"
+    result = sojourn_run(client, url=model_server, options=("--program", "new"), PATH=clients, **PROVIDERS)
+    seen = [line for line in result.stdout.splitlines() if not line.startswith(others)]
+    assert [one for one in told if not any(line.endswith(one) for line in seen)] == [], seen
+    assert "secret" not in "".join(seen)
+
+
+def test_what_the_user_has_set_for_this_server_stays(clients: str, model_server: str) -> None:
     own = {
         "ANTHROPIC_BASE_URL": f"{model_server}/",
-        "ANTHROPIC_MODEL": "mine",
+        "ANTHROPIC_MODEL": "lora",
         "ANTHROPIC_AUTH_TOKEN": "my",
     }
-    result = sojourn_run("claude", "--settings", "x.json", url=model_server, PATH=clients, **own)
-    assert "ANTHROPIC_MODEL=mine\n" in result.stdout
-    assert "ANTHROPIC_AUTH_TOKEN=my\n" in result.stdout
-    assert result.stdout.count("--settings") == 1
-    assert "but for --settings, which stays yours" in result.stderr
-    other = {"ANTHROPIC_BASE_URL": "https://u:secret@provider.example"}
-    result = sojourn_run("claude", url=model_server, PATH=clients, **other)
-    assert result.stdout == "ANTHROPIC_BASE_URL=https://u:secret@provider.example\n"
-    assert "claude runs unchanged, since ANTHROPIC_BASE_URL is set" in result.stderr
+    for url in (["--url", model_server], []):
+        line = [*SOJOURN, "run", *url, "--", "claude", "--settings", "x.json"]
+        env = {"HOME": os.environ["HOME"], "PATH": clients, **own}
+        result = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
+        assert "ANTHROPIC_MODEL=lora\n" in result.stdout
+        assert "ANTHROPIC_AUTH_TOKEN=my\n" in result.stdout
+        assert result.stdout.count("--settings") == 1
+        assert "but for --settings, which stays yours" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("client", "own"),
+    [
+        ("claude", "ANTHROPIC_BASE_URL=https://u:secret@provider.example"),
+        ("opencode", 'OPENCODE_CONFIG_CONTENT={"model": "x/y"}'),
+    ],
+)
+def test_a_client_that_the_user_directs_elsewhere_runs_unchanged(
+    client: str, own: str, clients: str, model_server: str
+) -> None:
+    name, _, value = own.partition("=")
+    result = sojourn_run(client, url=model_server, PATH=clients, **{name: value})
+    assert result.stdout == own + "\n"
+    assert f"{client} runs unchanged, since {name} is set; unset it to use {model_server}" in result.stderr
 
 
 def test_a_coding_agent_that_cannot_be_followed_runs_unchanged(clients: str, model_server: str) -> None:
     result = sojourn_run("gemini", url=model_server, PATH=clients)
     assert result.stdout == ""
     assert "gemini cannot be followed, since it speaks Google's API only" in result.stderr
+    with FakeServer(api_key="secret") as server:
+        result = sojourn_run("claude", url=server.url, PATH=clients)
+    assert "it lists no models (SOJOURN_API_KEY gives its key)" in result.stderr
     result = sojourn_run("claude", PATH=clients)
     assert result.stdout == "", "no server answers, so its own provider serves it"
-    assert "no sojourn server answers" in result.stderr
+    assert result.stderr.endswith("(ConnectionRefusedError); the command runs without it\n")

@@ -85,7 +85,7 @@ def probe(data: bytes, folder: Path) -> Any:
 def find_server(data: bytes, folder: Path) -> Any:
     notes: list[str] = []
     with patch.object(agent_process, "get_page", lambda root: (200, data)):
-        agent_process.openai_base_url_root({"OPENAI_BASE_URL": "http://h:1/v1"}, notes.append)
+        agent_process.base_url_root({"OPENAI_BASE_URL": "http://h:1/v1"}, notes.append)
 
 
 def ask_server(data: bytes, folder: Path) -> Any:

@@ -26,7 +26,7 @@ from sojourn.ids import id_problem
 from sojourn.wire_codec import CAPABILITIES_PATH
 
 from .cli_error import CliError
-from .coding_agents import CLIENTS, NOT_FOLLOWED, TAKEN_ONCE, Target
+from .coding_agents import CLIENTS, NOT_FOLLOWED, PROVIDER_KEYS, TAKEN_ONCE, Target
 
 OPTIONS = ("--url", "--program", "--children")
 """Options of ``sojourn run``. The first word that is not one of these options begins the command, in typer's
@@ -61,9 +61,10 @@ def exec_agent_command(
 ) -> NoReturn:
     """Replace this process with ``command``. Raises ``CliError`` if the command cannot be run.
 
-    ``url``: root of the sojourn server; ``None``: the root of ``OPENAI_BASE_URL`` if a sojourn server answers
-    there, else ``DEFAULT_URL``. ``children``: also instrument the command's Python child processes.
-    ``program_id``: id of the program to which all requests outside ``program()`` belong.
+    ``url``: root of the sojourn server; ``None``: the root of ``OPENAI_BASE_URL`` (Claude Code:
+    ``ANTHROPIC_BASE_URL``) if a sojourn server answers there, else ``DEFAULT_URL``. ``children``: also
+    instrument the command's Python child processes. ``program_id``: id of the program to which all requests
+    outside ``program()`` belong.
     """
     _check_is_no_option(command[0])
     problem = None if program_id is None else id_problem(program_id)
@@ -73,16 +74,21 @@ def exec_agent_command(
     if url is not None:
         url = with_scheme(url)
     else:
-        url = openai_base_url_root(os.environ, note) or DEFAULT_URL
-    is_served = _note_unless_served(url, note)
-    if Path(command[0]).name in (*CLIENTS, *NOT_FOLLOWED):
-        environment = dict(os.environ)
+        variable = "ANTHROPIC_BASE_URL" if Path(command[0]).name == "claude" else OPENAI_BASE_URL
+        url = base_url_root(os.environ, note, variable) or DEFAULT_URL
+    is_client = Path(command[0]).name in (*CLIENTS, *NOT_FOLLOWED)
+    is_served = _note_unless_served(
+        url, note, "" if is_client else ", and the SDK tries again when it sends events"
+    )
+    environment: Mapping[str, str]
+    if is_client:
+        environment = os.environ
         if is_served:
             command, environment = configured_client(command, environment, url, note, program_id)
     else:
         environment = child_environment(os.environ, url, children=children, program_id=program_id)
         if not is_served:
-            environment[REPORTED_URL] = url
+            environment = {**environment, REPORTED_URL: url}
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -199,31 +205,42 @@ def child_environment(
 
 
 def configured_client(
-    command: Sequence[str], environment: dict[str, str], url: str, note: Note, program_id: str | None
-) -> tuple[Sequence[str], dict[str, str]]:
+    command: Sequence[str], environment: Mapping[str, str], url: str, note: Note, program_id: str | None
+) -> tuple[Sequence[str], Mapping[str, str]]:
     """Return the command and the environment of a coding agent, with what directs it to the server at
-    ``url``. Tells with ``note`` what was done."""
-    name, root = Path(command[0]).name, url.rstrip("/").removesuffix("/v1")
+    ``url``. Tells with ``note`` what was done.
+
+    The user's keys and models are for the provider, so the server's take their place. If the user's own
+    base URL names the server, the user's key is for the server, and stays."""
+    name, root = Path(command[0]).name, _root_of(url)
+    shown = without_credentials(root)
     if name in NOT_FOLLOWED:
         note(f"{name} cannot be followed, since {NOT_FOLLOWED[name]}; it runs unchanged")
         return command, environment
     key = environment.get("SOJOURN_API_KEY", "")
     program_id = program_id or environment.get("SOJOURN_PROGRAM_ID", "")
-    models = served_models(root, key)
-    settings = CLIENTS[name](Target(root, key, program_id, models, models[0]["id"] if models else ""))
-    theirs = environment.get(settings.base_url, root)
-    if theirs.rstrip("/").removesuffix("/v1") != root:
-        note(f"{name} runs unchanged, since {settings.base_url} is set; unset it, or name its server: --url")
+    target = Target(root, key, program_id, served_models(root, key), environment)
+    settings = CLIENTS[name](target)
+
+    theirs = environment.get(settings.base_url)
+    if theirs and _root_of(theirs) != root:
+        note(f"{name} runs unchanged, since {settings.base_url} is set; unset it to use {shown}")
         return command, environment
+    kept = PROVIDER_KEYS.intersection(environment) if theirs else ()
+    ours = {**settings.environment, "SOJOURN_URL": root}
+    variables = {**environment, **{name: value for name, value in ours.items() if name not in kept}}
+
     said, words = settings.said, settings.arguments
-    for option in {word.partition("=")[0] for word in command}.intersection(TAKEN_ONCE):
+    for option in TAKEN_ONCE.intersection(word.partition("=")[0] for word in command):
         said, words = f"{said}, but for {option}, which stays yours", ()
-    if program_id and "SOJOURN_PROGRAM_ID" not in settings.environment:
+    if program_id and "SOJOURN_PROGRAM_ID" not in ours:
         said += "; --program is not used"
-    note(f"{said}; server {without_credentials(root)}")
-    ours = {name: value for name, value in settings.environment.items() if value}
-    own = {name: value for name, value in environment.items() if name != settings.base_url}
-    return [command[0], *words, *command[1:]], {**ours, **own, "SOJOURN_URL": root}
+    said += f"; server {shown}"
+    if not target.models:
+        said += "; it lists no models (SOJOURN_API_KEY gives its key)"
+    note(said)
+    set_variables = {name: value for name, value in variables.items() if value or name not in ours}
+    return [command[0], *words, *command[1:]], set_variables
 
 
 def served_models(root: str, api_key: str) -> list[dict[str, Any]]:
@@ -235,18 +252,18 @@ def served_models(root: str, api_key: str) -> list[dict[str, Any]]:
         return []
 
 
-def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | None:
-    """Return the root of ``OPENAI_BASE_URL`` if a sojourn server answers there. Otherwise return ``None`` and
-    show the reason with ``note``. No reason is shown if the variable is unset or names ``DEFAULT_URL``.
+def base_url_root(environment: Mapping[str, str], note: Note, variable: str = OPENAI_BASE_URL) -> str | None:
+    """Return the root of the URL in ``variable`` if a sojourn server answers there. Otherwise return ``None``
+    and show the reason with ``note``. No reason is shown if the variable is unset or names ``DEFAULT_URL``.
 
     The variable may name any provider's server, so the probe sends no API key. Only a server that answers as
     a sojourn server gets information about programs. A sojourn server that requires a key is not recognised;
     the user names it with ``--url``.
     """
-    named = environment.get(OPENAI_BASE_URL, "").strip()
+    named = environment.get(variable, "").strip()
     if not named:
         return None
-    root = named.rstrip("/").removesuffix("/v1")
+    root = _root_of(named)
     try:
         status, body = get_page(root)
         document = json.loads(body) if status == 200 else None
@@ -260,10 +277,14 @@ def openai_base_url_root(environment: Mapping[str, str], note: Note) -> str | No
         problem = f"HTTP {status}"
     if root != DEFAULT_URL:
         note(
-            f"{OPENAI_BASE_URL} is not used: no sojourn server answers there without a key ({problem}); "
+            f"{variable} is not used: no sojourn server answers there without a key ({problem}); "
             "if the server needs a key, name it with --url"
         )
     return None
+
+
+def _root_of(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def autostart_directory() -> str:
@@ -304,11 +325,11 @@ def get_page(root: str, path: str = CAPABILITIES_PATH, api_key: str = "") -> tup
         connection.close()
 
 
-def _note_unless_served(url: str, note: Note) -> bool:
-    """Return whether a sojourn server answers at ``url``; show a note if none does. Raises ``CliError``
-    for an invalid URL."""
+def _note_unless_served(url: str, note: Note, consequence: str) -> bool:
+    """Return whether a sojourn server answers at ``url``; show a note with the ``consequence`` if none does.
+    Raises ``CliError`` for an invalid URL."""
     try:
-        status, _ = get_page(url.rstrip("/").removesuffix("/v1"))
+        status, _ = get_page(_root_of(url))
     except (ValueError, http.client.InvalidURL) as error:
         raise CliError(
             f"{url!r} is no URL: {error}", f"give the server's root, e.g. --url {DEFAULT_URL}"
@@ -320,8 +341,5 @@ def _note_unless_served(url: str, note: Note) -> bool:
         if status in (200, 401, 403):
             return True
         problem = f"HTTP {status}"
-    note(
-        f"no sojourn server answers at {url} ({problem}); the command runs without it, "
-        "and the SDK tries again when it sends events"
-    )
+    note(f"no sojourn server answers at {url} ({problem}); the command runs without it{consequence}")
     return False

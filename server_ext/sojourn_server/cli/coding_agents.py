@@ -16,32 +16,56 @@ from urllib.parse import quote
 from sojourn import hook_process
 from sojourn.valid_ids_and_names import new_program_id
 
+NO_KEY = "none"
+"""Key for a server without one, since clients ask for a key or use the user's key of a provider."""
 DEFAULT_CONTEXT_TOKENS = 32768
-"""Context length that is assumed of a model whose server does not tell it."""
+"""Context length of a model whose server does not tell it."""
+MAX_OUTPUT_TOKENS = 32_000
 _PLUGIN = Path(__file__).with_name("agent_plugin.js")
 _HOOK_EVENTS = ("PreToolUse", "PostToolUse", "PostToolUseFailure", "SubagentStop", "SessionEnd")
 
 
 class Target(NamedTuple):
-    """The server that a client is to use: its root, the value of ``SOJOURN_API_KEY``, the id for a client
-    that sends none, what ``/v1/models`` lists, and the name of the first of them. Empty: not known."""
+    """The server that a client is to use: its root, its key, the id for a client that sends none, what
+    ``/v1/models`` lists, and the user's variables. Empty: not known."""
 
     url: str
     api_key: str
     program_id: str
     models: Sequence[Mapping[str, Any]]
-    model: str
+    environment: Mapping[str, str]
+
+    def model(self, variable: str = "") -> str:
+        """Return the model that the user's ``variable`` names if the server has it, else the first one."""
+        ids = [model["id"] for model in self.models]
+        named = self.environment.get(variable, "")
+        return named if named in ids or not ids else ids[0]
+
+    def context_tokens(self) -> dict[str, int]:
+        """Return model → maximum number of tokens of prompt and answer. An adapter has its base model's,
+        which is listed first."""
+        base = self.models[0].get("max_model_len") if self.models else None
+        return {
+            model["id"]: model.get("max_model_len") or base or DEFAULT_CONTEXT_TOKENS for model in self.models
+        }
 
 
 class ClientSettings(NamedTuple):
-    """What ``sojourn run`` adds to a client's command, and what it tells the user. Arguments stand before the
-    user's; variables of the user's own stay. ``base_url`` is the variable that directs the client to a
-    server: if the user has set it for another one, nothing is added."""
+    """What ``sojourn run`` adds to a client's command, and what it tells the user.
+
+    Arguments stand before the user's. Variables replace the user's, which are for another server; an empty
+    one is removed. ``base_url`` is the variable that directs the client to a server: if the user has set it
+    for another one, nothing is added."""
 
     said: str
     environment: Mapping[str, str]
     arguments: Sequence[str] = ()
     base_url: str = ""
+
+
+def output_tokens(context_tokens: int) -> int:
+    """Return the maximum length of an answer, so that most of the context is left for the prompt."""
+    return min(context_tokens // 4, MAX_OUTPUT_TOKENS)
 
 
 def hook_command(client: str, url: str) -> list[str]:
@@ -63,8 +87,14 @@ def plugin_text(url: str) -> str:
 
 def _claude(target: Target) -> ClientSettings:
     names = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
-    environment = {f"ANTHROPIC_{name}": target.model for name in names}
-    environment |= {"ANTHROPIC_BASE_URL": target.url, "ANTHROPIC_AUTH_TOKEN": target.api_key or "none"}
+    environment = {f"ANTHROPIC_{name}": target.model(f"ANTHROPIC_{name}") for name in names}
+    environment |= {"ANTHROPIC_BASE_URL": target.url, "ANTHROPIC_AUTH_TOKEN": target.api_key or NO_KEY}
+    environment |= dict.fromkeys(
+        ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX"), ""
+    )
+    if context_tokens := target.context_tokens().get(environment["ANTHROPIC_MODEL"]):
+        environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(context_tokens)
+        environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(output_tokens(context_tokens))
     hooks = json.dumps(hook_settings("claude-code", target.url))
     said = "Claude Code's sessions and sub-agents are programs, and its tools are reported"
     return ClientSettings(said, environment, ("--settings", hooks), "ANTHROPIC_BASE_URL")
@@ -73,8 +103,12 @@ def _claude(target: Target) -> ClientSettings:
 def _codex(target: Target) -> ClientSettings:
     provider = f'name="sojourn",base_url={json.dumps(target.url + "/v1")},wire_api="responses"'
     provider += ',env_key="SOJOURN_API_KEY"' if target.api_key else ""
-    options = [f"model_providers.sojourn={{{provider},supports_websockets=false}}"]
-    options += ['model_provider="sojourn"', *([f"model={json.dumps(target.model)}"] if target.model else [])]
+    options = [
+        f"model_providers.sojourn={{{provider},supports_websockets=false}}",
+        'model_provider="sojourn"',
+    ]
+    if model := target.model():
+        options += [f"model={json.dumps(model)}", f"model_context_window={target.context_tokens()[model]}"]
     said = "Codex's threads are programs (for its tools: sojourn hook codex --install)"
     return ClientSettings(said, {}, [word for option in options for word in ("-c", option)])
 
@@ -82,12 +116,15 @@ def _codex(target: Target) -> ClientSettings:
 def _opencode(target: Target) -> ClientSettings:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
-        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.api_key or "none"},
-        "models": {model["id"]: {} for model in target.models},
+        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.api_key or NO_KEY},
+        "models": {
+            name: {"limit": {"context": context_tokens, "output": output_tokens(context_tokens)}}
+            for name, context_tokens in target.context_tokens().items()
+        },
     }
     config: dict[str, Any] = {"plugin": [_PLUGIN.as_uri()], "provider": {"sojourn": provider}}
-    if target.model:
-        config |= dict.fromkeys(("model", "small_model"), f"sojourn/{target.model}")
+    if model := target.model():
+        config |= dict.fromkeys(("model", "small_model"), f"sojourn/{model}")
     hook = json.dumps(hook_command("opencode", target.url))
     environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "SOJOURN_HOOK": hook}
     said = "OpenCode's sessions are programs, and its tools are reported"
@@ -97,24 +134,24 @@ def _opencode(target: Target) -> ClientSettings:
 def _qwen(target: Target) -> ClientSettings:
     program_id = target.program_id or new_program_id()
     base_url = f"{target.url}/sojourn/session/{quote(program_id, safe='')}/v1"
-    environment = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": target.api_key or "none"}
-    environment |= {"OPENAI_MODEL": target.model, "SOJOURN_PROGRAM_ID": program_id}
+    environment = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": target.api_key or NO_KEY}
+    environment |= {"OPENAI_MODEL": target.model("OPENAI_MODEL"), "SOJOURN_PROGRAM_ID": program_id}
     said = f"Qwen Code is the program {program_id} (for its tools: sojourn hook qwen-code --install)"
     return ClientSettings(said, environment, ("--auth-type", "openai"), "OPENAI_BASE_URL")
 
 
 def _pi(target: Target) -> ClientSettings:
-    tokens = [model.get("max_model_len") or DEFAULT_CONTEXT_TOKENS for model in target.models]
     models = [
-        {"id": model["id"], "name": model["id"], "reasoning": False, "input": ["text"]}
+        {"id": name, "name": name, "reasoning": False, "input": ["text"]}
         | {"cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)}
-        | {"contextWindow": context_tokens, "maxTokens": context_tokens // 4}
-        for model, context_tokens in zip(target.models, tokens, strict=True)
+        | {"contextWindow": context_tokens, "maxTokens": output_tokens(context_tokens)}
+        for name, context_tokens in target.context_tokens().items()
     ]
-    provider = {"baseUrl": f"{target.url}/v1", "apiKey": target.api_key or "none", "models": models}
+    provider = {"baseUrl": f"{target.url}/v1", "apiKey": target.api_key or NO_KEY, "models": models}
     hook = json.dumps(hook_command("pi", target.url))
     environment = {"SOJOURN_PI": json.dumps({**provider, "api": "openai-completions"}), "SOJOURN_HOOK": hook}
-    words = ("--extension", str(_PLUGIN), *(("--model", f"sojourn/{target.model}") if target.model else ()))
+    model = target.model()
+    words = ("--extension", str(_PLUGIN), *(("--model", f"sojourn/{model}") if model else ()))
     return ClientSettings("Pi's sessions are programs, and its tools are reported", environment, words)
 
 
@@ -122,7 +159,9 @@ CLIENTS: dict[str, Callable[[Target], ClientSettings]] = dict(
     claude=_claude, codex=_codex, opencode=_opencode, pi=_pi, qwen=_qwen
 )
 """Name of a client's command → its settings."""
-TAKEN_ONCE = ("--settings", "--auth-type")
+PROVIDER_KEYS = frozenset({"ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY", "OPENAI_API_KEY"})
+"""Variables with the user's keys."""
+TAKEN_ONCE = frozenset({"--settings", "--auth-type"})
 """Options that are not added if the user gives them."""
 NOT_FOLLOWED = {
     "gemini": "it speaks Google's API only, which vLLM does not serve",

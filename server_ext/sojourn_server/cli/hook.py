@@ -58,8 +58,9 @@ def hook(
         known = f"name one of {', '.join(_FILES)}; sojourn run reports the tools of Pi"
         raise CliError(f"the hooks of {client!r} are unknown", known)
     variable, folder, name, next_step = _FILES[client]
-    if project:
-        path = Path(folder.replace(".config/", "."), name)
+    if project:  # the command holds paths of this machine: teams commit settings.json, but not the local file
+        local = "settings.local.json" if client == "claude-code" else name
+        path = Path(folder.replace(".config/", "."), local)
     else:
         path = Path(os.environ.get(variable) or Path.home() / folder, name)
     url = complete_url(url) or DEFAULT_URL

@@ -34,8 +34,8 @@ def run(
         None,
         "--url",
         envvar="SOJOURN_URL",
-        help="Root of the sojourn server. Default: OPENAI_BASE_URL if a sojourn server answers there "
-        f"without a key, else {DEFAULT_URL}.",
+        help="Root of the sojourn server. Default: OPENAI_BASE_URL (claude: ANTHROPIC_BASE_URL) if a sojourn "
+        f"server answers there without a key, else {DEFAULT_URL}.",
     ),
     program: str | None = typer.Option(
         None,

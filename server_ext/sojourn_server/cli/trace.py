@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import time
 from contextlib import closing
 from pathlib import Path
@@ -68,8 +69,8 @@ def import_(
         print_note(note)
     roots = sum(program.parent is None for program in imported.programs)
     print_line(
-        f"What would sojourn bring? sojourn simulate {output} --programs {min(roots, 40)} --hours 0.25 "
-        "--max-gap-s 600 --policy stock,lru-offload,sojourn"
+        f"What would sojourn bring? sojourn simulate {shlex.quote(str(output))} --programs {min(roots, 40)} "
+        "--hours 0.25 --max-gap-s 600 --policy stock,lru-offload,sojourn"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from pathlib import Path
 def write_atomically(files: Mapping[Path, bytes]) -> None:
     """Write all of ``files`` (path → content) and missing folders; if one cannot be written, write none.
 
-    The target of a symbolic link is replaced. Devices, pipes and open files such as /dev/stdout are written
-    directly. Raises ``OSError``; new folders may then remain."""
+    A file keeps its mode. The target of a symbolic link is replaced. Devices, pipes and open files such as
+    /dev/stdout are written directly. Raises ``OSError``; new folders may then remain."""
     partials: dict[Path, Path] = {}
     others: dict[Path, bytes] = {}
     try:
@@ -24,7 +25,10 @@ def write_atomically(files: Mapping[Path, bytes]) -> None:
             replaced.parent.mkdir(parents=True, exist_ok=True)
             partial = replaced.with_name(replaced.name + ".partial")
             partials[partial] = replaced
+            partial.touch(0o600 if replaced.exists() else 0o666)
             partial.write_bytes(data)
+            if replaced.exists():
+                shutil.copymode(replaced, partial)
         for path, data in others.items():
             path.write_bytes(data)
         for partial, replaced in partials.items():
