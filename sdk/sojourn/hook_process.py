@@ -4,22 +4,23 @@
 Of it, only ids, the tool's name, the head of a shell command and the duration are sent.
 
 The agent waits for this process. So it uses the standard library only, prints nothing, always exits with 0,
-and leaves the sending to a forked child. It waits at most ``MAX_WAIT_S`` for the child to write the event, so
-that a tool's end reaches a server nearby before the agent's next request, and after the tool's start.
+and leaves the rest to a forked child as soon as it has read its input. The child sends within milliseconds,
+so a tool's end usually reaches a server nearby before the agent's next request. Without ``os.fork``
+(Windows) the process sends itself, in at most 0.4 s.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 TYPE_CHECKING = False  # ``typing`` takes milliseconds
 if TYPE_CHECKING:
     from typing import Any
 
-MAX_WAIT_S = 0.02
 CONNECT_TIMEOUT_S = 0.2
-ANSWER_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 2.0 if hasattr(os, "fork") else 0.2
 
 
 def event_of(client: str, hook: dict[str, Any]) -> dict[str, Any] | None:
@@ -30,7 +31,7 @@ def event_of(client: str, hook: dict[str, Any]) -> dict[str, Any] | None:
     elif agent:  # in Codex a sub-agent's id is the thread id of its requests
         program = agent if client == "codex" else f"{program}/{agent}"
     event = {"program_id": program, "seq": 0}
-    if kind == "SessionEnd" or (kind == "SubagentStop" and client != "qwen-code"):
+    if kind == "SessionEnd" or (kind == "SubagentStop" and agent and client != "qwen-code"):
         return {"type": "program_end", **event}
     if kind == "PreToolUse":
         tool = _tool(client, hook["tool_name"], hook.get("tool_input"))
@@ -56,8 +57,8 @@ def _tool(client: str, name: str, arguments: object) -> dict[str, str]:
     return {**tool, "tool_class": head} if head else tool
 
 
-def _send(url: str, event: dict[str, Any], written: int) -> None:
-    """Send the event. Close the pipe ``written`` when it is on its way. Raises ``OSError`` and others."""
+def _send(url: str, event: dict[str, Any], started_s: float) -> None:
+    """Send the event of a hook that ran at ``started_s`` (monotonic). Raises ``OSError`` and others."""
     import json
     import re
     import socket
@@ -65,15 +66,7 @@ def _send(url: str, event: dict[str, Any], written: int) -> None:
     found = re.match(r"(?:(https?)://)?(?:[^/@]*@)?(\[?([^/\]]+?)\]?(?::(\d+))?)(/.*)?$", url)
     scheme, named, host, port, path = found.groups("") if found else [""] * 5
     place = path.rstrip("/").removesuffix("/v1") + "/sojourn/v1/events"
-    # An emitter of this event alone, so that its number is always new.
-    batch = {"v": 1, "emitter": f"hook-{os.getpid()}-{os.urandom(6).hex()}", "events": [event]}
-    body = json.dumps(batch).encode()
     key = os.environ.get("SOJOURN_API_KEY", "")
-    head = (
-        f"POST {place} HTTP/1.1\r\nHost: {named}\r\nContent-Type: application/json\r\n"
-        + (f"Authorization: Bearer {key}\r\n" if key.isprintable() and key else "")
-        + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
     address = (host, int(port or (443 if scheme == "https" else 80)))
     connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
     connection.settimeout(ANSWER_TIMEOUT_S)
@@ -81,39 +74,41 @@ def _send(url: str, event: dict[str, Any], written: int) -> None:
         import ssl
 
         connection = ssl.create_default_context().wrap_socket(connection, server_hostname=host)
+    event["age_s"] = round(time.monotonic() - started_s, 4)
+    # An emitter of this event alone, so that its number is always new.
+    batch = {"v": 1, "emitter": f"hook-{os.getpid()}-{os.urandom(6).hex()}", "events": [event]}
+    body = json.dumps(batch).encode()
+    head = (
+        f"POST {place} HTTP/1.1\r\nHost: {named}\r\nContent-Type: application/json\r\n"
+        + (f"Authorization: Bearer {key}\r\n" if key.isprintable() and key else "")
+        + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
     connection.sendall(head.encode() + body)
-    os.close(written)
     connection.recv(1)  # a server may drop the request of a client that leaves
 
 
-def _fork() -> int:
-    """Go on in a child without terminal. Return the end of a pipe: this process ends when the child closes
-    it, or after ``MAX_WAIT_S``."""
-    import select
-
-    waiting, written = os.pipe()
+def _go_on_in_a_child() -> None:
     if os.fork():
-        os.close(written)
-        select.select([waiting], [], [], MAX_WAIT_S)
         os._exit(0)
-    os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
+    for stream in (0, 1, 2):  # the agent waits until nobody has them open
         os.dup2(null, stream)
-    return written
+    os.setsid()
 
 
 def main() -> None:
     """Report the hook on stdin. Never raises."""
     try:
+        started_s = time.monotonic()
         client, url = sys.argv[1], os.environ.get("SOJOURN_URL") or sys.argv[2]
         text = sys.stdin.buffer.read()
-        written = _fork() if hasattr(os, "fork") else os.open(os.devnull, os.O_RDWR)
+        if hasattr(os, "fork"):
+            _go_on_in_a_child()
         import json
 
         event = event_of(client, json.loads(text))
         if event is not None:
-            _send(url, event, written)
+            _send(url, event, started_s)
     except BaseException:
         pass
     os._exit(0)

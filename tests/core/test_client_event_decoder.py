@@ -213,6 +213,7 @@ def test_a_tool_may_run_for_longer_than_its_program_may_be_silent() -> None:
 
 def test_a_client_without_a_clock_leaves_the_duration_to_the_server() -> None:
     engine = known()
+    engine.wait(0.5)
     post(engine, {**START, "age_s": 0.5})
     engine.wait(2.0)
     stop = {key: value for key, value in STOP.items() if key != "duration_s"}

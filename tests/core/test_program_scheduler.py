@@ -180,6 +180,21 @@ def test_c3_events_overtaken_by_the_request_do_not_count_the_call_twice() -> Non
     assert durations(engine) == [4.0]
 
 
+def test_c3_a_late_start_does_not_hide_the_tool_that_runs() -> None:
+    engine = VirtualEngine()
+    engine.turn("p", prompt(8), "Done.")
+    engine.wait(4.0)
+    request = engine.arrive("p", prompt(12))
+    engine.now += 0.1
+    engine.send(start(age_s=3.5))  # its end was lost, or came first
+    engine.admit(request)
+    engine.finish(request)
+    engine.wait(1.0)
+    late = engine.send(start("d", "edit"), start("e", age_s=3.5))
+    assert [o.outcome.value for o in late] == ["applied", "deferred"]
+    assert list(engine.program("p").tools) == ["d"]
+
+
 def test_c3_a_tool_that_starts_while_its_turn_still_runs_is_recorded_once() -> None:
     engine = VirtualEngine()
     request = engine.arrive("p", prompt(8))

@@ -3,7 +3,6 @@
 import { spawn } from "node:child_process"
 
 const [program, ...words] = JSON.parse(process.env.SOJOURN_HOOK)
-const starts = new Map()
 
 // Waits for the process, which takes some ten milliseconds, so that a call's end comes after its start.
 const report = (hook) =>
@@ -13,17 +12,13 @@ const report = (hook) =>
     child.stdin.on("error", () => {}).end(JSON.stringify(hook))
   })
 
-const started = async (session_id, tool_use_id, tool_name, tool_input) => {
-  await report({ hook_event_name: "PreToolUse", session_id, tool_use_id, tool_name, tool_input })
-  starts.set(tool_use_id, performance.now())
-}
+const started = (session_id, tool_use_id, tool_name, tool_input) =>
+  report({ hook_event_name: "PreToolUse", session_id, tool_use_id, tool_name, tool_input })
 
-const ended = async (session_id, tool_use_id, isError) => {
-  const duration_ms = performance.now() - (starts.get(tool_use_id) ?? performance.now())
-  starts.delete(tool_use_id)
-  await report({ hook_event_name: isError ? "PostToolUseFailure" : "PostToolUse", session_id, tool_use_id, duration_ms })
-}
+const ended = (session_id, tool_use_id, isError) =>
+  report({ hook_event_name: isError ? "PostToolUseFailure" : "PostToolUse", session_id, tool_use_id })
 
+// A tool that throws has no `after`: the session's next request ends it.
 const opencode = () => ({
   "tool.execute.before": (call, { args }) => started(call.sessionID, call.callID, call.tool, args),
   "tool.execute.after": (call) => ended(call.sessionID, call.callID, false),

@@ -101,9 +101,9 @@ class ClientEventHandler:
             return Outcome.REJECTED, f"{MAX_RUNNING_TOOLS} tool calls of all programs already run"
         key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool
         started_s = now - min(event.age_s, now)
-        inferred_s = program.gap_inferred_s
-        if program.live_requests and inferred_s is not None and started_s <= inferred_s:
-            # The history already has the tool's duration: the gap between the two requests.
+        learned = program.gap_inferred_s is not None and started_s <= program.gap_inferred_s
+        if learned or (not program.live_requests and started_s < program.tools_ended_s):
+            # A history already has the tool's duration, the gap between the two requests, or the gap is over.
             return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
         program.tools[CallId(event.call_id)] = RunningTool(
             key, started_s, event.expected_s, event.expected_p95_s, event.tool, event.tool_class

@@ -206,6 +206,10 @@ class TurnGapTracker:
         program.gap_tool_time = None
         program.gap_reported = False
         program.gap_leased = False
+        # Calls whose start was reported late, and their end lost, do not run in this gap.
+        program.tools = {
+            call: tool for call, tool in program.tools.items() if tool.started_s >= program.tools_ended_s
+        }
         # The gap lasts until the slowest of the calls has ended.
         program.pending_tool = self._state.histories.tools.slowest([call.key for call in event.tool_calls])
 
@@ -223,6 +227,7 @@ class TurnGapTracker:
         reported no tool duration, the tool history learns the gap.
         """
         program.tools.clear()
+        program.tools_ended_s = now
         if program.gap_started_s is None or program.live_requests:
             return None
         gap_s = max(0.0, now - program.gap_started_s)

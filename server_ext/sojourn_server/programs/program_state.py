@@ -207,6 +207,8 @@ class ProgramState:
     live_requests: set[str] = field(default_factory=set)
     tools: dict[CallId, RunningTool] = field(default_factory=dict)
     """The tool calls that run, by id."""
+    tools_ended_s: float = 0.0
+    """Arrival of the last request, which ended the tool calls that ran."""
     pending_tool: str | None = None
     """History key of the tool that runs in this gap, from the last output or the client's report."""
     ranked: bool = False
