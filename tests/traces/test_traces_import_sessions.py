@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sqlite3
 from collections.abc import Sequence
@@ -30,6 +31,11 @@ def write(path: Path, lines: Sequence[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(json.dumps(line) for line in lines))
     return path
+
+
+def pack(path: Path) -> None:
+    path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
 
 
 def imported(source: str, path: Path, *notes: str) -> list[TraceProgram]:
@@ -86,7 +92,7 @@ def test_a_session_of_claude_code(tmp_path: Path) -> None:
     log.user(100)
     log.answer(104, "m3", 1300, 20, use("t2", "Edit", file=SECRET), cached=1200)
     log.result(134, "t2", {"filePath": SECRET})
-    log.answer(135, "m4", 1400, 20, use("t3", "Bash", command="ls"))
+    log.answer(135, "m4", 1400, 20, use("t3", "Bash", command=f"'{SECRET}'"))
     log.result(140, "t3", "User rejected tool use")
     log.user(141)
     log.answer(142, "m5", 1500, 20)
@@ -172,6 +178,28 @@ def test_a_resumed_session_repeats_lines_and_a_cut_off_answer_is_estimated(tmp_p
         IMPORT_FORMATS["claude-code"]([write(tmp_path / "none.jsonl", first.lines[:1])])
 
 
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_a_fork_of_a_session_that_goes_on_is_a_program_of_its_own(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    first = Claude()
+    first.user(0)
+    first.answer(2, "m1", 1000, 50)
+    fork = Claude("s2")
+    fork.lines, fork.last = list(first.lines), first.last
+    for log, prompt in ((first, 1100), (fork, 1200)):
+        log.user(10)
+        log.answer(12, f"m{prompt}", prompt, 50)
+        log.user(20)
+        log.answer(22, f"n{prompt}", prompt + 100, 50)
+    for log, name in zip((first, fork), names, strict=True):
+        write(tmp_path / f"p/{name}.jsonl", log.lines)
+    programs = imported("claude-code", tmp_path / "p")
+    lengths = sorted([t.prompt_tokens for t in program.turns] for program in programs)
+    assert lengths in ([[1000, 1100, 1200], [1200, 1300]], [[1000, 1200, 1300], [1100, 1200]])
+    assert not any(turn.reset for program in programs for turn in program.turns)
+
+
 def codex(at_s: float, kind: str, **payload: Any) -> dict[str, Any]:
     return {"timestamp": iso(at_s), "type": kind, "payload": payload}
 
@@ -231,7 +259,7 @@ def test_threads_of_codex_old_and_new(tmp_path: Path) -> None:
         count(12, 600),
     ]
     write(tmp_path / "s/2026/rollout-1.jsonl", new)
-    write(tmp_path / "s/2026/rollout-2.jsonl", old)
+    pack(write(tmp_path / "s/2026/rollout-2.jsonl", old))
     main, sub = imported("codex", tmp_path / "s")
     assert rows(main, "prompt_tokens cached_tokens gap_s gap_kind interactive reset") == [
         (1000, 64, 25, "tool", True, False), (1100, 64, 60, "human", False, False),
@@ -316,11 +344,12 @@ def test_the_database_of_opencode(tmp_path: Path) -> None:
         IMPORT_FORMATS["opencode"]([write(tmp_path / "bad.db", ["text"])])
 
 
-def test_logs_of_openai_requests_are_joined_by_their_messages(tmp_path: Path) -> None:
-    def request(at_s: float, messages: list[Any], prompt: int, **fields: Any) -> dict[str, Any]:
-        usage = {"prompt_tokens": prompt, "completion_tokens": 10}
-        return {"start_time": at_s, "end_time": at_s + 1, "messages": messages, "usage": usage, **fields}
+def request(at_s: float, messages: list[Any], prompt: int, **fields: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens": prompt, "completion_tokens": 10}
+    return {"start_time": at_s, "end_time": at_s + 1, "messages": messages, "usage": usage, **fields}
 
+
+def test_logs_of_openai_requests_are_joined_by_their_messages(tmp_path: Path) -> None:
     call = {"id": "c", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
     asked = [{"role": "system", "content": SECRET}, {"role": "user", "content": "a"}]
     worked = [*asked, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": SECRET}]
@@ -337,6 +366,20 @@ def test_logs_of_openai_requests_are_joined_by_their_messages(tmp_path: Path) ->
         (205, None, None, None, 110),
     ]  # fmt: skip
     assert (len(second.turns), named.program_id) == (1, "named")
+
+
+def test_parallel_and_repeated_runs_of_one_task_are_programs_of_their_own(tmp_path: Path) -> None:
+    asked = [{"role": "system", "content": SECRET}, {"role": "user", "content": "a"}]
+    same = [*asked, {"role": "assistant", "content": "x"}, {"role": "user", "content": "more"}]
+    differs = [*asked, {"role": "assistant", "content": "y"}, {"role": "user", "content": "more"}]
+    lines = [
+        request(0, asked, 100), request(0.5, asked, 100, end_time=9), request(3, same, 150),
+        request(10, differs, 160), request(20, asked, 100), request(30, same, 150), request(32, same, 150),
+    ]  # fmt: skip
+    programs = imported("openai", write(tmp_path / "l/log.jsonl", lines))
+    assert [[t.prompt_tokens for t in program.turns] for program in programs] == [
+        [100, 150], [100, 160], [100, 150, 150],
+    ]  # fmt: skip
 
 
 def test_exports_of_langfuse(tmp_path: Path) -> None:

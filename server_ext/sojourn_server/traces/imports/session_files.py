@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-from sojourn.shell_command import command_of, is_shell_tool, main_head
+from sojourn.shell_command import command_class, command_of, is_shell_tool
 
 from ..trace_file import read_bytes
 from ..trace_schema import TraceError
@@ -52,6 +52,8 @@ class _Session(RecordedProgram):
     input_s: float = 0.0
     began_s: float | None = None
     output_s: float = 0.0
+    written_by: str = ""
+    """Claude Code's id of the session whose line was the last."""
 
     def add_input(self, at_s: float, person: bool = False) -> None:
         self.input_s = max(self.input_s, at_s)
@@ -89,7 +91,7 @@ class _Session(RecordedProgram):
             with suppress(ValueError, RecursionError):
                 arguments = msgspec.json.decode(arguments)
         line = command_of(arguments) if isinstance(arguments, dict) and is_shell_tool(name) else None
-        self.open_tools[tool_id] = name, main_head(line or ""), at_s
+        self.open_tools[tool_id] = name, command_class(line or ""), at_s
 
     def end_tool(self, tool_id: str, at_s: float, own_s: float | None = None, asked: bool = False) -> float:
         """Add the tool; return its start. It ran for ``own_s``; ``asked``: it waited for a person."""
@@ -109,7 +111,7 @@ class SessionReader:
     """Reads the files of one client. Subclasses add an entry: a line of JSON, or a row of a database."""
 
     source: ClassVar[str]
-    pattern = "*.jsonl"
+    patterns: ClassVar[Sequence[str]] = "*.jsonl", "*.jsonl.gz"
 
     def __init__(self) -> None:
         self.left_out: Counter[str] = Counter()
@@ -123,7 +125,8 @@ class SessionReader:
         a note counts them and names the first. Raises ``TraceError`` if no entry is a model call."""
         self, bad = cls(), []
         for path in map(Path, paths):
-            files = sorted(path.rglob(cls.pattern)) if path.is_dir() else [path]
+            inside = chain.from_iterable(map(path.rglob, cls.patterns))
+            files = sorted(inside) if path.is_dir() else [path]
             for file, place, entry in chain.from_iterable(map(self._entries, files)):
                 try:
                     self._add(msgspec.json.decode(entry) if isinstance(entry, bytes) else entry, str(file))
@@ -163,8 +166,9 @@ class SessionReader:
 
 class ClaudeCodeReader(SessionReader):
     """Sessions of Claude Code: ``~/.claude/projects``. A message has several lines; the last has its counts.
-    ``parentUuid`` makes a tree: a line that continues an older one is a rewind. A resumed session repeats
-    lines. Those of a sub-agent are in a file of their own, in its parent's (``isSidechain``), or in both."""
+    ``parentUuid`` makes a tree: a line that continues an older one is a rewind, or a fork if another session
+    wrote the newer ones. A resumed session repeats lines. Those of a sub-agent are in a file of their own, in
+    its parent's (``isSidechain``), or in both."""
 
     source = "claude-code"
 
@@ -183,6 +187,10 @@ class ClaudeCodeReader(SessionReader):
             if agent or entry.get("isSidechain"):
                 role = entry.get("attributionAgent") if agent else "sidechain"
                 session = self._session(f"{entry['sessionId']}/{agent or uuid}", session, role)
+        elif call not in (None, *session.calls[-1:]) and entry["sessionId"] != session.written_by:
+            taken = entry["sessionId"] in self._sessions
+            session = self._session(f"{entry['sessionId']}/{uuid}" if taken else entry["sessionId"])
+        session.written_by = entry["sessionId"]
         compacted = entry.get("subtype") == "compact_boundary"
         rewound = above is None and entry["type"] == "user" and bool(session.calls)
         session.context_changed |= compacted or rewound
@@ -228,7 +236,7 @@ class CodexReader(SessionReader):
     ends with a ``token_usage_record``, in older files with an event ``token_count``, maybe repeated."""
 
     source = "codex"
-    pattern = "rollout*.jsonl"
+    patterns = "rollout*.jsonl", "rollout*.jsonl.gz"
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +317,7 @@ class OpenCodeReader(SessionReader):
     """Sessions of OpenCode: ``opencode.db`` in ``~/.local/share/opencode``. Tools have their own times."""
 
     source = "opencode"
-    pattern = "opencode*.db"
+    patterns = ("opencode*.db",)
 
     def _entries(self, path: Path) -> Iterator[tuple[Path, str, Any]]:
         query = (
@@ -357,12 +365,18 @@ class OpenCodeReader(SessionReader):
 
 class OpenAiReader(SessionReader):
     """Logs of requests to an OpenAI API: a line has ``messages``, ``usage``, ``start_time`` and ``end_time``.
-    Without ``session_id``, a request continues the one with the most messages that its own begin with."""
+    Without ``session_id``, a request continues the one with the most messages that its own begin with; of
+    parallel runs, the one that has waited longest. A first request that is repeated begins another run."""
 
     source = "openai"
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ends: dict[bytes, list[tuple[_Session, RecordedCall]]] = {}
+        """Digest of messages → the requests that had exactly these."""
+
     def _add(self, entry: Any, path: str) -> None:
-        messages, named = entry["messages"], entry.get("session_id")
+        messages, named = entry["messages"], entry.get("session_id") and str(entry["session_id"])
         start_s = seconds(entry["start_time"] if "start_time" in entry else entry["timestamp"])
         if not (usage := self._usage(entry.get("usage"))):
             return
@@ -370,9 +384,20 @@ class OpenAiReader(SessionReader):
         for message in messages:
             digest.update(msgspec.json.encode(message))
             digests.append(digest.digest())
-        length = next((n for n in range(len(digests), 0, -1) if digests[n - 1] in self._known), 0)
-        session, base = self._known[digests[length - 1]] if length else (None, None)
-        if session is None or (named is not None and session.program_id != str(named)):
+        ends = [
+            [end for end in self._ends.get(one, ()) if named in (None, end[0].program_id)] for one in digests
+        ]
+        length = next((n for n in range(len(ends) - 1, 0, -1) if ends[n - 1]), 0)
+        continued = ends[length - 1] if length else []
+        waiting = [end for end in continued if end[1] is end[0].calls[-1]]
+        retried = [end for end in ends[-1] if end[1] is not end[0].calls[0]]
+        if waiting:
+            session, base = min(waiting, key=lambda end: end[1].end_s)
+        elif retried:
+            (session, base), length = retried[-1], len(messages)
+        elif continued and not ends[-1]:
+            session, base = continued[-1]
+        else:
             session = self._session(named or f"{Path(path).name}/{len(self._sessions)}")
             base, length = None, len(messages)
         for message in messages[length:]:
@@ -384,7 +409,7 @@ class OpenAiReader(SessionReader):
         session.add_input(start_s, any(message.get("role") == "user" for message in messages[length:]))
         session.add_output(max(start_s, seconds(entry.get("end_time", start_s))), start_s)
         call = session.add_call(f"{path} {start_s} {len(messages)}", usage, entry.get("model"), base)
-        self._known[digests[-1]] = session, call
+        self._ends.setdefault(digests[-1], []).append((session, call))
 
 
 SESSION_READERS = (ClaudeCodeReader, CodexReader, OpenCodeReader, PiReader, OpenAiReader)
