@@ -31,9 +31,9 @@ _patches = Patches()
 
 _runs: WeakKeyDictionary[Program, dict[str, object]] = WeakKeyDictionary()
 """The programs in which a crew or flow runs, and the ids of the model's tool calls that were reported."""
-_crews: dict[int, Program] = {}
-"""``id()`` of a running crew → its program. CrewAI 1.0 starts asynchronous tasks in threads with a bare
-context."""
+_crews: dict[int, list[Program]] = {}
+"""``id()`` of a running crew → the programs of its runs. CrewAI 1.0 starts asynchronous tasks in threads with
+a bare context."""
 _calls: ContextVar[tuple[tuple[Any, str, Scope | None], ...]] = ContextVar("sojourn_crewai_calls", default=())
 """The tool calls that have begun in this context: the object that emitted the event, the tool, the scope."""
 
@@ -108,12 +108,16 @@ def _in_program(owner: Any) -> Iterator[None]:
         name = agent_type_of(str(name).strip(), "crew")  # "crew": CrewAI's name for a crew without one
         manager = sojourn.program(name, agent_type=name)
     with manager as program:
-        _runs[program], _crews[id(owner)] = {}, program
+        _runs[program] = {}
+        runs = _crews.setdefault(id(owner), [])
+        runs.append(program)
         try:
             yield
         finally:
             del _runs[program]
-            _crews.pop(id(owner), None)
+            runs.remove(program)
+            if not runs:
+                del _crews[id(owner)]
 
 
 # ---- agents
@@ -142,8 +146,8 @@ def _node(agent: Any) -> Iterator[None]:
     """Run an agent as a node of its crew; without a crew, as a program."""
     around: AbstractContextManager[Any] = nullcontext()
     if sojourn.current_program() is None:
-        crew = _crews.get(id(getattr(agent, "crew", None)))
-        around = _in_program(agent) if crew is None else crew.here()
+        runs = _crews.get(id(getattr(agent, "crew", None)), ())  # of two runs, nothing tells which it is
+        around = runs[0].here() if len(runs) == 1 else _in_program(agent)
     before = _calls.get()
     with around, sojourn.step(str(agent.role).strip()):
         try:
