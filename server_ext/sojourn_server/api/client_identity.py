@@ -18,6 +18,8 @@ from urllib.parse import quote, unquote
 from sojourn.dialects import header_text
 from sojourn.ids import MAX_ID_BYTES, id_problem
 
+from ..core.request_hints import clipped
+
 SESSION_HEADER = "x-session-id"
 PARENT_HEADER = "x-parent-session-id"
 ROOT_HEADER = "x-root-session-id"
@@ -51,7 +53,6 @@ HEADER_ROWS = (
     HeaderRow("Codex before 0.100", "conversation_id", root="session_id"),
     HeaderRow("routers with sticky sessions", "x-session-affinity", PARENT_HEADER),
 )
-MAX_AGENT_TYPE_CHARS = 256
 _ID_OF_ONE_SESSION = re.compile(
     r"(?<![0-9a-z])([0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{13,}|(?=[a-z]*\d)[0-9a-z]{26})(?![0-9a-z])",
     re.ASCII | re.IGNORECASE,
@@ -93,12 +94,11 @@ def identify(
         program = wire_id(f"{session}/{agent}") if agent else session
         parent = session if agent else wire_id(headers.get(row.parent))
         root = wire_id(headers.get(row.root)) or (session if agent else None)
-        agent_type = headers.get(row.agent_type, "")[:MAX_AGENT_TYPE_CHARS]
         return ClientIdentity(
             program or session,
             parent if parent != program else None,
             root if root != program else None,
-            agent_type or None,
+            clipped(headers.get(row.agent_type)),
         )
     named = wire_id(xargs_session_id) or _session_of_user_id(user_id)
     if named is None and isinstance(prompt_cache_key, str) and _ID_OF_ONE_SESSION.search(prompt_cache_key):
